@@ -1,0 +1,143 @@
+"""Laptop: one job, resolved and checked: its configuration, its source to stage, its data.
+
+Every backend runs `COMMAND` in a staged copy of the source, so what differs between a laptop and
+SageMaker is only where that copy lies and where the data of `channels` appears.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stoker.config import Resolved, UsageError, resolved_yaml
+
+COMMAND = ("python", "train.py", "--config", "job.yaml")
+"""What every backend runs, in the staged folder."""
+
+_IGNORED = shutil.ignore_patterns(
+    "__pycache__", "*.pyc", ".git", ".venv", ".data", "runs", ".*_cache", "*.egg-info", ".ipynb_checkpoints"
+)
+_ENTRY = '''"""Container entry."""\nfrom stoker.bootstrap.run import main\n\nif __name__ == "__main__":\n    main()\n'''
+
+
+@dataclass(frozen=True)
+class Job:
+    """Laptop: what is run, before anyone has said where."""
+
+    resolved: Resolved
+    source_dir: Path | None = None
+    """The user's own folder, staged beside `stoker`; None stages the examples."""
+    data: dict[str, str] = field(default_factory=dict)
+    """Recipe parameters that name data on this machine: parameter → absolute path."""
+
+    @property
+    def name(self) -> str:
+        return self.resolved.config.name
+
+    def stage(self, folder: Path, data_at: dict[str, str] | None = None) -> None:
+        """Laptop: write the staged copy: `train.py`, `stoker/`, the recipe's source, `job.yaml`.
+
+        Args:
+            folder: made where absent; it must be empty.
+            data_at: where the parameters of `data` lie for the hosts; default: where they lie here.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        own = source_root()
+        shutil.copytree(own / "stoker", folder / "stoker", ignore=_IGNORED)
+        if (own / "train.py").is_file():
+            shutil.copy2(own / "train.py", folder / "train.py")
+        else:
+            (folder / "train.py").write_text(_ENTRY)
+        if (own / "requirements.txt").is_file():
+            shutil.copy2(own / "requirements.txt", folder / "requirements.txt")
+        if self.source_dir is not None:
+            self._stage_user_source(folder)
+        else:
+            for name in ("recipes", "configs"):
+                if (own / name).is_dir():
+                    shutil.copytree(own / name, folder / name, ignore=_IGNORED)
+        config = self.resolved.config
+        params = {**config.params, **self.data, **(data_at or {})}
+        staged = Resolved(config.model_copy(update={"params": params}), self.resolved.origins)
+        (folder / "job.yaml").write_text(resolved_yaml(staged), encoding="utf-8")
+        (folder / "job.origins.json").write_text(json.dumps(self.resolved.origins, indent=1))
+
+    def _stage_user_source(self, folder: Path) -> None:
+        assert self.source_dir is not None
+        for item in sorted(self.source_dir.iterdir()):
+            target = folder / item.name
+            if item.name in _IGNORED(str(self.source_dir), [item.name]):
+                continue
+            if item.name == "requirements.txt":
+                with target.open("a") as file:
+                    file.write(f"\n# from {self.source_dir.name}/requirements.txt\n{item.read_text()}\n")
+            elif item.is_dir():
+                shutil.copytree(item, target, ignore=_IGNORED)
+            else:
+                shutil.copy2(item, target)
+
+
+def source_root() -> Path:
+    """Laptop: the folder that holds the `stoker` package, `source_dir` in a clone."""
+    import stoker
+
+    return Path(stoker.__file__).parent.parent
+
+
+def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
+    """Laptop: check what can be checked here and find the data that lies on this machine.
+
+    A recipe parameter whose value is a relative or absolute path that exists here names local
+    data. It becomes absolute for local runs; elsewhere it travels as an input channel.
+
+    Raises:
+        UsageError: the source folder is absent or hides a file of Stoker's.
+    """
+    problems = []
+    if source_dir is not None:
+        source_dir = source_dir.resolve()
+        if not source_dir.is_dir():
+            problems.append(f"--source-dir {source_dir}: no such folder")
+        else:
+            problems += [
+                f"--source-dir {source_dir}: {name} would hide Stoker's own; rename it"
+                for name in ("stoker", "train.py", "job.yaml")
+                if (source_dir / name).exists()
+            ]
+    if problems:
+        raise UsageError(*problems)
+    prepare_data(resolved, source_dir)
+    data = {
+        name: str(Path(value).resolve())
+        for name, value in resolved.config.params.items()
+        if _names_local_data(value)
+    }
+    return Job(resolved, source_dir, data)
+
+
+def prepare_data(resolved: Resolved, source_dir: Path | None) -> None:
+    """Laptop: call `data.prepare`, if the job names one, so that its data exists.
+
+    Raises:
+        UsageError: the function cannot be loaded or raised.
+    """
+    target = resolved.config.data.prepare
+    if not target:
+        return
+    from stoker.recipe import load_object
+
+    prepare = load_object(target, source_dir or source_root(), "data.prepare")
+    try:
+        prepare()
+    except Exception as error:
+        raise UsageError(f"data.prepare: {target} failed: {type(error).__name__}: {error}") from error
+
+
+def _names_local_data(value: Any) -> bool:
+    if not isinstance(value, str) or "://" in value or not value.strip():
+        return False
+    looks_like_path = "/" in value or value.startswith(".") or Path(value).is_dir()
+    return looks_like_path and Path(value).exists()

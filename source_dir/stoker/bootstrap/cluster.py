@@ -1,0 +1,199 @@
+"""Every host: form the Ray cluster of the job, wait for its hosts, watch them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stoker.bootstrap.lifeline import Ended, Lifeline
+from stoker.bootstrap.logs import say
+from stoker.bootstrap.raynode import ClusterError
+from stoker.bootstrap.topology import Topology, label
+from stoker.schema import Config
+
+TOKEN_FILE = ".ray-token"  # noqa: S105 - a name, not a secret
+REPORT_EVERY_S = 5.0
+RAY_LOG = Path(tempfile.gettempdir()) / "stoker-ray.log"
+
+
+@contextmanager
+def local(config: Config) -> Iterator[None]:
+    """Laptop: a Ray cluster of this machine alone, with a token of its own, gone at the end."""
+    set_environment(secrets.token_hex(32))
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=config.cluster.cpus or os.cpu_count(),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=(config.cluster.object_store_mb or 0) * 2**20 or None,
+        labels={"stoker.group": "local"},
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def set_environment(token: str) -> None:
+    """Every host: what all Ray processes of this job must agree on; before ray is imported."""
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = token
+    os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
+    os.environ.pop("RAY_ADDRESS", None)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
+    os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
+    # A stopped host must be gone at once, not after Ray's drain of half a minute.
+    os.environ["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
+    # A host whose machine vanished is declared dead after about 20 s instead of 65 s.
+    os.environ.setdefault("RAY_health_check_period_ms", "2000")
+    os.environ.setdefault("RAY_health_check_timeout_ms", "4000")
+    os.environ.setdefault("RAY_health_check_failure_threshold", "4")
+
+
+def read_token(folder: Path) -> str:
+    """Every host: the job's token, which travels with its code.
+
+    Raises:
+        ClusterError: there is none, or it is too short to be one.
+    """
+    file = folder / TOKEN_FILE
+    try:
+        token = file.read_text().strip()
+    except OSError:
+        raise ClusterError(
+            f"{TOKEN_FILE} is not beside train.py: the hosts share no token; submit with launcher/submit.py, "
+            f"or write one before the upload: openssl rand -hex 32 > {TOKEN_FILE}"
+        ) from None
+    if len(token) < 32:
+        raise ClusterError(f"{TOKEN_FILE}: a token of {len(token)} characters is too short")
+    return token
+
+
+def labels_of(topology: Topology) -> dict[str, str]:
+    """Every host: the Ray labels of this host."""
+    return {"stoker.group": label(topology.group), "stoker.host": label(topology.host)}
+
+
+def present_hosts(topology: Topology) -> dict[str, dict[str, Any]]:
+    """Head: host name → Ray's entry, for those of the job's hosts that are alive in the cluster."""
+    import ray
+
+    by_label = {label(host): host for host in topology.hosts}
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    names = [(by_label.get(node.get("Labels", {}).get("stoker.host", "")), node) for node in alive]
+    return {name: node for name, node in names if name}
+
+
+def wait_for_hosts(
+    topology: Topology, config: Config, started: float, check: Callable[[], None]
+) -> list[str]:
+    """Head: until all hosts have joined, or as many as the configuration is content with.
+
+    Args:
+        topology: the hosts to expect.
+        config: `cluster.join_timeout_s` and `cluster.min_cpu_hosts`.
+        started: `time.monotonic()` from which the time-out counts.
+        check: called often; raises to give up.
+
+    Returns:
+        The names of the hosts that have joined.
+
+    Raises:
+        ClusterError: hosts are absent after the time-out; they are named.
+    """
+    timeout = config.cluster.join_timeout_s
+    least = config.cluster.min_cpu_hosts
+    reported = 0.0
+    while True:
+        check()
+        present = present_hosts(topology)
+        missing = [host for host in topology.hosts if host not in present]
+        waited = time.monotonic() - started
+        if not missing:
+            return list(present)
+        absent = by_group(topology, missing)
+        if waited > timeout:
+            cpu_hosts = [host for host in present if topology.group_of(host) != topology.gpu_group]
+            trainers = [host for host in missing if topology.group_of(host) == topology.gpu_group]
+            if least is not None and len(cpu_hosts) >= least and not trainers:
+                say(
+                    f"going on without {absent} after {waited:.0f} s: cluster.min_cpu_hosts is {least}"
+                )
+                return list(present)
+            raise ClusterError(f"hosts that did not join within {timeout:.0f} s: {absent}")
+        if time.monotonic() - reported > REPORT_EVERY_S:
+            reported = time.monotonic()
+            there = by_group(topology, list(present)) or "none"
+            say(
+                f"waiting for hosts, {waited:.0f} of {timeout:.0f} s; here: {there}; missing: {absent}"
+            )
+        time.sleep(0.25)
+
+
+def by_group(topology: Topology, hosts: list[str]) -> str:
+    """Anywhere: hosts with their groups: `cpu: algo-2, algo-3`."""
+    parts = [(g.name, [host for host in g.hosts if host in hosts]) for g in topology.groups]
+    return "; ".join(f"{name}: {', '.join(members)}" for name, members in parts if members)
+
+
+def reach_head(
+    topology: Topology, port: int, token: str, deadline: float, check: Callable[[], None]
+) -> tuple[str, Lifeline]:
+    """Worker host: the head's address and a connection to its process.
+
+    Args:
+        topology: names the head.
+        port: of the head's lifeline.
+        token: the job's.
+        deadline: `time.monotonic()` at which to give up.
+        check: called often; raises to give up.
+
+    Raises:
+        ClusterError: saying what was still missing: the name, the port, or the right token.
+    """
+    started = time.monotonic()
+    reported = started
+    pause = 0.2
+    while True:
+        check()
+        try:
+            address = socket.gethostbyname(topology.head)
+            return address, Lifeline(address, port, topology.host, token)
+        except socket.gaierror:
+            problem = f"the name {topology.head} does not resolve yet"
+        except OSError as error:
+            problem = f"port {port} of {topology.head}: {error.strerror or error}"
+        now = time.monotonic()
+        if now > deadline:
+            raise ClusterError(f"the head cannot be reached after {now - started:.0f} s: {problem}")
+        if now - reported > REPORT_EVERY_S:
+            reported = now
+            say(
+                f"waiting for the head, {now - started:.0f} of {deadline - started:.0f} s; {problem}"
+            )
+        time.sleep(pause)
+        pause = min(2.0, pause * 1.5)
+
+
+def stay(lifeline: Lifeline, alive: Callable[[], bool], check: Callable[[], None]) -> Ended | None:
+    """Worker host: until the head ends (how), or until this host's own Ray does (None)."""
+    while True:
+        check()
+        ended = lifeline.poll(0.5)
+        if ended is not None:
+            return ended
+        if not alive():
+            return None

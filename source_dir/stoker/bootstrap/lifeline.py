@@ -1,0 +1,217 @@
+"""Head and worker hosts: one TCP connection from each worker host to the head's own process.
+
+Ray's daemons outlive the process that started them, and notice a lost head after about a minute.
+The kernel closes this connection the moment the head's process ends, however it ends, and keepalive
+probes notice a head whose machine is gone. Both sides prove that they hold the job's token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 2, 1, 3
+"""A silent peer is given up 5 s after its last sign of life."""
+HELLO_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Worker host: how the head ended; `code` is None when it vanished without a word."""
+
+    code: int | None
+    why: str
+
+
+class LifelineServer:
+    """Head: accepts worker hosts, tells them when Ray is ready and when the job is over."""
+
+    def __init__(self, address: str, port: int, token: str) -> None:
+        self._token = token
+        self._lock = threading.Lock()
+        self._connections: dict[str, socket.socket] = {}
+        self._ready = False
+        self._socket = socket.create_server((address, port), backlog=64)
+        threading.Thread(target=self._accept, name="lifeline", daemon=True).start()
+
+    def connected(self) -> set[str]:
+        """Head: names of the hosts that hold a connection now."""
+        with self._lock:
+            return set(self._connections)
+
+    def ready(self) -> None:
+        """Head: Ray listens; hosts may join."""
+        with self._lock:
+            self._ready = True
+            for connection in self._connections.values():
+                _send(connection, {"ready": True})
+
+    def end(self, code: int, expected: Collection[str] = (), grace_s: float = 0) -> None:
+        """Head: the job is over; every worker host leaves now.
+
+        Args:
+            code: the job's exit code.
+            expected: hosts that may still be on their way.
+            grace_s: how long to wait for these, so that they hear it too.
+        """
+        deadline = time.monotonic() + grace_s
+        while set(expected) - self.connected() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        with contextlib.suppress(OSError):
+            self._socket.close()
+        with self._lock:
+            for connection in self._connections.values():
+                _send(connection, {"end": code})
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_WR)
+            self._connections.clear()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                host = self._greet(connection)
+            except (OSError, ValueError):
+                return
+            with self._lock:
+                self._connections[host] = connection
+                if self._ready:
+                    _send(connection, {"ready": True})
+            with contextlib.suppress(OSError):
+                connection.settimeout(None)
+                while connection.recv(1024):
+                    pass
+            with self._lock:
+                if self._connections.get(host) is connection:
+                    del self._connections[host]
+
+    def _greet(self, connection: socket.socket) -> str:
+        _keep_alive(connection)
+        connection.settimeout(HELLO_TIMEOUT_S)
+        nonce = secrets.token_hex(16)
+        _send(connection, {"nonce": nonce})
+        hello = json.loads(_read_line(connection))
+        host = str(hello["host"])
+        if not hmac.compare_digest(str(hello["proof"]), _proof(self._token, nonce, host)):
+            raise ValueError("wrong token")
+        _send(connection, {"proof": _proof(self._token, nonce, "head")})
+        return host
+
+
+class Lifeline:
+    """Worker host: the connection to the head.
+
+    Raises:
+        OSError: the head cannot be reached.
+        PermissionError: the other side does not hold this job's token.
+    """
+
+    def __init__(
+        self, address: str, port: int, host: str, token: str, timeout_s: float = 5.0
+    ) -> None:
+        self._socket = socket.create_connection((address, port), timeout=timeout_s)
+        self._buffer = b""
+        try:
+            _keep_alive(self._socket)
+            self._socket.settimeout(HELLO_TIMEOUT_S)
+            nonce = str(json.loads(_read_line(self._socket))["nonce"])
+            _send(self._socket, {"host": host, "proof": _proof(token, nonce, host)})
+            answer = _read_line(self._socket)
+            if not answer:
+                raise PermissionError("the head refused this host's token")
+            proof = str(json.loads(answer).get("proof"))
+            if not hmac.compare_digest(proof, _proof(token, nonce, "head")):
+                raise PermissionError("the head does not hold this job's token")
+        except ValueError as error:
+            self._socket.close()
+            raise ConnectionError(f"not a Stoker head: {error}") from None
+        except OSError:
+            self._socket.close()
+            raise
+
+    def wait_ready(self, timeout_s: float) -> bool | Ended:
+        """Worker host: True once the head's Ray listens, False when it took longer."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            message = self._next(max(0.0, deadline - time.monotonic()))
+            if isinstance(message, Ended):
+                return message
+            if message is None:
+                return False
+            if message.get("ready"):
+                return True
+
+    def poll(self, timeout_s: float) -> Ended | None:
+        """Worker host: wait for the head's end, at most `timeout_s`; None where it goes on."""
+        message = self._next(timeout_s)
+        return message if isinstance(message, Ended) else None
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _next(self, timeout_s: float) -> dict[str, object] | Ended | None:
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            left = max(0.0, deadline - time.monotonic())
+            if not select.select([self._socket], [], [], left)[0]:
+                return None
+            try:
+                data = self._socket.recv(4096)
+            except OSError as error:
+                return Ended(None, f"the head is gone: {error.strerror or error}")
+            if not data:
+                return Ended(None, "the head's process ended without a word")
+            self._buffer += data
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        message: dict[str, object] = json.loads(line)
+        if "end" in message:
+            code = int(str(message["end"]))
+            return Ended(code, f"the head has ended with exit code {code}")
+        return message
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; elsewhere only tests run this
+        tcp = socket.IPPROTO_TCP
+        connection.setsockopt(tcp, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+        connection.setsockopt(tcp, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+        connection.setsockopt(tcp, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+        silent_s = KEEPALIVE_IDLE_S + KEEPALIVE_INTERVAL_S * KEEPALIVE_PROBES
+        connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, silent_s * 1000)
+
+
+def _proof(token: str, nonce: str, name: str) -> str:
+    return hmac.new(token.encode(), f"{nonce}:{name}".encode(), hashlib.sha256).hexdigest()
+
+
+def _send(connection: socket.socket, message: dict[str, object]) -> None:
+    with contextlib.suppress(OSError):
+        connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte or len(line) > 1024:
+            break
+        line += byte
+    return line

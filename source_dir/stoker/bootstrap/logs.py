@@ -1,0 +1,78 @@
+"""Every host: each line of output names group, host and role, since log streams are not grouped."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import threading
+from typing import TextIO
+
+
+def prefix_output(group: str, host: str, role: str) -> None:
+    """Every host: from here on every line that this process prints starts with its origin."""
+    prefix = f"[{group} {host} {role}] "
+    if isinstance(sys.stdout, PrefixedStream) and isinstance(sys.stderr, PrefixedStream):
+        sys.stdout.prefix = sys.stderr.prefix = prefix
+        return
+    lock = threading.Lock()
+    sys.stdout = PrefixedStream(sys.stdout, prefix, lock)
+    sys.stderr = PrefixedStream(sys.stderr, prefix, lock)
+
+
+def say(text: str) -> None:
+    """Every host: one line of progress, at once."""
+    print(text, flush=True)
+
+
+def say_at_once(text: str) -> None:
+    """Every host, in a signal handler: one line past all buffers and locks, which may be held."""
+    stream = sys.stderr
+    prefix = stream.prefix if isinstance(stream, PrefixedStream) else ""
+    with contextlib.suppress(OSError, ValueError):
+        os.write(stream.fileno(), f"{prefix}{text}\n".encode())
+
+
+class PrefixedStream(io.TextIOBase):
+    """Every host: a text stream that hands on whole lines, each with a prefix."""
+
+    def __init__(self, target: TextIO, prefix: str, lock: threading.Lock | None = None) -> None:
+        self._target = target
+        self.prefix = prefix
+        self._lock = lock or threading.Lock()
+        self._rest = ""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._target.encoding
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            # A progress bar that rewrites its line would otherwise be one endless line.
+            *lines, self._rest = (
+                (self._rest + text).replace("\r\n", "\n").replace("\r", "\n").split("\n")
+            )
+            for line in lines:
+                if line.strip():
+                    self._target.write(f"{self.prefix}{line}\n")
+            self._target.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Unfinished lines stay until their end, so that two processes never share a line."""
+        self._target.flush()
+
+    def finish(self) -> None:
+        """Print what has not been ended by a newline."""
+        if self._rest:
+            self.write("\n")
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return False
+
+    def fileno(self) -> int:
+        return self._target.fileno()

@@ -1,0 +1,209 @@
+"""Every host: the Ray daemons of this host, started as one process and stopped by its tree."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+HOST_CPUS_VARIABLE = "STOKER_HOST_CPUS"
+"""How many CPUs this host has, where that is less than the machine shows (a rehearsal)."""
+MIN_STORE_BYTES = 80 * 2**20
+STORE_SHARE_OF_MEMORY = 0.3
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 3.0
+
+
+class ClusterError(RuntimeError):
+    """Every host: the cluster cannot be formed or was lost; one line."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """Every host: where Ray keeps objects and how much of them."""
+
+    size: int
+    folder: str | None = None
+    warning: str = ""
+
+
+def size_store(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> Store:  # noqa: S108
+    """Every host: the object store that fits into `/dev/shm`.
+
+    Ray itself goes to disk without a word where shared memory is too small.
+    """
+    stat = os.statvfs(shm)
+    free = int(stat.f_bavail * stat.f_frsize * 0.95)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    wanted = wanted_mb * 2**20 if wanted_mb else int(memory * STORE_SHARE_OF_MEMORY)
+    if free >= wanted:
+        return Store(wanted)
+    if free >= MIN_STORE_BYTES:
+        small = wanted_mb is not None or free < 2**30
+        text = f"object store limited to {free >> 20} MB by {shm} (wanted {wanted >> 20} MB)"
+        return Store(free, warning=text if small else "")
+    size = min(wanted, 512 * 2**20)
+    text = f"{shm} has only {free >> 20} MB: the object store lies on disk, which is slow"
+    return Store(max(size, MIN_STORE_BYTES), tempfile.gettempdir(), text)
+
+
+def cpus_to_declare(gpus: int) -> int:
+    """Every host: CPUs for Ray's tasks: one core per GPU stays with its train worker."""
+    declared = os.environ.get(HOST_CPUS_VARIABLE)
+    cores = int(declared) if declared else len(os.sched_getaffinity(0))
+    return max(1, cores - gpus)
+
+
+def count_gpus() -> int:
+    """Every host: NVIDIA devices that this host shows; without loading CUDA."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def address_of(interface: str) -> str:
+    """Every host: the IPv4 address of a network interface, or of this host's name.
+
+    Raises:
+        ClusterError: neither has one.
+    """
+    import fcntl
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with contextlib.suppress(OSError):
+            request = struct.pack("256s", interface[:15].encode())
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])
+        with contextlib.suppress(OSError):
+            return socket.gethostbyname(socket.gethostname())
+    raise ClusterError(f"no IPv4 address on {interface} nor for {socket.gethostname()}")
+
+
+def probe_port(address: str, port: int, key: str) -> None:
+    """Head: fail at once where a port is taken; Ray needs 42 s to say so, and says it vaguely.
+
+    Raises:
+        ClusterError: naming the port and its key.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            # Ray's GCS binds every interface, so a listener on any of them is in its way.
+            probe.bind(("0.0.0.0", port))  # noqa: S104
+        except OSError as error:
+            raise ClusterError(
+                f"{key}: port {port} of the head ({address}) is taken ({error.strerror}){_holder(port)}; "
+                "choose another cluster.port"
+            ) from None
+
+
+class RayNode:
+    """Every host: `ray start --block` in a session of its own; it ends when this process does."""
+
+    def __init__(self, arguments: list[str], log: Path) -> None:
+        self.log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
+        with log.open("wb") as output:
+            # Neither this process's pipes nor its terminal: a daemon that holds the container's
+            # output keeps the job alive after its end.
+            self._process = subprocess.Popen(
+                [*command, *arguments, "--block", "--disable-usage-stats", "--log-style=record"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+
+    def wait_started(self, check: Callable[[], None] = lambda: None) -> None:
+        """Every host: until the daemons run.
+
+        Args:
+            check: called often; raises to give up.
+
+        Raises:
+            ClusterError: Ray ended or took longer than `START_TIMEOUT_S`.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "Ray runtime started" not in self._output():
+            check()
+            if not self.alive:
+                raise ClusterError(f"Ray did not start: {self._last_words()}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise ClusterError(f"Ray did not start within {START_TIMEOUT_S:.0f} s")
+            time.sleep(0.1)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """Every host: end the daemons and their tasks; whatever has not left in 3 s is killed."""
+        import psutil
+
+        tree: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self._process.pid)
+            tree = [root, *root.children(recursive=True)]
+        if self.alive:
+            self._process.terminate()
+        _, left = psutil.wait_procs(tree, timeout=STOP_TIMEOUT_S)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=STOP_TIMEOUT_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=STOP_TIMEOUT_S)
+
+    def _output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def _last_words(self) -> str:
+        lines = [line.strip() for line in self._output().splitlines() if line.strip()]
+        telling = [line for line in lines if "Error" in line or "error" in line]
+        return (telling or lines or [f"exit code {self._process.returncode}"])[-1][:500]
+
+
+def arguments_for(
+    *, address: str, labels: dict[str, str], cpus: int, gpus: int | None, store: Store
+) -> list[str]:
+    """Every host: the `ray start` arguments that head and worker hosts share."""
+    arguments = [
+        f"--node-ip-address={address}",
+        f"--num-cpus={cpus}",
+        f"--object-store-memory={store.size}",
+        f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}",
+        "--include-log-monitor=false",
+    ]
+    if gpus is not None:
+        arguments.append(f"--num-gpus={gpus}")
+    if store.folder:
+        arguments.append(f"--plasma-directory={store.folder}")
+    return arguments
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: also when the parent is killed
+
+
+def _holder(port: int) -> str:
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            if (
+                connection.status == psutil.CONN_LISTEN
+                and connection.laddr[1] == port
+                and connection.pid
+            ):
+                return f" by {psutil.Process(connection.pid).name()} (process {connection.pid})"
+    return ""

@@ -1,0 +1,287 @@
+"""Every host of a container job: what the head does, and what a worker host does."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from stoker.bootstrap import cluster, raynode
+from stoker.bootstrap.lifeline import Ended, LifelineServer
+from stoker.bootstrap.logs import say, say_at_once
+from stoker.bootstrap.raynode import ClusterError, RayNode
+from stoker.bootstrap.topology import Topology
+from stoker.config import Resolved, UsageError
+from stoker.place import BACKEND_VARIABLE, Place
+
+STOP_TIMEOUT_S = 100.0
+"""From SIGTERM to the end by force; SageMaker itself kills after 120 s."""
+END_GRACE_S = 5.0
+REJOINS = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Every host: an exit code and, where it is not 0, the cause in one line."""
+
+    code: int
+    cause: str = ""
+
+
+class Stopped(Exception):  # noqa: N818 - not an error: someone asked for it
+    """Every host: a signal came while there was nothing to save yet."""
+
+
+class Stop:
+    """Every host: SIGTERM as a request that the current phase answers in its own way."""
+
+    def __init__(self) -> None:
+        self.requested_at: float | None = None
+        self.on_request: Callable[[str], Any] | None = None
+        """Called from the handler; None lets `check` raise instead."""
+
+    def install(self) -> None:
+        """Every host, main thread: again after `ray.init`, which sets a handler of its own."""
+        signal.signal(signal.SIGTERM, self._handle)
+
+    def check(self) -> None:
+        """Every host: raise where a stop is requested and no one else answers it."""
+        if self.requested_at is not None and self.on_request is None:
+            raise Stopped
+
+    @property
+    def overdue(self) -> bool:
+        return (
+            self.requested_at is not None and time.monotonic() - self.requested_at > STOP_TIMEOUT_S
+        )
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested_at is not None:
+            return
+        self.requested_at = time.monotonic()
+        say_at_once("SIGTERM: stopping")
+        if self.on_request is not None:
+            self.on_request("SIGTERM")
+
+
+def run_head(
+    resolved: Resolved, topology: Topology, base: Path, code: Path, stop: Stop, started: float
+) -> Outcome:
+    """Head: start Ray, wait for the hosts, run the driver, tell every host how it ended."""
+    config = resolved.config
+    node: RayNode | None = None
+    lifeline: LifelineServer | None = None
+    outcome = Outcome(1, "the head ended without an outcome")
+    try:
+        token = cluster.read_token(code)
+        cluster.set_environment(token)
+        address = raynode.address_of(topology.interface)
+        raynode.probe_port(address, config.cluster.port, "cluster.port")
+        raynode.probe_port(address, lifeline_port(config.cluster.port), "cluster.port + 1")
+        lifeline = LifelineServer(address, lifeline_port(config.cluster.port), token)
+        driver: Any = importlib.import_module("stoker.driver")
+        driver.check(resolved)
+        head_arguments = ["--head", f"--port={config.cluster.port}", "--include-dashboard=false"]
+        node = RayNode(
+            [*head_arguments, *_shared_arguments(resolved, topology, address)], cluster.RAY_LOG
+        )
+        import ray  # while the daemons start
+
+        node.wait_started(stop.check)
+        lifeline.ready()
+        ray.init(
+            address=f"{address}:{config.cluster.port}",
+            _node_ip_address=address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        stop.install()
+        present = cluster.wait_for_hosts(topology, config, started, stop.check)
+        formed = time.monotonic() - started
+        say(f"cluster formed in {formed:.1f} s: {cluster.by_group(topology, present)}")
+        outcome = drive(resolved, container_place(base, topology, formed), stop)
+    except Stopped:
+        outcome = Outcome(143, "stopped by SIGTERM before the training began")
+    except UsageError as error:
+        outcome = Outcome(2, "; ".join(error.problems))
+    except (ClusterError, OSError) as error:
+        outcome = Outcome(1, str(error))
+    except (Exception, SystemExit) as error:
+        outcome = _failure(error)
+    finally:
+        stop.on_request = _ignore  # too late to stop what is ending
+        if lifeline is not None:
+            # Hosts that are still on their way shall not wait for a head that has failed early.
+            lifeline.end(outcome.code, set(topology.hosts[1:]), 0 if outcome.code == 0 else END_GRACE_S)
+        if node is not None:
+            import ray
+
+            ray.shutdown()
+            node.stop()
+    return outcome
+
+
+def run_worker(
+    resolved: Resolved, topology: Topology, code: Path, stop: Stop, started: float
+) -> Outcome:
+    """Worker host: join, stay while the head lives, leave within seconds of its end.
+
+    Its exit code is 0 once it has joined: how the job ended is the head's to say, and SageMaker
+    fails a job for any host's code.
+    """
+    config = resolved.config
+    deadline = started + config.cluster.join_timeout_s
+    token = cluster.read_token(code)
+    cluster.set_environment(token)
+    joined = 0
+    try:
+        while True:
+            address, lifeline = cluster.reach_head(
+                topology, lifeline_port(config.cluster.port), token, deadline, stop.check
+            )
+            ready = lifeline.wait_ready(max(1.0, deadline - time.monotonic()))
+            if ready is False:
+                raise ClusterError(
+                    f"Ray on the head {topology.head} is not ready after its time-out"
+                )
+            if isinstance(ready, Ended):
+                return _left(ready)
+            own = raynode.address_of(topology.interface)
+            join = [f"--address={address}:{config.cluster.port}"]
+            node = RayNode([*join, *_shared_arguments(resolved, topology, own)], cluster.RAY_LOG)
+            try:
+                node.wait_started(stop.check)
+                joined += 1
+                say(f"joined the head {topology.head} after {time.monotonic() - started:.1f} s")
+                # A stop reaches every host; this one serves the head's last checkpoint first.
+                stop.on_request = _ignore
+                ended = cluster.stay(lifeline, lambda node=node: node.alive, lambda: _give_up(stop))
+            finally:
+                node.stop()
+                lifeline.close()
+            if ended is not None:
+                return _left(ended)
+            if joined > REJOINS:
+                say(f"Ray ended {joined} times on this host; it stays out, the head goes on")
+                return Outcome(0)
+            say("Ray ended on this host; joining again")
+            stop.on_request = None
+            deadline = time.monotonic() + 60
+    except Stopped:
+        return Outcome(0 if joined else 143, "" if joined else "stopped by SIGTERM before joining")
+    except (ClusterError, OSError) as error:
+        if joined:
+            say(f"left: {error}")
+            return Outcome(0)
+        if config.cluster.min_cpu_hosts is not None:
+            say(
+                f"did not join: {error}; cluster.min_cpu_hosts lets the head go on without this host"
+            )
+            return Outcome(0)
+        return Outcome(1, f"{topology.host} ({topology.group}) did not join: {error}")
+
+
+def drive(resolved: Resolved, place: Place, stop: Stop) -> Outcome:
+    """Head: run the driver; whatever user code does, an end that is not its return is a failure."""
+    try:
+        driver: Any = importlib.import_module("stoker.driver")
+        stop.on_request = driver.request_stop
+        guard = threading.Thread(target=_end_by_force, args=(stop,), name="stop", daemon=True)
+        guard.start()
+        if stop.requested_at is not None:
+            raise Stopped
+        code = int(driver.run(resolved, place))
+    except Stopped:
+        raise
+    except BaseException as error:
+        return _failure(error)
+    if code == 0:
+        return Outcome(0)
+    cause = str(getattr(driver, "LAST_ERROR", "") or "")
+    if not cause and code == 143:
+        cause = "stopped by SIGTERM; a checkpoint was committed"
+    return Outcome(code, cause or f"the driver ended with exit code {code}")
+
+
+def container_place(base: Path, topology: Topology, formed_s: float) -> Place:
+    """Head: the folders that SageMaker keeps."""
+    return Place(
+        backend=os.environ.get(BACKEND_VARIABLE, "sagemaker"),
+        run_dir=base / "output" / "data",
+        checkpoint_dir=base / "checkpoints",
+        model_dir=base / "model",
+        formed_s=formed_s,
+        expected_hosts=topology.hosts,
+    )
+
+
+def lifeline_port(ray_port: int) -> int:
+    """Every host: the port beside Ray's on which the head's own process listens."""
+    return ray_port + 1
+
+
+def _shared_arguments(resolved: Resolved, topology: Topology, address: str) -> list[str]:
+    store = raynode.size_store(resolved.config.cluster.object_store_mb)
+    if store.warning:
+        say(f"warning: {store.warning}")
+    gpus = raynode.count_gpus() if topology.trains else 0
+    return raynode.arguments_for(
+        address=address,
+        labels=cluster.labels_of(topology),
+        cpus=raynode.cpus_to_declare(gpus),
+        # None lets Ray find them; a group that does not train must not attract train workers.
+        gpus=None if topology.trains else 0,
+        store=store,
+    )
+
+
+def _failure(error: BaseException) -> Outcome:
+    """What user code or the driver raised, as an exit code and a line that says where."""
+    if isinstance(error, UsageError):
+        return Outcome(2, "; ".join(error.problems))
+    if isinstance(error, SystemExit):
+        number = error.code if isinstance(error.code, int) and error.code else 1
+        return Outcome(number, f"sys.exit({error.code!r}) in {_origin(error)}")
+    traceback.print_exception(error)
+    return Outcome(1, f"{type(error).__name__}: {error} ({_origin(error)})")
+
+
+def _left(ended: Ended) -> Outcome:
+    say(f"leaving: {ended.why}")
+    return Outcome(0)
+
+
+def _give_up(stop: Stop) -> None:
+    if stop.overdue:
+        raise Stopped
+
+
+def _ignore(reason: str) -> None:
+    return
+
+
+def _end_by_force(stop: Stop) -> None:
+    while not stop.overdue:
+        time.sleep(1)
+    from stoker.bootstrap.run import end_by_force
+
+    end_by_force(
+        f"stopped by SIGTERM; no checkpoint could be committed within {STOP_TIMEOUT_S:.0f} s"
+    )
+
+
+def _origin(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "unknown place"
+    last = frames[-1]
+    return f"{Path(last.filename).name}:{last.lineno} in {last.name}"

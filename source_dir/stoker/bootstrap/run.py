@@ -1,0 +1,208 @@
+"""Every host: who am I, what do I do, how does it end. Entered by `train.py`.
+
+Until the requirements are installed nothing but the standard library may be imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stoker.bootstrap.logs import prefix_output, say
+
+if TYPE_CHECKING:
+    from stoker.bootstrap.roles import Outcome
+    from stoker.config import Resolved
+
+STARTED = time.monotonic()
+CODE = Path(__file__).resolve().parents[2]
+"""The folder of train.py, wherever the container keeps it."""
+FAILURE_CHARACTERS = 1024
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Every host: run to the end and exit with the job's code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Every host: SageMaker's files decide whether this is one host of a job or a local run."""
+    resource = base_folder() / "input" / "config" / "resourceconfig.json"
+    if os.environ.get("STOKER_BACKEND") != "local" and resource.is_file():
+        return run_in_container(json.loads(resource.read_text()), arguments)
+    return run_locally(arguments)
+
+
+def run_locally(arguments: list[str]) -> int:
+    """Laptop: configuration → a Ray cluster of this machine → driver → exit code."""
+    from stoker.config import UsageError
+
+    try:
+        resolved = read_configuration(arguments, {})
+        from stoker import driver
+
+        driver.check(resolved)
+    except UsageError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return 2
+    from stoker.bootstrap import cluster
+    from stoker.place import local_place
+
+    with cluster.local(resolved.config):
+        place = replace(local_place(), formed_s=time.monotonic() - STARTED)
+        return driver.run(resolved, place)
+
+
+def run_in_container(resource: Mapping[str, Any], arguments: list[str]) -> int:
+    """Every host: requirements → configuration → role → exit code; a failure leaves its cause."""
+    group, host = resource.get("current_group_name"), resource.get("current_host")
+    prefix_output(str(group or "all"), str(host), "start")
+    _adopt_orphans()
+    try:
+        outcome = _play(resource, arguments)
+    except Exception as error:  # whatever it is, the job's console shall show it
+        import traceback
+
+        traceback.print_exc()
+        write_failure(f"{type(error).__name__}: {error}")
+        return 1
+    finally:
+        _end_leftovers()
+    if outcome.code == 0:
+        say("done")
+    else:
+        say(f"failed with exit code {outcome.code}: {outcome.cause}")
+        write_failure(outcome.cause)
+    return outcome.code
+
+
+def _play(resource: Mapping[str, Any], arguments: list[str]) -> Outcome:
+    from stoker.bootstrap import requirements
+
+    installed = requirements.ensure(CODE)
+    if installed:
+        say(f"installed {', '.join(installed)} in {time.monotonic() - STARTED:.0f} s")
+
+    from stoker.bootstrap import roles
+    from stoker.bootstrap.topology import TopologyError, resolve
+    from stoker.config import UsageError
+
+    stop = roles.Stop()
+    stop.install()
+    try:
+        resolved = read_configuration(arguments, read_hyperparameters())
+        topology = resolve(resource, resolved.config.cluster.gpu_group)
+    except UsageError as error:
+        return roles.Outcome(2, "; ".join(error.problems))
+    except TopologyError as error:
+        return roles.Outcome(2, str(error))
+    prefix_output(topology.group, topology.host, topology.role)
+    say(f"hosts: {topology.describe()}; head: {topology.head}")
+    if topology.role == "head":
+        return roles.run_head(resolved, topology, base_folder(), CODE, stop, STARTED)
+    return roles.run_worker(resolved, topology, CODE, stop, STARTED)
+
+
+def read_configuration(arguments: list[str], hyperparameters: Mapping[str, str]) -> Resolved:
+    """Every host: job.yaml, then hyperparameters, then arguments, with the origins kept.
+
+    Raises:
+        UsageError: with every problem found.
+    """
+    from stoker.config import Resolved, hyperparameter_overrides, load
+
+    parser = argparse.ArgumentParser(description="Run one Stoker job on this host.")
+    parser.add_argument("--config", type=Path)
+    known, rest = parser.parse_known_args(arguments)
+    given = dict(hyperparameters)
+    named = given.pop("config", None)
+    path = known.config or Path(named or "job.yaml")
+    if not path.is_absolute() and not path.exists():
+        path = CODE / path
+    overrides = [f"{key.replace('__', '.')}={value}" for key, value in given.items()]
+    overrides += hyperparameter_overrides(rest)
+    resolved = load(path, overrides, origin="arguments")
+    # What the launcher resolved from file and command line keeps its first origin.
+    origins = {}
+    with contextlib.suppress(OSError, ValueError):
+        origins = json.loads(path.with_name("job.origins.json").read_text())
+    later = {key: origin for key, origin in resolved.origins.items() if origin == "arguments"}
+    return Resolved(resolved.config, {**(origins or resolved.origins), **later})
+
+
+def read_hyperparameters() -> dict[str, str]:
+    """Every host: hyperparameters.json without SageMaker's own keys; not every starter passes them.
+
+    Values are strings, and JSON where an SDK wrote them; both read as YAML later.
+    """
+    file = base_folder() / "input" / "config" / "hyperparameters.json"
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return {
+        key: _plain(value)
+        for key, value in found.items()
+        if not key.startswith(("sagemaker_", "_tuning_"))
+    }
+
+
+def base_folder() -> Path:
+    """Every host: `/opt/ml`, or what the toolkit uses in its place."""
+    return Path(os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
+
+
+def write_failure(cause: str) -> None:
+    """Every host: what the console shows as the reason; a cause that stands there already stays."""
+    file = base_folder() / "output" / "failure"
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x", encoding="utf-8") as output:
+            output.write(cause[:FAILURE_CHARACTERS])
+
+
+def end_by_force(cause: str) -> None:
+    """Head, any thread: the driver did not answer a stop in time."""
+    write_failure(cause)
+    say(cause)
+    _end_leftovers()
+    os._exit(143)
+
+
+def _plain(value: Any) -> str:
+    """One JSON string unwrapped: `"\\"cosine\\""` → `cosine`; everything else as it stands."""
+    text = str(value)
+    with contextlib.suppress(ValueError):
+        inner = json.loads(text)
+        if isinstance(inner, str):
+            return inner
+    return text
+
+
+def _adopt_orphans() -> None:
+    """A daemon whose parent ended becomes a child of this process and can be found and stopped."""
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def _end_leftovers() -> None:
+    """The job is over: no process of it may hold the container's output and keep it alive."""
+    with contextlib.suppress(ImportError):
+        import psutil
+
+        left = psutil.Process().children(recursive=True)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=3)

@@ -1,0 +1,163 @@
+"""Every host: who am I, which groups are there, who is the head. Pure: reads nothing itself."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+HOMOGENEOUS = "homogeneousCluster"
+"""The name that SageMaker gives to the only group of a job without instance groups."""
+
+_GPU_TYPES = re.compile(r"^(ml\.)?(p\d|g\d|gr\d)")
+_LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+
+
+class TopologyError(ValueError):
+    """Every host: the job's hosts and the configuration do not fit; one line."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Every host: one instance group; its hosts in numerical order."""
+
+    name: str
+    instance_type: str
+    hosts: tuple[str, ...]
+
+    @property
+    def has_gpu(self) -> bool:
+        return has_gpu(self.instance_type)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Every host: the hosts of the job as all of them see them, and which of them this one is."""
+
+    host: str
+    groups: tuple[Group, ...]
+    gpu_group: str
+    """The group that trains; its first host is the head."""
+    interface: str = "eth0"
+
+    @property
+    def head(self) -> str:
+        return self._named(self.gpu_group).hosts[0]
+
+    @property
+    def role(self) -> str:
+        return "head" if self.host == self.head else "worker"
+
+    @property
+    def group(self) -> str:
+        """The group of this host."""
+        return self.group_of(self.host)
+
+    @property
+    def trains(self) -> bool:
+        return self.group == self.gpu_group
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """All hosts, the head first, then group by group."""
+        groups = [self._named(self.gpu_group)]
+        groups += [group for group in self.groups if group.name != self.gpu_group]
+        return tuple(host for group in groups for host in group.hosts)
+
+    def group_of(self, host: str) -> str:
+        return next(group.name for group in self.groups if host in group.hosts)
+
+    def describe(self) -> str:
+        """The groups in one line: `gpu: algo-1; cpu: algo-2, algo-3`."""
+        return "; ".join(f"{group.name}: {', '.join(group.hosts)}" for group in self.groups)
+
+    def _named(self, name: str) -> Group:
+        return next(group for group in self.groups if group.name == name)
+
+
+def resolve(resource: Mapping[str, Any], gpu_group: str | None = None) -> Topology:
+    """Every host: the content of resourceconfig.json → the topology, the same on every host.
+
+    Args:
+        resource: the parsed file.
+        gpu_group: `cluster.gpu_group`; None finds the group by its instance type.
+
+    Raises:
+        TopologyError: the file lacks what is needed, or no group can be chosen.
+    """
+    host = resource.get("current_host")
+    hosts = in_order(resource.get("hosts") or ([host] if host else []))
+    if not host or host not in hosts:
+        raise TopologyError(f"resourceconfig.json: current_host {host!r} is not among {hosts}")
+    groups = _groups(resource, hosts)
+    chosen = _training_group(groups, gpu_group)
+    return Topology(
+        host=host,
+        groups=groups,
+        gpu_group=chosen,
+        interface=str(resource.get("network_interface_name") or "eth0"),
+    )
+
+
+def in_order(hosts: Iterable[str]) -> list[str]:
+    """Anywhere: hosts sorted as people number them: algo-2 before algo-10."""
+    return sorted(hosts, key=_number_key)
+
+
+def has_gpu(instance_type: str) -> bool:
+    """Anywhere: whether machines of this type carry NVIDIA GPUs, by the type's family."""
+    return bool(_GPU_TYPES.match(instance_type))
+
+
+def label(name: str) -> str:
+    """Anywhere: a group's name as the value of the Ray label `stoker.group`.
+
+    SageMaker allows any characters in a name; Ray labels do not. A name that had to be changed
+    carries a few digits of its hash, so that two names never share a label.
+    """
+    if _LABEL.fullmatch(name):
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:6]
+    return f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')[:50] or 'group'}-{digest}"
+
+
+def _groups(resource: Mapping[str, Any], hosts: list[str]) -> tuple[Group, ...]:
+    listed = resource.get("instance_groups") or []
+    if not listed:
+        instance_type = str(resource.get("current_instance_type") or "")
+        return (Group(HOMOGENEOUS, instance_type, tuple(hosts)),)
+    groups = [
+        Group(
+            str(entry["instance_group_name"]),
+            str(entry.get("instance_type") or ""),
+            tuple(in_order(entry.get("hosts") or [])),
+        )
+        for entry in listed
+    ]
+    groups = [group for group in groups if group.hosts]
+    stray = [host for host in hosts if not any(host in group.hosts for group in groups)]
+    if stray:
+        raise TopologyError(f"resourceconfig.json: no instance group holds {', '.join(stray)}")
+    return tuple(sorted(groups, key=lambda group: _number_key(group.hosts[0])))
+
+
+def _training_group(groups: tuple[Group, ...], wanted: str | None) -> str:
+    found = ", ".join(f"{group.name} ({group.instance_type or 'type unknown'})" for group in groups)
+    if wanted is not None:
+        if wanted not in [group.name for group in groups]:
+            raise TopologyError(f"cluster.gpu_group: no group is named {wanted!r}; found: {found}")
+        return wanted
+    if len(groups) == 1:
+        return groups[0].name
+    with_gpu = [group.name for group in groups if group.has_gpu]
+    if len(with_gpu) == 1:
+        return with_gpu[0]
+    several = "several groups have GPUs" if with_gpu else "no group's type is known to have GPUs"
+    raise TopologyError(f"cluster.gpu_group: {several}; name the one that trains; found: {found}")
+
+
+def _number_key(name: str) -> list[tuple[int, int | str]]:
+    parts = re.split(r"(\d+)", name)
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts if part]

@@ -1,0 +1,249 @@
+"""Reads a job's configuration: YAML, `key=value`, hyperparameters; loads neither ray nor torch.
+
+    config = load(Path("job.yaml"), ["train.epochs=3"]).config
+
+All problems are reported at once, each as one line with its place, what was got and a remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from stoker.schema import Config
+
+NULLS = {"", "null", "none", "~"}
+
+
+class UsageError(Exception):
+    """Anywhere: what the user asked for cannot be done; exit code 2, one line per problem."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Anywhere: a configuration and where each value came from (`train.lr` → `command line`)."""
+
+    config: Config
+    origins: dict[str, str] = field(default_factory=dict)
+
+
+def load(path: Path | None, overrides: Iterable[str] = (), origin: str = "command line") -> Resolved:
+    """Anywhere: file and overrides → a checked configuration.
+
+    Args:
+        path: YAML file, or None for the defaults alone.
+        overrides: `section.key=value`; a value is read as YAML.
+        origin: what is recorded for the overridden keys.
+
+    Raises:
+        UsageError: with every problem found, one line each.
+    """
+    where = str(path) if path else "configuration"
+    tree = _read_yaml(path) if path else {}
+    origins = {key: where for key, _ in _leaves(tree)}
+    problems: list[str] = []
+    for text in overrides:
+        key, sign, value = text.partition("=")
+        if not sign:
+            problems.append(f"{origin}: {text!r} is not of the form key=value")
+            continue
+        try:
+            _put(tree, key.strip(), parse_value(value))
+        except ValueError as error:
+            problems.append(f"{origin}: {key}: {error}")
+        origins[key.strip()] = origin
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        for detail in error.errors():
+            key = ".".join(str(part) for part in detail["loc"])
+            place = next((o for k, o in origins.items() if k == key or key.startswith(k + ".")), where)
+            problems.append(f"{place}: {describe(detail, Config)}")
+    if problems:
+        raise UsageError(*problems)
+    return Resolved(config, origins)
+
+
+def parse_value(text: str) -> Any:
+    """Anywhere: a value typed on a command line; YAML, with 1e-3 and None read as people mean them."""
+    if text.strip().lower() in NULLS:
+        return None
+    try:
+        return yaml.load(text, Loader=_UniqueKeys)  # noqa: S506 - derived from SafeLoader
+    except yaml.YAMLError as error:
+        raise ValueError(f"cannot read the value {text!r}: {_yaml_problem(error)}") from None
+
+
+def hyperparameter_overrides(arguments: Iterable[str]) -> list[str]:
+    """Container: `--train__lr 0.1`, `--train.lr=0.1` or `train.lr=0.1` → `train.lr=0.1`.
+
+    Raises:
+        UsageError: a flag without a value, or a word that is neither.
+    """
+    overrides: list[str] = []
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("-"):
+            if "=" not in word:
+                raise UsageError(f"arguments: {word!r} is neither --section.key value nor key=value")
+            overrides.append(word)
+            continue
+        key, sign, value = word.lstrip("-").partition("=")
+        if not sign:
+            if not words:
+                raise UsageError(f"arguments: {word} has no value")
+            value = words.pop(0)
+        overrides.append(f"{key.replace('__', '.')}={value}")
+    return overrides
+
+
+def describe(detail: ErrorDetails, model: type[BaseModel], prefix: str = "") -> str:
+    """Anywhere: one pydantic error as `section.key: what is wrong (got …); did you mean …`."""
+    loc = [str(part) for part in detail["loc"]]
+    key = ".".join(([prefix] if prefix else []) + loc)
+    if detail["type"] == "extra_forbidden":
+        known = list(_section_at(model, loc[:-1]).model_fields)
+        close = difflib.get_close_matches(loc[-1], known, n=1, cutoff=0.6)
+        if not close:
+            elsewhere = [k for k, _, _ in schema_rows(model) if k.split(".")[-1] == loc[-1]]
+            close = elsewhere[:1] if not prefix else []
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known) or 'none'}"
+        return f"{key}: unknown key; {hint}"
+    message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    message = message[:1].lower() + message[1:]
+    if detail["type"] == "missing":
+        return f"{key}: is required and has no default"
+    return f"{key}: {message} (got {detail['input']!r})"
+
+
+def schema_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Anywhere: every key with its annotation as text and its field, depth first."""
+    for name, info in model.model_fields.items():
+        key = f"{prefix}{name}"
+        annotation = info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from schema_rows(annotation, key + ".")
+        else:
+            yield key, type_name(annotation), info
+
+
+def type_name(annotation: Any) -> str:
+    """Anywhere: a type as a user would write it: `int or null`, `any | exact`."""
+    text = getattr(annotation, "__name__", "") if isinstance(annotation, type) else str(annotation)
+    if hasattr(annotation, "__args__") and hasattr(annotation, "__origin__"):
+        text = str(annotation)
+    text = text.replace("typing.", "").replace("NoneType", "null").replace("None", "null")
+    if text.startswith("Literal["):
+        text = text[8:-1].replace("'", "").replace(", ", " | ")
+    return text.replace(" | null", " or null")
+
+
+def to_yaml(config: BaseModel) -> str:
+    """Anywhere: a configuration as the YAML that `load` reads back to the same value."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def resolved_yaml(resolved: Resolved) -> str:
+    """Anywhere: the configuration with each value's origin as a comment."""
+    origins = json.dumps(resolved.origins, indent=1, ensure_ascii=False).splitlines()[1:-1]
+    header = ["# The resolved configuration of this run. Values not named below are defaults."]
+    header += [f"# {line.strip().rstrip(',')}" for line in origins]
+    return "\n".join(header) + "\n" + to_yaml(resolved.config)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    if not all([*sections, last]):
+        raise ValueError("an empty part in the key")
+    for section in sections:
+        below = tree.setdefault(section, {})
+        if below is None:
+            below = tree[section] = {}
+        if not isinstance(below, dict):
+            raise ValueError(f"{section} is a value, not a section")
+        tree = below
+    tree[last] = value
+
+
+def _section_at(model: type[BaseModel], loc: list[str]) -> type[BaseModel]:
+    for part in loc:
+        info = model.model_fields.get(part)
+        if info is None or not isinstance(info.annotation, type):
+            return model
+        if not issubclass(info.annotation, BaseModel):
+            return model
+        model = info.annotation
+    return model
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """PyYAML keeps the last of two equal keys without a word, and reads 1e-3 as a string."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        folder = path.parent if path.parent.is_dir() else Path()
+        names = [p.name for p in folder.glob("*.y*ml")]
+        close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+        hint = f"; did you mean {folder / close[0]}?" if close else ""
+        raise UsageError(f"{path}: no such configuration file{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read as text: {error}") from None
+    try:
+        tree = yaml.load(text, Loader=_UniqueKeys)  # noqa: S506 - derived from SafeLoader
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path}: not valid YAML: {_yaml_problem(error)}") from None
+    if tree is None:
+        raise UsageError(f"{path}: the file is empty; `--show-config` lists every key")
+    if not isinstance(tree, dict):
+        raise UsageError(f"{path}: holds a {type(tree).__name__}, not keys and values")
+    # An empty section (`data:` with nothing below) means its defaults.
+    return {key: ({} if value is None and key in _SECTIONS else value) for key, value in tree.items()}
+
+
+_SECTIONS = {
+    name
+    for name, info in Config.model_fields.items()
+    if name == "params"
+    or (isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel))
+}
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return f"{place}{getattr(error, 'problem', None) or error}"

@@ -1,0 +1,235 @@
+"""CPU task: runs a chain on a group of records and packs what comes out as columns."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from stoker.data.sources import BadRecord, Record, record_id
+from stoker.data.transforms import Stage
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ID_COLUMN = "__id"
+KEY_COLUMN = "__key"
+HWC_SUFFIX = "__hwc"
+"""Marks an image column packed height × width × channels, which the feed views as CHW for nothing."""
+
+
+class ChainError(RuntimeError):
+    """CPU task: a stage failed for a whole batch; the run cannot go on."""
+
+
+@dataclass
+class StageCost:
+    """CPU task: what a stage cost in one block."""
+
+    cpu_s: float = 0.0
+    bytes_out: int = 0
+
+
+@dataclass
+class BlockReport:
+    """CPU task → coordinator: what became of the records of one block."""
+
+    records: int = 0
+    id_sum: int = 0
+    bad: list[BadRecord] = field(default_factory=list)
+    bad_id_sum: int = 0
+    bytes_out: int = 0
+    costs: dict[str, StageCost] = field(default_factory=dict)
+    dropped_columns: list[str] = field(default_factory=list)
+
+
+class Chain:
+    """Head and CPU task: the stages of one split with the job's seed."""
+
+    def __init__(self, stages: list[Stage], seed: int, with_keys: bool = False) -> None:
+        self.stages = stages
+        self.seed = seed
+        self.with_keys = with_keys
+
+    def run(self, records: Iterable[Record | BadRecord], epoch: int) -> tuple[dict[str, Any], BlockReport]:
+        """CPU task: records → columns, and the report of the block.
+
+        Raises:
+            ChainError: a batch stage raised, lost records, or the records do not fit together.
+        """
+        report = BlockReport(costs={"read": StageCost()})
+        good = self._take(records, report)
+        for segment, stages in enumerate(self._segments()):
+            if stages[0].per == "record":
+                good = list(self._per_record(good, stages, epoch, segment, report))
+            elif good:
+                for stage in stages:
+                    good = self._per_batch(good, stage, report)
+        columns = pack(good, report, self.with_keys) if good else {}
+        return columns, report
+
+    def _take(self, records: Iterable[Record | BadRecord], report: BlockReport) -> list[Record]:
+        good: list[Record] = []
+        started = time.thread_time()
+        for record in records:
+            report.records += 1
+            if isinstance(record, BadRecord):
+                report.id_sum += record_id(record.key)
+                _quarantine(report, record)
+            else:
+                report.id_sum += record_id(record["key"])
+                good.append(record)
+        report.costs["read"].cpu_s += time.thread_time() - started
+        if good:
+            report.costs["read"].bytes_out = _size(good[0]) * len(good)
+        return good
+
+    def _segments(self) -> Iterator[list[Stage]]:
+        """Runs of neighbouring stages of one kind: record stages go record by record."""
+        run: list[Stage] = []
+        for stage in self.stages:
+            if run and run[0].per != stage.per:
+                yield run
+                run = []
+            run.append(stage)
+        if run:
+            yield run
+
+    def _per_record(
+        self, records: list[Record], stages: list[Stage], epoch: int, segment: int, report: BlockReport
+    ) -> Iterator[Record]:
+        import numpy as np
+
+        uses_torch = any(stage.uses_torch for stage in stages)
+        costs = [report.costs.setdefault(stage.name, StageCost()) for stage in stages]
+        clock = time.thread_time
+        for position, record in enumerate(records):
+            key = record["key"]
+            # Where a record is processed must not change it, so every record brings its own seed.
+            seed = record_id(f"{self.seed}/{epoch}/{segment}/{key}")
+            rng = np.random.default_rng(seed)
+            _seed_globals(seed, uses_torch)
+            before = clock()
+            stage = stages[0]
+            try:
+                for stage, cost in zip(stages, costs, strict=True):  # noqa: B007 - named in the reason
+                    record = stage.apply(record, rng)
+                    now = clock()
+                    cost.cpu_s += now - before
+                    before = now
+                    if position == 0:
+                        cost.bytes_out += _size(record) * len(records)
+            except Exception as error:
+                text = " ".join(str(error).split())[:300]
+                _quarantine(report, BadRecord(key, f"{stage.name}: {type(error).__name__}: {text}"))
+                continue
+            record["key"] = key
+            yield record
+
+    def _per_batch(self, records: list[Record], stage: Stage, report: BlockReport) -> list[Record]:
+        _seed_globals(record_id(f"{self.seed}/{records[0]['key']}"), stage.uses_torch)
+        columns = {
+            name: _stack([record[name] for record in records]) for name in records[0] if name != "key"
+        }
+        started = time.thread_time()
+        try:
+            out = stage.apply(columns)
+        except Exception as error:
+            raise ChainError(f"stage {stage.name}: {_where(error)}") from error
+        cost = report.costs.setdefault(stage.name, StageCost())
+        cost.cpu_s += time.thread_time() - started
+        if not isinstance(out, dict):
+            raise ChainError(f"stage {stage.name}: returned {type(out).__name__}, not a dict of columns")
+        for name, column in out.items():
+            if len(column) != len(records):
+                raise ChainError(
+                    f"stage {stage.name}: column {name} has {len(column)} values for {len(records)}"
+                    " records; a chain must keep every record"
+                )
+        cost.bytes_out += sum(getattr(column, "nbytes", 0) for column in out.values())
+        return [
+            {"key": record["key"], **{name: column[i] for name, column in out.items()}}
+            for i, record in enumerate(records)
+        ]
+
+
+def pack(records: list[Record], report: BlockReport, with_keys: bool) -> dict[str, Any]:
+    """CPU task: records → columns of equal shape, with their ids.
+
+    Raises:
+        ChainError: a column is absent in some records, still encoded, or differs in shape.
+    """
+    import numpy as np
+
+    columns: dict[str, Any] = {}
+    names = [name for name in records[0] if name != "key"]
+    for name in names:
+        missing = next((r["key"] for r in records if name not in r), None)
+        if missing is not None:
+            raise ChainError(f"record {missing} has no column {name!r}, others have")
+        column = _stack([record[name] for record in records])
+        if column.dtype == object:
+            first = records[0][name]
+            if isinstance(first, bytes):
+                raise ChainError(f"column {name!r} is still encoded bytes; add DecodeImage() to the chain")
+            shapes = {np.shape(r[name]) for r in records if hasattr(r[name], "shape")}
+            if len(shapes) > 1:
+                raise ChainError(
+                    f"column {name!r} differs in shape between records {sorted(shapes)[:2]};"
+                    " resize or crop in the chain"
+                )
+            if not isinstance(first, str):
+                report.dropped_columns.append(name)
+                continue
+        hwc = name == "image" and isinstance(records[0][name], np.ndarray) and column.ndim == 4
+        columns[name + HWC_SUFFIX if hwc else name] = column
+        report.bytes_out += column.nbytes
+    columns[ID_COLUMN] = np.array([record_id(r["key"]) for r in records], dtype=np.int64)
+    if with_keys:
+        columns[KEY_COLUMN] = np.array([r["key"] for r in records], dtype=object)
+    return columns
+
+
+def _stack(values: list[Any]) -> NDArray[Any]:
+    import numpy as np
+
+    arrays = [v.numpy() if hasattr(v, "numpy") else v for v in values]
+    first = arrays[0]
+    if isinstance(first, np.ndarray):
+        if all(isinstance(a, np.ndarray) and a.shape == first.shape for a in arrays):
+            return np.stack(arrays)
+    elif isinstance(first, bool | int | float | np.number):
+        return np.array(arrays)
+    column = np.empty(len(arrays), dtype=object)
+    for i, value in enumerate(arrays):
+        column[i] = value
+    return column
+
+
+def _seed_globals(seed: int, uses_torch: bool) -> None:
+    random.seed(seed)
+    if uses_torch:
+        import torch
+
+        torch.default_generator.manual_seed(seed)
+
+
+def _quarantine(report: BlockReport, bad: BadRecord) -> None:
+    report.bad.append(bad)
+    report.bad_id_sum += record_id(bad.key)
+
+
+def _size(record: Record) -> int:
+    return sum(
+        value.nbytes if hasattr(value, "nbytes") else len(value) if isinstance(value, bytes) else 8
+        for name, value in record.items()
+        if name != "key"
+    )
+
+
+def _where(error: Exception) -> str:
+    from stoker.recipe import where_raised
+
+    return where_raised(error)

@@ -1,0 +1,69 @@
+"""Image folders: one sub-folder per class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from stoker.config import UsageError
+from stoker.data.filesystems import filesystem_of, list_files
+from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class ImageFolderSource(Source):
+    """Head and CPU task: `folder/class/file.jpg` → columns `image` (the file's bytes), `label`.
+
+    Labels count the classes in alphabetical order.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        _, root = filesystem_of(folder)
+        files = list_files(folder, IMAGE_SUFFIXES)
+        relative = [f.path[len(root) :].strip("/") for f in files]
+        loose = [path for path in relative if "/" not in path]
+        if loose:
+            raise UsageError(
+                f"{folder}: {loose[0]} lies outside any class folder; expected {folder}/<class>/file.jpg"
+            )
+        self.names = sorted({path.split("/")[0] for path in relative})
+        label_of = {name: label for label, name in enumerate(self.names)}
+        self.root = root
+        self.files = [(path, label_of[path.split("/")[0]]) for path in relative]
+
+    def check(self) -> None:
+        if len(self.names) < 2:
+            raise UsageError(
+                f"{self.folder}: holds one class only ({self.names[0]}); a classifier needs two or more"
+            )
+
+    def classes(self) -> list[str]:
+        return self.names
+
+    def count(self) -> int:
+        return len(self.files)
+
+    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
+        files = self.files
+        if order is not None:
+            files = [files[i] for i in order.permutation(len(files))]
+        parts = (tuple(files[i : i + records]) for i in range(0, len(files), records))
+        return [Piece(self.root, rows=len(part), items=part) for part in parts]
+
+    def __getstate__(self) -> dict[str, object]:
+        # The list of files stays on the head: a task finds its own in the piece.
+        return {**self.__dict__, "files": []}
+
+    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        filesystem, _ = filesystem_of(self.folder)
+        for path, label in piece.items:
+            try:
+                with filesystem.open_input_file(f"{piece.path}/{path}") as file:
+                    content = file.readall()
+            except OSError as error:
+                yield BadRecord(path, f"cannot be read: {error}")
+                continue
+            yield {"key": path, "image": content, "label": label}

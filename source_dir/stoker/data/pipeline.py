@@ -1,0 +1,153 @@
+"""Head: source and chain → one Ray Data execution per epoch, tasks on the hosts that shall work."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from stoker.data.chain import Chain
+from stoker.data.sources import BadRecord, Record, Source, record_id
+
+MAX_TASK_RETRIES = 4
+"""Ray Data retries for ever by default; a record that kills its process would never be named."""
+
+
+def epoch_dataset(
+    source: Any, chain: Chain, *, epoch: int, report_epoch: int, split: str, attempt: int,
+    shuffle: bool, block_records: int, reporter: Any, remote_options: dict[str, Any] | None = None,
+) -> Any:
+    """Head: a lazy `ray.data.Dataset` of one epoch's preprocessed blocks.
+
+    Args:
+        source: a Source, or a Ray Dataset of the recipe's own.
+        chain: the split's stages.
+        epoch: seeds the order and the random transforms.
+        report_epoch: the epoch whose books the blocks belong to.
+        split: train or val; only for the reports.
+        attempt: counts restarts; only for the reports.
+        shuffle: permute records.
+        block_records: records per block.
+        reporter: actor that takes each block's report.
+        remote_options: Ray options of the tasks, e.g. `label_selector`.
+    """
+    import ray
+
+    task = ChainTask(chain, source, epoch, report_epoch, split, attempt, shuffle, block_records, reporter)
+    options = {"num_cpus": 1, "max_retries": MAX_TASK_RETRIES, **(remote_options or {})}
+    if isinstance(source, Source):
+        pieces = source.pieces(block_records, order_of(chain.seed, epoch) if shuffle else None)
+        rows = [{"piece": pickle.dumps(piece)} for piece in pieces]
+        dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
+        return dataset.map_batches(task.of_pieces, batch_size=None, **options)
+    if shuffle:
+        source = source.randomize_block_order(seed=chain.seed * 100_003 + epoch)
+    return source.map_batches(task.of_rows, batch_size=block_records, **options)
+
+
+def configure_ray_data(exact: bool) -> None:
+    """Head: how Ray Data runs in this process.
+
+    Args:
+        exact: blocks come in the order of the plan, not as they are ready.
+    """
+    from ray.data import DataContext
+
+    context = DataContext.get_current()
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = exact
+
+
+def order_of(seed: int, epoch: int, what: str = "") -> Any:
+    """Head and CPU task: the generator that permutes records, seeded by (seed, epoch, what)."""
+    import numpy as np
+
+    return np.random.default_rng(record_id(f"order/{seed}/{epoch}/{what}"))
+
+
+class ChainTask:
+    """CPU task: reads pieces or takes rows, runs the chain, reports, yields blocks."""
+
+    def __init__(
+        self, chain: Chain, source: Any, epoch: int, report_epoch: int, split: str, attempt: int,
+        shuffle: bool, block_records: int, reporter: Any,
+    ) -> None:
+        self.chain = chain
+        self.source = source if isinstance(source, Source) else None
+        self.epoch, self.report_epoch, self.split, self.attempt = epoch, report_epoch, split, attempt
+        self.shuffle, self.block_records, self.reporter = shuffle, block_records, reporter
+        self._run_of_task: tuple[str, int] = ("", 0)
+        self._blocks_of_run = 0
+
+    def of_pieces(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """CPU task: pieces → blocks of `block_records` records."""
+        assert self.source is not None
+        for content in batch["piece"]:
+            piece = pickle.loads(content)  # noqa: S301 - written by epoch_dataset on the head
+            what = f"{piece.path}:{piece.start}"
+            order = order_of(self.chain.seed, self.epoch, what) if self.shuffle else None
+            records = self.source.read(piece, order)
+            while group := list(islice(records, self.block_records)):
+                yield from self._block(group)
+
+    def of_rows(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """CPU task: rows of the recipe's own dataset → one block."""
+        count = len(next(iter(batch.values()))) if batch else 0
+        rows = [{name: _scalar(column[i]) for name, column in batch.items()} for i in range(count)]
+        group = [{**row, "key": _key(row)} for row in rows]
+        if self.shuffle and group:
+            order = order_of(self.chain.seed, self.epoch, str(group[0]["key"]))
+            group = [group[i] for i in order.permutation(len(group))]
+        yield from self._block(group)
+
+    def _block(self, group: list[Record | BadRecord]) -> Iterator[dict[str, Any]]:
+        import ray
+
+        use_one_thread()
+        columns, report = self.chain.run(group, self.epoch)
+        node = ray.get_runtime_context().get_node_id()
+        call = self.reporter.block_done.remote(
+            self.attempt, self.split, self.report_epoch, self._block_name(), report, node
+        )
+        ray.get(call, timeout=120)
+        if columns:
+            yield columns
+
+    def _block_name(self) -> str:
+        """A task that Ray runs again has the same id, so a block is never counted twice."""
+        import ray
+
+        worker = ray._private.worker.global_worker.core_worker
+        task = str(ray.get_runtime_context().get_task_id())
+        run = (task, worker.get_current_task_attempt_number())
+        self._blocks_of_run = self._blocks_of_run + 1 if run == self._run_of_task else 0
+        self._run_of_task = run
+        return f"{task}/{self._blocks_of_run}"
+
+
+def use_one_thread() -> None:
+    """CPU task: one task per core, so the libraries must not start threads of their own."""
+    import sys
+
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    if "cv2" in sys.modules:
+        sys.modules["cv2"].setNumThreads(0)
+
+
+def _scalar(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+
+
+def _key(row: dict[str, Any]) -> str:
+    """A row's own `key`, or its content: rows of a foreign dataset have no other identity."""
+    if "key" in row:
+        return str(row["key"])
+    import hashlib
+
+    content = hashlib.blake2b(digest_size=16)
+    for name, value in row.items():
+        content.update(name.encode())
+        content.update(value.tobytes() if hasattr(value, "tobytes") else repr(value).encode())
+    return content.hexdigest()

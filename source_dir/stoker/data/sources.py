@@ -1,0 +1,247 @@
+"""Sources: where records come from. The head plans and checks pieces, CPU tasks read them.
+
+    read_images(".data/flowers", "train")      class per folder, under train/ and val/
+    read_parquet(".data/rows", "train")        bytes, numbers, strings, tensors
+    read_webdataset(".data/shards", "train")   tar shards
+    read_torch(dataset)                        any map-style torch dataset
+    read_range(10_000)                         numbers, for synthetic data
+    read_any(".data/flowers", "train")         whichever of the first three it is
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from stoker.config import UsageError
+from stoker.data.filesystems import child_folders, join, list_files
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Record = dict[str, Any]
+"""One record: columns by name, and its identity under "key"."""
+
+SPLIT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation", "test")}
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+
+
+class BadRecord(NamedTuple):
+    """CPU task: a record that could not be read or preprocessed, and why."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Head → CPU task: what one task reads, of a file or a range of indices."""
+
+    path: str
+    start: int = 0
+    stop: int = 0
+    rows: int | None = None
+    """How many records it holds, where that is known without reading it."""
+    items: tuple[Any, ...] = ()
+
+
+class Source(ABC):
+    """Head and CPU task: the records of one split."""
+
+    def check(self) -> None:
+        """Head: look at what can be looked at before training.
+
+        Raises:
+            UsageError: absent, empty, truncated or lacking a column, naming the file.
+        """
+
+    @abstractmethod
+    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
+        """Head: the split cut into pieces of about `records` records, permuted by `order`."""
+
+    @abstractmethod
+    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        """CPU task: the records of a piece; a record that cannot be read comes as a BadRecord."""
+
+    @abstractmethod
+    def count(self) -> int | None:
+        """Head: the number of records, None where only reading would tell."""
+
+    def classes(self) -> list[str] | None:
+        """Head: names of the classes in the order of their labels, where the source knows them."""
+        return None
+
+
+class RangeSource(Source):
+    """Head and CPU task: the numbers 0 … n-1 as records of one column `index`."""
+
+    def __init__(self, n: int) -> None:
+        if n < 1:
+            raise UsageError(f"read_range({n}): a split needs at least one record")
+        self.n = n
+
+    def count(self) -> int:
+        return self.n
+
+    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
+        return cut_indices(self.n, records, order)
+
+    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        for index in piece.items:
+            yield {"key": str(index), "index": index}
+
+
+class TorchSource(Source):
+    """Head and CPU task: a map-style `torch.utils.data.Dataset`.
+
+    An item is a dict of columns, or a tuple of `columns`. An item that raises is a bad record.
+    """
+
+    def __init__(self, dataset: Any, columns: tuple[str, ...] = ("image", "label")) -> None:
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise UsageError(
+                f"read_torch({type(dataset).__name__}): needs a map-style dataset, with __len__ and"
+                " __getitem__"
+            )
+        self.dataset = dataset
+        self.columns = columns
+
+    def check(self) -> None:
+        if len(self.dataset) == 0:
+            raise UsageError(f"read_torch({type(self.dataset).__name__}): the dataset is empty")
+
+    def count(self) -> int:
+        return len(self.dataset)
+
+    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
+        return cut_indices(len(self.dataset), records, order)
+
+    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        for index in piece.items:
+            try:
+                item = self.dataset[index]
+            except Exception as error:
+                yield BadRecord(str(index), f"{type(error).__name__}: {error}")
+                continue
+            if not isinstance(item, dict):
+                values = item if isinstance(item, tuple | list) else (item,)
+                item = dict(zip(self.columns, values, strict=False))
+            yield {"key": str(index), **item}
+
+
+def read_images(root: str, split: str) -> Source | None:
+    """Head: images in a folder per class, `root/train/cat/1.jpg`; None without that split."""
+    from stoker.data.images import ImageFolderSource
+
+    folder = split_folder(root, split)
+    return ImageFolderSource(folder) if folder else None
+
+
+def read_parquet(root: str, split: str, columns: list[str] | None = None) -> Source | None:
+    """Head: Parquet files under `root/<split>/` or named `root/<split>*.parquet`.
+
+    Args:
+        root: folder or URI; a single file is the train split.
+        split: train or val.
+        columns: read these columns only; default: all.
+    """
+    from stoker.data.parquet import ParquetSource
+
+    files = split_files(root, split, (".parquet", ".pq"))
+    return ParquetSource(files, columns) if files else None
+
+
+def read_webdataset(root: str, split: str) -> Source | None:
+    """Head: tar shards under `root/<split>/` or named `root/<split>*.tar`."""
+    from stoker.data.webdataset import WebDatasetSource
+
+    if root.startswith("pipe:"):
+        raise UsageError(f"{root}: pipe: addresses run commands and are refused; use a path or s3://")
+    files = split_files(root, split, (".tar",))
+    return WebDatasetSource(files) if files else None
+
+
+def read_torch(dataset: Any, columns: tuple[str, ...] = ("image", "label")) -> Source:
+    """Head: a map-style torch dataset; tuples are named by `columns`."""
+    return TorchSource(dataset, columns)
+
+
+def read_range(n: int) -> Source:
+    """Head: `n` records that hold nothing but their `index`; the chain makes the rest."""
+    return RangeSource(n)
+
+
+def read_any(root: str, split: str) -> Source | None:
+    """Head: tar shards, Parquet or image folders, by what lies there.
+
+    Raises:
+        UsageError: nothing there, or nothing of the three.
+    """
+    files = list_files(root)
+    names = [f.path.lower() for f in files]
+    if any(name.endswith(".tar") for name in names):
+        return read_webdataset(root, split)
+    if any(name.endswith((".parquet", ".pq")) for name in names):
+        return read_parquet(root, split)
+    if any(name.endswith(IMAGE_SUFFIXES) for name in names):
+        return read_images(root, split)
+    raise UsageError(
+        f"{root}: holds neither images nor .parquet nor .tar files (first file: {files[0].base_name})"
+    )
+
+
+def split_folder(root: str, split: str) -> str | None:
+    """Head: the sub-folder of a split, None where the data has other splits only.
+
+    Raises:
+        UsageError: the data has no train split at all.
+    """
+    list_files(root)
+    there = child_folders(root)
+    for name in SPLIT_NAMES[split]:
+        if name in there:
+            return join(root, name)
+    if split == "train":
+        raise UsageError(f"{root}: has no folder train/ (found: {', '.join(there) or 'no folder'})")
+    return None
+
+
+def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> list[Any]:
+    """Head: the files of a split: of its folder, or with its name in front.
+
+    Raises:
+        UsageError: nothing there for the train split.
+    """
+    files = list_files(root, suffixes)
+    if root.lower().endswith(suffixes):
+        return files if split == "train" else []
+    for name in SPLIT_NAMES[split]:
+        if name in child_folders(root):
+            return list_files(join(root, name), suffixes)
+    prefixes = tuple(name + sign for name in SPLIT_NAMES[split] for sign in "-_.")
+    named = [f for f in files if f.base_name.startswith(prefixes)]
+    if not named and split == "train":
+        raise UsageError(
+            f"{root}: no train split: expected a folder train/ or files train-*{suffixes[0]}"
+            f" (found {files[0].base_name})"
+        )
+    return named
+
+
+def cut_indices(n: int, records: int, order: np.random.Generator | None) -> list[Piece]:
+    """Head: the indices 0 … n-1, permuted, in pieces of `records`."""
+    import numpy as np
+
+    indices = (np.arange(n) if order is None else order.permutation(n)).tolist()
+    return [
+        Piece("", rows=len(part), items=tuple(part))
+        for part in (indices[i : i + records] for i in range(0, n, records))
+    ]
+
+
+def record_id(key: str) -> int:
+    """Every host: a record's identity as 63 bits, so that sums of ids compare sets of records."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1

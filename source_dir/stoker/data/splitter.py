@@ -1,0 +1,117 @@
+"""Head: shares the rows of a stream of blocks among train workers; pure, so it can be reasoned about.
+
+Rows are numbered as blocks arrive. Step s takes the next workers × batch_size rows, and worker r
+takes the r-th batch_size of them. What is left at the end is shared evenly: for training, fewer rows
+than there are workers remain over (dropped, or padded with repeated rows); for validation every row
+goes to exactly one worker.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Slice(NamedTuple):
+    """Rows start … stop-1 of a block, blocks counted as they arrived."""
+
+    block: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one worker takes in one step."""
+
+    slices: tuple[Slice, ...]
+    padded: int = 0
+    """How many of the rows are repeated ones."""
+
+
+class Splitter:
+    """Head: blocks in, shares out."""
+
+    def __init__(self, workers: int, batch_size: int, *, equal: bool, pad: bool = False) -> None:
+        self.workers, self.batch_size, self.equal, self.pad = workers, batch_size, equal, pad
+        self.starts: list[int] = []
+        self.rows = 0
+        self.ended = False
+
+    def add(self, rows: int) -> int:
+        """A block has arrived; its number."""
+        self.starts.append(self.rows)
+        self.rows += rows
+        return len(self.starts) - 1
+
+    def end(self) -> None:
+        """No block comes any more."""
+        self.ended = True
+
+    @property
+    def step_rows(self) -> int:
+        return self.workers * self.batch_size
+
+    @property
+    def remainder(self) -> range:
+        """Rows that no worker takes, once the stream has ended."""
+        left = self.rows % self.step_rows
+        over = left % self.workers if self.equal and not self.pad else 0
+        return range(self.rows - over, self.rows)
+
+    def ready(self, step: int) -> bool:
+        """Whether `share` can answer for this step."""
+        return self.ended or (step + 1) * self.step_rows <= self.rows
+
+    def share(self, step: int, rank: int) -> Share | None:
+        """A worker's rows of a step; None after its last. Call it only when `ready`."""
+        first = step * self.step_rows
+        left = min(self.rows - first, self.step_rows)
+        if left <= 0:
+            return None
+        if left == self.step_rows:
+            begin = first + rank * self.batch_size
+            return Share(self._slices(begin, begin + self.batch_size))
+        each, over = divmod(left, self.workers)
+        if not self.equal:
+            begin = first + rank * each + min(rank, over)
+            rows = each + (rank < over)
+            return Share(self._slices(begin, begin + rows)) if rows else Share(())
+        if not self.pad:
+            begin = first + rank * each
+            return Share(self._slices(begin, begin + each)) if each else None
+        each += over > 0
+        begin, stop = first + rank * each, first + (rank + 1) * each
+        own = self._slices(min(begin, self.rows), min(stop, self.rows))
+        missing = each - sum(s.stop - s.start for s in own)
+        # Fewer rows than workers: the first row is repeated for those who would get none.
+        again = tuple(self._slices(first + i % left, first + i % left + 1)[0] for i in range(missing))
+        return Share(own + again, padded=missing)
+
+    def slices_of(self, rows: range) -> tuple[Slice, ...]:
+        """The blocks and rows behind row numbers."""
+        return self._slices(rows.start, rows.stop)
+
+    def block_done(self, block: int, step: int) -> bool:
+        """Whether no step from `step` on needs this block."""
+        return self._stop(block) <= step * self.step_rows
+
+    def may_remain(self, block: int) -> bool:
+        """Whether rows of this block could be the remainder, were this the end."""
+        return self._stop(block) > self.rows - self.workers
+
+    def _stop(self, block: int) -> int:
+        return self.starts[block + 1] if block + 1 < len(self.starts) else self.rows
+
+    def _slices(self, begin: int, stop: int) -> tuple[Slice, ...]:
+        found: list[Slice] = []
+        block = bisect_right(self.starts, begin) - 1
+        while begin < stop:
+            end = self._stop(block)
+            upto = min(stop, end)
+            if upto > begin:
+                found.append(Slice(block, begin - self.starts[block], upto - self.starts[block]))
+            begin = upto
+            block += 1
+        return tuple(found)

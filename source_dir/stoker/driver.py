@@ -1,0 +1,415 @@
+"""Head: the story of a run: open the data → build the trainer → fit → close the books.
+
+    recipe = check(resolved)          before any cluster forms
+    code = run(resolved, place)       with Ray connected
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from stoker.config import Resolved, UsageError, resolved_yaml
+from stoker.data.coordinator import Coordinator
+from stoker.data.ledger import DataError
+from stoker.place import Place
+from stoker.recipe import Recipe, load_recipe, where_raised
+from stoker.schema import Config
+from stoker.tracking.console import PlainConsole, closing_rows, make_console
+from stoker.tracking.recorder import Recorder
+from stoker.tracking.summary import Cluster, Host, Summary
+
+POLL_S = 0.2
+STOP_DEADLINE_S = 90.0
+GROUP_LABEL = "stoker.group"
+SOURCE_FOLDER = Path(__file__).resolve().parent.parent
+
+LAST_ERROR = ""
+"""The cause of the last run's failure in one line; the bootstrap puts it into the failure file."""
+
+_stop_reason = ""
+
+
+def request_stop(reason: str) -> None:
+    """Head: ask the run to stop with a checkpoint; may be called from a signal handler."""
+    global _stop_reason
+    _stop_reason = _stop_reason or reason
+
+
+def check(resolved: Resolved) -> Recipe:
+    """Head: everything that can be refused before a cluster forms.
+
+    Raises:
+        UsageError: the recipe, its parameters or the optimiser.
+    """
+    recipe = load_recipe(resolved.config.recipe, resolved.config.params, SOURCE_FOLDER)
+    if type(recipe).optimizer is Recipe.optimizer and resolved.config.train.optimizer not in ("sgd", "adamw"):
+        from stoker.training.strategies import check_optimizer
+
+        check_optimizer(resolved.config.train.optimizer)
+    return recipe
+
+
+def run(resolved: Resolved, place: Place) -> int:
+    """Head: one run, from open data to written summary.
+
+    Args:
+        resolved: the configuration with its origins.
+        place: where its files go.
+
+    Returns:
+        The exit code: 0 done, 1 failed, 2 wrong usage, 143 stopped on request.
+    """
+    global LAST_ERROR
+    config = resolved.config
+    log = open_log(place.run_dir)
+    (place.run_dir / "config.yaml").write_text(resolved_yaml(resolved), encoding="utf-8")
+    summary = Summary(
+        name=config.name,
+        backend=place.backend,
+        started=datetime.now().astimezone().isoformat(timespec="seconds"),
+    )
+    summary.cluster = Cluster(hosts=hosts(), formed_s=round(place.formed_s, 2))
+    summary.write(place.run_dir)
+    process_started = time.time() - place.formed_s
+    recorder = Recorder(place.run_dir, summary, process_started, config.tracking.tensorboard)
+    console: PlainConsole = PlainConsole(config.train.epochs, None)
+    coordinator = None
+    code = 1
+    try:
+        config = discover(resolved)
+        data = open_data(config)
+        workers, use_gpu = plan_workers(config, data)
+        steps = steps_per_epoch(config, data, workers)
+        summary.train_workers = workers
+        coordinator = start_coordinator(config, data, workers)
+        console = make_console(config.train.epochs, steps)
+        fit = Fit(config, place, coordinator, workers, use_gpu, steps, "val" in data.sources)
+        follow(fit, coordinator, recorder, console, summary)
+        code = conclude(fit, summary)
+        if code == 0:
+            summary.model = str(place.model_dir)
+    except (UsageError, DataError) as error:
+        summary.status, summary.error = "failed", str(error)
+        code = 2 if isinstance(error, UsageError) else 1
+        log.info("refused: %s", error)
+    except Exception as error:
+        summary.status, summary.error = "failed", where_raised(error)
+        log.error("%s", traceback.format_exc())
+    finally:
+        console.close()
+        recorder.close(last_figures(coordinator, recorder))
+    LAST_ERROR = summary.error or ""
+    report(summary, console, place.run_dir, code)
+    return code
+
+
+@dataclass
+class Data:
+    """Head: the splits of a job, opened and checked."""
+
+    sources: dict[str, Any]
+    chains: dict[str, Any]
+    totals: dict[str, int | None]
+
+
+def discover(resolved: Resolved) -> Config:
+    """Head: the configuration with the parameters that the recipe finds in its data.
+
+    Raises:
+        UsageError: the recipe cannot find them.
+    """
+    config = resolved.config
+    recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
+    found = from_recipe(recipe, "discover")
+    return config.model_copy(update={"params": {**config.params, **found}})
+
+
+def open_data(config: Config) -> Data:
+    """Head: ask the recipe for its splits and chains and check them before training.
+
+    Raises:
+        UsageError: nothing to read, damaged files, or a chain that cannot be run.
+    """
+    from stoker.data.chain import Chain
+    from stoker.data.sources import Source
+    from stoker.data.transforms import as_stages
+
+    recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
+    data = Data({}, {}, {})
+    for split in ("train", "val"):
+        source = from_recipe(recipe, "read", split)
+        if source is None and split == "train":
+            raise UsageError(f"{config.recipe}: read('train') returned nothing to train on")
+        if source is None:
+            continue
+        if isinstance(source, Source):
+            source.check()
+        elif not hasattr(source, "map_batches"):
+            raise UsageError(
+                f"{config.recipe}: read({split!r}) returned {type(source).__name__}, neither a Source nor a"
+                " ray.data.Dataset"
+            )
+        data.sources[split] = source
+        data.totals[split] = source.count() if isinstance(source, Source) else None
+        stages = as_stages(from_recipe(recipe, "preprocess", split))
+        data.chains[split] = Chain(stages, config.seed, config.tracking.record_ids)
+    return data
+
+
+def from_recipe(recipe: Recipe, method: str, *arguments: str) -> Any:
+    """Head: call a method of the user's; what it raises becomes one line that says where.
+
+    Raises:
+        UsageError: the recipe's own, or wrapping whatever it raised.
+    """
+    try:
+        return getattr(recipe, method)(*arguments)
+    except UsageError:
+        raise
+    except Exception as error:
+        name = type(recipe).__name__
+        raise UsageError(f"recipe: {name}.{method}({', '.join(map(repr, arguments))}) failed: {where_raised(error)}") from error
+
+
+def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
+    """Head: (train workers, whether they use GPUs).
+
+    Raises:
+        UsageError: the batches are larger than the data.
+    """
+    import ray
+
+    from stoker.training.trainer import count_workers
+
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    workers = count_workers(config, gpus)
+    total = data.totals["train"]
+    if total is not None and config.train.batch_size * workers > total:
+        raise UsageError(
+            f"train.batch_size: {config.train.batch_size} records × {workers} train workers are more than"
+            f" the {total} training records; lower it"
+        )
+    return workers, gpus > 0
+
+
+def steps_per_epoch(config: Config, data: Data, workers: int) -> int | None:
+    """Head: steps of an epoch, None where the number of records is not known before."""
+    total = data.totals["train"]
+    return None if total is None else -(-total // (config.train.batch_size * workers))
+
+
+def start_coordinator(config: Config, data: Data, workers: int) -> Any:
+    """Head: the actor between Ray Data and the train workers, on this host."""
+    import ray
+
+    node = ray.get_runtime_context().get_node_id()
+    tasks = int(ray.cluster_resources().get("CPU", 1))
+    actor = ray.remote(Coordinator).options(
+        num_cpus=0,
+        max_concurrency=2 * workers + tasks + 16,
+        label_selector={ray._raylet.RAY_NODE_ID_KEY: node},
+    )
+    return actor.remote(
+        EpochDatasets(config, data),
+        data.totals,
+        batch_size=config.train.batch_size,
+        remainder=config.data.remainder,
+        budget=config.data.bad_record_budget,
+        epochs=config.train.epochs,
+    )
+
+
+class EpochDatasets:
+    """Head: (split, epoch) → the Ray Data execution that produces it."""
+
+    def __init__(self, config: Config, data: Data) -> None:
+        self.config, self.data = config, data
+
+    def __call__(self, split: str, epoch: int, attempt: int, reporter: Any) -> Any:
+        from stoker.data.pipeline import configure_ray_data, epoch_dataset
+
+        config = self.config.data
+        configure_ray_data(exact=config.order == "exact")
+        groups = config.preprocess_on
+        selector = {GROUP_LABEL: f"in({','.join(groups)})"} if groups else None
+        return epoch_dataset(
+            self.data.sources[split],
+            self.data.chains[split],
+            # Validation is the same in every epoch.
+            epoch=epoch if split == "train" else 0,
+            report_epoch=epoch,
+            split=split,
+            attempt=attempt,
+            shuffle=config.shuffle and split == "train",
+            block_records=config.block_records,
+            reporter=reporter,
+            remote_options={"label_selector": selector} if selector else None,
+        )
+
+
+class Fit:
+    """Head: TorchTrainer.fit() in a thread of its own, so that this one can watch and be signalled."""
+
+    def __init__(
+        self, config: Config, place: Place, coordinator: Any, workers: int, use_gpu: bool,
+        steps: int | None, has_val: bool,
+    ) -> None:
+        self.error: BaseException | None = None
+        self.reason = ""
+        settings = {
+            "config": config,
+            "coordinator": coordinator,
+            "checkpoint_dir": str(place.checkpoint_dir),
+            "model_dir": str(place.model_dir),
+            "steps_per_epoch": steps,
+            "has_val": has_val,
+        }
+        for folder in (place.checkpoint_dir, place.run_dir / "logs"):
+            folder.mkdir(parents=True, exist_ok=True)
+        self.args = (config, settings, place.run_dir / "logs", workers, use_gpu)
+        self.thread = threading.Thread(target=self._run, name="fit", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        from stoker.training.trainer import make_trainer
+
+        try:
+            make_trainer(*self.args, label_selector=None).fit()
+        except BaseException as error:
+            logging.getLogger("stoker").error("%s", "".join(traceback.format_exception(error)))
+            self.error = error
+
+    @property
+    def alive(self) -> bool:
+        return self.thread.is_alive()
+
+
+def follow(
+    fit: Fit, coordinator: Any, recorder: Recorder, console: PlainConsole, summary: Summary
+) -> None:
+    """Head: until fit() returns, show events, notice lost hosts, pass on a request to stop."""
+    import ray
+
+    stop_sent = 0.0
+    next_hosts = time.monotonic() + 2
+    while True:
+        alive = fit.alive
+        for event in ray.get(coordinator.drain.remote(), timeout=60):
+            recorder.take(event)
+            console.take(event)
+        if not alive:
+            return
+        if _stop_reason and not stop_sent:
+            coordinator.request_stop.remote(_stop_reason)
+            stop_sent = time.monotonic()
+        if stop_sent and time.monotonic() - stop_sent > STOP_DEADLINE_S:
+            fit.reason = f"no checkpoint within {STOP_DEADLINE_S:.0f} s of: {_stop_reason}"
+            return
+        if time.monotonic() > next_hosts:
+            next_hosts = time.monotonic() + 2
+            for event in host_changes(summary):
+                recorder.take(event)
+                console.take(event)
+        time.sleep(POLL_S)
+
+
+def conclude(fit: Fit, summary: Summary) -> int:
+    """Head: how the run ended, as a status and an exit code."""
+    from stoker.training.trainer import cause_of
+
+    if fit.error is not None or fit.reason:
+        summary.status = "failed"
+        summary.error = fit.reason or cause_of(fit.error)  # type: ignore[arg-type]
+        return 1
+    if _stop_reason:
+        summary.status, summary.error = "interrupted", _stop_reason
+        return 143
+    summary.status = "succeeded"
+    return 0
+
+
+def last_figures(coordinator: Any, recorder: Recorder) -> dict[str, Any]:
+    """Head: the coordinator's figures and last events, where it is still there."""
+    import ray
+
+    if coordinator is None:
+        return {}
+    try:
+        for event in ray.get(coordinator.drain.remote(), timeout=20):
+            recorder.take(event)
+        figures: dict[str, Any] = ray.get(coordinator.figures.remote(), timeout=20)
+        return figures
+    except Exception:
+        logging.getLogger("stoker").error("%s", traceback.format_exc())
+        return {}
+
+
+def hosts() -> list[Host]:
+    """Head: the hosts of the cluster as the summary names them."""
+    import ray
+
+    found = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            labels, resources = node.get("Labels", {}), node["Resources"]
+            found.append(
+                Host(
+                    host=labels.get("stoker.host") or node["NodeManagerHostname"],
+                    group=labels.get(GROUP_LABEL, "default"),
+                    cpus=resources.get("CPU", 0),
+                    gpus=resources.get("GPU", 0),
+                    ip=node["NodeManagerAddress"],
+                    node_id=node["NodeID"],  # type: ignore[call-arg]
+                )
+            )
+    return sorted(found, key=lambda host: (host.group, host.host))
+
+
+def host_changes(summary: Summary) -> list[dict[str, Any]]:
+    """Head: hosts lost and joined since the last look; a late one enters the summary's list."""
+    now = {host.model_dump()["node_id"]: host for host in hosts()}
+    known = {host.model_dump()["node_id"]: host for host in summary.cluster.hosts}
+    lost = summary.__dict__.setdefault("_lost", set())
+    events = []
+    for node, host in known.items():
+        if node not in now and node not in lost:
+            lost.add(node)
+            events.append({"time": time.time(), "event": "host_lost", "host": host.host, "group": host.group})
+    for node, host in now.items():
+        if node not in known:
+            summary.cluster.hosts.append(host)
+            events.append({"time": time.time(), "event": "host_joined", "host": host.host, "group": host.group})
+    return events
+
+
+def open_log(run_dir: Path) -> logging.Logger:
+    """Head: the run's log file; Ray's own messages go there and not on the screen."""
+    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(run_dir / "logs" / "driver.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("ray", "ray.data", "ray.train", "stoker"):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.propagate = False
+        logger.setLevel(logging.INFO)
+    return logging.getLogger("stoker")
+
+
+def report(summary: Summary, console: PlainConsole, run_dir: Path, code: int) -> None:
+    """Head: the closing words."""
+    if code == 0:
+        console.line(f"{summary.name}: done in {summary.seconds:.0f} s")
+        console.table(closing_rows(summary, str(run_dir)))
+        return
+    kind = "stopped" if summary.status == "interrupted" else "error"
+    for problem in (summary.error or "unknown").splitlines():
+        console.line(f"{kind}: {problem}")
+    if code != 2:
+        console.line(f"details: {run_dir}/logs/driver.log")

@@ -1,0 +1,110 @@
+"""The built-in recipe: image classification without a line of Python.
+
+    params:
+      data: .data/flowers          # images in class folders, tar shards or Parquet, with train/ and val/
+      model: resnet18              # any timm model
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from stoker.config import UsageError
+from stoker.recipe import Recipe, Split
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+
+
+class ImageClassification(Recipe):
+    """Every host: images and labels → a timm model."""
+
+    model_config = ConfigDict(populate_by_name=True, protected_namespaces=())
+
+    data: str = Field(description="folder or s3:// address with train/ and, to validate, val/")
+    model_name: str = Field("resnet18", alias="model", description="a timm model")
+    pretrained: bool = Field(False, description="start from timm's weights (downloads them)")
+    num_classes: int | None = Field(None, ge=2, description="default: found in the data")
+    image_size: int = Field(224, ge=8, description="side of the square that the model sees, pixels")
+    augment: Literal["none", "flip", "crop"] = Field(
+        "crop", description="training images: centre crop; that and flips; random resized crops and flips"
+    )
+    color: Literal["RGB", "L"] = Field("RGB", description="RGB, or L for one grey channel")
+
+    def read(self, split: Split) -> Any:
+        from stoker.data.sources import read_any
+
+        return read_any(self.data, split)
+
+    def discover(self) -> dict[str, Any]:
+        if self.num_classes is not None:
+            return {}
+        source = self.read("train")
+        names = source.classes()
+        if names is None and hasattr(source, "label_values"):
+            names = sorted(source.label_values("label"))
+            if names and not all(isinstance(name, int) for name in names):
+                raise UsageError(f"{self.data}: column label holds {names[0]!r}; labels must be integers")
+            names = list(range(max(names) + 1)) if names else []
+        if names is None:
+            raise UsageError("params.num_classes: is needed, for tar shards do not list their classes")
+        if len(names) < 2:
+            raise UsageError(f"{self.data}: holds one class only; a classifier needs two or more")
+        return {"num_classes": len(names)}
+
+    def preprocess(self, split: Split) -> list[Any]:
+        from torchvision.transforms import v2
+
+        from stoker.data.transforms import CheckLabel, DecodeImage
+
+        chain: list[Any] = [DecodeImage(self.color)]
+        if self.num_classes:
+            chain.append(CheckLabel(self.num_classes))
+        if split == "train" and self.augment == "crop":
+            chain += [v2.RandomResizedCrop(self.image_size, antialias=True), v2.RandomHorizontalFlip()]
+            return chain
+        shorter = round(self.image_size * 256 / 224)
+        chain += [v2.Resize(shorter, antialias=True), v2.CenterCrop(self.image_size)]
+        if split == "train" and self.augment == "flip":
+            chain.append(v2.RandomHorizontalFlip())
+        return chain
+
+    def model(self) -> nn.Module:
+        import timm
+
+        channels = 1 if self.color == "L" else 3
+        try:
+            module: nn.Module = timm.create_model(
+                self.model_name, pretrained=self.pretrained, num_classes=self.num_classes, in_chans=channels
+            )
+        except RuntimeError as error:
+            close = timm.list_models(f"*{self.model_name}*")[:5]
+            hint = f"; did you mean {', '.join(close)}?" if close else ""
+            raise UsageError(f"params.model: timm cannot make it: {error}{hint}") from None
+        return module
+
+    def on_device(self, split: Split) -> nn.Module:
+        return normalize(self.color)
+
+
+def normalize(color: str) -> nn.Module:
+    """Train worker: uint8 images → normalised float32, on the device."""
+    import torch
+    from torch import nn
+
+    class Normalize(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            mean, std = (MEAN, STD) if color == "RGB" else ((0.5,), (0.5,))
+            self.register_buffer("mean", torch.tensor(mean).view(1, -1, 1, 1) * 255)
+            self.register_buffer("std", torch.tensor(std).view(1, -1, 1, 1) * 255)
+
+        def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
+            return {**batch, "image": (batch["image"].float() - self.mean) / self.std}
+
+    return Normalize()

@@ -1,0 +1,36 @@
+"""Head: where a run takes place and where its files go."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN_DIR_VARIABLE = "STOKER_RUN_DIR"
+BACKEND_VARIABLE = "STOKER_BACKEND"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Head: the backend's name and the folders of one run."""
+
+    backend: str
+    run_dir: Path
+    """`config.yaml`, `summary.json`, `events.jsonl`, `tensorboard/`, `logs/`."""
+    checkpoint_dir: Path
+    model_dir: Path
+    formed_s: float = 0.0
+    """Seconds from the start of this process until the Ray cluster stood."""
+    expected_hosts: tuple[str, ...] = ()
+    """Names of the hosts that the job was given; empty where nobody says."""
+
+
+def local_place(backend: str | None = None) -> Place:
+    """Head: the run directory that the launcher names in the environment, or one here."""
+    run_dir = Path(os.environ.get(RUN_DIR_VARIABLE) or "run").resolve()
+    return Place(
+        backend=backend or os.environ.get(BACKEND_VARIABLE, "local"),
+        run_dir=run_dir,
+        checkpoint_dir=run_dir / "checkpoints",
+        model_dir=run_dir / "model",
+    )

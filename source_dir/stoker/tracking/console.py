@@ -1,0 +1,173 @@
+"""Head: what one sees while a job runs: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from stoker.tracking.summary import Summary
+
+PLAIN_EVERY_S = 10.0
+
+BINDS = {
+    "gpu": "the GPUs (or the training on them): data is never late",
+    "cpu": "CPUs that preprocess: more or faster CPU hosts help",
+    "network": "the network between CPU hosts and GPU hosts",
+    "gpu_host_cpu": "the GPU host's own CPU, which cuts batches",
+}
+
+
+class PlainConsole:
+    """Head: one line per happening."""
+
+    def __init__(self, epochs: int, steps_per_epoch: int | None) -> None:
+        self.epochs, self.steps_per_epoch = epochs, steps_per_epoch
+        self.last = 0.0
+
+    def line(self, text: str) -> None:
+        print(text, flush=True)
+
+    def step(self, event: dict[str, Any]) -> None:
+        if event["step"] != 1 and time.monotonic() - self.last < PLAIN_EVERY_S:
+            return
+        self.last = time.monotonic()
+        self.line(f"epoch {event['epoch'] + 1}/{self.epochs}  step {event['step']}  {self.figures(event)}")
+
+    @staticmethod
+    def figures(event: dict[str, Any]) -> str:
+        elapsed = max(event["elapsed_s"], 1e-9)
+        return (
+            f"loss {event['loss']:.4f}  {event['epoch_samples'] / elapsed:.0f} samples/s"
+            f"  input wait {100 * event['wait_s'] / elapsed:.0f} %"
+        )
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Show one event."""
+        kind = event["event"]
+        if kind == "step":
+            self.step(event)
+        elif kind == "epoch":
+            self.line(f"epoch {event['epoch'] + 1}/{self.epochs} done: {metrics_text(event['metrics'])}")
+        elif kind == "print":
+            self.line(event["text"])
+        elif kind == "quarantined":
+            self.line(f"quarantined {event['split']} record {event['key']}: {event['reason']}")
+        elif kind in ("note", "stop", "stopped"):
+            self.line(event.get("text") or f"{kind}: {event['reason']}")
+        elif kind == "resumed":
+            self.line(f"resumed from {event['path']} at epoch {event['epoch'] + 1}, step {event['step']}")
+        elif kind == "host_lost":
+            self.line(f"host lost: {event['host']}")
+        elif kind == "host_joined":
+            self.line(f"host joined: {event['host']}")
+
+    def close(self) -> None:
+        """Stop drawing."""
+
+    def table(self, rows: list[tuple[str, str]]) -> None:
+        """The closing table."""
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            self.line(f"  {name:<{width}}  {value}")
+
+
+class RichConsole(PlainConsole):
+    """Head: a progress bar per epoch with throughput, loss and input wait."""
+
+    def __init__(self, epochs: int, steps_per_epoch: int | None) -> None:
+        super().__init__(epochs, steps_per_epoch)
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self.console = Console(highlight=False)
+        self.progress = Progress(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=self.console,
+            expand=True,
+        )
+        self.task: Any = None
+
+    def line(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def step(self, event: dict[str, Any]) -> None:
+        if self.task is None:
+            self.progress.start()
+            self.task = self.progress.add_task("", total=self.steps_per_epoch, epoch="", figures="")
+        done = event["step"] - event["epoch"] * (self.steps_per_epoch or 0)
+        self.progress.update(
+            self.task,
+            completed=done,
+            epoch=f"{event['epoch'] + 1}/{self.epochs}",
+            figures=self.figures(event),
+        )
+
+    def close(self) -> None:
+        if self.task is not None:
+            self.progress.remove_task(self.task)
+            self.progress.stop()
+            self.task = None
+
+    def table(self, rows: list[tuple[str, str]]) -> None:
+        from rich.table import Table
+
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 1))
+        for name, value in rows:
+            table.add_row(f"[bold]{name}[/]", value)
+        self.console.print(table)
+
+
+def make_console(epochs: int, steps_per_epoch: int | None) -> PlainConsole:
+    """Head: the console that fits where the output goes; NO_COLOR and CI logs get plain lines."""
+    if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+        try:
+            return RichConsole(epochs, steps_per_epoch)
+        except ImportError:
+            pass
+    return PlainConsole(epochs, steps_per_epoch)
+
+
+def metrics_text(metrics: dict[str, float]) -> str:
+    """Head: an epoch's metrics in one line."""
+    parts = []
+    for name, value in metrics.items():
+        if name.endswith("acc1"):
+            parts.append(f"{name} {100 * value:.2f} %")
+        elif name == "perf/samples_per_s":
+            parts.append(f"{value:.0f} samples/s")
+        elif name == "perf/input_wait_pct":
+            parts.append(f"input wait {value:.0f} %")
+        elif name != "lr":
+            parts.append(f"{name} {value:.4f}")
+    return "  ".join(parts)
+
+
+def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
+    """Head: the rows of the closing table."""
+    rows = []
+    for name, value in summary.metrics.best.items():
+        if name.startswith("val/"):
+            text = f"{100 * value:.2f} %" if name.endswith("acc1") else f"{value:.4f}"
+            rows.append((f"best {name}", text))
+    speed, records = summary.speed, summary.records
+    rows.append(("samples/s", f"{speed.steady_samples_per_s:.0f}"))
+    rows.append(("input wait", f"{speed.input_wait_pct:.0f} % of the training time"))
+    if summary.bottleneck:
+        rows.append(("bottleneck", BINDS[summary.bottleneck]))
+    rows.append(
+        (
+            "records",
+            f"{records.read} read = {records.trained} trained + {records.quarantined} quarantined"
+            f" + {records.remainder} remaining",
+        )
+    )
+    if summary.model:
+        rows.append(("model", summary.model))
+    rows.append(("run", run_dir))
+    rows.append(("next", f"tensorboard --logdir {run_dir}/tensorboard"))
+    return rows

@@ -1,0 +1,156 @@
+"""Head: turns the run's events into files: events.jsonl, quarantine.jsonl, TensorBoard, the summary."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from stoker.tracking.summary import Bottleneck, Summary
+
+NOTABLE = ("resumed", "stop", "stopped", "note", "host_lost", "host_joined")
+"""Events that the summary keeps."""
+
+INPUT_BOUND_PCT = 10.0
+"""From this input wait on, the input side and not the GPU is called the bottleneck."""
+
+
+class Recorder:
+    """Head: one per run, used from the driver's thread alone."""
+
+    def __init__(self, run_dir: Path, summary: Summary, process_started: float, tensorboard: bool) -> None:
+        self.run_dir, self.summary = run_dir, summary
+        self.process_started = process_started
+        self.started = time.monotonic()
+        self.events_file = (run_dir / "events.jsonl").open("a", buffering=1)
+        self.board = _board(run_dir) if tensorboard else None
+        self.totals: Counter[str] = Counter()
+        self.steady: Counter[str] = Counter()
+        self.times: Counter[str] = Counter()
+        self.step_ms: list[float] = []
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Write an event down and let the summary follow."""
+        kind = event["event"]
+        if kind == "record_ids":
+            self._write_ids(event)
+            return
+        self.events_file.write(json.dumps(event, default=str) + "\n")
+        if kind in NOTABLE:
+            self.summary.events.append(event)
+        handler = getattr(self, f"_on_{kind}", None)
+        if handler is not None:
+            handler(event)
+
+    def _on_quarantined(self, event: dict[str, Any]) -> None:
+        with (self.run_dir / "quarantine.jsonl").open("a") as file:
+            row = {key: event[key] for key in ("split", "epoch", "key", "reason")}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def _on_step(self, event: dict[str, Any]) -> None:
+        self.summary.steps = event["step"]
+        if self.summary.speed.first_step_s is None:
+            self.summary.speed.first_step_s = round(event["time"] - self.process_started, 2)
+        rate = event["epoch_samples"] / max(event["elapsed_s"], 1e-9)
+        wait = 100 * event["wait_s"] / max(event["elapsed_s"], 1e-9)
+        self.scalars(
+            event["step"],
+            {
+                "train/step_loss": event["loss"],
+                "lr": event["lr"],
+                "perf/samples_per_s": rate,
+                "perf/input_wait_pct": wait,
+            },
+        )
+
+    def _on_epoch(self, event: dict[str, Any]) -> None:
+        metrics = event["metrics"]
+        self.summary.steps, self.summary.epochs = event["step"], event["epoch"] + 1
+        self.summary.metrics.last = metrics
+        best = self.summary.metrics.best
+        for name, value in metrics.items():
+            if name.startswith(("val/", "train/")):
+                pick = min if "loss" in name or "error" in name else max
+                best[name] = pick(best.get(name, value), value)
+        self.scalars(event["step"], {k: v for k, v in metrics.items() if k.startswith(("val/", "train/"))})
+
+    def _on_records(self, event: dict[str, Any]) -> None:
+        records = self.summary.records
+        counts = {k: v for k, v in event.items() if k not in ("time", "event", "remainder_ids")}
+        records.epochs.append(counts)
+        for name in ("read", "quarantined", "remainder", "trained", "validated"):
+            if event["split"] == "train" or name == "validated":
+                setattr(records, name, getattr(records, name) + counts.get(name, 0))
+        self.scalars(self.summary.steps, {f"data/quarantined_{event['split']}": counts["quarantined"]})
+
+    def _on_pass(self, event: dict[str, Any]) -> None:
+        if event["split"] != "train":
+            return
+        self.step_ms += event["step_ms"]
+        self.totals.update({"samples": event["samples"], "elapsed_s": event["elapsed_s"]})
+        self.times.update(event["times"])
+        if event["epoch"] > 0:
+            self.steady.update({"samples": event["samples"], "elapsed_s": event["elapsed_s"]})
+
+    def _write_ids(self, event: dict[str, Any]) -> None:
+        folder = self.run_dir / "records"
+        folder.mkdir(exist_ok=True)
+        name = f"{event['split']}-epoch-{event['epoch']:03d}-rank-{event['rank']}.txt"
+        (folder / name).write_text("".join(f"{key}\n" for key in event["keys"]))
+
+    def scalars(self, step: int, values: dict[str, float]) -> None:
+        """Write values for TensorBoard against the global step."""
+        if self.board is not None:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+
+    def close(self, figures: dict[str, Any]) -> None:
+        """Fill in what only the end knows.
+
+        Args:
+            figures: the coordinator's last figures, empty where it never started.
+        """
+        speed, seconds = self.summary.speed, self.totals["elapsed_s"]
+        if seconds:
+            speed.samples_per_s = round(self.totals["samples"] / seconds, 2)
+            speed.input_wait_pct = round(100 * self.times["wait_s"] / seconds, 2)
+            speed.steady_samples_per_s = speed.samples_per_s
+            self.summary.bottleneck = bottleneck(speed.input_wait_pct, self.times)
+        if self.steady["elapsed_s"]:
+            speed.steady_samples_per_s = round(self.steady["samples"] / self.steady["elapsed_s"], 2)
+        if self.step_ms:
+            speed.step_ms_p50 = round(statistics.median(self.step_ms), 3)
+        if figures:
+            speed.bytes_per_sample = round(figures["bytes_per_sample"], 1)
+            self.summary.chain = figures["chain"]
+            names = {host.model_dump().get("node_id"): host.host for host in self.summary.cluster.hosts}
+            self.summary.chain_tasks_by_host = {
+                names.get(node, node): count for node, count in figures["tasks_by_node"].items()
+            }
+            self.summary.records.epochs += figures["open"]
+        self.summary.seconds = round(time.monotonic() - self.started, 2)
+        self.summary.write(self.run_dir)
+        self.events_file.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def bottleneck(input_wait_pct: float, times: Counter[str]) -> Bottleneck:
+    """Head: what binds: the GPU, or else what the feed waited for most."""
+    if input_wait_pct < INPUT_BOUND_PCT:
+        return "gpu"
+    sides: dict[Bottleneck, float] = {
+        "cpu": times["produce_s"],
+        "network": times["transfer_s"],
+        "gpu_host_cpu": times["collate_s"],
+    }
+    return max(sides, key=lambda side: sides[side])
+
+
+def _board(run_dir: Path) -> Any:
+    from tensorboardX import SummaryWriter
+
+    return SummaryWriter(str(run_dir / "tensorboard"))

@@ -1,0 +1,85 @@
+"""Head: summary.json, what a run leaves behind for people and programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Status = Literal["running", "succeeded", "failed", "interrupted"]
+Bottleneck = Literal["gpu", "cpu", "network", "gpu_host_cpu"]
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class Host(Part):
+    host: str
+    group: str
+    cpus: float
+    gpus: float
+    ip: str
+
+
+class Cluster(Part):
+    hosts: list[Host] = []
+    formed_s: float = 0.0
+
+
+class Records(Part):
+    read: int = 0
+    trained: int = 0
+    quarantined: int = 0
+    remainder: int = 0
+    validated: int = 0
+    epochs: list[dict[str, Any]] = []
+
+
+class Speed(Part):
+    samples_per_s: float = 0.0
+    steady_samples_per_s: float = 0.0
+    input_wait_pct: float = 0.0
+    step_ms_p50: float = 0.0
+    bytes_per_sample: float = 0.0
+    first_step_s: float | None = None
+    """Seconds from the start of the process on the head to the end of the first step."""
+
+
+class Metrics(Part):
+    last: dict[str, float] = {}
+    best: dict[str, float] = {}
+
+
+class Summary(BaseModel):
+    """Head: the contract of summary.json, version 1."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    version: int = Field(1, alias="schema")
+    name: str = ""
+    status: Status = "running"
+    error: str | None = None
+    backend: str = "local"
+    started: str = ""
+    seconds: float = 0.0
+    steps: int = 0
+    epochs: int = 0
+    train_workers: int = 0
+    cluster: Cluster = Cluster()
+    records: Records = Records()
+    speed: Speed = Speed()
+    chain: list[dict[str, Any]] = []
+    chain_tasks_by_host: dict[str, int] = {}
+    metrics: Metrics = Metrics()
+    bottleneck: Bottleneck | None = None
+    cost: dict[str, Any] | None = None
+    model: str | None = None
+    events: list[dict[str, Any]] = []
+
+    def write(self, run_dir: Path) -> None:
+        """Head: write it at once or not at all."""
+        draft = run_dir / ".summary.json"
+        draft.write_text(self.model_dump_json(indent=1, by_alias=True))
+        draft.replace(run_dir / "summary.json")

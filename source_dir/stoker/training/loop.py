@@ -1,0 +1,410 @@
+"""Train worker: the loop. Everything of one step stands in `train_epoch`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stoker.config import UsageError
+from stoker.data.feed import Pass
+from stoker.recipe import Batch, Recipe, load_recipe
+from stoker.schema import Config
+from stoker.training import checkpoint, strategies
+
+SOURCE_FOLDER = Path(__file__).resolve().parent.parent.parent
+
+
+@dataclass
+class Worker:
+    """Train worker: what the functions below share."""
+
+    config: Config
+    recipe: Recipe
+    coordinator: Any
+    attempt: int
+    rank: int
+    world_size: int
+    device: Any
+    model: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
+    modules: dict[str, Any] = field(default_factory=dict)
+    """The recipe's on_device modules by split."""
+    step: int = 0
+    samples: int = 0
+
+    def log(self, event: str, **values: Any) -> None:
+        if self.rank == 0:
+            self.coordinator.log.remote(event, values)
+
+
+def train_worker(settings: dict[str, Any]) -> None:
+    """Train worker: entered by Ray Train in every process; runs all epochs.
+
+    Args:
+        settings: config, params, coordinator, checkpoint_dir, model_dir, steps_per_epoch, has_val.
+    """
+    import ray.train.torch
+    import torch
+
+    context = ray.train.get_context()
+    config: Config = settings["config"]
+    worker = Worker(
+        config=config,
+        recipe=load_recipe(config.recipe, config.params, SOURCE_FOLDER),
+        coordinator=settings["coordinator"],
+        attempt=0,
+        rank=context.get_world_rank(),
+        world_size=context.get_world_size(),
+        device=ray.train.torch.get_device(),
+    )
+    if worker.rank == 0:
+        tee_prints(worker)
+    threads = config.train.threads or max(1, (os.cpu_count() or 1) // context.get_local_world_size())
+    torch.set_num_threads(threads)
+    folder = Path(settings["checkpoint_dir"])
+    resumed = begin(worker, folder)
+    first_epoch = resumed.meta["epoch"] + 1 if resumed else 0
+    build(worker, settings["steps_per_epoch"])
+    if resumed:
+        restore(worker, resumed)
+    # torchmetrics takes seconds to import and is first needed after an epoch.
+    threading.Thread(target=import_quietly, args=("torchmetrics.classification",), daemon=True).start()
+    for epoch in range(first_epoch, config.train.epochs):
+        metrics, stop = train_epoch(worker, epoch)
+        if not stop:
+            if settings["has_val"]:
+                metrics |= validate(worker, epoch)
+            worker.log("epoch", epoch=epoch, step=worker.step, metrics=metrics)
+        # An epoch that was cut short is trained again from its start after a restart.
+        keep_checkpoint(worker, folder, epoch - bool(stop), metrics)
+        ray.train.report(metrics)
+        if stop or reached(worker):
+            worker.log("stopped", reason=stop or f"train.max_steps reached at step {worker.step}")
+            break
+    if worker.rank == 0:
+        write_model(worker, folder, Path(settings["model_dir"]))
+
+
+def begin(worker: Worker, folder: Path) -> checkpoint.Checkpoint | None:
+    """Train worker: agree on the attempt and on where it starts, then let the data flow.
+
+    Returns:
+        The checkpoint to continue from after a restart; None for a first attempt.
+    """
+    import ray
+    import torch.distributed as dist
+
+    plan: list[Any] = [None, None]
+    if worker.rank == 0:
+        attempt = ray.get(worker.coordinator.new_attempt.remote())
+        saved = None
+        if attempt:
+            saved = checkpoint.newest_valid(folder, lambda text: worker.log("note", text=text))
+        plan = [attempt, saved]
+    if worker.world_size > 1:
+        dist.broadcast_object_list(plan, src=0)
+    worker.attempt, saved = plan
+    first = saved.meta["epoch"] + 1 if saved else 0
+    if worker.rank == 0:
+        call = worker.coordinator.begin.remote(
+            worker.coordinator, worker.attempt, worker.world_size, first
+        )
+        ray.get(call)
+    if worker.world_size > 1:
+        dist.barrier()
+    return saved
+
+
+def build(worker: Worker, steps_per_epoch: int | None) -> None:
+    """Train worker: model, optimiser and scheduler, the same weights on every rank."""
+    import torch
+
+    config = worker.config
+    torch.manual_seed(config.seed)
+    worker.model = strategies.prepare_model(worker.recipe.model(), worker.device)
+    worker.optimizer = strategies.make_optimizer(worker.recipe, worker.model, config.train)
+    worker.scheduler = strategies.make_scheduler(worker.optimizer, config, steps_per_epoch)
+    for split in ("train", "val"):
+        module = worker.recipe.on_device(split)  # type: ignore[arg-type]
+        worker.modules[split] = module.to(worker.device) if module is not None else (lambda batch: batch)
+    torch.manual_seed(config.seed + worker.rank)
+
+
+def train_epoch(worker: Worker, epoch: int) -> tuple[dict[str, float], str]:
+    """Train worker: one pass over the training records.
+
+    Returns:
+        (metrics by conventional name, why the run shall stop or "").
+    """
+    import torch
+
+    worker.model.train()
+    feed = open_pass(worker, "train", epoch)
+    log_every = worker.config.tracking.log_every_steps
+    # Summed on the device: reading it there would make the GPU wait in every step.
+    loss_sum = torch.zeros((), dtype=torch.float64, device=worker.device)
+    steps, started = 0, time.perf_counter()
+    samples, step_times = 0, []
+    for batch in feed:
+        step_started = time.perf_counter()
+        batch = worker.modules["train"](batch)
+        loss = loss_of(worker.recipe.training_step(worker.model, batch))
+        worker.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        worker.optimizer.step()
+        worker.step += 1
+        if worker.scheduler is not None:
+            worker.scheduler.step_update(worker.step)
+
+        loss_sum += loss.detach()
+        steps += 1
+        samples = (feed.rows - feed.padded) * worker.world_size
+        step_times.append(time.perf_counter() - step_started)
+        if worker.step == 1 or steps % log_every == 0:
+            check_finite(float(loss_sum), worker, epoch)
+            worker.log(
+                "step",
+                epoch=epoch,
+                step=worker.step,
+                loss=float(loss.detach()),
+                lr=worker.optimizer.param_groups[0]["lr"],
+                epoch_samples=samples,
+                elapsed_s=time.perf_counter() - started,
+                wait_s=feed.times.wait_s,
+            )
+        if reached(worker):
+            break
+    elapsed = time.perf_counter() - started
+    worker.samples += samples
+    stopped_early = feed.stop or ("max_steps" if reached(worker) else "")
+    if not stopped_early:
+        settle(worker, feed)
+    worker.log(
+        "pass", split="train", epoch=epoch, samples=samples, elapsed_s=elapsed, steps=steps,
+        step_ms=[round(1000 * t, 3) for t in step_times[-2000:]], times=vars(feed.times),
+    )
+    mean_loss = mean_over_ranks(worker, loss_sum / max(steps, 1))
+    check_finite(mean_loss, worker, epoch)
+    metrics = {
+        "train/loss": mean_loss,
+        "lr": worker.optimizer.param_groups[0]["lr"],
+        "perf/samples_per_s": samples / elapsed,
+        "perf/input_wait_pct": 100 * feed.times.wait_s / elapsed,
+    }
+    return metrics, feed.stop
+
+
+def validate(worker: Worker, epoch: int) -> dict[str, float]:
+    """Train worker: every validation record exactly once, metrics over all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    model = strategies.plain(worker.model).eval()
+    metrics = {name: metric.to(worker.device) for name, metric in worker.recipe.metrics().items()}
+    sums = torch.zeros(2, dtype=torch.float64)
+    fed = False
+    feed = open_pass(worker, "val", epoch)
+    started = time.perf_counter()
+    with torch.no_grad():
+        for batch in feed:
+            records = count_records(batch)
+            if not records:
+                continue
+            result = worker.recipe.validation_step(model, worker.modules["val"](batch))
+            sums += torch.tensor([float(result["loss"]) * records, records], dtype=torch.float64)
+            if "preds" in result and "target" in result:
+                fed = True
+                for metric in metrics.values():
+                    metric.update(result["preds"], result["target"])
+    settle(worker, feed)
+    worker.log(
+        "pass", split="val", epoch=epoch, samples=feed.rows * worker.world_size,
+        elapsed_s=time.perf_counter() - started, steps=0, step_ms=[], times=vars(feed.times),
+    )
+    flags = torch.tensor([float(fed)], dtype=torch.float64)
+    if worker.world_size > 1:
+        sums, flags = sums.to(worker.device), flags.to(worker.device)
+        dist.all_reduce(sums)
+        dist.all_reduce(flags)
+    values = {"val/loss": float(sums[0] / sums[1])}
+    if float(flags[0]):
+        values |= {f"val/{name}": float(metric.compute()) for name, metric in metrics.items()}
+    return values
+
+
+def open_pass(worker: Worker, split: str, epoch: int) -> Pass:
+    """Train worker: this rank's feed of one pass."""
+    data = worker.config.data
+    return Pass(
+        worker.coordinator, worker.attempt, split, epoch, worker.rank, worker.device,
+        prefetch=data.prefetch_batches, stall_timeout_s=data.stall_timeout_s,
+        keep_keys=worker.config.tracking.record_ids,
+    )
+
+
+def settle(worker: Worker, feed: Pass) -> None:
+    """Train worker: hand in this rank's count and ids; fails where records were lost."""
+    import ray
+
+    from stoker.data.ledger import DataError
+
+    if worker.config.tracking.record_ids:
+        worker.coordinator.log.remote(
+            "record_ids", {"split": feed.split, "epoch": feed.epoch, "rank": feed.rank, "keys": feed.keys}
+        )
+    used = (feed.rows, feed.id_sum, feed.padded)
+    call = worker.coordinator.epoch_done.remote(
+        worker.attempt, feed.split, feed.epoch, worker.rank, used
+    )
+    answer = ray.get(call, timeout=worker.config.data.stall_timeout_s)
+    if isinstance(answer, str):
+        raise DataError(answer)
+
+
+def keep_checkpoint(worker: Worker, folder: Path, epoch: int, metrics: dict[str, float]) -> None:
+    """Train worker: rank 0 writes the checkpoint of an epoch and marks the best one."""
+    if worker.rank:
+        return
+    name, sign = monitored(worker.config, metrics)
+    meta = {"epoch": epoch, "step": worker.step, "samples": worker.samples, "metrics": metrics}
+    state = {
+        "optimizer": worker.optimizer.state_dict(),
+        "scheduler": worker.scheduler.state_dict() if worker.scheduler else None,
+    }
+    weights = {
+        key: value.detach().cpu().contiguous()
+        for key, value in strategies.plain(worker.model).state_dict().items()
+    }
+    saved = checkpoint.save(folder, worker.step, weights, state, meta)
+    note = checkpoint.best(folder)
+    if name in metrics and (note is None or sign * metrics[name] > sign * note["value"]):
+        checkpoint.mark_best(folder, saved, name, metrics[name])
+    checkpoint.prune(folder, worker.config.checkpoint.keep)
+    worker.log("checkpoint", epoch=epoch, step=worker.step, path=str(saved.path))
+
+
+def restore(worker: Worker, saved: checkpoint.Checkpoint) -> None:
+    """Train worker: continue from a checkpoint."""
+    weights, state = checkpoint.load(saved)
+    strategies.plain(worker.model).load_state_dict(weights)
+    worker.optimizer.load_state_dict(state["optimizer"])
+    if worker.scheduler and state["scheduler"]:
+        worker.scheduler.load_state_dict(state["scheduler"])
+    worker.step, worker.samples = saved.meta["step"], saved.meta["samples"]
+    worker.log("resumed", epoch=saved.meta["epoch"] + 1, step=worker.step, path=str(saved.path))
+
+
+def write_model(worker: Worker, folder: Path, target: Path) -> None:
+    """Train worker: the best checkpoint's weights become the run's model."""
+    import json
+    import shutil
+
+    note = checkpoint.best(folder)
+    path = folder / note["checkpoint"] if note else None
+    if path is None or checkpoint.verify(path):
+        newest = checkpoint.newest_valid(folder)
+        if newest is None:
+            raise OSError(f"{folder}: holds no whole checkpoint to make the model from")
+        path = newest.path
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.copy2(path / "model.safetensors", target / "model.safetensors")
+    meta = json.loads((path / "meta.json").read_text())
+    about = {"recipe": worker.config.recipe, "params": worker.config.params, "checkpoint": path.name, **meta}
+    (target / "model.json").write_text(json.dumps(about, indent=1, default=str))
+    worker.log("model", path=str(target), checkpoint=path.name)
+
+
+def monitored(config: Config, metrics: dict[str, float]) -> tuple[str, int]:
+    """Train worker: (name of the metric that chooses the best, +1 where more is better).
+
+    Raises:
+        UsageError: `checkpoint.monitor` names no metric of this run.
+    """
+    name = config.checkpoint.monitor
+    if name == "auto":
+        name = next((n for n in ("val/acc1", "val/loss") if n in metrics), "train/loss")
+    elif name not in metrics and any(key.startswith("val/") for key in metrics):
+        raise UsageError(f"checkpoint.monitor: no metric {name!r}; there are: {', '.join(metrics)}")
+    mode = config.checkpoint.mode
+    if mode == "auto":
+        mode = "min" if any(word in name for word in ("loss", "error", "mae", "mse")) else "max"
+    return name, 1 if mode == "max" else -1
+
+
+def reached(worker: Worker) -> bool:
+    """Train worker: whether `train.max_steps` is reached."""
+    limit = worker.config.train.max_steps
+    return limit is not None and worker.step >= limit
+
+
+def loss_of(result: Any) -> Any:
+    """Train worker: the loss out of training_step's answer.
+
+    Raises:
+        TypeError: it gave none.
+    """
+    import torch
+
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, torch.Tensor) or loss.ndim:
+        raise TypeError(f"training_step must return one number as a tensor, not {type(loss).__name__}")
+    return loss
+
+
+def mean_over_ranks(worker: Worker, value: Any) -> float:
+    """Train worker: the mean of a number over all ranks."""
+    import torch.distributed as dist
+
+    if worker.world_size > 1:
+        dist.all_reduce(value)
+        value = value / worker.world_size
+    return float(value)
+
+
+def check_finite(value: float, worker: Worker, epoch: int) -> None:
+    """Train worker: stop before a broken model overwrites a good one."""
+    import math
+
+    if not math.isfinite(value):
+        raise FloatingPointError(
+            f"the loss is {value} by step {worker.step} (epoch {epoch}); lower train.lr or look at the"
+            " records of this step; checkpoints of earlier epochs are kept"
+        )
+
+
+def count_records(batch: Batch) -> int:
+    """Train worker: how many records a batch holds."""
+    return len(next(iter(batch.values()))) if batch else 0
+
+
+def import_quietly(name: str) -> None:
+    """Train worker: import ahead of need; a failure shows where the module is used."""
+    import contextlib
+    import importlib
+
+    with contextlib.suppress(Exception):
+        importlib.import_module(name)
+
+
+def tee_prints(worker: Worker) -> None:
+    """Train worker: what the user's code prints on rank 0 also appears on the head's screen."""
+    write: Callable[[str], int] = sys.stdout.write
+    pending: list[str] = []
+
+    def tee(text: str) -> int:
+        pending.append(text)
+        if "\n" in text:
+            for line in "".join(pending).splitlines():
+                if line.strip():
+                    worker.coordinator.log.remote("print", {"text": line})
+            pending.clear()
+        return write(text)
+
+    sys.stdout.write = tee  # type: ignore[method-assign]

@@ -1,0 +1,99 @@
+"""Head: Ray Train around the loop, and what its errors mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stoker.config import UsageError
+from stoker.recipe import where_raised
+from stoker.schema import Config
+from stoker.training.loop import train_worker
+
+WORKER_MEMORY = 2**20
+"""Bytes claimed per train worker on hosts without GPUs: a placement group needs some resource, and a
+claimed CPU would be lost to the chain. Hosts keep CPUs free for train workers by declaring fewer."""
+
+
+def count_workers(config: Config, gpus: int) -> int:
+    """Head: one train worker per GPU, or `train.workers` where there is no GPU.
+
+    Raises:
+        UsageError: more workers than GPUs are asked for.
+    """
+    if config.train.workers and gpus and config.train.workers > gpus:
+        raise UsageError(f"train.workers: {config.train.workers} workers need as many GPUs; found {gpus}")
+    return config.train.workers or gpus or 1
+
+
+def make_trainer(
+    config: Config, settings: dict[str, Any], storage: Path, workers: int, use_gpu: bool,
+    label_selector: dict[str, str] | None,
+) -> Any:
+    """Head: the TorchTrainer of this job.
+
+    Args:
+        config: the job.
+        settings: handed to `train_worker` in every train worker.
+        storage: Ray Train's own bookkeeping goes here.
+        workers: train workers in all.
+        use_gpu: one GPU for each of them.
+        label_selector: Ray node labels of the hosts that train.
+    """
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    resources: dict[str, float] = {"CPU": 0, "memory": WORKER_MEMORY}
+    if use_gpu:
+        resources["GPU"] = 1
+    return TorchTrainer(
+        train_worker,
+        train_loop_config=settings,
+        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
+        scaling_config=ScalingConfig(
+            num_workers=workers,
+            use_gpu=use_gpu,
+            resources_per_worker=resources,
+            label_selector=label_selector,
+        ),
+        run_config=RunConfig(
+            name="ray_train",
+            storage_path=str(storage),
+            failure_config=FailureConfig(
+                max_failures=config.train.max_failures, controller_failure_limit=0
+            ),
+        ),
+    )
+
+
+def cause_of(error: BaseException) -> str:
+    """Head: the one line behind a failed fit(): which train worker raised what, and where."""
+    from ray.train import ControllerError, WorkerGroupError
+
+    if isinstance(error, WorkerGroupError) and error.worker_failures:
+        rank, failure = min(error.worker_failures.items())
+        text = unwrap(failure)
+        known = ("DataError", "UsageError", "OSError", "FloatingPointError")
+        for kind in known:
+            if text.startswith(f"{kind}: "):
+                return text.removeprefix(f"{kind}: ")
+        return f"train worker {rank}: {text}"
+    if isinstance(error, ControllerError):
+        return f"Ray Train could not start the train workers: {unwrap(error.controller_failure)}"
+    return unwrap(error)
+
+
+def unwrap(error: BaseException) -> str:
+    """Head: the innermost error that Ray wrapped, as `Type: message (file:line)`."""
+    from stoker.data.ledger import DataError
+
+    inner: BaseException = error
+    seen: set[int] = set()
+    while id(inner) not in seen:
+        seen.add(id(inner))
+        below = getattr(inner, "cause", None) or getattr(inner, "_base_exc", None)
+        if isinstance(below, BaseException):
+            inner = below
+    if isinstance(inner, DataError | UsageError):
+        return f"{type(inner).__name__}: {str(inner).splitlines()[0]}"
+    return where_raised(inner)
