@@ -13,7 +13,11 @@ PLACES = ("local", "ray", "rehearsal", "sagemaker")
 
 
 def run(
-    config: Path | None, overrides: list[str], on: str, source_dir: Path | None, dry_run: bool,
+    config: Path | None,
+    overrides: list[str],
+    on: str,
+    source_dir: Path | None,
+    dry_run: bool,
     show_config: bool,
 ) -> int:
     """Laptop: resolve, plan, and unless it is a dry run, submit and wait.

@@ -20,7 +20,7 @@ COMMAND = ("python", "train.py", "--config", "job.yaml")
 _IGNORED = shutil.ignore_patterns(
     "__pycache__", "*.pyc", ".git", ".venv", ".data", "runs", ".*_cache", "*.egg-info", ".ipynb_checkpoints"
 )
-_ENTRY = '''"""Container entry."""\nfrom stoker.bootstrap.run import main\n\nif __name__ == "__main__":\n    main()\n'''
+_ENTRY = 'from stoker.bootstrap.run import main\n\nif __name__ == "__main__":\n    main()\n'
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Job:
         if (own / "requirements.txt").is_file():
             shutil.copy2(own / "requirements.txt", folder / "requirements.txt")
         if self.source_dir is not None:
-            self._stage_user_source(folder)
+            self._stage_user_source(folder, self.source_dir)
         else:
             for name in ("recipes", "configs"):
                 if (own / name).is_dir():
@@ -65,15 +65,14 @@ class Job:
         (folder / "job.yaml").write_text(resolved_yaml(staged), encoding="utf-8")
         (folder / "job.origins.json").write_text(json.dumps(self.resolved.origins, indent=1))
 
-    def _stage_user_source(self, folder: Path) -> None:
-        assert self.source_dir is not None
-        for item in sorted(self.source_dir.iterdir()):
+    def _stage_user_source(self, folder: Path, source_dir: Path) -> None:
+        for item in sorted(source_dir.iterdir()):
             target = folder / item.name
-            if item.name in _IGNORED(str(self.source_dir), [item.name]):
+            if item.name in _IGNORED(str(source_dir), [item.name]):
                 continue
             if item.name == "requirements.txt":
                 with target.open("a") as file:
-                    file.write(f"\n# from {self.source_dir.name}/requirements.txt\n{item.read_text()}\n")
+                    file.write(f"\n# from {source_dir.name}/requirements.txt\n{item.read_text()}\n")
             elif item.is_dir():
                 shutil.copytree(item, target, ignore=_IGNORED)
             else:

@@ -25,12 +25,13 @@ class LocalRequest:
 
     def render(self) -> str:
         config = self.job.resolved.config
+        data = ", ".join(f"{name} = {value}" for name, value in self.job.data.items())
         return "\n".join(
             [
                 f"stage    {self.run_dir}/code",
                 f"run      {shlex.join(COMMAND)}",
                 f"recipe   {config.recipe}",
-                f"data     {', '.join(f'{k} = {v}' for k, v in self.job.data.items()) or 'as the recipe says'}",
+                f"data     {data or 'as the recipe says'}",
                 f"results  {self.run_dir}",
             ]
         )

@@ -51,8 +51,11 @@ class SyntheticViT(Recipe):
         from timm.models.vision_transformer import VisionTransformer
 
         module: nn.Module = VisionTransformer(
-            img_size=self.image_size, num_classes=self.num_classes, depth=self.depth,
-            embed_dim=self.width, num_heads=self.width // 64,
+            img_size=self.image_size,
+            num_classes=self.num_classes,
+            depth=self.depth,
+            embed_dim=self.width,
+            num_heads=self.width // 64,
         )
         return module
 

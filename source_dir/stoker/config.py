@@ -238,8 +238,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 _SECTIONS = {
     name
     for name, info in Config.model_fields.items()
-    if name == "params"
-    or (isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel))
+    if name == "params" or (isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel))
 }
 
 

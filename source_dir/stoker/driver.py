@@ -1,7 +1,7 @@
 """Head: the story of a run: open the data → build the trainer → fit → close the books.
 
-    recipe = check(resolved)          before any cluster forms
-    code = run(resolved, place)       with Ray connected
+recipe = check(resolved)          before any cluster forms
+code = run(resolved, place)       with Ray connected
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import logging
 import threading
 import time
 import traceback
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from stoker.config import Resolved, UsageError, resolved_yaml
-from stoker.data.coordinator import Coordinator
 from stoker.data.ledger import DataError
+from stoker.data.opening import GROUP_LABEL, Data, discover, open_data, start_coordinator
 from stoker.place import Place
 from stoker.recipe import Recipe, load_recipe, where_raised
 from stoker.schema import Config
@@ -27,7 +26,6 @@ from stoker.tracking.summary import Cluster, Host, Summary
 
 POLL_S = 0.2
 STOP_DEADLINE_S = 90.0
-GROUP_LABEL = "stoker.group"
 SOURCE_FOLDER = Path(__file__).resolve().parent.parent
 
 LAST_ERROR = ""
@@ -110,74 +108,6 @@ def run(resolved: Resolved, place: Place) -> int:
     return code
 
 
-@dataclass
-class Data:
-    """Head: the splits of a job, opened and checked."""
-
-    sources: dict[str, Any]
-    chains: dict[str, Any]
-    totals: dict[str, int | None]
-
-
-def discover(resolved: Resolved) -> Config:
-    """Head: the configuration with the parameters that the recipe finds in its data.
-
-    Raises:
-        UsageError: the recipe cannot find them.
-    """
-    config = resolved.config
-    recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
-    found = from_recipe(recipe, "discover")
-    return config.model_copy(update={"params": {**config.params, **found}})
-
-
-def open_data(config: Config) -> Data:
-    """Head: ask the recipe for its splits and chains and check them before training.
-
-    Raises:
-        UsageError: nothing to read, damaged files, or a chain that cannot be run.
-    """
-    from stoker.data.chain import Chain
-    from stoker.data.sources import Source
-    from stoker.data.transforms import as_stages
-
-    recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
-    data = Data({}, {}, {})
-    for split in ("train", "val"):
-        source = from_recipe(recipe, "read", split)
-        if source is None and split == "train":
-            raise UsageError(f"{config.recipe}: read('train') returned nothing to train on")
-        if source is None:
-            continue
-        if isinstance(source, Source):
-            source.check()
-        elif not hasattr(source, "map_batches"):
-            raise UsageError(
-                f"{config.recipe}: read({split!r}) returned {type(source).__name__}, neither a Source nor a"
-                " ray.data.Dataset"
-            )
-        data.sources[split] = source
-        data.totals[split] = source.count() if isinstance(source, Source) else None
-        stages = as_stages(from_recipe(recipe, "preprocess", split))
-        data.chains[split] = Chain(stages, config.seed, config.tracking.record_ids)
-    return data
-
-
-def from_recipe(recipe: Recipe, method: str, *arguments: str) -> Any:
-    """Head: call a method of the user's; what it raises becomes one line that says where.
-
-    Raises:
-        UsageError: the recipe's own, or wrapping whatever it raised.
-    """
-    try:
-        return getattr(recipe, method)(*arguments)
-    except UsageError:
-        raise
-    except Exception as error:
-        name = type(recipe).__name__
-        raise UsageError(f"recipe: {name}.{method}({', '.join(map(repr, arguments))}) failed: {where_raised(error)}") from error
-
-
 def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
     """Head: (train workers, whether they use GPUs).
 
@@ -205,61 +135,18 @@ def steps_per_epoch(config: Config, data: Data, workers: int) -> int | None:
     return None if total is None else -(-total // (config.train.batch_size * workers))
 
 
-def start_coordinator(config: Config, data: Data, workers: int) -> Any:
-    """Head: the actor between Ray Data and the train workers, on this host."""
-    import ray
-
-    node = ray.get_runtime_context().get_node_id()
-    tasks = int(ray.cluster_resources().get("CPU", 1))
-    actor = ray.remote(Coordinator).options(
-        num_cpus=0,
-        max_concurrency=2 * workers + tasks + 16,
-        label_selector={ray._raylet.RAY_NODE_ID_KEY: node},
-    )
-    return actor.remote(
-        EpochDatasets(config, data),
-        data.totals,
-        batch_size=config.train.batch_size,
-        remainder=config.data.remainder,
-        budget=config.data.bad_record_budget,
-        epochs=config.train.epochs,
-    )
-
-
-class EpochDatasets:
-    """Head: (split, epoch) → the Ray Data execution that produces it."""
-
-    def __init__(self, config: Config, data: Data) -> None:
-        self.config, self.data = config, data
-
-    def __call__(self, split: str, epoch: int, attempt: int, reporter: Any) -> Any:
-        from stoker.data.pipeline import configure_ray_data, epoch_dataset
-
-        config = self.config.data
-        configure_ray_data(exact=config.order == "exact")
-        groups = config.preprocess_on
-        selector = {GROUP_LABEL: f"in({','.join(groups)})"} if groups else None
-        return epoch_dataset(
-            self.data.sources[split],
-            self.data.chains[split],
-            # Validation is the same in every epoch.
-            epoch=epoch if split == "train" else 0,
-            report_epoch=epoch,
-            split=split,
-            attempt=attempt,
-            shuffle=config.shuffle and split == "train",
-            block_records=config.block_records,
-            reporter=reporter,
-            remote_options={"label_selector": selector} if selector else None,
-        )
-
-
 class Fit:
     """Head: TorchTrainer.fit() in a thread of its own, so that this one can watch and be signalled."""
 
     def __init__(
-        self, config: Config, place: Place, coordinator: Any, workers: int, use_gpu: bool,
-        steps: int | None, has_val: bool,
+        self,
+        config: Config,
+        place: Place,
+        coordinator: Any,
+        workers: int,
+        use_gpu: bool,
+        steps: int | None,
+        has_val: bool,
     ) -> None:
         self.error: BaseException | None = None
         self.reason = ""
@@ -291,9 +178,7 @@ class Fit:
         return self.thread.is_alive()
 
 
-def follow(
-    fit: Fit, coordinator: Any, recorder: Recorder, console: PlainConsole, summary: Summary
-) -> None:
+def follow(fit: Fit, coordinator: Any, recorder: Recorder, console: PlainConsole, summary: Summary) -> None:
     """Head: until fit() returns, show events, notice lost hosts, pass on a request to stop."""
     import ray
 
@@ -366,7 +251,7 @@ def hosts() -> list[Host]:
                     cpus=resources.get("CPU", 0),
                     gpus=resources.get("GPU", 0),
                     ip=node["NodeManagerAddress"],
-                    node_id=node["NodeID"],  # type: ignore[call-arg]
+                    node_id=node["NodeID"],
                 )
             )
     return sorted(found, key=lambda host: (host.group, host.host))
@@ -385,7 +270,9 @@ def host_changes(summary: Summary) -> list[dict[str, Any]]:
     for node, host in now.items():
         if node not in known:
             summary.cluster.hosts.append(host)
-            events.append({"time": time.time(), "event": "host_joined", "host": host.host, "group": host.group})
+            events.append(
+                {"time": time.time(), "event": "host_joined", "host": host.host, "group": host.group}
+            )
     return events
 
 

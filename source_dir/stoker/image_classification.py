@@ -1,8 +1,8 @@
 """The built-in recipe: image classification without a line of Python.
 
-    params:
-      data: .data/flowers          # images in class folders, tar shards or Parquet, with train/ and val/
-      model: resnet18              # any timm model
+params:
+  data: .data/flowers          # images in class folders, tar shards or Parquet, with train/ and val/
+  model: resnet18              # any timm model
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """A recipe: what to read, how to preprocess it, what to train. Loads neither ray nor torch.
 
-    class Flowers(Recipe):
-        data: str
-        def read(self, split): return read_images(self.data, split)
-        def preprocess(self, split): return [DecodeImage(), Resize(224)]
-        def model(self): return timm.create_model("resnet18", num_classes=5)
+class Flowers(Recipe):
+    data: str
+    def read(self, split): return read_images(self.data, split)
+    def preprocess(self, split): return [DecodeImage(), Resize(224)]
+    def model(self): return timm.create_model("resnet18", num_classes=5)
 """
 
 from __future__ import annotations

@@ -35,12 +35,8 @@ class DataConfig(Section):
     bad_record_budget: float = Field(
         0.001, ge=0, le=1, description="largest fraction of unreadable records before the run fails"
     )
-    preprocess_on: list[str] = Field(
-        [], description="host groups that may preprocess; empty: every host"
-    )
-    prefetch_batches: int = Field(
-        4, ge=1, description="batches kept ready in each train worker"
-    )
+    preprocess_on: list[str] = Field([], description="host groups that may preprocess; empty: every host")
+    prefetch_batches: int = Field(4, ge=1, description="batches kept ready in each train worker")
     stall_timeout_s: float = Field(
         600, gt=0, description="fail when a train worker waits longer than this for its next batch"
     )
@@ -48,9 +44,7 @@ class DataConfig(Section):
 
 class TrainConfig(Section):
     epochs: int = Field(10, ge=1, description="passes over the training records")
-    max_steps: int | None = Field(
-        None, ge=1, description="stop after this many steps, whatever the epoch"
-    )
+    max_steps: int | None = Field(None, ge=1, description="stop after this many steps, whatever the epoch")
     batch_size: int = Field(64, ge=1, description="records per train worker and step")
     workers: int | None = Field(
         None, ge=1, description="train workers; default: one per GPU, or one where there is no GPU"
@@ -75,9 +69,7 @@ class ClusterConfig(Section):
     gpu_group: str | None = Field(
         None, description="instance group that trains; default: the one whose type has GPUs"
     )
-    join_timeout_s: float = Field(
-        600, gt=0, description="how long the head waits for the other hosts"
-    )
+    join_timeout_s: float = Field(600, gt=0, description="how long the head waits for the other hosts")
     min_cpu_hosts: int | None = Field(
         None, ge=0, description="start with at least this many CPU hosts; default: wait for all"
     )

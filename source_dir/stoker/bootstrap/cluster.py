@@ -74,8 +74,8 @@ def read_token(folder: Path) -> str:
         token = file.read_text().strip()
     except OSError:
         raise ClusterError(
-            f"{TOKEN_FILE} is not beside train.py: the hosts share no token; submit with launcher/submit.py, "
-            f"or write one before the upload: openssl rand -hex 32 > {TOKEN_FILE}"
+            f"{TOKEN_FILE} is not beside train.py: the hosts share no token; launcher/submit.py "
+            f"writes it, or before an upload by hand: openssl rand -hex 32 > {TOKEN_FILE}"
         ) from None
     if len(token) < 32:
         raise ClusterError(f"{TOKEN_FILE}: a token of {len(token)} characters is too short")
@@ -129,17 +129,15 @@ def wait_for_hosts(
             cpu_hosts = [host for host in present if topology.group_of(host) != topology.gpu_group]
             trainers = [host for host in missing if topology.group_of(host) == topology.gpu_group]
             if least is not None and len(cpu_hosts) >= least and not trainers:
-                say(
-                    f"going on without {absent} after {waited:.0f} s: cluster.min_cpu_hosts is {least}"
-                )
+                allowed = f"cluster.min_cpu_hosts is {least}"
+                say(f"going on without {absent} after {waited:.0f} s: {allowed}")
                 return list(present)
             raise ClusterError(f"hosts that did not join within {timeout:.0f} s: {absent}")
         if time.monotonic() - reported > REPORT_EVERY_S:
             reported = time.monotonic()
             there = by_group(topology, list(present)) or "none"
-            say(
-                f"waiting for hosts, {waited:.0f} of {timeout:.0f} s; here: {there}; missing: {absent}"
-            )
+            so_far = f"{waited:.0f} of {timeout:.0f} s"
+            say(f"waiting for hosts, {so_far}; missing: {absent}; here: {there}")
         time.sleep(0.25)
 
 
@@ -181,9 +179,8 @@ def reach_head(
             raise ClusterError(f"the head cannot be reached after {now - started:.0f} s: {problem}")
         if now - reported > REPORT_EVERY_S:
             reported = now
-            say(
-                f"waiting for the head, {now - started:.0f} of {deadline - started:.0f} s; {problem}"
-            )
+            so_far = f"{now - started:.0f} of {deadline - started:.0f} s"
+            say(f"waiting for the head, {so_far}; {problem}")
         time.sleep(pause)
         pause = min(2.0, pause * 1.5)
 

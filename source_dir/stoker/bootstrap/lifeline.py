@@ -122,9 +122,7 @@ class Lifeline:
         PermissionError: the other side does not hold this job's token.
     """
 
-    def __init__(
-        self, address: str, port: int, host: str, token: str, timeout_s: float = 5.0
-    ) -> None:
+    def __init__(self, address: str, port: int, host: str, token: str, timeout_s: float = 5.0) -> None:
         self._socket = socket.create_connection((address, port), timeout=timeout_s)
         self._buffer = b""
         try:

@@ -50,9 +50,7 @@ class PrefixedStream(io.TextIOBase):
     def write(self, text: str) -> int:
         with self._lock:
             # A progress bar that rewrites its line would otherwise be one endless line.
-            *lines, self._rest = (
-                (self._rest + text).replace("\r\n", "\n").replace("\r", "\n").split("\n")
-            )
+            *lines, self._rest = (self._rest + text).replace("\r\n", "\n").replace("\r", "\n").split("\n")
             for line in lines:
                 if line.strip():
                     self._target.write(f"{self.prefix}{line}\n")

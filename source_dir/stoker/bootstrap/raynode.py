@@ -18,6 +18,7 @@ from pathlib import Path
 HOST_CPUS_VARIABLE = "STOKER_HOST_CPUS"
 """How many CPUs this host has, where that is less than the machine shows (a rehearsal)."""
 MIN_STORE_BYTES = 80 * 2**20
+SMALL_STORE_BYTES = 512 * 2**20
 STORE_SHARE_OF_MEMORY = 0.3
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 3.0
@@ -48,7 +49,7 @@ def size_store(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> Store:  #
     if free >= wanted:
         return Store(wanted)
     if free >= MIN_STORE_BYTES:
-        small = wanted_mb is not None or free < 2**30
+        small = wanted_mb is not None or free < SMALL_STORE_BYTES
         text = f"object store limited to {free >> 20} MB by {shm} (wanted {wanted >> 20} MB)"
         return Store(free, warning=text if small else "")
     size = min(wanted, 512 * 2**20)
@@ -97,10 +98,10 @@ def probe_port(address: str, port: int, key: str) -> None:
         try:
             # Ray's GCS binds every interface, so a listener on any of them is in its way.
             probe.bind(("0.0.0.0", port))  # noqa: S104
-        except OSError as error:
+        except OSError:
             raise ClusterError(
-                f"{key}: port {port} of the head ({address}) is taken ({error.strerror}){_holder(port)}; "
-                "choose another cluster.port"
+                f"{key}: port {port} of the head ({address}) is taken"
+                f"{_holder(port)}; choose another cluster.port"
             ) from None
 
 
@@ -200,10 +201,7 @@ def _holder(port: int) -> str:
 
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
-            if (
-                connection.status == psutil.CONN_LISTEN
-                and connection.laddr[1] == port
-                and connection.pid
-            ):
+            listens = connection.status == psutil.CONN_LISTEN
+            if listens and connection.pid and tuple(connection.laddr)[1:] == (port,):
                 return f" by {psutil.Process(connection.pid).name()} (process {connection.pid})"
     return ""

@@ -1,4 +1,4 @@
-"""Every host: install what the image lacks, before anything but the standard library is imported."""
+"""Every host: install what the image lacks, before anything but the standard library is used."""
 
 from __future__ import annotations
 
@@ -84,9 +84,7 @@ def _installed(requirement: Any, seen: set[tuple[str, str]]) -> bool:
         found = metadata.distribution(requirement.name)
     except metadata.PackageNotFoundError:
         return False
-    if requirement.specifier and not requirement.specifier.contains(
-        found.version, prereleases=True
-    ):
+    if requirement.specifier and not requirement.specifier.contains(found.version, prereleases=True):
         return False
     # `ray[data]` is satisfied only where what the extra asks for is there as well.
     for extra in requirement.extras:
@@ -104,7 +102,7 @@ def _installed(requirement: Any, seen: set[tuple[str, str]]) -> bool:
 
 def _parser() -> Any:
     try:
-        from packaging.requirements import Requirement
+        module = importlib.import_module("packaging.requirements")
     except ImportError:  # a bare image: pip always carries its own copy
-        from pip._vendor.packaging.requirements import Requirement
-    return Requirement
+        module = importlib.import_module("pip._vendor.packaging.requirements")
+    return module.Requirement

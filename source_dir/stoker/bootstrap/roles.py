@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from stoker.bootstrap import cluster, raynode
-from stoker.bootstrap.lifeline import Ended, LifelineServer
+from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
 from stoker.bootstrap.logs import say, say_at_once
 from stoker.bootstrap.raynode import ClusterError, RayNode
 from stoker.bootstrap.topology import Topology
@@ -41,6 +41,14 @@ class Stopped(Exception):  # noqa: N818 - not an error: someone asked for it
     """Every host: a signal came while there was nothing to save yet."""
 
 
+class HeadEnded(Exception):  # noqa: N818 - how every job ends
+    """Worker host: the head ended while this host was joining."""
+
+    def __init__(self, ended: Ended) -> None:
+        super().__init__(ended.why)
+        self.ended = ended
+
+
 class Stop:
     """Every host: SIGTERM as a request that the current phase answers in its own way."""
 
@@ -60,9 +68,7 @@ class Stop:
 
     @property
     def overdue(self) -> bool:
-        return (
-            self.requested_at is not None and time.monotonic() - self.requested_at > STOP_TIMEOUT_S
-        )
+        return self.requested_at is not None and time.monotonic() - self.requested_at > STOP_TIMEOUT_S
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested_at is not None:
@@ -88,16 +94,15 @@ def run_head(
         raynode.probe_port(address, config.cluster.port, "cluster.port")
         raynode.probe_port(address, lifeline_port(config.cluster.port), "cluster.port + 1")
         lifeline = LifelineServer(address, lifeline_port(config.cluster.port), token)
-        driver: Any = importlib.import_module("stoker.driver")
-        driver.check(resolved)
-        head_arguments = ["--head", f"--port={config.cluster.port}", "--include-dashboard=false"]
-        node = RayNode(
-            [*head_arguments, *_shared_arguments(resolved, topology, address)], cluster.RAY_LOG
-        )
-        import ray  # while the daemons start
+        head = ["--head", f"--port={config.cluster.port}", "--include-dashboard=false"]
+        node = RayNode([*head, *_shared_arguments(resolved, topology, address)], cluster.RAY_LOG)
+        import ray
 
         node.wait_started(stop.check)
         lifeline.ready()
+        # While the hosts join: what is wrong with the recipe is known before the training.
+        driver: Any = importlib.import_module("stoker.driver")
+        driver.check(resolved)
         ray.init(
             address=f"{address}:{config.cluster.port}",
             _node_ip_address=address,
@@ -130,9 +135,7 @@ def run_head(
     return outcome
 
 
-def run_worker(
-    resolved: Resolved, topology: Topology, code: Path, stop: Stop, started: float
-) -> Outcome:
+def run_worker(resolved: Resolved, topology: Topology, code: Path, stop: Stop, started: float) -> Outcome:
     """Worker host: join, stay while the head lives, leave within seconds of its end.
 
     Its exit code is 0 once it has joined: how the job ended is the head's to say, and SageMaker
@@ -150,21 +153,19 @@ def run_worker(
             )
             ready = lifeline.wait_ready(max(1.0, deadline - time.monotonic()))
             if ready is False:
-                raise ClusterError(
-                    f"Ray on the head {topology.head} is not ready after its time-out"
-                )
+                raise ClusterError(f"Ray on the head {topology.head} is not ready after its time-out")
             if isinstance(ready, Ended):
                 return _left(ready)
             own = raynode.address_of(topology.interface)
             join = [f"--address={address}:{config.cluster.port}"]
             node = RayNode([*join, *_shared_arguments(resolved, topology, own)], cluster.RAY_LOG)
             try:
-                node.wait_started(stop.check)
+                node.wait_started(_head_lives(lifeline, stop))
                 joined += 1
                 say(f"joined the head {topology.head} after {time.monotonic() - started:.1f} s")
                 # A stop reaches every host; this one serves the head's last checkpoint first.
                 stop.on_request = _ignore
-                ended = cluster.stay(lifeline, lambda node=node: node.alive, lambda: _give_up(stop))
+                ended = cluster.stay(lifeline, _alive(node), lambda: _give_up(stop))
             finally:
                 node.stop()
                 lifeline.close()
@@ -176,6 +177,8 @@ def run_worker(
             say("Ray ended on this host; joining again")
             stop.on_request = None
             deadline = time.monotonic() + 60
+    except HeadEnded as end:
+        return _left(end.ended)
     except Stopped:
         return Outcome(0 if joined else 143, "" if joined else "stopped by SIGTERM before joining")
     except (ClusterError, OSError) as error:
@@ -183,9 +186,7 @@ def run_worker(
             say(f"left: {error}")
             return Outcome(0)
         if config.cluster.min_cpu_hosts is not None:
-            say(
-                f"did not join: {error}; cluster.min_cpu_hosts lets the head go on without this host"
-            )
+            say(f"did not join: {error}; cluster.min_cpu_hosts lets the head go on without it")
             return Outcome(0)
         return Outcome(1, f"{topology.host} ({topology.group}) did not join: {error}")
 
@@ -260,6 +261,22 @@ def _left(ended: Ended) -> Outcome:
     return Outcome(0)
 
 
+def _head_lives(lifeline: Lifeline, stop: Stop) -> Callable[[], None]:
+    """Ray itself would try to join a dead head for minutes."""
+
+    def check() -> None:
+        stop.check()
+        ended = lifeline.poll(0)
+        if ended is not None:
+            raise HeadEnded(ended)
+
+    return check
+
+
+def _alive(node: RayNode) -> Callable[[], bool]:
+    return lambda: node.alive
+
+
 def _give_up(stop: Stop) -> None:
     if stop.overdue:
         raise Stopped
@@ -274,9 +291,7 @@ def _end_by_force(stop: Stop) -> None:
         time.sleep(1)
     from stoker.bootstrap.run import end_by_force
 
-    end_by_force(
-        f"stopped by SIGTERM; no checkpoint could be committed within {STOP_TIMEOUT_S:.0f} s"
-    )
+    end_by_force(f"stopped by SIGTERM; no checkpoint could be committed within {STOP_TIMEOUT_S:.0f} s")
 
 
 def _origin(error: BaseException) -> str:

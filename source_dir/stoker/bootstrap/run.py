@@ -59,7 +59,7 @@ def run_locally(arguments: list[str]) -> int:
 
     with cluster.local(resolved.config):
         place = replace(local_place(), formed_s=time.monotonic() - STARTED)
-        return driver.run(resolved, place)
+        return int(driver.run(resolved, place))
 
 
 def run_in_container(resource: Mapping[str, Any], arguments: list[str]) -> int:
@@ -92,6 +92,8 @@ def _play(resource: Mapping[str, Any], arguments: list[str]) -> Outcome:
     if installed:
         say(f"installed {', '.join(installed)} in {time.monotonic() - STARTED:.0f} s")
 
+    # Ray's tasks shall import this job's code, whatever else is installed.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(CODE), *filter(None, [os.environ.get("PYTHONPATH")])])
     from stoker.bootstrap import roles
     from stoker.bootstrap.topology import TopologyError, resolve
     from stoker.config import UsageError
@@ -150,9 +152,7 @@ def read_hyperparameters() -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return {
-        key: _plain(value)
-        for key, value in found.items()
-        if not key.startswith(("sagemaker_", "_tuning_"))
+        key: _plain(value) for key, value in found.items() if not key.startswith(("sagemaker_", "_tuning_"))
     }
 
 

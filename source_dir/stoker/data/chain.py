@@ -114,7 +114,7 @@ class Chain:
             before = clock()
             stage = stages[0]
             try:
-                for stage, cost in zip(stages, costs, strict=True):  # noqa: B007 - named in the reason
+                for stage, cost in zip(stages, costs, strict=True):
                     record = stage.apply(record, rng)
                     now = clock()
                     cost.cpu_s += now - before
@@ -130,9 +130,7 @@ class Chain:
 
     def _per_batch(self, records: list[Record], stage: Stage, report: BlockReport) -> list[Record]:
         _seed_globals(record_id(f"{self.seed}/{records[0]['key']}"), stage.uses_torch)
-        columns = {
-            name: _stack([record[name] for record in records]) for name in records[0] if name != "key"
-        }
+        columns = {name: _stack([record[name] for record in records]) for name in records[0] if name != "key"}
         started = time.thread_time()
         try:
             out = stage.apply(columns)

@@ -168,8 +168,12 @@ class Coordinator:
         if not self.stop_reason or split != "train":
             return ""
         if self.stop_step < 0:
-            asked = [s for st in self.streams.values() if st.books.split == "train" and not st.settled
-                     for s in st.steps.values()]
+            asked = [
+                s
+                for st in self.streams.values()
+                if st.books.split == "train" and not st.settled
+                for s in st.steps.values()
+            ]
             self.stop_step = max([step, *asked])
         return self.stop_reason if step >= self.stop_step else ""
 
@@ -281,9 +285,7 @@ class Coordinator:
                 "failure": self.failure,
                 "chain": self.chain["train"].stages(),
                 "bytes_per_sample": self.chain["train"].bytes_out / max(self.chain["train"].records, 1),
-                "tasks_by_node": dict(
-                    self.chain["train"].tasks_by_node + self.chain["val"].tasks_by_node
-                ),
+                "tasks_by_node": dict(self.chain["train"].tasks_by_node + self.chain["val"].tasks_by_node),
                 "dropped_columns": sorted(self.chain["train"].dropped_columns),
                 "open": [
                     s.books.counts() | {"split": s.books.split}

@@ -127,8 +127,7 @@ class Pass:
             answer: Portion | str | None = ray.get(call, timeout=self.stall_timeout_s)
         except ray.exceptions.GetTimeoutError:
             raise DataError(
-                f"step {step}: no {self.split} data for {self.stall_timeout_s:.0f} s"
-                " (data.stall_timeout_s)"
+                f"step {step}: no {self.split} data for {self.stall_timeout_s:.0f} s (data.stall_timeout_s)"
             ) from None
         self.times.produce_s += time.perf_counter() - started
         if isinstance(answer, str):

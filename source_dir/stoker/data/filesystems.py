@@ -107,4 +107,3 @@ def _nearest(uri: str) -> str:
     while not path.exists() and path != path.parent:
         path = path.parent
     return f" ({path} exists)" if path != path.parent else ""
-

@@ -40,9 +40,7 @@ class ParquetSource(Source):
         for path, (other, _) in zip(self.paths, footers, strict=True):
             absent = [c for c in wanted if c not in other.names]
             if absent:
-                raise UsageError(
-                    f"{path}: lacks the column {', '.join(absent)} that {self.paths[0]} has"
-                )
+                raise UsageError(f"{path}: lacks the column {', '.join(absent)} that {self.paths[0]} has")
             for column in wanted:
                 if other.field(column).type != schema.field(column).type:
                     raise UsageError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -15,14 +16,26 @@ MAX_TASK_RETRIES = 4
 
 
 def epoch_dataset(
-    source: Any, chain: Chain, *, epoch: int, report_epoch: int, split: str, attempt: int,
-    shuffle: bool, block_records: int, reporter: Any, remote_options: dict[str, Any] | None = None,
+    source: Any,
+    chain: bytes,
+    seed: int,
+    *,
+    epoch: int,
+    report_epoch: int,
+    split: str,
+    attempt: int,
+    shuffle: bool,
+    block_records: int,
+    reporter: Any,
+    remote_options: dict[str, Any] | None = None,
 ) -> Any:
     """Head: a lazy `ray.data.Dataset` of one epoch's preprocessed blocks.
 
     Args:
         source: a Source, or a Ray Dataset of the recipe's own.
-        chain: the split's stages.
+        chain: the split's Chain, pickled: unpickling it imports what its transforms need (torch, say),
+            which only CPU tasks shall pay for.
+        seed: the job's.
         epoch: seeds the order and the random transforms.
         report_epoch: the epoch whose books the blocks belong to.
         split: train or val; only for the reports.
@@ -34,15 +47,17 @@ def epoch_dataset(
     """
     import ray
 
-    task = ChainTask(chain, source, epoch, report_epoch, split, attempt, shuffle, block_records, reporter)
+    task = ChainTask(
+        chain, seed, source, epoch, report_epoch, split, attempt, shuffle, block_records, reporter
+    )
     options = {"num_cpus": 1, "max_retries": MAX_TASK_RETRIES, **(remote_options or {})}
     if isinstance(source, Source):
-        pieces = source.pieces(block_records, order_of(chain.seed, epoch) if shuffle else None)
+        pieces = source.pieces(block_records, order_of(seed, epoch) if shuffle else None)
         rows = [{"piece": pickle.dumps(piece)} for piece in pieces]
         dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
         return dataset.map_batches(task.of_pieces, batch_size=None, **options)
     if shuffle:
-        source = source.randomize_block_order(seed=chain.seed * 100_003 + epoch)
+        source = source.randomize_block_order(seed=seed * 100_003 + epoch)
     return source.map_batches(task.of_rows, batch_size=block_records, **options)
 
 
@@ -70,24 +85,39 @@ class ChainTask:
     """CPU task: reads pieces or takes rows, runs the chain, reports, yields blocks."""
 
     def __init__(
-        self, chain: Chain, source: Any, epoch: int, report_epoch: int, split: str, attempt: int,
-        shuffle: bool, block_records: int, reporter: Any,
+        self,
+        chain: bytes,
+        seed: int,
+        source: Any,
+        epoch: int,
+        report_epoch: int,
+        split: str,
+        attempt: int,
+        shuffle: bool,
+        block_records: int,
+        reporter: Any,
     ) -> None:
-        self.chain = chain
+        self.packed_chain, self.seed = chain, seed
         self.source = source if isinstance(source, Source) else None
         self.epoch, self.report_epoch, self.split, self.attempt = epoch, report_epoch, split, attempt
         self.shuffle, self.block_records, self.reporter = shuffle, block_records, reporter
         self._run_of_task: tuple[str, int] = ("", 0)
         self._blocks_of_run = 0
 
+    @cached_property
+    def chain(self) -> Chain:
+        """CPU task: the stages, unpickled once per process."""
+        chain: Chain = pickle.loads(self.packed_chain)  # noqa: S301 - written by the driver
+        return chain
+
     def of_pieces(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """CPU task: pieces → blocks of `block_records` records."""
-        assert self.source is not None
+        source: Any = self.source
         for content in batch["piece"]:
             piece = pickle.loads(content)  # noqa: S301 - written by epoch_dataset on the head
             what = f"{piece.path}:{piece.start}"
-            order = order_of(self.chain.seed, self.epoch, what) if self.shuffle else None
-            records = self.source.read(piece, order)
+            order = order_of(self.seed, self.epoch, what) if self.shuffle else None
+            records = source.read(piece, order)
             while group := list(islice(records, self.block_records)):
                 yield from self._block(group)
 
@@ -97,15 +127,16 @@ class ChainTask:
         rows = [{name: _scalar(column[i]) for name, column in batch.items()} for i in range(count)]
         group = [{**row, "key": _key(row)} for row in rows]
         if self.shuffle and group:
-            order = order_of(self.chain.seed, self.epoch, str(group[0]["key"]))
+            order = order_of(self.seed, self.epoch, str(group[0]["key"]))
             group = [group[i] for i in order.permutation(len(group))]
         yield from self._block(group)
 
-    def _block(self, group: list[Record | BadRecord]) -> Iterator[dict[str, Any]]:
+    def _block(self, group: Sequence[Record | BadRecord]) -> Iterator[dict[str, Any]]:
         import ray
 
+        chain = self.chain
         use_one_thread()
-        columns, report = self.chain.run(group, self.epoch)
+        columns, report = chain.run(group, self.epoch)
         node = ray.get_runtime_context().get_node_id()
         call = self.reporter.block_done.remote(
             self.attempt, self.split, self.report_epoch, self._block_name(), report, node

@@ -87,9 +87,7 @@ def _as_stage(entry: Any, position: int) -> Stage:
         return Stage(name, "record", ImageModule(entry), uses_torch=True)
     if callable(entry):
         return Stage(name, "batch", entry)
-    raise UsageError(
-        f"preprocess() entry {position + 1}: {entry!r} is neither a transform nor a callable"
-    )
+    raise UsageError(f"preprocess() entry {position + 1}: {entry!r} is neither a transform nor a callable")
 
 
 class ImageModule(RecordTransform):

@@ -29,7 +29,6 @@ class Recorder:
         self.board = _board(run_dir) if tensorboard else None
         self.totals: Counter[str] = Counter()
         self.steady: Counter[str] = Counter()
-        self.times: Counter[str] = Counter()
         self.step_ms: list[float] = []
 
     def take(self, event: dict[str, Any]) -> None:
@@ -90,10 +89,10 @@ class Recorder:
         if event["split"] != "train":
             return
         self.step_ms += event["step_ms"]
-        self.totals.update({"samples": event["samples"], "elapsed_s": event["elapsed_s"]})
-        self.times.update(event["times"])
+        figures = {"samples": event["samples"], "elapsed_s": event["elapsed_s"], **event["times"]}
+        self.totals.update(figures)
         if event["epoch"] > 0:
-            self.steady.update({"samples": event["samples"], "elapsed_s": event["elapsed_s"]})
+            self.steady.update(figures)
 
     def _write_ids(self, event: dict[str, Any]) -> None:
         folder = self.run_dir / "records"
@@ -116,11 +115,12 @@ class Recorder:
         speed, seconds = self.summary.speed, self.totals["elapsed_s"]
         if seconds:
             speed.samples_per_s = round(self.totals["samples"] / seconds, 2)
-            speed.input_wait_pct = round(100 * self.times["wait_s"] / seconds, 2)
-            speed.steady_samples_per_s = speed.samples_per_s
-            self.summary.bottleneck = bottleneck(speed.input_wait_pct, self.times)
-        if self.steady["elapsed_s"]:
-            speed.steady_samples_per_s = round(self.steady["samples"] / self.steady["elapsed_s"], 2)
+            # The first epoch warms up: processes start and libraries are imported.
+            steady = self.steady if self.steady["elapsed_s"] else self.totals
+            elapsed = max(steady["elapsed_s"], 1e-9)
+            speed.steady_samples_per_s = round(steady["samples"] / elapsed, 2)
+            speed.input_wait_pct = round(100 * steady["wait_s"] / elapsed, 2)
+            self.summary.bottleneck = bottleneck(speed.input_wait_pct, steady)
         if self.step_ms:
             speed.step_ms_p50 = round(statistics.median(self.step_ms), 3)
         if figures:

@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stoker.config import UsageError
 from stoker.data.feed import Pass
-from stoker.recipe import Batch, Recipe, load_recipe
+from stoker.recipe import load_recipe
 from stoker.schema import Config
 from stoker.training import checkpoint, strategies
+from stoker.training.keeping import keep_checkpoint, restore, write_model
+from stoker.training.worker import (
+    Worker,
+    check_finite,
+    count_records,
+    import_quietly,
+    loss_of,
+    mean_over_ranks,
+    tee_prints,
+)
 
 SOURCE_FOLDER = Path(__file__).resolve().parent.parent.parent
-
-
-@dataclass
-class Worker:
-    """Train worker: what the functions below share."""
-
-    config: Config
-    recipe: Recipe
-    coordinator: Any
-    attempt: int
-    rank: int
-    world_size: int
-    device: Any
-    model: Any = None
-    optimizer: Any = None
-    scheduler: Any = None
-    modules: dict[str, Any] = field(default_factory=dict)
-    """The recipe's on_device modules by split."""
-    step: int = 0
-    samples: int = 0
-
-    def log(self, event: str, **values: Any) -> None:
-        if self.rank == 0:
-            self.coordinator.log.remote(event, values)
 
 
 def train_worker(settings: dict[str, Any]) -> None:
@@ -104,18 +86,17 @@ def begin(worker: Worker, folder: Path) -> checkpoint.Checkpoint | None:
     plan: list[Any] = [None, None]
     if worker.rank == 0:
         attempt = ray.get(worker.coordinator.new_attempt.remote())
-        saved = None
+        found = None
         if attempt:
-            saved = checkpoint.newest_valid(folder, lambda text: worker.log("note", text=text))
-        plan = [attempt, saved]
+            found = checkpoint.newest_valid(folder, lambda text: worker.log("note", text=text))
+        plan = [attempt, found]
     if worker.world_size > 1:
         dist.broadcast_object_list(plan, src=0)
-    worker.attempt, saved = plan
+    worker.attempt = plan[0]
+    saved: checkpoint.Checkpoint | None = plan[1]
     first = saved.meta["epoch"] + 1 if saved else 0
     if worker.rank == 0:
-        call = worker.coordinator.begin.remote(
-            worker.coordinator, worker.attempt, worker.world_size, first
-        )
+        call = worker.coordinator.begin.remote(worker.coordinator, worker.attempt, worker.world_size, first)
         ray.get(call)
     if worker.world_size > 1:
         dist.barrier()
@@ -132,7 +113,7 @@ def build(worker: Worker, steps_per_epoch: int | None) -> None:
     worker.optimizer = strategies.make_optimizer(worker.recipe, worker.model, config.train)
     worker.scheduler = strategies.make_scheduler(worker.optimizer, config, steps_per_epoch)
     for split in ("train", "val"):
-        module = worker.recipe.on_device(split)  # type: ignore[arg-type]
+        module = worker.recipe.on_device(split)
         worker.modules[split] = module.to(worker.device) if module is not None else (lambda batch: batch)
     torch.manual_seed(config.seed + worker.rank)
 
@@ -187,8 +168,14 @@ def train_epoch(worker: Worker, epoch: int) -> tuple[dict[str, float], str]:
     if not stopped_early:
         settle(worker, feed)
     worker.log(
-        "pass", split="train", epoch=epoch, samples=samples, elapsed_s=elapsed, steps=steps,
-        step_ms=[round(1000 * t, 3) for t in step_times[-2000:]], times=vars(feed.times),
+        "pass",
+        split="train",
+        epoch=epoch,
+        samples=samples,
+        elapsed_s=elapsed,
+        steps=steps,
+        step_ms=[round(1000 * t, 3) for t in step_times[-2000:]],
+        times=vars(feed.times),
     )
     mean_loss = mean_over_ranks(worker, loss_sum / max(steps, 1))
     check_finite(mean_loss, worker, epoch)
@@ -225,8 +212,14 @@ def validate(worker: Worker, epoch: int) -> dict[str, float]:
                     metric.update(result["preds"], result["target"])
     settle(worker, feed)
     worker.log(
-        "pass", split="val", epoch=epoch, samples=feed.rows * worker.world_size,
-        elapsed_s=time.perf_counter() - started, steps=0, step_ms=[], times=vars(feed.times),
+        "pass",
+        split="val",
+        epoch=epoch,
+        samples=feed.rows * worker.world_size,
+        elapsed_s=time.perf_counter() - started,
+        steps=0,
+        step_ms=[],
+        times=vars(feed.times),
     )
     flags = torch.tensor([float(fed)], dtype=torch.float64)
     if worker.world_size > 1:
@@ -243,8 +236,14 @@ def open_pass(worker: Worker, split: str, epoch: int) -> Pass:
     """Train worker: this rank's feed of one pass."""
     data = worker.config.data
     return Pass(
-        worker.coordinator, worker.attempt, split, epoch, worker.rank, worker.device,
-        prefetch=data.prefetch_batches, stall_timeout_s=data.stall_timeout_s,
+        worker.coordinator,
+        worker.attempt,
+        split,
+        epoch,
+        worker.rank,
+        worker.device,
+        prefetch=data.prefetch_batches,
+        stall_timeout_s=data.stall_timeout_s,
         keep_keys=worker.config.tracking.record_ids,
     )
 
@@ -260,151 +259,13 @@ def settle(worker: Worker, feed: Pass) -> None:
             "record_ids", {"split": feed.split, "epoch": feed.epoch, "rank": feed.rank, "keys": feed.keys}
         )
     used = (feed.rows, feed.id_sum, feed.padded)
-    call = worker.coordinator.epoch_done.remote(
-        worker.attempt, feed.split, feed.epoch, worker.rank, used
-    )
+    call = worker.coordinator.epoch_done.remote(worker.attempt, feed.split, feed.epoch, worker.rank, used)
     answer = ray.get(call, timeout=worker.config.data.stall_timeout_s)
     if isinstance(answer, str):
         raise DataError(answer)
-
-
-def keep_checkpoint(worker: Worker, folder: Path, epoch: int, metrics: dict[str, float]) -> None:
-    """Train worker: rank 0 writes the checkpoint of an epoch and marks the best one."""
-    if worker.rank:
-        return
-    name, sign = monitored(worker.config, metrics)
-    meta = {"epoch": epoch, "step": worker.step, "samples": worker.samples, "metrics": metrics}
-    state = {
-        "optimizer": worker.optimizer.state_dict(),
-        "scheduler": worker.scheduler.state_dict() if worker.scheduler else None,
-    }
-    weights = {
-        key: value.detach().cpu().contiguous()
-        for key, value in strategies.plain(worker.model).state_dict().items()
-    }
-    saved = checkpoint.save(folder, worker.step, weights, state, meta)
-    note = checkpoint.best(folder)
-    if name in metrics and (note is None or sign * metrics[name] > sign * note["value"]):
-        checkpoint.mark_best(folder, saved, name, metrics[name])
-    checkpoint.prune(folder, worker.config.checkpoint.keep)
-    worker.log("checkpoint", epoch=epoch, step=worker.step, path=str(saved.path))
-
-
-def restore(worker: Worker, saved: checkpoint.Checkpoint) -> None:
-    """Train worker: continue from a checkpoint."""
-    weights, state = checkpoint.load(saved)
-    strategies.plain(worker.model).load_state_dict(weights)
-    worker.optimizer.load_state_dict(state["optimizer"])
-    if worker.scheduler and state["scheduler"]:
-        worker.scheduler.load_state_dict(state["scheduler"])
-    worker.step, worker.samples = saved.meta["step"], saved.meta["samples"]
-    worker.log("resumed", epoch=saved.meta["epoch"] + 1, step=worker.step, path=str(saved.path))
-
-
-def write_model(worker: Worker, folder: Path, target: Path) -> None:
-    """Train worker: the best checkpoint's weights become the run's model."""
-    import json
-    import shutil
-
-    note = checkpoint.best(folder)
-    path = folder / note["checkpoint"] if note else None
-    if path is None or checkpoint.verify(path):
-        newest = checkpoint.newest_valid(folder)
-        if newest is None:
-            raise OSError(f"{folder}: holds no whole checkpoint to make the model from")
-        path = newest.path
-    target.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(path / "model.safetensors", target / "model.safetensors")
-    meta = json.loads((path / "meta.json").read_text())
-    about = {"recipe": worker.config.recipe, "params": worker.config.params, "checkpoint": path.name, **meta}
-    (target / "model.json").write_text(json.dumps(about, indent=1, default=str))
-    worker.log("model", path=str(target), checkpoint=path.name)
-
-
-def monitored(config: Config, metrics: dict[str, float]) -> tuple[str, int]:
-    """Train worker: (name of the metric that chooses the best, +1 where more is better).
-
-    Raises:
-        UsageError: `checkpoint.monitor` names no metric of this run.
-    """
-    name = config.checkpoint.monitor
-    if name == "auto":
-        name = next((n for n in ("val/acc1", "val/loss") if n in metrics), "train/loss")
-    elif name not in metrics and any(key.startswith("val/") for key in metrics):
-        raise UsageError(f"checkpoint.monitor: no metric {name!r}; there are: {', '.join(metrics)}")
-    mode = config.checkpoint.mode
-    if mode == "auto":
-        mode = "min" if any(word in name for word in ("loss", "error", "mae", "mse")) else "max"
-    return name, 1 if mode == "max" else -1
 
 
 def reached(worker: Worker) -> bool:
     """Train worker: whether `train.max_steps` is reached."""
     limit = worker.config.train.max_steps
     return limit is not None and worker.step >= limit
-
-
-def loss_of(result: Any) -> Any:
-    """Train worker: the loss out of training_step's answer.
-
-    Raises:
-        TypeError: it gave none.
-    """
-    import torch
-
-    loss = result.get("loss") if isinstance(result, dict) else result
-    if not isinstance(loss, torch.Tensor) or loss.ndim:
-        raise TypeError(f"training_step must return one number as a tensor, not {type(loss).__name__}")
-    return loss
-
-
-def mean_over_ranks(worker: Worker, value: Any) -> float:
-    """Train worker: the mean of a number over all ranks."""
-    import torch.distributed as dist
-
-    if worker.world_size > 1:
-        dist.all_reduce(value)
-        value = value / worker.world_size
-    return float(value)
-
-
-def check_finite(value: float, worker: Worker, epoch: int) -> None:
-    """Train worker: stop before a broken model overwrites a good one."""
-    import math
-
-    if not math.isfinite(value):
-        raise FloatingPointError(
-            f"the loss is {value} by step {worker.step} (epoch {epoch}); lower train.lr or look at the"
-            " records of this step; checkpoints of earlier epochs are kept"
-        )
-
-
-def count_records(batch: Batch) -> int:
-    """Train worker: how many records a batch holds."""
-    return len(next(iter(batch.values()))) if batch else 0
-
-
-def import_quietly(name: str) -> None:
-    """Train worker: import ahead of need; a failure shows where the module is used."""
-    import contextlib
-    import importlib
-
-    with contextlib.suppress(Exception):
-        importlib.import_module(name)
-
-
-def tee_prints(worker: Worker) -> None:
-    """Train worker: what the user's code prints on rank 0 also appears on the head's screen."""
-    write: Callable[[str], int] = sys.stdout.write
-    pending: list[str] = []
-
-    def tee(text: str) -> int:
-        pending.append(text)
-        if "\n" in text:
-            for line in "".join(pending).splitlines():
-                if line.strip():
-                    worker.coordinator.log.remote("print", {"text": line})
-            pending.clear()
-        return write(text)
-
-    sys.stdout.write = tee  # type: ignore[method-assign]

@@ -88,9 +88,7 @@ def make_scheduler(optimizer: Any, config: Config, steps_per_epoch: int | None) 
     if config.train.scheduler == "linear":
         from torch.optim.lr_scheduler import LinearLR
 
-        return _PerStep(
-            LinearLR(optimizer, 1.0, 0.0, total_iters=steps_per_epoch * config.train.epochs)
-        )
+        return _PerStep(LinearLR(optimizer, 1.0, 0.0, total_iters=steps_per_epoch * config.train.epochs))
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched=config.train.scheduler,

@@ -27,7 +27,11 @@ def count_workers(config: Config, gpus: int) -> int:
 
 
 def make_trainer(
-    config: Config, settings: dict[str, Any], storage: Path, workers: int, use_gpu: bool,
+    config: Config,
+    settings: dict[str, Any],
+    storage: Path,
+    workers: int,
+    use_gpu: bool,
     label_selector: dict[str, str] | None,
 ) -> Any:
     """Head: the TorchTrainer of this job.
@@ -59,9 +63,7 @@ def make_trainer(
         run_config=RunConfig(
             name="ray_train",
             storage_path=str(storage),
-            failure_config=FailureConfig(
-                max_failures=config.train.max_failures, controller_failure_limit=0
-            ),
+            failure_config=FailureConfig(max_failures=config.train.max_failures, controller_failure_limit=0),
         ),
     )
 

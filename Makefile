@@ -1,0 +1,45 @@
+# What a newcomer types: `make demo`, `make test`. Set-up runs once and again when its inputs change.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+SYSTEM := $(VENV)/.system
+
+.PHONY: help setup demo test check lint types unit integration rehearsal e2e bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
+
+setup: $(READY) $(SYSTEM)  ## a virtual environment with everything, and the tests' system programs
+
+$(READY): pyproject.toml constraints.txt scripts/setup.sh
+	@PYTHON=$(PYTHON) VENV=$(VENV) bash scripts/setup.sh
+	@touch $@
+
+$(SYSTEM): scripts/system.sh | $(READY)
+	@bash scripts/system.sh
+	@touch $@
+
+demo: $(READY)  ## train on real images here and end with a validated model
+	@$(BIN)/python launcher/submit.py source_dir/configs/digits.yaml
+
+check: setup lint types unit  ## what should be clean before every commit, under a minute
+
+test: setup lint types unit integration rehearsal e2e  ## everything
+
+lint: $(READY)  ## ruff, style and format rules
+	@$(BIN)/ruff check .
+
+types: $(READY)  ## mypy --strict
+	@$(BIN)/mypy
+
+unit integration rehearsal e2e: setup
+	@$(BIN)/python -m pytest -q tests/$@
+
+bench: setup  ## benchmarks against peers, as tables and benchmarks/results/latest.json
+	@$(BIN)/python -m benchmarks
+
+clean:  ## remove the environment, caches and example data, never runs/
+	rm -rf $(VENV) .data .pytest_cache .mypy_cache .ruff_cache

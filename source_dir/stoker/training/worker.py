@@ -1,0 +1,101 @@
+"""Train worker: its state, and the small things that the loop should not have to spell out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoker.recipe import Batch, Recipe
+from stoker.schema import Config
+
+
+@dataclass
+class Worker:
+    """Train worker: what the functions below share."""
+
+    config: Config
+    recipe: Recipe
+    coordinator: Any
+    attempt: int
+    rank: int
+    world_size: int
+    device: Any
+    model: Any = None
+    optimizer: Any = None
+    scheduler: Any = None
+    modules: dict[str, Any] = field(default_factory=dict)
+    """The recipe's on_device modules by split."""
+    step: int = 0
+    samples: int = 0
+
+    def log(self, event: str, **values: Any) -> None:
+        if self.rank == 0:
+            self.coordinator.log.remote(event, values)
+
+
+def loss_of(result: Any) -> Any:
+    """Train worker: the loss out of training_step's answer.
+
+    Raises:
+        TypeError: it gave none.
+    """
+    import torch
+
+    loss = result.get("loss") if isinstance(result, dict) else result
+    if not isinstance(loss, torch.Tensor) or loss.ndim:
+        raise TypeError(f"training_step must return one number as a tensor, not {type(loss).__name__}")
+    return loss
+
+
+def mean_over_ranks(worker: Worker, value: Any) -> float:
+    """Train worker: the mean of a number over all ranks."""
+    import torch.distributed as dist
+
+    if worker.world_size > 1:
+        dist.all_reduce(value)
+        value = value / worker.world_size
+    return float(value)
+
+
+def check_finite(value: float, worker: Worker, epoch: int) -> None:
+    """Train worker: stop before a broken model overwrites a good one."""
+    import math
+
+    if not math.isfinite(value):
+        raise FloatingPointError(
+            f"the loss is {value} by step {worker.step} (epoch {epoch}); lower train.lr or look at the"
+            " records of this step; checkpoints of earlier epochs are kept"
+        )
+
+
+def count_records(batch: Batch) -> int:
+    """Train worker: how many records a batch holds."""
+    return len(next(iter(batch.values()))) if batch else 0
+
+
+def import_quietly(name: str) -> None:
+    """Train worker: import ahead of need; a failure shows where the module is used."""
+    import contextlib
+    import importlib
+
+    with contextlib.suppress(Exception):
+        importlib.import_module(name)
+
+
+def tee_prints(worker: Worker) -> None:
+    """Train worker: what the user's code prints on rank 0 also appears on the head's screen."""
+    write: Callable[[str], int] = sys.stdout.write
+    pending: list[str] = []
+
+    def tee(text: str) -> int:
+        pending.append(text)
+        if "\n" in text:
+            for line in "".join(pending).splitlines():
+                if line.strip():
+                    worker.coordinator.log.remote("print", {"text": line})
+            pending.clear()
+        return write(text)
+
+    sys.stdout.write = tee  # type: ignore[method-assign]
