@@ -126,12 +126,12 @@ def read_configuration(arguments: list[str], hyperparameters: Mapping[str, str])
     parser.add_argument("--config", type=Path)
     known, rest = parser.parse_known_args(arguments)
     given = dict(hyperparameters)
-    named = given.pop("config", None)
-    path = known.config or Path(named or "job.yaml")
+    path = known.config or Path(_plain(given.pop("config", "job.yaml")))
     if not path.is_absolute() and not path.exists():
         path = CODE / path
-    overrides = [f"{key.replace('__', '.')}={value}" for key, value in given.items()]
-    overrides += hyperparameter_overrides(rest)
+    overrides = [f"{key.replace('__', '.')}={value}" for key, value in given.items() if key != "config"]
+    if not _copied_by_toolkit(arguments):
+        overrides += hyperparameter_overrides(rest)
     resolved = load(path, overrides, origin="arguments")
     # What the launcher resolved from file and command line keeps its first origin.
     origins = {}
@@ -152,7 +152,7 @@ def read_hyperparameters() -> dict[str, str]:
     except (OSError, ValueError):
         return {}
     return {
-        key: _plain(value) for key, value in found.items() if not key.startswith(("sagemaker_", "_tuning_"))
+        key: str(value) for key, value in found.items() if not key.startswith(("sagemaker_", "_tuning_"))
     }
 
 
@@ -178,9 +178,16 @@ def end_by_force(cause: str) -> None:
     os._exit(143)
 
 
-def _plain(value: Any) -> str:
-    """One JSON string unwrapped: `"\\"cosine\\""` → `cosine`; everything else as it stands."""
-    text = str(value)
+def _copied_by_toolkit(arguments: list[str]) -> bool:
+    """The toolkit hands hyperparameters.json on as arguments, and "007" as 007: a copy, but worse."""
+    try:
+        return bool(json.loads(os.environ["SM_USER_ARGS"]) == arguments)
+    except (KeyError, ValueError):
+        return False
+
+
+def _plain(text: str) -> str:
+    """A string that may be JSON, unwrapped: `job.yaml` with or without quotes."""
     with contextlib.suppress(ValueError):
         inner = json.loads(text)
         if isinstance(inner, str):

@@ -138,8 +138,9 @@ class Chain:
             raise ChainError(f"stage {stage.name}: {_where(error)}") from error
         cost = report.costs.setdefault(stage.name, StageCost())
         cost.cpu_s += time.thread_time() - started
-        if not isinstance(out, dict):
-            raise ChainError(f"stage {stage.name}: returned {type(out).__name__}, not a dict of columns")
+        out = _as_columns(out)
+        if out is None:
+            raise ChainError(f"stage {stage.name}: did not return a dict of columns")
         for name, column in out.items():
             if len(column) != len(records):
                 raise ChainError(
@@ -187,6 +188,20 @@ def pack(records: list[Record], report: BlockReport, with_keys: bool) -> dict[st
     columns[ID_COLUMN] = np.array([record_id(r["key"]) for r in records], dtype=np.int64)
     if with_keys:
         columns[KEY_COLUMN] = np.array([r["key"] for r in records], dtype=object)
+    return columns
+
+
+def _as_columns(out: Any) -> dict[str, Any] | None:
+    """A stage's answer as columns: preprocessors of Ray Data answer with Arrow or pandas tables."""
+    if isinstance(out, dict):
+        return out
+    from ray.data.block import BlockAccessor
+
+    try:
+        accessor = BlockAccessor.for_block(out)
+    except TypeError:
+        return None
+    columns: dict[str, Any] = accessor.to_numpy(list(accessor.column_names()))
     return columns
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -53,9 +54,10 @@ class ImageFolderSource(Source):
         parts = (tuple(files[i : i + records]) for i in range(0, len(files), records))
         return [Piece(self.root, rows=len(part), items=part) for part in parts]
 
-    def __getstate__(self) -> dict[str, object]:
-        # The list of files stays on the head: a task finds its own in the piece.
-        return {**self.__dict__, "files": []}
+    def for_tasks(self) -> ImageFolderSource:
+        light = copy.copy(self)
+        light.files = []
+        return light
 
     def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         filesystem, _ = filesystem_of(self.folder)

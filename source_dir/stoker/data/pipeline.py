@@ -98,7 +98,7 @@ class ChainTask:
         reporter: Any,
     ) -> None:
         self.packed_chain, self.seed = chain, seed
-        self.source = source if isinstance(source, Source) else None
+        self.source = source.for_tasks() if isinstance(source, Source) else None
         self.epoch, self.report_epoch, self.split, self.attempt = epoch, report_epoch, split, attempt
         self.shuffle, self.block_records, self.reporter = shuffle, block_records, reporter
         self._run_of_task: tuple[str, int] = ("", 0)

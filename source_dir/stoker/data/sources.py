@@ -70,6 +70,10 @@ class Source(ABC):
     def count(self) -> int | None:
         """Head: the number of records, None where only reading would tell."""
 
+    def for_tasks(self) -> Source:
+        """Head: what CPU tasks need for `read`; a long list of files, say, stays on the head."""
+        return self
+
     def classes(self) -> list[str] | None:
         """Head: names of the classes in the order of their labels, where the source knows them."""
         return None

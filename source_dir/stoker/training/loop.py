@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.data.feed import Pass
-from stoker.recipe import load_recipe
+from stoker.recipe import load_recipe, where_raised
 from stoker.schema import Config
 from stoker.training import checkpoint, strategies
 from stoker.training.keeping import keep_checkpoint, restore, write_model
@@ -23,11 +23,22 @@ from stoker.training.worker import (
     tee_prints,
 )
 
+WHERE = "stoker_where"
 SOURCE_FOLDER = Path(__file__).resolve().parent.parent.parent
 
 
 def train_worker(settings: dict[str, Any]) -> None:
-    """Train worker: entered by Ray Train in every process; runs all epochs.
+    """Train worker: entered by Ray Train in every process."""
+    try:
+        train(settings)
+    except Exception as error:
+        # On its way to the head an exception loses its frames, so it takes their words along.
+        setattr(error, WHERE, where_raised(error))
+        raise
+
+
+def train(settings: dict[str, Any]) -> None:
+    """Train worker: all epochs, from the first weights to the written model.
 
     Args:
         settings: config, params, coordinator, checkpoint_dir, model_dir, steps_per_epoch, has_val.

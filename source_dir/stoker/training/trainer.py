@@ -8,7 +8,7 @@ from typing import Any
 from stoker.config import UsageError
 from stoker.recipe import where_raised
 from stoker.schema import Config
-from stoker.training.loop import train_worker
+from stoker.training.loop import WHERE, train_worker
 
 WORKER_MEMORY = 2**20
 """Bytes claimed per train worker on hosts without GPUs: a placement group needs some resource, and a
@@ -98,4 +98,4 @@ def unwrap(error: BaseException) -> str:
             inner = below
     if isinstance(inner, DataError | UsageError):
         return f"{type(inner).__name__}: {str(inner).splitlines()[0]}"
-    return where_raised(inner)
+    return str(getattr(inner, WHERE, "")) or where_raised(inner)

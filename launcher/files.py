@@ -1,0 +1,52 @@
+"""Laptop: files to send, and figures as people read them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+
+def files_below(source: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
+    """Laptop: (name relative to `source`, path, stat) of a file, or of every file in a folder."""
+    if source.is_file():
+        yield source.name, source, source.stat()
+        return
+    for folder, subfolders, names in os.walk(source):
+        subfolders.sort()
+        for name in sorted(names):
+            path = Path(folder) / name
+            if path.is_file():  # not a broken link, a socket or a pipe
+                yield path.relative_to(source).as_posix(), path, path.stat()
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Laptop: aligned columns; numbers to the right."""
+    lines = [tuple(head), *(tuple(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+
+    def cell(text: str, width: int) -> str:
+        return text.rjust(width) if text[:1].isdigit() else text.ljust(width)
+
+    return "\n".join(
+        "  ".join(cell(text, width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def size(count: int) -> str:
+    """Laptop: bytes as people read them."""
+    amount, unit = float(count), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if amount < 1000 or unit == "TB":
+            break
+        amount /= 1000
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Laptop: 4321 → 1 h 12 min."""
+    minutes = round(seconds / 60)
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"

@@ -1,0 +1,151 @@
+"""Laptop: Ray's job server over HTTP, with a token and errors of one line; needs no ray to import.
+
+Ray's own `JobSubmissionClient` wants `ray[default]` on the laptop, loads ray (a second or more) and
+leaves the package's `.gitignore` to decide what is uploaded; the requests below are the same ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher.files import files_below
+from stoker.config import UsageError
+
+PACKAGE_LIMIT_BYTES = 100 * 2**20
+"""Ray keeps packages in the head's memory and refuses larger ones."""
+TIMEOUT_S = 30
+_TOKEN_HINT = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that holds it"  # noqa: S105
+
+
+@dataclass(frozen=True)
+class JobServer:
+    """Laptop: the dashboard's address and how to enter."""
+
+    address: str
+    token: str | None = field(repr=False)
+
+    def get(self, path: str) -> Any:
+        return self._ask("GET", path).json()
+
+    def post(self, path: str, content: dict[str, Any] | None = None) -> Any:
+        return self._ask("POST", path, json=content).json()
+
+    def upload(self, package: bytes) -> str:
+        """Send a zip file unless the cluster has it; its URI for `runtime_env`."""
+        name = f"_ray_pkg_{hashlib.sha256(package).hexdigest()[:32]}.zip"
+        path = f"/api/packages/gcs/{name}"
+        if self._ask("GET", path, missing_ok=True).status_code == 404:
+            self._ask("PUT", path, data=package)
+        return f"gcs://{name}"
+
+    def versions(self) -> tuple[str, str | None]:
+        """(Ray's version, Python's version where the cluster tells it)."""
+        ray = str(self.get("/api/version")["ray_version"])
+        answer = self._ask("GET", "/api/v0/cluster_metadata", missing_ok=True)
+        if answer.status_code == 404:
+            return ray, None
+        return ray, answer.json().get("data", {}).get("pythonVersion")
+
+    def _ask(self, method: str, path: str, missing_ok: bool = False, **content: Any) -> Any:
+        import requests
+
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        try:
+            answer = requests.request(
+                method, self.address + path, headers=headers, timeout=TIMEOUT_S, **content
+            )
+        except requests.exceptions.SSLError as error:
+            raise UsageError(
+                f"--address {self.address}: the certificate is refused: {error}"
+            ) from None
+        except requests.exceptions.ConnectionError as error:
+            raise UsageError(
+                f"--address {self.address}: nobody answers ({_root_cause(error)});"
+                " the dashboard's port is 8265 unless changed, and may need a port-forward"
+            ) from None
+        except requests.exceptions.Timeout:
+            raise UsageError(f"--address {self.address}: no answer within {TIMEOUT_S} s") from None
+        except requests.exceptions.RequestException as error:
+            raise UsageError(f"--address {self.address}: {error}") from None
+        if answer.status_code == 401:
+            raise UsageError(f"--address {self.address}: the cluster wants a token; {_TOKEN_HINT}")
+        if answer.status_code == 403:
+            raise UsageError(
+                f"--address {self.address}: the cluster refuses this token; {_TOKEN_HINT}"
+            )
+        if answer.status_code == 404 and missing_ok:
+            return answer
+        if not answer.ok:
+            last = (answer.text.strip().splitlines() or [answer.reason])[-1]
+            raise UsageError(
+                f"--address {self.address}: {method} {path}: {answer.status_code}: {last}"
+            )
+        if (
+            "json" not in answer.headers.get("content-type", "json")
+            and method == "GET"
+            and not missing_ok
+        ):
+            raise UsageError(f"--address {self.address}: answers, but not as a Ray dashboard")
+        return answer
+
+
+def job_server(address: str | None) -> JobServer:
+    """Laptop: the server at `--address`, or where Ray's own variables point.
+
+    Raises:
+        UsageError: no address, or not one of a dashboard.
+    """
+    found = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
+    if not found:
+        raise UsageError("--address: needed with --on ray, the dashboard's: http://<head>:8265")
+    if not found.startswith(("http://", "https://")):
+        raise UsageError(
+            f"--address {found}: jobs go to the dashboard; write http://<head>:8265, not the"
+            " address of Ray Client or GCS"
+        )
+    return JobServer(found.rstrip("/"), _token())
+
+
+def package(folder: Path) -> bytes:
+    """Laptop: a staged folder as a zip file, the same bytes for the same content."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, path, stat in files_below(folder):
+            entry = zipfile.ZipInfo(name)
+            entry.external_attr = (stat.st_mode & 0xFFFF) << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, path.read_bytes())
+    return buffer.getvalue()
+
+
+def _token() -> str | None:
+    if text := os.environ.get("RAY_AUTH_TOKEN", "").strip():
+        return text
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    try:
+        return path.read_text().strip() or None
+    except OSError as error:
+        if named:
+            raise UsageError(f"RAY_AUTH_TOKEN_PATH {named}: {error.strerror}") from None
+        return None
+
+
+def _root_cause(error: BaseException) -> str:
+    """requests wraps urllib3, which wraps the operating system's reason."""
+    reason: Any = error
+    while True:
+        inner = getattr(reason, "reason", None) or next(
+            (item for item in getattr(reason, "args", ()) if isinstance(item, BaseException)), None
+        )
+        if not isinstance(inner, BaseException) or inner is reason:
+            break
+        reason = inner
+    text = str(reason).rpartition(": ")[2]
+    return text.removeprefix("[Errno ").partition("] ")[2] or text

@@ -1,0 +1,35 @@
+"""Runs a job in this process on the shared cluster, as the bootstrap would on the head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from stoker import driver
+from stoker.config import UsageError, load
+from stoker.place import Place
+from stoker.tracking.summary import Summary
+
+
+@dataclass
+class Outcome:
+    code: int
+    summary: Summary
+    run_dir: Path
+
+
+def run_job(folder: Path, *overrides: str, **sections: Any) -> Outcome:
+    """One job: its configuration as keywords, its run directory below `folder`."""
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump({"name": "test", "tracking": {"tensorboard": False}, **sections}))
+    run_dir = folder / "run"
+    try:
+        resolved = load(path, overrides)
+        driver.check(resolved)
+    except UsageError as error:
+        return Outcome(2, Summary(status="failed", error=str(error)), run_dir)
+    place = Place("local", run_dir, run_dir / "checkpoints", run_dir / "model")
+    code = driver.run(resolved, place)
+    return Outcome(code, Summary.model_validate_json((run_dir / "summary.json").read_text()), run_dir)

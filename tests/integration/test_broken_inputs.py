@@ -1,0 +1,149 @@
+"""What a user gets for broken recipes and broken data: one clear line, the right exit code, no traceback."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from running import run_job
+
+BUILT_IN = "ImageClassification"
+
+
+def truncate(path: Path, keep: float = 0.5) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * keep)])
+
+
+def rows(path: Path, n: int = 64, **columns: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = {"x0": [1.0] * n, "x1": [2.0] * n, "y": [3.0] * n, **columns}
+    parquet.write_table(pa.table({k: v for k, v in table.items() if v is not None}), path)
+
+
+def parquet_folder(change: Callable[[Path], None]) -> Callable[[Path, Path], dict[str, Any]]:
+    def make(data: Path, digits: Path) -> dict[str, Any]:
+        rows(data / "train" / "a.parquet")
+        rows(data / "train" / "b.parquet")
+        change(data / "train" / "b.parquet")
+        return {"recipe": "rows:Regression", "params": {"data": str(data)}}
+
+    return make
+
+
+def copied(form: str, change: Callable[[Path], None]) -> Callable[[Path, Path], dict[str, Any]]:
+    def make(data: Path, digits: Path) -> dict[str, Any]:
+        shutil.copytree(digits / form, data)
+        change(data)
+        params = {"data": str(data), "num_classes": 10, "image_size": 32}
+        return {"recipe": BUILT_IN, "params": params}
+
+    return make
+
+
+def recipe(name: str, **params: Any) -> Callable[[Path, Path], dict[str, Any]]:
+    return lambda data, digits: {"recipe": name, "params": params}
+
+
+def one_class(data: Path) -> None:
+    for folder in (data / "train").iterdir():
+        if folder.name != "3":
+            shutil.rmtree(folder)
+
+
+def no_images(data: Path) -> None:
+    for path in data.rglob("*.jpg"):
+        path.unlink()
+
+
+def write_empty(data: Path) -> None:
+    for path in (data / "train").iterdir():
+        path.unlink()
+
+
+BEFORE_TRAINING = {
+    "no such recipe module": (recipe("rowz:Counting"), "no module rowz"),
+    "no such recipe class": (recipe("rows:Countin"), "has no Countin; did you mean Counting?"),
+    "not an import path": (recipe("rows.Counting"), "is not of the form package.module:name"),
+    "not a recipe": (recipe("rows:NOT_A_RECIPE"), "is no Recipe class"),
+    "unknown parameter": (recipe("rows:Counting", train_record=3), "did you mean train_records?"),
+    "wrong parameter type": (recipe("rows:Counting", train_records="x"), "params.train_records: "),
+    "missing parameter": (recipe("rows:RaisesIn"), "params.where: is required"),
+    "read raises": (recipe("rows:RaisesIn", where="read"), "RaisesIn.read('train') failed: RuntimeError"),
+    "preprocess raises": (recipe("rows:RaisesIn", where="preprocess"), "broken preprocess (rows.py:"),
+    "reads nothing": (recipe("rows:Nothing"), "returned nothing to train on"),
+    "zero records": (recipe("rows:Nothing", empty=True), "the dataset is empty"),
+    "absent data": (recipe(BUILT_IN, data="/nowhere/at/all"), "/nowhere/at/all: no such file or folder"),
+    "other scheme": (recipe(BUILT_IN, data="ftp://host/data"), "cannot read ftp:// addresses"),
+    "truncated Parquet": (parquet_folder(truncate), "b.parquet: not a whole Parquet file"),
+    "missing column": (parquet_folder(lambda p: rows(p, y=None)), "b.parquet: lacks the column y"),
+    "column of another type": (parquet_folder(lambda p: rows(p, y=["a"] * 64)), "column y is string"),
+    "truncated tar": (
+        copied("webdataset", lambda d: truncate(d / "train" / "shard-0002.tar")),
+        "shard-0002.tar: not a whole tar shard",
+    ),
+    "empty tar": (
+        copied("webdataset", lambda d: (d / "train" / "shard-0002.tar").write_bytes(b"") and None),
+        "shard-0002.tar: the tar shard is empty",
+    ),
+    "one class": (copied("images", one_class), "holds one class only"),
+    "no image": (copied("images", no_images), "holds no"),
+    "empty folder": (copied("webdataset", write_empty), "holds no .tar file"),
+    "no train split": (copied("images", lambda d: shutil.rmtree(d / "train")), "has no folder train/"),
+}
+
+BY_OVERRIDE = {
+    "unknown optimiser": ("train.optimizer=adamm", "timm knows no optimiser 'adamm'; did you mean adam"),
+    "batch larger than the data": ("train.batch_size=500", "are more than the 101 training records"),
+}
+
+IN_TRAINING = {
+    "truncated JPEG": (
+        copied("images", lambda d: truncate(next((d / "train" / "3").iterdir()))),
+        "1 of 1437 train records cannot be used, more than data.bad_record_budget allows (0.00%)",
+    ),
+    "model raises": (recipe("rows:RaisesIn", where="model"), "RuntimeError: broken model (rows.py:"),
+    "training_step raises": (recipe("rows:RaisesIn", where="training_step"), "broken training_step (rows.py:"),
+    "the loss is not a number": (recipe("rows:RaisesIn", where="nan"), "the loss is nan by step 1"),
+    "every record fails": (recipe("rows:RaisesIn", where="record"), "Fails: ValueError: cannot be used"),
+    "a batch stage raises": (recipe("rows:RaisesIn", where="batch"), "stage fails: ValueError: no such batch"),
+    "a stage loses records": (recipe("rows:RaisesIn", where="loses"), "a chain must keep every record"),
+    "no model": (recipe("rows:NoModel"), "NoModel does not say what to train: define model()"),
+}
+
+
+def check(folder: Path, digits: Path, make: Any, expected: str, code: int, *overrides: str) -> None:
+    sections = make(folder / "data", digits)
+    train = {"epochs": 1, "batch_size": 16}
+    outcome = run_job(folder, "data.bad_record_budget=0", *overrides, train=train, **sections)
+    error = outcome.summary.error or ""
+    assert expected in error
+    assert outcome.code == code
+    assert len(error.splitlines()) == 1
+    assert "Traceback" not in error
+    if outcome.run_dir.exists():
+        assert outcome.summary.status == "failed"
+        assert (outcome.run_dir / "config.yaml").is_file()
+
+
+@pytest.mark.parametrize("case", BEFORE_TRAINING)
+def test_refused_before_training(case: str, ray_cluster: None, tmp_path: Path, digits: Path) -> None:
+    make, expected = BEFORE_TRAINING[case]
+    check(tmp_path, digits, make, expected, 2)
+
+
+@pytest.mark.parametrize("case", BY_OVERRIDE)
+def test_a_wrong_value_is_refused(case: str, ray_cluster: None, tmp_path: Path, digits: Path) -> None:
+    override, expected = BY_OVERRIDE[case]
+    check(tmp_path, digits, recipe("rows:Counting"), expected, 2, override)
+
+
+@pytest.mark.parametrize("case", IN_TRAINING)
+def test_fails_while_training(case: str, ray_cluster: None, tmp_path: Path, digits: Path) -> None:
+    make, expected = IN_TRAINING[case]
+    check(tmp_path, digits, make, expected, 1)

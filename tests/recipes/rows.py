@@ -1,0 +1,137 @@
+"""Recipes that the tests train: regression on rows, and recipes that go wrong in one place each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from stoker.data.sources import BadRecord, Record, Source, cut_indices, read_parquet, read_torch
+from stoker.data.transforms import RecordTransform
+from stoker.recipe import Recipe
+
+
+class Regression(Recipe):
+    """Parquet rows x0, x1 → y, by a linear model."""
+
+    data: str
+    columns: list[str] = ["x0", "x1", "y"]
+
+    def read(self, split: str) -> Any:
+        return read_parquet(self.data, split, columns=self.columns)
+
+    def model(self) -> Any:
+        from torch import nn
+
+        return nn.Linear(2, 1)
+
+    def training_step(self, model: Any, batch: Any) -> Any:
+        import torch
+        import torch.nn.functional as F
+
+        x = torch.stack([batch["x0"], batch["x1"]], dim=1).float()
+        return F.mse_loss(model(x).squeeze(1), batch["y"].float())
+
+
+class Numbers(Source):
+    """Records 0 … n-1; those in `bad` cannot be read."""
+
+    def __init__(self, n: int, bad: tuple[int, ...] = ()) -> None:
+        self.n, self.bad = n, bad
+
+    def count(self) -> int:
+        return self.n
+
+    def pieces(self, records: int, order: Any) -> list[Any]:
+        return cut_indices(self.n, records, order)
+
+    def read(self, piece: Any, order: Any) -> Any:
+        for i in piece.items:
+            if i in self.bad:
+                yield BadRecord(str(i), "made bad")
+            else:
+                yield {"key": str(i), "x0": float(i % 7), "x1": float(i % 3), "y": float(i % 7 + i % 3)}
+
+
+class Counting(Regression):
+    """Numbered records, to follow each of them through a run."""
+
+    data: str = ""
+    train_records: int = 101
+    val_records: int = 37
+    bad: tuple[int, ...] = ()
+
+    def read(self, split: str) -> Any:
+        return Numbers(self.train_records, self.bad) if split == "train" else Numbers(self.val_records)
+
+
+class RaisesIn(Counting):
+    """Raises in the method that `where` names."""
+
+    where: str
+
+    def _maybe(self, place: str) -> None:
+        if self.where == place:
+            raise RuntimeError(f"broken {place}")
+
+    def read(self, split: str) -> Any:
+        self._maybe("read")
+        return super().read(split)
+
+    def preprocess(self, split: str) -> list[Any]:
+        self._maybe("preprocess")
+        if self.where == "record":
+            return [Fails()]
+        if self.where == "batch":
+            return [fails]
+        if self.where == "loses":
+            return [("halve", lambda batch: {k: v[::2] for k, v in batch.items()})]
+        return []
+
+    def model(self) -> Any:
+        self._maybe("model")
+        return super().model()
+
+    def training_step(self, model: Any, batch: Any) -> Any:
+        self._maybe("training_step")
+        loss = super().training_step(model, batch)
+        return loss * float("nan") if self.where == "nan" else loss
+
+
+class Fails(RecordTransform):
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        raise ValueError("cannot be used")
+
+
+def fails(batch: dict[str, Any]) -> dict[str, Any]:
+    raise ValueError("no such batch")
+
+
+class Nothing(Counting):
+    """Reads nothing at all, or an empty dataset."""
+
+    empty: bool = False
+
+    def read(self, split: str) -> Any:
+        return read_torch([]) if self.empty else None
+
+
+class NoModel(Recipe):
+    def read(self, split: str) -> Any:
+        return Numbers(64) if split == "train" else None
+
+
+class FromRay(Regression):
+    """Reads through Ray Data itself."""
+
+    data: str = ""
+
+    def read(self, split: str) -> Any:
+        import ray
+
+        if split == "val":
+            return None
+        rows = [{"x0": float(i % 7), "x1": float(i % 3), "y": float(i)} for i in range(103)]
+        return ray.data.from_items(rows, override_num_blocks=4)
+
+
+NOT_A_RECIPE = 3

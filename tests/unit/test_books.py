@@ -1,0 +1,55 @@
+"""The books of records refuse to close when records were lost, doubled or exchanged."""
+
+from __future__ import annotations
+
+import pytest
+from stoker.data.chain import BlockReport
+from stoker.data.ledger import DataError, EpochBooks
+from stoker.data.sources import BadRecord, record_id
+
+
+def books_of(keys: list[str], bad: list[str] | None = None) -> EpochBooks:
+    books = EpochBooks("train", 0)
+    report = BlockReport(records=len(keys), id_sum=sum(map(record_id, keys)))
+    for key in bad or []:
+        report.bad.append(BadRecord(key, "broken"))
+        report.bad_id_sum += record_id(key)
+    assert books.take("task/0", report)
+    return books
+
+
+def use(books: EpochBooks, keys: list[str]) -> None:
+    books.trained, books.used_ids = len(keys), sum(map(record_id, keys))
+
+
+def test_a_whole_epoch_closes() -> None:
+    books = books_of(["a", "b", "c"], bad=["c"])
+    use(books, ["b", "a"])
+    assert books.settle()["quarantined"] == 1
+
+
+def test_a_lost_record_is_named_by_the_figures() -> None:
+    books = books_of(["a", "b", "c"])
+    use(books, ["a", "b"])
+    with pytest.raises(DataError, match=r"3 records were read, but 2 trained \+ 0 quarantined"):
+        books.settle()
+
+
+def test_an_exchanged_record_is_found_although_the_counts_agree() -> None:
+    books = books_of(["a", "b", "c"])
+    use(books, ["a", "b", "b"])
+    with pytest.raises(DataError, match="record ids do not"):
+        books.settle()
+
+
+def test_a_block_that_a_retried_task_reports_again_counts_once() -> None:
+    books = books_of(["a", "b"])
+    assert not books.take("task/0", BlockReport(records=2))
+    assert books.read == 2
+
+
+def test_the_budget_is_checked_against_the_whole_split() -> None:
+    books = books_of(["a", "b"], bad=["b"])
+    books.check_budget(0.001, total=1000)
+    with pytest.raises(DataError, match=r"1 of 999 train records cannot be used.*the first is b: broken"):
+        books.check_budget(0.001, total=999)

@@ -1,0 +1,153 @@
+"""What a chain does with records, whatever stands in it and wherever it runs."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from stoker.config import UsageError
+from stoker.data.chain import HWC_SUFFIX, ID_COLUMN, Chain, ChainError
+from stoker.data.sources import BadRecord, Record
+from stoker.data.transforms import CheckLabel, DecodeImage, RecordTransform, as_stages, decode_image
+from torchvision.transforms import v2
+
+
+def jpeg(seed: int, size: tuple[int, int] = (48, 40), quality: int = 95, **options: Any) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, "JPEG", quality=quality, **options)
+    return content.getvalue()
+
+
+def records(n: int) -> list[Record]:
+    return [{"key": f"r{i}", "image": jpeg(i), "label": i % 3} for i in range(n)]
+
+
+def random_chain() -> Chain:
+    chain = [DecodeImage(), v2.RandomResizedCrop(32, antialias=True), v2.RandomHorizontalFlip()]
+    return Chain(as_stages(chain), seed=7)
+
+
+def test_where_a_record_is_processed_does_not_change_it() -> None:
+    together, _ = random_chain().run(records(6), epoch=3)
+    for i in (4, 1):
+        alone, _ = random_chain().run([records(6)[i]], epoch=3)
+        assert np.array_equal(alone["image"][0], together["image"][i])
+
+
+def test_another_epoch_and_another_seed_change_it() -> None:
+    first, _ = random_chain().run(records(4), epoch=0)
+    second, _ = random_chain().run(records(4), epoch=1)
+    assert not np.array_equal(first["image"], second["image"])
+
+
+def test_a_torchvision_chain_equals_torchvision_itself() -> None:
+    chain = Chain(as_stages([DecodeImage(), v2.Resize(32, antialias=True), v2.CenterCrop(32)]), seed=0)
+    columns, _ = chain.run(records(3), epoch=0)
+    for i, record in enumerate(records(3)):
+        image = torch.from_numpy(np.array(Image.open(io.BytesIO(record["image"])))).permute(2, 0, 1)
+        expected = v2.CenterCrop(32)(v2.Resize(32, antialias=True)(image)).numpy()
+        assert np.abs(columns["image"][i].astype(int) - expected.astype(int)).max() <= 4
+
+
+def test_any_callable_and_preprocessor_stand_between_record_stages() -> None:
+    import pandas as pd
+    from ray.data.preprocessors import StandardScaler
+
+    scaler = StandardScaler(columns=["x"])
+    scaler.stats_ = {"mean(x)": 2.0, "std(x)": 2.0}
+
+    class Add(RecordTransform):
+        def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+            return {**record, "x": record["x"] + 1.0}
+
+    def double(batch: dict[str, Any]) -> dict[str, Any]:
+        return {**batch, "x": batch["x"] * 2}
+
+    chain = Chain(as_stages([Add(), double, scaler, ("again", Add())]), seed=0)
+    columns, report = chain.run([{"key": str(i), "x": float(i)} for i in range(3)], epoch=0)
+    expected = (pd.Series([2.0, 4.0, 6.0]) - 2.0) / 2.0 + 1.0
+    assert columns["x"].tolist() == expected.tolist()
+    assert list(report.costs) == ["read", "Add", "double", "StandardScaler", "again"]
+
+
+def test_a_bad_record_is_quarantined_with_its_reason_and_the_others_go_on() -> None:
+    rows = records(4)
+    rows[1]["image"] = rows[1]["image"][:300]
+    rows[2]["label"] = 9
+    chain = Chain(as_stages([DecodeImage(), CheckLabel(3)]), seed=0)
+    columns, report = chain.run([*rows, BadRecord("r9", "cannot be read")], epoch=0)
+    assert len(columns[ID_COLUMN]) == 2
+    assert report.records == 5
+    reasons = {bad.key: bad.reason for bad in report.bad}
+    assert reasons["r9"] == "cannot be read"
+    assert "DecodeImage: ValueError: cannot be decoded" in reasons["r1"]
+    assert reasons["r2"] == "CheckLabel: ValueError: label 9 is outside 0…2"
+
+
+def test_decoded_images_travel_height_width_channels_and_say_so() -> None:
+    columns, _ = Chain(as_stages([DecodeImage()]), seed=0).run(records(2), epoch=0)
+    assert columns["image" + HWC_SUFFIX].shape == (2, 40, 48, 3)
+    assert columns["image" + HWC_SUFFIX].dtype == np.uint8
+
+
+@pytest.mark.parametrize(
+    ("stages", "rows", "expected"),
+    [
+        ([], [{"key": "a", "image": b"x"}], "still encoded bytes; add DecodeImage"),
+        ([], [{"key": "a", "x": np.zeros(2)}, {"key": "b", "x": np.zeros(3)}], "differs in shape"),
+        ([], [{"key": "a", "x": 1}, {"key": "b"}], "record b has no column 'x'"),
+        ([lambda batch: 3], [{"key": "a", "x": 1}], "did not return a dict"),
+    ],
+)
+def test_records_that_do_not_fit_together_end_the_run(stages: Any, rows: Any, expected: str) -> None:
+    with pytest.raises(ChainError, match=expected):
+        Chain(as_stages(stages), seed=0).run(rows, epoch=0)
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        (v2.MixUp(num_classes=3), "mixes the records of a batch; return it from on_device"),
+        (DecodeImage, "is a class; write DecodeImage"),
+        (3, "neither a transform nor a callable"),
+    ],
+)
+def test_what_cannot_stand_in_a_chain_is_refused_by_name(entry: Any, expected: str) -> None:
+    with pytest.raises(UsageError, match=expected):
+        as_stages([entry])
+
+
+def test_decoding_agrees_with_pillow_for_every_kind_of_image() -> None:
+    from PIL import ImageOps
+
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    picture = Image.fromarray(pixels).resize((60, 40))
+    exif = picture.getexif()
+    exif[0x0112] = 6
+    kinds: dict[str, tuple[Image.Image, str, dict[str, Any]]] = {
+        "jpeg": (picture, "JPEG", {}),
+        "rotated by EXIF": (picture, "JPEG", {"exif": exif.tobytes()}),
+        "cmyk": (picture.convert("CMYK"), "JPEG", {}),
+        "grey": (picture.convert("L"), "JPEG", {}),
+        "png with alpha": (picture.convert("RGBA"), "PNG", {}),
+        "palette": (picture.convert("P"), "PNG", {}),
+    }
+    for name, (image, form, options) in kinds.items():
+        content = io.BytesIO()
+        image.save(content, form, **options)
+        expected = ImageOps.exif_transpose(Image.open(io.BytesIO(content.getvalue()))).convert("RGB")
+        array = decode_image(content.getvalue())
+        assert array.shape == np.asarray(expected).shape, name
+        assert np.abs(array.astype(int) - np.asarray(expected).astype(int)).max() <= 3, name
+
+
+def test_sixteen_bits_are_scaled_not_clipped() -> None:
+    values = (np.arange(64, dtype=np.uint16) * 1000).reshape(8, 8)
+    content = io.BytesIO()
+    Image.fromarray(values).save(content, "PNG")
+    assert np.array_equal(decode_image(content.getvalue(), "L")[..., 0], (values >> 8).astype(np.uint8))

@@ -1,0 +1,62 @@
+"""Reading, overriding and showing the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from stoker.config import UsageError, hyperparameter_overrides, load, parse_value, resolved_yaml, schema_rows
+from stoker.schema import Config
+
+
+def test_the_command_line_wins_over_the_file_and_origins_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("name: x\ntrain: {epochs: 3, lr: 1e-3}\n")
+    resolved = load(path, ["train.epochs=5", "params.model=resnet18"])
+    assert resolved.config.train.epochs == 5
+    assert resolved.config.train.lr == 0.001
+    assert resolved.config.params == {"model": "resnet18"}
+    assert resolved.origins["train.epochs"] == "command line"
+    assert resolved.origins["train.lr"] == str(path)
+
+
+def test_what_is_written_is_read_back_the_same(tmp_path: Path) -> None:
+    first = load(None, ["train.lr=0.1", "data.preprocess_on=[cpu, gpu]", "params.deep.key=[1, 2]"])
+    path = tmp_path / "job.yaml"
+    path.write_text(resolved_yaml(first))
+    assert load(path).config == first.config
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--train__lr", "0.1"], ["--train.lr", "0.1"], ["--train.lr=0.1"], ["train.lr=0.1"], ["--train__lr=0.1"]],
+)
+def test_hyperparameters_come_in_many_forms(words: list[str]) -> None:
+    assert load(None, hyperparameter_overrides(words)).config.train.lr == 0.1
+
+
+def test_booleans_as_either_toolkit_writes_them() -> None:
+    for text in ("True", "true"):
+        assert load(None, hyperparameter_overrides(["--data.shuffle", text])).config.data.shuffle is True
+
+
+def test_a_flag_without_a_value_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--train.lr has no value"):
+        hyperparameter_overrides(["--train.lr"])
+
+
+def test_values_mean_what_people_mean() -> None:
+    assert parse_value("1e-3") in (1e-3, "1e-3")
+    assert parse_value("null") is None
+    assert parse_value("[a, 2]") == ["a", 2]
+
+
+def test_every_key_has_a_meaning_to_show() -> None:
+    rows = list(schema_rows(Config))
+    assert len(rows) > 30
+    assert not [key for key, _, info in rows if not info.description]
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load(None).config.train.epochs = 3  # type: ignore[misc]

@@ -1,0 +1,72 @@
+"""Rules of the project that a program can hold: dependencies, imports, sizes, links, one command."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER_ONLY = {"typer", "rich", "boto3", "stamina"}
+FROM_THE_IMAGE = {"torch", "torchvision"}
+
+
+def requirement_names(lines: list[str]) -> dict[str, str]:
+    rows = [line.split("#")[0].strip() for line in lines]
+    return {re.split(r"[\[<>=!~]", row)[0].strip().lower(): row for row in rows if row}
+
+
+def test_the_container_and_the_laptop_agree_on_dependencies() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    laptop = requirement_names(project["dependencies"])
+    container = requirement_names((ROOT / "source_dir/requirements.txt").read_text().splitlines())
+    assert {k: v for k, v in laptop.items() if k not in LAUNCHER_ONLY | FROM_THE_IMAGE} == container
+
+
+def test_every_dependency_is_pinned_by_name_and_version_alone() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = requirement_names(lines)
+    assert all(re.fullmatch(r"[a-z0-9._-]+==[A-Za-z0-9.!+_-]+", row) for row in pins.values())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    assert set(requirement_names(wanted)) <= set(pins)
+
+
+@pytest.mark.parametrize("module", ["stoker.config", "stoker.schema", "stoker.recipe", "launcher.submit"])
+def test_light_modules_load_neither_ray_nor_torch(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in ('ray', 'torch', 'boto3', 'numpy') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_no_source_file_outgrows_a_reader() -> None:
+    files = [p for d in ("source_dir", "launcher") for p in (ROOT / d).rglob("*.py")]
+    assert not {str(p): n for p in files if (n := len(p.read_text().splitlines())) > 360}
+
+
+def test_links_in_the_documentation_lead_somewhere() -> None:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_backend_runs_the_same_command() -> None:
+    from launcher.job import COMMAND
+
+    assert COMMAND == ("python", "train.py", "--config", "job.yaml")
+    for path in (ROOT / "launcher").rglob("*.py"):
+        if path.name != "job.py":
+            assert not re.search(r"""["']--config["']""", path.read_text()), f"{path}: spells the command itself"
+
+
+def test_names_of_hosts_and_folders_of_a_machine_stay_out() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in tracked.stdout.split():
+        path = ROOT / name
+        if path.is_file() and path.suffix in (".py", ".md", ".txt", ".toml", ".yaml", ".sh"):
+            assert "files.pythonhosted" not in path.read_text() or path == Path(__file__), name

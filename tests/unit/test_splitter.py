@@ -1,0 +1,77 @@
+"""How rows are shared among train workers, for any sizes of blocks, batches and worker counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+from stoker.data.splitter import Splitter
+
+BLOCKS = st.lists(st.integers(1, 50), min_size=1, max_size=12)
+
+
+def rows_by_rank(blocks: list[int], splitter: Splitter) -> list[list[list[tuple[int, int]]]]:
+    """Per rank, per step: the (block, row) pairs it takes."""
+    for rows in blocks:
+        splitter.add(rows)
+    splitter.end()
+    ranks = []
+    for rank in range(splitter.workers):
+        steps, step = [], 0
+        while (share := splitter.share(step, rank)) is not None:
+            steps.append([(s.block, row) for s in share.slices for row in range(s.start, s.stop)])
+            step += 1
+        ranks.append(steps)
+    return ranks
+
+
+@given(BLOCKS, st.integers(1, 5), st.integers(1, 40))
+def test_training_gives_all_ranks_equal_steps_and_drops_fewer_rows_than_workers(
+    blocks: list[int], workers: int, batch: int
+) -> None:
+    splitter = Splitter(workers, batch, equal=True)
+    ranks = rows_by_rank(blocks, splitter)
+    assert len({tuple(len(step) for step in steps) for steps in ranks}) == 1
+    taken = Counter(row for steps in ranks for step in steps for row in step)
+    assert set(taken.values()) <= {1}
+    assert len(splitter.remainder) < workers
+    assert len(taken) + len(splitter.remainder) == sum(blocks)
+    remaining = {(s.block, r) for s in splitter.slices_of(splitter.remainder) for r in range(s.start, s.stop)}
+    assert not remaining & set(taken)
+
+
+@given(BLOCKS, st.integers(1, 5), st.integers(1, 40))
+def test_validation_gives_every_row_to_exactly_one_rank(blocks: list[int], workers: int, batch: int) -> None:
+    splitter = Splitter(workers, batch, equal=False)
+    taken = Counter(row for steps in rows_by_rank(blocks, splitter) for step in steps for row in step)
+    assert set(taken.values()) == {1}
+    assert len(taken) == sum(blocks)
+    assert len(splitter.remainder) == 0
+
+
+@given(BLOCKS, st.integers(1, 5), st.integers(1, 40))
+def test_padding_uses_every_row_and_gives_all_ranks_equal_steps(
+    blocks: list[int], workers: int, batch: int
+) -> None:
+    splitter = Splitter(workers, batch, equal=True, pad=True)
+    ranks = rows_by_rank(blocks, splitter)
+    assert len({tuple(len(step) for step in steps) for steps in ranks}) == 1
+    taken = Counter(row for steps in ranks for step in steps for row in step)
+    assert len(taken) == sum(blocks)
+    steps = len(ranks[0])
+    padded = sum(s.padded for k in range(steps) for r in range(workers) if (s := splitter.share(k, r)))
+    assert sum(taken.values()) == sum(blocks) + padded
+    assert padded < workers
+
+
+@given(BLOCKS, st.integers(1, 4), st.integers(1, 20))
+def test_a_global_batch_does_not_depend_on_how_blocks_were_cut(
+    blocks: list[int], workers: int, batch: int
+) -> None:
+    def numbered(sizes: list[int]) -> list[list[list[int]]]:
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        ranks = rows_by_rank(sizes, Splitter(workers, batch, equal=True))
+        return [[[starts[b] + r for b, r in step] for step in steps] for steps in ranks]
+
+    assert numbered(blocks) == numbered([sum(blocks)])
