@@ -3,23 +3,69 @@
 from __future__ import annotations
 
 import difflib
+import json
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stoker.config import Resolved, UsageError, load, schema_rows, type_name
 from stoker.schema import Config
 
+if TYPE_CHECKING:
+    from launcher.job import Job
+
 PLACES = ("local", "ray", "rehearsal", "sagemaker")
 
 
-def run(
-    config: Path | None,
-    overrides: list[str],
-    on: str,
-    source_dir: Path | None,
-    dry_run: bool,
-    show_config: bool,
-) -> int:
+@dataclass(frozen=True)
+class Options:
+    """Laptop: what stands on the command line beside the configuration."""
+
+    on: str = "local"
+    source_dir: Path | None = None
+    dry_run: bool = False
+    hosts: str | None = None
+    entry: str | None = None
+    faults: list[str] = field(default_factory=list)
+    link_mbps: float | None = None
+    cpu_quota: float | None = None
+    address: str | None = None
+    offline: bool = False
+    request: Path | None = None
+
+    def overrides(self) -> list[str]:
+        """The options that are keys of the configuration."""
+        keys = {"rehearsal.hosts": self.hosts, "rehearsal.link_mbps": self.link_mbps}
+        keys |= {"rehearsal.cpu_quota": self.cpu_quota}
+        if self.on == "rehearsal":
+            keys["rehearsal.entry"] = self.entry
+        found = [f"{key}={value}" for key, value in keys.items() if value is not None]
+        return found + ([f"rehearsal.faults={json.dumps(self.faults)}"] if self.faults else [])
+
+    def problems(self) -> list[str]:
+        """Options that the chosen place does not know: ignoring them would surprise."""
+        if self.on not in PLACES:
+            close = difflib.get_close_matches(self.on, PLACES, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            return [f"--on {self.on}: no such place (known: {', '.join(PLACES)}){hint}"]
+        belongs = {
+            "--hosts": (self.hosts, ("rehearsal",)),
+            "--fault": (self.faults, ("rehearsal",)),
+            "--link-mbps": (self.link_mbps, ("rehearsal",)),
+            "--cpu-quota": (self.cpu_quota, ("rehearsal",)),
+            "--entry": (self.entry, ("rehearsal", "sagemaker")),
+            "--address": (self.address, ("ray",)),
+            "--offline": (self.offline, ("ray", "sagemaker")),
+            "--request": (self.request, ("sagemaker",)),
+        }
+        return [
+            f"{name}: has no meaning with --on {self.on}; use it with --on {' or --on '.join(places)}"
+            for name, (value, places) in belongs.items()
+            if value and self.on not in places
+        ]
+
+
+def run(config: Path | None, overrides: list[str], options: Options) -> int:
     """Laptop: resolve, plan, and unless it is a dry run, submit and wait.
 
     Returns:
@@ -28,35 +74,96 @@ def run(
     Raises:
         UsageError: whatever is wrong with the request.
     """
-    if on not in PLACES:
-        close = difflib.get_close_matches(on, PLACES, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise UsageError(f"--on {on}: no such place (known: {', '.join(PLACES)}){hint}")
+    problems = options.problems()
+    if problems:
+        raise UsageError(*problems)
     if config is None:
-        if show_config:
-            print("\n".join(config_lines(None, source_dir)))
-            return 0
         raise UsageError("no configuration file given; try source_dir/configs/digits.yaml")
-    resolved = load(config, overrides)
-    if show_config:
-        print("\n".join(config_lines(resolved, source_dir)))
-        return 0
     from launcher.job import open_job
 
-    job = open_job(resolved, source_dir)
-    backend = _backend(on)
+    job = open_job(load(config, [*overrides, *options.overrides()]), options.source_dir)
+    if options.on == "sagemaker":
+        return _on_sagemaker(job, options)
+    if options.on == "ray":
+        return _on_ray(job, options)
+    if options.on == "rehearsal":
+        from launcher.backends import rehearsal as backend
+    else:
+        from launcher.backends import local as backend  # type: ignore[no-redef]
     request = backend.plan(job)
-    if dry_run:
+    if options.dry_run:
         print(request.render())
         return 0
     return int(backend.submit(request).wait())
 
 
-def _backend(on: str) -> Any:
-    import importlib
+def _on_sagemaker(job: Job, options: Options) -> int:
+    from launcher import runs
+    from launcher.backends import sagemaker
 
-    module = {"ray": "ray_cluster"}.get(on, on)
-    return importlib.import_module(f"launcher.backends.{module}")
+    request = sagemaker.plan(job, entry=options.entry, offline=options.offline)
+    if options.request:
+        print(request.write(options.request))
+        return 0
+    if options.dry_run:
+        print(request.render())
+        return 0
+    return runs.follow(sagemaker.submit(request))
+
+
+def _on_ray(job: Job, options: Options) -> int:
+    from launcher import runs
+    from launcher.backends import ray_cluster
+
+    request = ray_cluster.plan(job, address=options.address, offline=options.offline)
+    if options.dry_run:
+        print(request.render())
+        return 0
+    return runs.follow(ray_cluster.submit(request))
+
+
+def attach(run_id: str) -> Any:
+    """Laptop: the run that an id or a run directory names.
+
+    Raises:
+        UsageError: there is no such run.
+    """
+    from launcher import runs
+    from launcher.backends import local
+
+    return runs.attach(run_id) or local.attach(run_id)
+
+
+def status(run_id: str) -> int:
+    """Laptop: print how a run stands."""
+    print(attach(run_id).status())
+    return 0
+
+
+def logs(run_id: str, follow: bool) -> int:
+    """Laptop: print a run's log."""
+    from launcher import runs
+
+    found = attach(run_id)
+    if follow and hasattr(found, "detached"):
+        return runs.follow(found)
+    for line in found.logs(follow):
+        print(line, flush=True)
+    return 0
+
+
+def stop(run_id: str) -> int:
+    """Laptop: ask a run to stop with a checkpoint."""
+    attach(run_id).stop()
+    print(f"{run_id}: asked to stop; it writes a checkpoint first")
+    return 0
+
+
+def show(config: Path | None, overrides: list[str], source_dir: Path | None) -> int:
+    """Laptop: print every key, with this job's values where a file is given."""
+    resolved = load(config, overrides) if config else None
+    print("\n".join(config_lines(resolved, source_dir)))
+    return 0
 
 
 def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str]:

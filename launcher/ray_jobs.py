@@ -61,9 +61,7 @@ class JobServer:
                 method, self.address + path, headers=headers, timeout=TIMEOUT_S, **content
             )
         except requests.exceptions.SSLError as error:
-            raise UsageError(
-                f"--address {self.address}: the certificate is refused: {error}"
-            ) from None
+            raise UsageError(f"--address {self.address}: the certificate is refused: {error}") from None
         except requests.exceptions.ConnectionError as error:
             raise UsageError(
                 f"--address {self.address}: nobody answers ({_root_cause(error)});"
@@ -76,21 +74,13 @@ class JobServer:
         if answer.status_code == 401:
             raise UsageError(f"--address {self.address}: the cluster wants a token; {_TOKEN_HINT}")
         if answer.status_code == 403:
-            raise UsageError(
-                f"--address {self.address}: the cluster refuses this token; {_TOKEN_HINT}"
-            )
+            raise UsageError(f"--address {self.address}: the cluster refuses this token; {_TOKEN_HINT}")
         if answer.status_code == 404 and missing_ok:
             return answer
         if not answer.ok:
             last = (answer.text.strip().splitlines() or [answer.reason])[-1]
-            raise UsageError(
-                f"--address {self.address}: {method} {path}: {answer.status_code}: {last}"
-            )
-        if (
-            "json" not in answer.headers.get("content-type", "json")
-            and method == "GET"
-            and not missing_ok
-        ):
+            raise UsageError(f"--address {self.address}: {method} {path}: {answer.status_code}: {last}")
+        if "json" not in answer.headers.get("content-type", "json") and method == "GET" and not missing_ok:
             raise UsageError(f"--address {self.address}: answers, but not as a Ray dashboard")
         return answer
 

@@ -46,7 +46,12 @@ def attach(run_id: str) -> RemoteRun | None:
     return None
 
 
-def follow(run: RemoteRun, tell: Callable[[str], None] = print) -> int:
+def show(line: str) -> None:
+    """Laptop: print at once, into a pipe too."""
+    print(line, flush=True)
+
+
+def follow(run: RemoteRun, tell: Callable[[str], None] = show) -> int:
     """Laptop: show the logs until the end, then the outcome; Ctrl-C leaves the job alone.
 
     Returns:

@@ -15,15 +15,14 @@ from typer.core import TyperGroup
 
 from stoker.config import UsageError
 
-PLACES = ("local", "ray", "rehearsal", "sagemaker")
+EXAMPLE = "python launcher/submit.py source_dir/configs/digits.yaml"
 
 
 class DefaultsToRun(TyperGroup):
     """`submit.py job.yaml` means `submit.py run job.yaml`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        verbs = set(self.commands)
-        if args and args[0] not in verbs and args[0] not in ("--help", "--version"):
+        if args and args[0] not in (*self.commands, "--help"):
             args = ["run", *args]
         return list(super().parse_args(ctx, args))
 
@@ -34,24 +33,70 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Stoker keeps GPUs fed: one training job, on this machine or on a cluster.\n\n"
-    "Example: python launcher/submit.py source_dir/configs/digits.yaml train.epochs=3",
+    help="Stoker keeps GPUs fed: one training job, on this machine or on a cluster.",
+    epilog=f"Example: {EXAMPLE} train.epochs=3 --on rehearsal   (`run` may be left out; `run --help`)",
 )
 
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as in the file")]
+Option = typer.Option
 
-@app.command(context_settings={"ignore_unknown_options": False})
+
+@app.command(epilog=f"Example: {EXAMPLE} train.epochs=3 --on rehearsal --hosts gpu=1,cpu=2")
 def run(
     config: Annotated[Path | None, typer.Argument(help="the job's YAML file")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, as in the file")] = None,
-    on: Annotated[str, typer.Option(help="local, ray, rehearsal or sagemaker")] = "local",
-    source_dir: Annotated[Path | None, typer.Option(help="your own folder with recipes")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what would be done")] = False,
-    show_config: Annotated[bool, typer.Option("--show-config", help="list every key")] = False,
+    overrides: Overrides = None,
+    on: Annotated[str, Option(help="local, ray, rehearsal or sagemaker")] = "local",
+    source_dir: Annotated[Path | None, Option(help="your own folder with recipes")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="check and show, do nothing")] = False,
+    show_config: Annotated[bool, Option("--show-config", help="list every key")] = False,
+    hosts: Annotated[str | None, Option(help="rehearsal: gpu=1,cpu=2")] = None,
+    entry: Annotated[str | None, Option(help="toolkit | container; script-mode | container")] = None,
+    fault: Annotated[list[str] | None, Option(help="rehearsal: kill:algo-3@20s")] = None,
+    link_mbps: Annotated[float | None, Option(help="rehearsal: rate per host")] = None,
+    cpu_quota: Annotated[float | None, Option(help="rehearsal: cores per host")] = None,
+    address: Annotated[str | None, Option(help="ray: http://head:8265")] = None,
+    offline: Annotated[bool, Option("--offline", help="with --dry-run: ask no network")] = False,
+    request: Annotated[Path | None, Option(help="sagemaker: write the request, do not send")] = None,
 ) -> None:
-    """Run a job: submit.py CONFIG [key=value …] (the word run may be left out)."""
+    """Run a job from its YAML file, with single keys changed on the command line."""
     from launcher import commands
 
-    raise typer.Exit(commands.run(config, overrides or [], on, source_dir, dry_run, show_config))
+    options = commands.Options(
+        on, source_dir, dry_run, hosts, entry, fault or [], link_mbps, cpu_quota, address, offline, request
+    )
+    if show_config:
+        raise typer.Exit(commands.show(config, overrides or [], source_dir))
+    raise typer.Exit(commands.run(config, overrides or [], options))
+
+
+Run = Annotated[str, typer.Argument(help="a run directory, runs/latest, ray:… or sagemaker:…")]
+
+
+@app.command(epilog="Example: python launcher/submit.py status runs/latest")
+def status(run: Run = "runs/latest") -> None:
+    """Show how a run stands."""
+    from launcher import commands
+
+    raise typer.Exit(commands.status(run))
+
+
+@app.command(epilog="Example: python launcher/submit.py logs -f runs/latest")
+def logs(
+    run: Run = "runs/latest",
+    follow: Annotated[bool, Option("--follow", "-f", help="until the end")] = False,
+) -> None:
+    """Show a run's log; Ctrl-C leaves the run alone."""
+    from launcher import commands
+
+    raise typer.Exit(commands.logs(run, follow))
+
+
+@app.command(epilog="Example: python launcher/submit.py stop runs/latest")
+def stop(run: Run = "runs/latest") -> None:
+    """Ask a run to stop with a checkpoint."""
+    from launcher import commands
+
+    raise typer.Exit(commands.stop(run))
 
 
 def main() -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from launcher.job import COMMAND, Job
+from stoker.config import UsageError
 from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE
+
+PROCESS_FILE = "process.id"
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class LocalRun:
         return "running" if code is None else "succeeded" if code == 0 else f"failed: exit code {code}"
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        yield from (self.run_dir / "logs" / "driver.log").read_text().splitlines()
+        yield from log_lines(self.run_dir, follow, lambda: self.process.poll() is None)
 
     def wait(self) -> int:
         """The exit code; Ctrl-C is passed on once and waited for, so that a checkpoint is kept."""
@@ -88,4 +94,86 @@ def submit(request: LocalRequest) -> LocalRun:
     draft.replace(link)
     command = [sys.executable, *COMMAND[1:]]
     environment = os.environ | {RUN_DIR_VARIABLE: str(run_dir), BACKEND_VARIABLE: "local"}
-    return LocalRun(run_dir, subprocess.Popen(command, cwd=run_dir / "code", env=environment))
+    process = subprocess.Popen(command, cwd=run_dir / "code", env=environment)
+    (run_dir / PROCESS_FILE).write_text(str(process.pid))
+    return LocalRun(run_dir, process)
+
+
+class PastRun:
+    """Laptop: a run known by its directory, started by another process."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.id = str(run_dir)
+        self.run_dir = run_dir
+
+    def summary(self) -> dict[str, Any]:
+        """What the run has written of itself so far."""
+        try:
+            found: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
+        except (OSError, ValueError):
+            return {"status": "starting"}
+        return found
+
+    def process_id(self) -> int | None:
+        """The process on this machine that runs it, None where it has ended."""
+        try:
+            number = int((self.run_dir / PROCESS_FILE).read_text())
+            os.kill(number, 0)
+        except (OSError, ValueError):
+            return None
+        return number
+
+    def status(self) -> str:
+        found = self.summary()
+        status = found["status"]
+        if status in ("running", "starting") and self.process_id() is None:
+            return f"failed: it ended without a word after step {found.get('steps', 0)}; see logs/driver.log"
+        parts = [status]
+        if found.get("error"):
+            parts.append(str(found["error"]))
+        if found.get("steps"):
+            parts.append(f"step {found['steps']}, epoch {found['epochs']}")
+        parts += [f"{name} {value:.4f}" for name, value in found.get("metrics", {}).get("last", {}).items()]
+        return "  ".join(parts)
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        yield from log_lines(self.run_dir, follow, lambda: self.process_id() is not None)
+
+    def wait(self) -> int:
+        while self.process_id() is not None:
+            time.sleep(0.5)
+        return 0 if self.summary()["status"] == "succeeded" else 1
+
+    def stop(self) -> None:
+        number = self.process_id()
+        if number is None:
+            raise UsageError(f"{self.id}: this run has ended: {self.status()}")
+        os.kill(number, signal.SIGTERM)
+
+
+def attach(run_id: str) -> PastRun:
+    """Laptop: a run by its directory.
+
+    Raises:
+        UsageError: no run lies there.
+    """
+    run_dir = Path(run_id).resolve()
+    if not (run_dir / "code").is_dir() and not (run_dir / "summary.json").is_file():
+        raise UsageError(f"{run_id}: no run directory, and no id of the form ray:… or sagemaker:…")
+    return PastRun(run_dir)
+
+
+def log_lines(run_dir: Path, follow: bool, alive: Callable[[], bool]) -> Iterator[str]:
+    """Laptop: what the run showed, line by line; with `follow` until it has ended."""
+    path = run_dir / "logs" / "console.log"
+    while follow and not path.exists() and alive():
+        time.sleep(0.2)
+    if not path.exists():
+        return
+    with path.open() as file:
+        while True:
+            running = follow and alive()
+            yield from (line.rstrip("\n") for line in file)
+            if not running:
+                return
+            time.sleep(0.3)

@@ -32,12 +32,24 @@ LAST_ERROR = ""
 """The cause of the last run's failure in one line; the bootstrap puts it into the failure file."""
 
 _stop_reason = ""
+_stop_code = 143
 
 
-def request_stop(reason: str) -> None:
-    """Head: ask the run to stop with a checkpoint; may be called from a signal handler."""
-    global _stop_reason
-    _stop_reason = _stop_reason or reason
+def request_stop(reason: str, code: int = 143) -> None:
+    """Head: ask the run to stop with a checkpoint; may be called from a signal handler.
+
+    Args:
+        reason: what the log and the summary say.
+        code: the exit code of a run that stops so.
+    """
+    global _stop_reason, _stop_code
+    if not _stop_reason:
+        _stop_reason, _stop_code = reason, code
+
+
+def stop_requested() -> str:
+    """Head: why the run shall stop; empty while nobody asked."""
+    return _stop_reason
 
 
 def check(resolved: Resolved) -> Recipe:
@@ -62,7 +74,7 @@ def run(resolved: Resolved, place: Place) -> int:
         place: where its files go.
 
     Returns:
-        The exit code: 0 done, 1 failed, 2 wrong usage, 143 stopped on request.
+        The exit code: 0 done, 1 failed, 2 wrong usage, 130 or 143 stopped on request.
     """
     global LAST_ERROR
     config = resolved.config
@@ -77,7 +89,8 @@ def run(resolved: Resolved, place: Place) -> int:
     summary.write(place.run_dir)
     process_started = time.time() - place.formed_s
     recorder = Recorder(place.run_dir, summary, process_started, config.tracking.tensorboard)
-    console: PlainConsole = PlainConsole(config.train.epochs, None)
+    screen_log = place.run_dir / "logs" / "console.log"
+    console: PlainConsole = PlainConsole(config.train.epochs, None, screen_log)
     coordinator = None
     code = 1
     try:
@@ -87,7 +100,7 @@ def run(resolved: Resolved, place: Place) -> int:
         steps = steps_per_epoch(config, data, workers)
         summary.train_workers = workers
         coordinator = start_coordinator(config, data, workers)
-        console = make_console(config.train.epochs, steps)
+        console = make_console(config.train.epochs, steps, screen_log)
         fit = Fit(config, place, coordinator, workers, use_gpu, steps, "val" in data.sources)
         follow(fit, coordinator, recorder, console, summary)
         code = conclude(fit, summary)
@@ -215,7 +228,7 @@ def conclude(fit: Fit, summary: Summary) -> int:
         return 1
     if _stop_reason:
         summary.status, summary.error = "interrupted", _stop_reason
-        return 143
+        return _stop_code
     summary.status = "succeeded"
     return 0
 

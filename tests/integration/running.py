@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from stoker import driver
 from stoker.config import UsageError, load
 from stoker.place import Place

@@ -108,10 +108,16 @@ IN_TRAINING = {
         "1 of 1437 train records cannot be used, more than data.bad_record_budget allows (0.00%)",
     ),
     "model raises": (recipe("rows:RaisesIn", where="model"), "RuntimeError: broken model (rows.py:"),
-    "training_step raises": (recipe("rows:RaisesIn", where="training_step"), "broken training_step (rows.py:"),
+    "training_step raises": (
+        recipe("rows:RaisesIn", where="training_step"),
+        "broken training_step (rows.py:",
+    ),
     "the loss is not a number": (recipe("rows:RaisesIn", where="nan"), "the loss is nan by step 1"),
     "every record fails": (recipe("rows:RaisesIn", where="record"), "Fails: ValueError: cannot be used"),
-    "a batch stage raises": (recipe("rows:RaisesIn", where="batch"), "stage fails: ValueError: no such batch"),
+    "a batch stage raises": (
+        recipe("rows:RaisesIn", where="batch"),
+        "stage fails: ValueError: no such batch",
+    ),
     "a stage loses records": (recipe("rows:RaisesIn", where="loses"), "a chain must keep every record"),
     "no model": (recipe("rows:NoModel"), "NoModel does not say what to train: define model()"),
 }

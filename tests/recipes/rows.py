@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from stoker.data.sources import BadRecord, Record, Source, cut_indices, read_parquet, read_torch
 from stoker.data.transforms import RecordTransform
 from stoker.recipe import Recipe
@@ -14,10 +15,10 @@ class Regression(Recipe):
     """Parquet rows x0, x1 → y, by a linear model."""
 
     data: str
-    columns: list[str] = ["x0", "x1", "y"]
+    columns: tuple[str, ...] = ("x0", "x1", "y")
 
     def read(self, split: str) -> Any:
-        return read_parquet(self.data, split, columns=self.columns)
+        return read_parquet(self.data, split, columns=list(self.columns))
 
     def model(self) -> Any:
         from torch import nn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from stoker.data.chain import BlockReport
 from stoker.data.ledger import DataError, EpochBooks
 from stoker.data.sources import BadRecord, record_id

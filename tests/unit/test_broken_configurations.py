@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from launcher import submit
 
 GOOD = "name: job\nrecipe: rows:Counting\n"
@@ -13,7 +14,11 @@ GOOD = "name: job\nrecipe: rows:Counting\n"
 CASES = {
     "misspelt section": ("trian: {epochs: 3}", [], "job.yaml: trian: unknown key; did you mean train?"),
     "misspelt key": ("train: {epoch: 3}", [], "train.epoch: unknown key; did you mean epochs?"),
-    "key of another section": ("batch_size: 3", [], "batch_size: unknown key; did you mean train.batch_size?"),
+    "key of another section": (
+        "batch_size: 3",
+        [],
+        "batch_size: unknown key; did you mean train.batch_size?",
+    ),
     "wrong type": ("train: {epochs: many}", [], "train.epochs: input should be a valid integer"),
     "not one of": ("data: {order: exakt}", [], "data.order: input should be 'any' or 'exact' (got 'exakt')"),
     "out of range": ("data: {bad_record_budget: 2}", [], "should be less than or equal to 1 (got 2)"),
@@ -21,7 +26,11 @@ CASES = {
     "twice the same key": ("seed: 1\nseed: 2", [], "the key 'seed' stands twice"),
     "no YAML": ("train: [1, 2", [], "job.yaml: not valid YAML: line "),
     "a list": ("- train", [], "holds a list, not keys and values"),
-    "an override without a value": ("seed: 1", ["train.epochs"], "'train.epochs' is not of the form key=value"),
+    "an override without a value": (
+        "seed: 1",
+        ["train.epochs"],
+        "'train.epochs' is not of the form key=value",
+    ),
     "an override into a value": ("seed: 1", ["seed.x=1"], "seed is a value, not a section"),
     "an override of the wrong type": ("seed: 1", ["train.lr=fast"], "command line: train.lr: "),
     "no such place": ("seed: 1", ["--on", "sagemakr"], "--on sagemakr: no such place"),

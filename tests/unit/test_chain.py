@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import v2
+
 from stoker.config import UsageError
 from stoker.data.chain import HWC_SUFFIX, ID_COLUMN, Chain, ChainError
 from stoker.data.sources import BadRecord, Record
 from stoker.data.transforms import CheckLabel, DecodeImage, RecordTransform, as_stages, decode_image
-from torchvision.transforms import v2
 
 
 def jpeg(seed: int, size: tuple[int, int] = (48, 40), quality: int = 95, **options: Any) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from stoker.config import UsageError, hyperparameter_overrides, load, parse_value, resolved_yaml, schema_rows
 from stoker.schema import Config
 
@@ -29,7 +30,13 @@ def test_what_is_written_is_read_back_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--train__lr", "0.1"], ["--train.lr", "0.1"], ["--train.lr=0.1"], ["train.lr=0.1"], ["--train__lr=0.1"]],
+    [
+        ["--train__lr", "0.1"],
+        ["--train.lr", "0.1"],
+        ["--train.lr=0.1"],
+        ["train.lr=0.1"],
+        ["--train__lr=0.1"],
+    ],
 )
 def test_hyperparameters_come_in_many_forms(words: list[str]) -> None:
     assert load(None, hyperparameter_overrides(words)).config.train.lr == 0.1

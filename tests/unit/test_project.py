@@ -61,7 +61,9 @@ def test_every_backend_runs_the_same_command() -> None:
     assert COMMAND == ("python", "train.py", "--config", "job.yaml")
     for path in (ROOT / "launcher").rglob("*.py"):
         if path.name != "job.py":
-            assert not re.search(r"""["']--config["']""", path.read_text()), f"{path}: spells the command itself"
+            assert not re.search(r"""["']--config["']""", path.read_text()), (
+                f"{path}: spells the command itself"
+            )
 
 
 def test_names_of_hosts_and_folders_of_a_machine_stay_out() -> None:

@@ -45,6 +45,20 @@ def local(config: Config) -> Iterator[None]:
         ray.shutdown()
 
 
+@contextmanager
+def connected() -> Iterator[None]:
+    """A job's process on a Ray cluster: that cluster, with the token it runs under."""
+    os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
+    import ray
+
+    ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
 def set_environment(token: str) -> None:
     """Every host: what all Ray processes of this job must agree on; before ray is imported."""
     os.environ["RAY_AUTH_MODE"] = "token"
@@ -61,6 +75,10 @@ def set_environment(token: str) -> None:
     os.environ.setdefault("RAY_health_check_period_ms", "2000")
     os.environ.setdefault("RAY_health_check_timeout_ms", "4000")
     os.environ.setdefault("RAY_health_check_failure_threshold", "4")
+    # Calls to a machine that vanished without a word would otherwise hang for seven minutes, and
+    # the tasks that ran on it with them.
+    os.environ.setdefault("RAY_grpc_client_keepalive_time_ms", "15000")
+    os.environ.setdefault("RAY_grpc_client_keepalive_timeout_ms", "8000")
 
 
 def read_token(folder: Path) -> str:

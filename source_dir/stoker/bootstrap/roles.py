@@ -91,9 +91,10 @@ def run_head(
         token = cluster.read_token(code)
         cluster.set_environment(token)
         address = raynode.address_of(topology.interface)
-        raynode.probe_port(address, config.cluster.port, "cluster.port")
+        # First the line by which the other hosts hear of whatever else may fail.
         raynode.probe_port(address, lifeline_port(config.cluster.port), "cluster.port + 1")
         lifeline = LifelineServer(address, lifeline_port(config.cluster.port), token)
+        raynode.probe_port(address, config.cluster.port, "cluster.port")
         head = ["--head", f"--port={config.cluster.port}", "--include-dashboard=false"]
         node = RayNode([*head, *_shared_arguments(resolved, topology, address)], cluster.RAY_LOG)
         import ray

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ def run(arguments: list[str]) -> int:
 
 
 def run_locally(arguments: list[str]) -> int:
-    """Laptop: configuration → a Ray cluster of this machine → driver → exit code."""
+    """Laptop, or a job's process on a Ray cluster: configuration → Ray → driver → exit code."""
     from stoker.config import UsageError
 
     try:
@@ -57,9 +58,28 @@ def run_locally(arguments: list[str]) -> int:
     from stoker.bootstrap import cluster
     from stoker.place import local_place
 
-    with cluster.local(resolved.config):
-        place = replace(local_place(), formed_s=time.monotonic() - STARTED)
-        return int(driver.run(resolved, place))
+    try:
+        on_cluster = os.environ.get("STOKER_BACKEND") == "ray"
+        with cluster.connected() if on_cluster else cluster.local(resolved.config):
+            # After ray.init, which installs handlers of its own.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, _stop_locally)
+            place = replace(local_place(), formed_s=time.monotonic() - STARTED)
+            return int(driver.run(resolved, place))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _stop_locally(number: int, frame: Any) -> None:
+    """Laptop: the first signal asks for a checkpoint and the end, the second one ends at once."""
+    from stoker import driver
+
+    if driver.stop_requested():
+        raise KeyboardInterrupt
+    if number == signal.SIGINT:
+        driver.request_stop("Ctrl-C", code=130)
+    else:
+        driver.request_stop("SIGTERM", code=143)
 
 
 def run_in_container(resource: Mapping[str, Any], arguments: list[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 from stoker.tracking.summary import Summary
@@ -22,11 +23,18 @@ BINDS = {
 class PlainConsole:
     """Head: one line per happening."""
 
-    def __init__(self, epochs: int, steps_per_epoch: int | None) -> None:
+    def __init__(self, epochs: int, steps_per_epoch: int | None, log: Path | None = None) -> None:
         self.epochs, self.steps_per_epoch = epochs, steps_per_epoch
         self.last = 0.0
+        self.log = log.open("a", buffering=1) if log else None
 
     def line(self, text: str) -> None:
+        """Show a line and keep it in the run's console.log."""
+        self.show(text)
+        if self.log:
+            self.log.write(text + "\n")
+
+    def show(self, text: str) -> None:
         print(text, flush=True)
 
     def step(self, event: dict[str, Any]) -> None:
@@ -76,8 +84,8 @@ class PlainConsole:
 class RichConsole(PlainConsole):
     """Head: a progress bar per epoch with throughput, loss and input wait."""
 
-    def __init__(self, epochs: int, steps_per_epoch: int | None) -> None:
-        super().__init__(epochs, steps_per_epoch)
+    def __init__(self, epochs: int, steps_per_epoch: int | None, log: Path | None = None) -> None:
+        super().__init__(epochs, steps_per_epoch, log)
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -92,7 +100,7 @@ class RichConsole(PlainConsole):
         )
         self.task: Any = None
 
-    def line(self, text: str) -> None:
+    def show(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def step(self, event: dict[str, Any]) -> None:
@@ -114,6 +122,9 @@ class RichConsole(PlainConsole):
             self.task = None
 
     def table(self, rows: list[tuple[str, str]]) -> None:
+        """The same rows, drawn; the log gets the plain ones."""
+        if self.log:
+            self.log.writelines(f"  {name}: {value}\n" for name, value in rows)
         from rich.table import Table
 
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 1))
@@ -122,14 +133,14 @@ class RichConsole(PlainConsole):
         self.console.print(table)
 
 
-def make_console(epochs: int, steps_per_epoch: int | None) -> PlainConsole:
+def make_console(epochs: int, steps_per_epoch: int | None, log: Path | None = None) -> PlainConsole:
     """Head: the console that fits where the output goes; NO_COLOR and CI logs get plain lines."""
     if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
         try:
-            return RichConsole(epochs, steps_per_epoch)
+            return RichConsole(epochs, steps_per_epoch, log)
         except ImportError:
             pass
-    return PlainConsole(epochs, steps_per_epoch)
+    return PlainConsole(epochs, steps_per_epoch, log)
 
 
 def metrics_text(metrics: dict[str, float]) -> str:

@@ -1,0 +1,288 @@
+"""Laptop: `--on ray`: the job through Ray Jobs on a cluster that already runs.
+
+    request = plan(job, address="http://head:8265")
+    run = submit(request)
+    for line in run.logs(follow=True): ...
+
+The cluster's token is taken from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import secrets
+import shlex
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+from launcher import files, ray_jobs
+from launcher.job import COMMAND, Job
+from launcher.ray_jobs import JobServer
+from stoker.config import UsageError
+from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE
+
+POLL_S = 2.0
+STOP_WAIT_S = 120
+"""Between SIGTERM and SIGKILL; Ray's own three seconds leave no time for a checkpoint."""
+SUPPORTED_PYTHONS = ("3.11", "3.12")
+_WORDS = {
+    "PENDING": "running: waiting for the cluster",
+    "RUNNING": "running",
+    "SUCCEEDED": "succeeded",
+    "STOPPED": "interrupted",
+}
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class RayRequest:
+    """Laptop: what will be sent to the job server."""
+
+    job: Job
+    server: JobServer
+    submission_id: str
+    run_dir: str
+    environment: dict[str, str]
+    pip: tuple[str, ...]
+    code_files: int
+    code_bytes: int
+    versions: str
+    warnings: tuple[str, ...]
+
+    def body(self, working_dir: str) -> dict[str, Any]:
+        """What is posted to `/api/jobs/`, given the URI of the uploaded source."""
+        runtime_env: dict[str, Any] = {"working_dir": working_dir, "env_vars": self.environment}
+        if self.pip:
+            runtime_env["pip"] = list(self.pip)
+        return {
+            "entrypoint": shlex.join(COMMAND),
+            "submission_id": self.submission_id,
+            "runtime_env": runtime_env,
+            "metadata": {"stoker_job": self.job.name},
+        }
+
+    def render(self) -> str:
+        """The request as JSON, then where it goes and what is uploaded."""
+        rows = [
+            ("cluster", self.server.address),
+            ("versions", self.versions),
+            ("upload", f"{self.code_files} files, {files.size(self.code_bytes)}"),
+            ("results", f"{self.run_dir} on the cluster"),
+        ]
+        lines = [f"{name:<9} {value}" for name, value in rows]
+        lines += [f"note: {line}" for line in self.warnings]
+        content = json.dumps(self.body("<uploaded source>"), indent=2)
+        return f"Ray job {self.submission_id}\n\n{content}\n\n" + "\n".join(lines)
+
+    def package(self) -> bytes:
+        """The staged source as the zip file that becomes the job's working directory."""
+        with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
+            folder = Path(scratch) / "code"
+            self.job.stage(folder)
+            return ray_jobs.package(folder)
+
+    def write(self, path: Path) -> str:
+        """Write the source as a zip file and say what a RayJob manifest needs of it.
+
+        Args:
+            path: `job.zip`; it goes where the cluster can fetch it.
+        """
+        path.write_bytes(self.package())
+        variables = "".join(f"\n    {key}: {json.dumps(value)}" for key, value in self.environment.items())
+        return (
+            f"# {path} goes to an address that the cluster reaches; in the RayJob (docs/ray-clusters.md):\n"
+            f"entrypoint: {shlex.join(COMMAND)}\n"
+            f"runtimeEnvYAML: |\n  working_dir: https://<address>/{path.name}\n  env_vars:{variables}"
+        )
+
+
+@dataclass(frozen=True)
+class RayRun:
+    """Laptop: one job of a Ray cluster."""
+
+    server: JobServer
+    submission_id: str
+    poll_s: float = POLL_S
+
+    @property
+    def id(self) -> str:
+        return f"ray:{self.server.address}/{self.submission_id}"
+
+    def status(self) -> str:
+        """running, succeeded, failed or interrupted, with Ray's reason after a colon."""
+        details = self.details()
+        state = str(details.get("status"))
+        if state == "FAILED":
+            # Ray appends the end of the log, which `logs` shows better.
+            message = str(details.get("message") or "no reason given").partition(", last available")[0]
+            return f"failed: {' '.join(message.split())}"
+        return _WORDS.get(state, f"unknown: {state}")
+
+    def details(self) -> dict[str, Any]:
+        """The job server's own description."""
+        found: dict[str, Any] = self.server.get(f"/api/jobs/{self.submission_id}")
+        return found
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """The driver's output, line by line; with `follow` until the job's end."""
+        shown = 0
+        while True:
+            ended = not self.status().startswith("running")
+            text = self.server.get(f"/api/jobs/{self.submission_id}/logs").get("logs", "")
+            # An unfinished last line is shown once it is whole.
+            upto = len(text) if ended or not follow else text.rfind("\n") + 1
+            yield from text[shown:upto].splitlines()
+            shown = max(shown, upto)
+            if ended or not follow:
+                return
+            # The server sends the whole log each time: ask less often as it grows.
+            time.sleep(self.poll_s + len(text) / 2e6)
+
+    def wait(self) -> int:
+        """Block until the end; the driver's exit code."""
+        while (state := self.status()).startswith("running"):
+            time.sleep(self.poll_s)
+        if state == "succeeded":
+            return 0
+        code = self.details().get("driver_exit_code")
+        return 143 if state.startswith("interrupted") else int(code or 1)
+
+    def stop(self) -> None:
+        """SIGTERM to the driver, then time for a checkpoint."""
+        self.server.post(f"/api/jobs/{self.submission_id}/stop")
+
+    def closing(self) -> str:
+        """After the end: the outcome."""
+        return f"{self.submission_id}: {self.status()}"
+
+    def detached(self) -> str:
+        """What to say when the user leaves: the job goes on."""
+        return (
+            f"{self.submission_id} goes on without you. Come back: stoker logs -f {self.id};"
+            f" stop it: stoker stop {self.id}"
+        )
+
+
+def plan(job: Job, *, address: str | None = None, offline: bool = False, install: bool = False) -> RayRequest:
+    """Laptop: job → request, with the cluster's versions checked; uploads nothing.
+
+    Args:
+        job: what to run.
+        address: the dashboard's address; default: RAY_API_SERVER_ADDRESS or RAY_ADDRESS.
+        offline: do not ask the cluster for its versions.
+        install: let Ray install `requirements.txt` for the job on every host.
+
+    Raises:
+        UsageError: with every problem, one line each.
+    """
+    problems: list[str] = []
+    name = f"{job.name}-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    output = job.resolved.config.output_dir
+    if not PurePosixPath(output).is_absolute():
+        problems.append(
+            "output_dir: name an absolute folder that all hosts of the cluster share (got"
+            f" {output!r});"
+            " a relative one would vanish with the job's working directory"
+        )
+    count, size, pip = _measure(job, install)
+    if size > ray_jobs.PACKAGE_LIMIT_BYTES:
+        problems.append(
+            f"--source-dir: {files.size(size)} of source, and Ray takes at most 100 MB;"
+            " move data to storage that the hosts share"
+        )
+    server, versions, warnings = _server(address, offline, problems)
+    if problems or server is None:
+        raise UsageError(*problems)
+    warnings += [
+        f"params.{parameter} = {path} must exist on the cluster's hosts too"
+        for parameter, path in job.data.items()
+    ]
+    run_dir = f"{output.rstrip('/')}/{name}"
+    environment = {
+        BACKEND_VARIABLE: "ray",
+        RUN_DIR_VARIABLE: run_dir,
+        "RAY_TRAIN_V2_ENABLED": "1",
+        "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
+    }
+    return RayRequest(job, server, name, run_dir, environment, pip, count, size, versions, tuple(warnings))
+
+
+def submit(request: RayRequest) -> RayRun:
+    """Laptop: upload the staged source and start the job.
+
+    Raises:
+        UsageError: the cluster refused something; one line with its reason.
+    """
+    uri = request.server.upload(request.package())
+    request.server.post("/api/jobs/", request.body(uri))
+    return RayRun(request.server, request.submission_id)
+
+
+def attach(run_id: str) -> RayRun:
+    """Laptop: a run by `ray:http://head:8265/name`.
+
+    Raises:
+        UsageError: the id has another form.
+    """
+    address, _, name = run_id.removeprefix("ray:").rpartition("/")
+    if not address or not name:
+        raise UsageError(f"{run_id}: write ray:http://<head>:8265/<job>")
+    return RayRun(ray_jobs.job_server(address), name)
+
+
+def _server(
+    address: str | None, offline: bool, problems: list[str]
+) -> tuple[JobServer | None, str, list[str]]:
+    warnings: list[str] = []
+    try:
+        server = ray_jobs.job_server(address)
+        place = urlsplit(server.address)
+        if server.token and place.scheme == "http" and place.hostname not in _LOOPBACK:
+            warnings.append("the token travels unencrypted: use https or a port-forward to localhost")
+        if not server.token:
+            warnings.append("no token: anyone who reaches this cluster may run code on it")
+        if offline:
+            return server, "not asked (--offline)", warnings
+        ray, python = server.versions()
+    except UsageError as error:
+        problems += error.problems
+        return None, "", warnings
+    ours = importlib.metadata.version("ray")
+    if ray != ours:
+        problems.append(
+            f"--address {server.address}: Ray {ray} there and {ours} here; the job's code is"
+            " tested with"
+            f" {ours} only, use a cluster (image rayproject/ray:{ours}) of that version"
+        )
+    if python and ".".join(python.split(".")[:2]) not in SUPPORTED_PYTHONS:
+        problems.append(
+            f"--address {server.address}: Python {python} there; Stoker needs"
+            f" {' or '.join(SUPPORTED_PYTHONS)}, choose another image"
+        )
+    here = platform.python_version()
+    if python and python.split(".")[:2] != here.split(".")[:2]:
+        warnings.append(f"Python {python} there and {here} here: test your recipe with the former")
+    return server, f"Ray {ray}, Python {python or 'unknown'}", warnings
+
+
+def _measure(job: Job, install: bool) -> tuple[int, int, tuple[str, ...]]:
+    with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
+        folder = Path(scratch) / "code"
+        job.stage(folder)
+        found = list(files.files_below(folder))
+        lines = (folder / "requirements.txt").read_text().splitlines() if install else []
+    pip = tuple(
+        line.strip()
+        for line in lines
+        # The cluster's own Ray stays: another one could not join it.
+        if line.strip() and not line.lstrip().startswith(("#", "ray[", "ray="))
+    )
+    return len(found), sum(stat.st_size for _, _, stat in found), pip

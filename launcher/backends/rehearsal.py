@@ -1,0 +1,139 @@
+"""Laptop: run the job in emulated SageMaker hosts on this machine, before a cent is spent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.job import Job
+from launcher.rehearsal import faults, isolation, outputs, toolkit
+from launcher.rehearsal import plan as planning
+from launcher.rehearsal.display import Display
+from launcher.rehearsal.prepare import prepare_host, world_spec
+from launcher.rehearsal.running import RehearsalRun
+from launcher.sagemaker import upload
+from stoker.bootstrap.cluster import TOKEN_FILE
+from stoker.config import UsageError
+
+
+@dataclass(frozen=True)
+class RehearsalRequest:
+    """Laptop: the hosts, channels and faults of one rehearsal."""
+
+    job: Job
+    hosts: tuple[planning.PlannedHost, ...]
+    channels: tuple[planning.PlannedChannel, ...]
+    faults: tuple[faults.Fault, ...]
+    head: str
+    run_dir: Path
+
+    @property
+    def entry(self) -> str:
+        return self.job.resolved.config.rehearsal.entry
+
+    def render(self) -> str:
+        """The request as `--dry-run` shows it."""
+        settings = self.job.resolved.config.rehearsal
+        starter = {
+            "toolkit": f"sagemaker-training {toolkit.VERSION} starts train.py",
+            "container": "python3 /opt/ml/input/data/code/train.py is process 1",
+        }[self.entry]
+        rate = f"{settings.link_mbps:g} Mbit/s" if settings.link_mbps else "unlimited"
+        quota = f"{settings.cpu_quota:g} cores" if settings.cpu_quota else "none"
+        lines = [f"rehearsal of {self.job.name}: {len(self.hosts)} emulated hosts on this machine"]
+        for host in self.hosts:
+            role = "head" if host.name == self.head else "worker"
+            late = f"{host.delay_s:g} s late" if host.delay_s else ""
+            late = "never comes" if host.delay_s == float("inf") else late
+            columns = (host.name, host.group, host.instance_type, host.address, role, late)
+            lines.append("  " + "".join(f"{column:<18}" for column in columns).rstrip())
+        lines += [f"  entry      {starter}", f"  link       {rate}; cpu quota {quota} per host"]
+        lines += [f"  channel    {c.parameter}: {c.source} → {c.path_on_host}" for c in self.channels]
+        lines += [f"  fault      {text}" for text in settings.faults]
+        lines.append(f"  results    {self.run_dir}")
+        return "\n".join(lines)
+
+
+def plan(job: Job) -> RehearsalRequest:
+    """Laptop: check everything that can be checked without starting a host.
+
+    Raises:
+        UsageError: every problem found in the `rehearsal` section.
+    """
+    config = job.resolved.config
+    hosts = planning.plan_hosts(config)
+    planned_faults = planning.plan_faults(config, hosts)
+    topology = planning.plan_topology(config, hosts)
+    channels = tuple(
+        planning.PlannedChannel(parameter, Path(source)) for parameter, source in job.data.items()
+    )
+    if any(channel.parameter == planning.CODE_CHANNEL for channel in channels):
+        raise UsageError("params.code: `code` is the name of the channel that carries the source")
+    root = Path(config.output_dir).resolve()
+    run_dir = root / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if run_dir.exists():
+        run_dir = run_dir.with_name(f"{run_dir.name}-{os.getpid()}")
+    return RehearsalRequest(job, hosts, channels, planned_faults, topology.head, run_dir)
+
+
+def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
+    """Laptop: build the upload, make the hosts, start them.
+
+    Args:
+        request: from `plan`.
+        show: print the hosts' output and the closing table while `wait` waits.
+
+    Raises:
+        UsageError: this machine cannot emulate hosts, or the toolkit cannot be installed.
+    """
+    unshare = isolation.unshare_command()
+    train = toolkit.command(toolkit.ensure()) if request.entry == "toolkit" else None
+    run_dir = request.run_dir
+    run_dir.mkdir(parents=True)
+    (run_dir / "logs").mkdir()
+    draft = run_dir.parent / f".latest-{os.getpid()}"
+    draft.symlink_to(run_dir.name)
+    draft.replace(run_dir.parent / "latest")
+    folder = run_dir / "hosts"
+    folder.mkdir(mode=0o700)
+    cgroups: list[str] = []
+    try:
+        staged = folder / "staged"
+        upload.stage(request.job, staged, {c.parameter: c.path_on_host for c in request.channels}, TOKEN_FILE)
+        if train is not None:
+            upload.pack(staged, folder / planning.ARCHIVE)
+        specs = []
+        for number, host in enumerate(request.hosts, start=1):
+            made = isolation.make_cgroups(
+                f"stoker-{os.getpid()}-{run_dir.name[-20:]}-{host.name}",
+                request.job.resolved.config.rehearsal.cpu_quota,
+            )
+            cgroups += made
+            specs.append(prepare_host(request, host, number, folder, train, made))
+        spec = folder / "world.json"
+        spec.write_text(json.dumps(world_spec(request, specs)))
+        process = subprocess.Popen(
+            [*unshare, sys.executable, "-m", "launcher.rehearsal.world", str(spec)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # Ctrl-C is this process's to answer, not the hosts'
+            env={**os.environ, "PYTHONPATH": _import_path()},
+        )
+    except BaseException:
+        isolation.remove_cgroups(cgroups)
+        outputs.remove(folder)
+        raise
+    return RehearsalRun(request, process, cgroups, Display(request.hosts) if show else None)
+
+
+def _import_path() -> str:
+    import launcher
+
+    return str(Path(str(launcher.__file__)).parent.parent)

@@ -1,0 +1,262 @@
+"""Laptop: `--on sagemaker`: one CreateTrainingJob, checked in full before anything is uploaded.
+
+request = plan(job)              # asks STS and S3 only whether accounts and buckets exist
+print(request.render())          # what --dry-run shows
+run = submit(request)
+for line in run.logs(follow=True): ...
+"""
+
+from __future__ import annotations
+
+import datetime
+import fnmatch
+import secrets
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher import files
+from launcher.job import Job
+from launcher.sagemaker import aws, checks, render, upload
+from launcher.sagemaker.request import TOKEN_FILE, Draft, draft, job_name, json_text
+from launcher.sagemaker.run import SageMakerRun
+from stoker.config import Resolved, UsageError
+
+if TYPE_CHECKING:
+    from sagemaker.train import ModelTrainer
+
+_PRIVATE_FILES = (".env", "*.pem", "id_rsa*", "id_ed25519*", "credentials", ".netrc", ".ray-token")
+_CODE_LIMIT_BYTES = 500_000_000
+OFFLINE_ACCOUNT = "000000000000"
+
+
+@dataclass(frozen=True)
+class SageMakerRequest:
+    """Laptop: the request, what is uploaded for it, and what is worth saying before it is sent."""
+
+    draft: Draft
+    code_files: int
+    code_bytes: int
+    warnings: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.draft.name
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The arguments of CreateTrainingJob."""
+        return self.draft.body
+
+    def to_json(self) -> str:
+        """The request as `aws sagemaker create-training-job --cli-input-json` reads it."""
+        return json_text(self.body)
+
+    def render(self) -> str:
+        """The request as JSON, then groups and cost, uploads, and notes."""
+        settings = self.draft.settings
+        uploads = [
+            ("code", str(self.code_files), files.size(self.code_bytes), self.draft.code_uri + "/"),
+            *(
+                (item.parameter, str(item.files), files.size(item.bytes), item.uri)
+                for item in self.draft.data
+            ),
+        ]
+        parts = [
+            f"SageMaker training job {self.name} in {self.draft.region}, entry {settings.entry}",
+            self.to_json(),
+            render.cost_table(self.draft.groups, settings.max_runtime_s, settings.spot),
+            files.table(("upload", "files", "size", "to"), uploads),
+            "\n".join(f"note: {line}" for line in self.warnings),
+        ]
+        return "\n\n".join(part for part in parts if part)
+
+    def write(self, path: Path) -> str:
+        """Write the request and, beside it, the source to upload; the commands that submit it.
+
+        Args:
+            path: `job.json`; the source goes into `job-code/`, or `job-sourcedir.tar.gz`.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        code = path.with_name(f"{path.stem}-code")
+        if code.exists():
+            raise UsageError(f"--request: {code} exists; remove it or choose another name")
+        path.write_text(self.to_json() + "\n", encoding="utf-8")
+        self.stage(code)
+        kms_key = self.draft.settings.kms_key
+        encrypted = ["--sse", "aws:kms", "--sse-kms-key-id", kms_key] if kms_key else []
+
+        def copy(source: Path, target: str) -> list[str]:
+            folder = ["--recursive"] if source.is_dir() else []
+            return ["aws", "s3", "cp", *folder, *encrypted, str(source), target]
+
+        commands = [copy(item.source, item.uri) for item in self.draft.data]
+        if self.draft.settings.entry == "script-mode":
+            archive = path.with_name(f"{path.stem}-{upload.ARCHIVE}")
+            archive.unlink(missing_ok=True)
+            upload.pack(code, archive)
+            commands.append(copy(archive, f"{self.draft.code_uri}/{upload.ARCHIVE}"))
+        else:
+            commands.append(copy(code, f"{self.draft.code_uri}/"))
+        create = ["aws", "sagemaker", "create-training-job", "--region", self.draft.region]
+        commands.append([*create, "--cli-input-json", f"file://{path}"])
+        return "\n".join(shlex.join(command) for command in commands)
+
+    def stage(self, folder: Path) -> None:
+        """Write the source as the hosts will see it, with a fresh Ray token."""
+        upload.stage(self.draft.job, folder, self.draft.data_at, TOKEN_FILE)
+
+
+def plan(job: Job, *, entry: str | None = None, offline: bool = False) -> SageMakerRequest:
+    """Laptop: job → request, with everything checked; uploads nothing.
+
+    Args:
+        job: what to run.
+        entry: `container` or `script-mode`, over `sagemaker.entry`.
+        offline: ask AWS nothing; `sagemaker.s3_uri` must then be set.
+
+    Raises:
+        UsageError: with every problem, one line each.
+    """
+    if entry is not None:
+        job = _with_entry(job, entry)
+    settings = job.resolved.config.sagemaker
+    problems: list[str] = []
+    region = aws.region_of(settings.region) or ""
+    if not region:
+        problems.append("sagemaker.region: not set, and the AWS profile has none; for example us-east-1")
+    elif region not in _regions():
+        problems.append(f"sagemaker.region: AWS has no such region (got {region!r})")
+    s3_uri = settings.s3_uri
+    if s3_uri is None:
+        account = OFFLINE_ACCOUNT
+        if offline:
+            problems.append("sagemaker.s3_uri: needed with --offline, s3://bucket/prefix")
+        elif not problems:
+            account = _collected(problems, lambda: aws.account_id(region), OFFLINE_ACCOUNT)
+        s3_uri = f"s3://sagemaker-{region or 'us-east-1'}-{account}/stoker"
+    wanted = draft(job, job_name(job.name, _stamp()), region, s3_uri)
+    problems += checks.problems(wanted)
+    count, size = _measure(wanted, problems)
+    if not offline and not any(problem.startswith("AWS") for problem in problems) and region in _regions():
+        problems += _collected(problems, lambda: list(aws.existence_problems(wanted)), [])
+    if problems:
+        raise UsageError(*dict.fromkeys(problems))
+    return SageMakerRequest(wanted, count, size, tuple(checks.warnings(wanted)))
+
+
+def submit(request: SageMakerRequest, tell: Callable[[str], None] | None = None) -> SageMakerRun:
+    """Laptop: upload code and data, create the training job.
+
+    Args:
+        request: from `plan`.
+        tell: takes lines of progress; default: standard error.
+
+    Raises:
+        UsageError: AWS refused something; one line with its reason.
+    """
+    tell = tell or (lambda line: print(line, file=sys.stderr, flush=True))
+    wanted = request.draft
+    settings = wanted.settings
+    s3 = aws.client("s3", wanted.region)
+    with aws.readable_errors("upload"), upload.readable_errors():
+        for item in wanted.data:
+            sent = upload.upload_data(s3, item, settings.kms_key)
+            tell(f"{item.parameter}: {files.size(item.bytes)} {'uploaded' if sent else 'already there'}")
+        with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
+            folder = Path(scratch) / "code"
+            request.stage(folder)
+            archive = settings.entry == "script-mode"
+            upload.upload_code(s3, folder, wanted.code_uri, archive, settings.kms_key)
+        tell(f"code: {files.size(request.code_bytes)} uploaded to {wanted.code_uri}/")
+    with aws.readable_errors("SageMaker"):
+        aws.client("sagemaker", wanted.region).create_training_job(**request.body)
+    return SageMakerRun(wanted.region, wanted.name)
+
+
+def attach(run_id: str) -> SageMakerRun:
+    """Laptop: a run by `sagemaker:region/name`, a training job's name or its ARN.
+
+    Raises:
+        UsageError: no region is known for a bare name.
+    """
+    text = run_id.removeprefix("sagemaker:")
+    if text.startswith("arn:"):
+        region, name = text.split(":")[3], text.rpartition("/")[2]
+    elif "/" in text:
+        region, _, name = text.partition("/")
+    else:
+        name, region = text, aws.region_of(None) or ""
+    if not region:
+        raise UsageError(f"{run_id}: no region known; write sagemaker:<region>/{name}")
+    return SageMakerRun(region, name)
+
+
+def model_trainer(job: Job, **options: Any) -> ModelTrainer:
+    """Laptop: the same job as a `sagemaker.train.ModelTrainer`, for notebooks and pipelines.
+
+    Args:
+        job: from `launcher.job.open_job`.
+        options: handed on to `ModelTrainer`, for example `sagemaker_session`.
+    """
+    from launcher.sagemaker.sdk import model_trainer as build
+
+    return build(plan(job, entry="container").draft, **options)
+
+
+def _with_entry(job: Job, entry: str) -> Job:
+    if entry not in ("container", "script-mode"):
+        raise UsageError(f"--entry: container or script-mode (got {entry!r})")
+    config = job.resolved.config
+    settings = config.sagemaker.model_copy(update={"entry": entry})
+    config = config.model_copy(update={"sagemaker": settings})
+    return replace(
+        job, resolved=Resolved(config, {**job.resolved.origins, "sagemaker.entry": "command line"})
+    )
+
+
+def _measure(wanted: Draft, problems: list[str]) -> tuple[int, int]:
+    """Files and bytes of the staged source; also finds what should not travel in it."""
+    with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
+        folder = Path(scratch) / "code"
+        wanted.job.stage(folder, wanted.data_at)
+        found = list(files.files_below(folder))
+    for name, path, _ in found:
+        if any(fnmatch.fnmatch(path.name, pattern) for pattern in _PRIVATE_FILES):
+            problems.append(f"--source-dir: {name} looks private and would be uploaded; move it elsewhere")
+    size = sum(stat.st_size for _, _, stat in found)
+    if size > _CODE_LIMIT_BYTES:
+        largest = max(found, key=lambda item: item[2].st_size)[0]
+        problems.append(
+            f"--source-dir: {files.size(size)} of source (largest: {largest});"
+            " move data out and name it in params or sagemaker.channels"
+        )
+    return len(found) + 1, size  # the Ray token is written at submission
+
+
+def _collected(problems: list[str], ask: Callable[[], Any], default: Any) -> Any:
+    try:
+        return ask()
+    except UsageError as error:
+        problems += error.problems
+        return default
+
+
+def _regions() -> frozenset[str]:
+    import botocore.session
+
+    session = botocore.session.Session()
+    return frozenset(
+        region
+        for partition in session.get_available_partitions()
+        for region in session.get_available_regions("sagemaker", partition)
+    )
+
+
+def _stamp() -> str:
+    now = datetime.datetime.now(datetime.UTC)
+    return f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"

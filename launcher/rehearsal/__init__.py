@@ -1,0 +1,1 @@
+"""Laptop: emulated SageMaker hosts in Linux namespaces."""

@@ -1,0 +1,104 @@
+"""An emulated host, process 1 in its own namespaces: make it look like a container, then become it.
+
+Standard library only. Started by the world as `python -m launcher.rehearsal.host SPEC READY_FD`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+LINK_TIMEOUT_S = 30.0
+
+
+def main() -> None:
+    """Emulated host: mounts, network, identity, then the container's own program."""
+    spec: dict[str, Any] = json.loads(sys.argv[1])
+    ready = int(sys.argv[2])
+    for path in spec["cgroups"]:
+        Path(path).write_text("0")
+    socket.sethostname(spec["name"])
+    os.write(ready, b".")
+    os.close(ready)
+    _connect(spec)
+    _mount(spec)
+    os.chdir(spec["folder_in_host"])
+    os.execve(spec["command"][0], spec["command"], spec["environment"])  # noqa: S606
+
+
+def _connect(spec: dict[str, Any]) -> None:
+    """Wait for the cable that the world plugs in, then configure it as eth0."""
+    deadline = time.monotonic() + LINK_TIMEOUT_S
+    while spec["link"] not in [name for _, name in socket.if_nameindex()]:
+        if time.monotonic() > deadline:
+            sys.exit(f"{spec['name']}: no network link after {LINK_TIMEOUT_S:.0f} s")
+        time.sleep(0.01)
+    _run("ip", "link", "set", "lo", "up")
+    _run("ip", "link", "set", spec["link"], "name", "eth0")
+    _run("ip", "address", "add", f"{spec['address']}/16", "dev", "eth0")
+    _run("ip", "link", "set", "eth0", "up")
+    if spec["rate"]:
+        _run("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *spec["rate"])
+
+
+def _mount(spec: dict[str, Any]) -> None:
+    folder = Path(spec["folder"])
+    ml = folder / "ml"
+    for channel in spec["channels"]:
+        target = ml / channel["target"]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if Path(channel["source"]).is_dir():
+            target.mkdir(exist_ok=True)
+        else:
+            target.touch()
+        _run("mount", "--bind", channel["source"], str(target))
+        _run("mount", "-o", "remount,bind,ro", str(target))
+    _mount_opt_ml(folder, ml)
+    _run("mount", "--bind", str(folder / "hosts"), "/etc/hosts")
+    shm = f"size={spec['shm_mb']}m,mode=1777"
+    _run("mount", "-t", "tmpfs", "-o", shm, "tmpfs", "/dev/shm")  # noqa: S108
+    # Only the uploaded copy may be used: what works because of this tree would fail on SageMaker.
+    for path in spec["masked"]:
+        _run("mount", "-t", "tmpfs", "-o", "ro,size=4k", "tmpfs", path)
+    (folder / "tmp").mkdir(exist_ok=True)
+    _run("mount", "--bind", str(folder / "tmp"), "/tmp")  # noqa: S108
+    # What the job writes outside of its own folders would be lost on SageMaker and would stay on
+    # this machine here: neither is wanted, so the rest of the machine is read-only.
+    with contextlib.suppress(subprocess.CalledProcessError):  # user namespaces may not be allowed to
+        _run("mount", "-o", "remount,bind,ro", "/")
+
+
+def _mount_opt_ml(folder: Path, ml: Path) -> None:
+    """`/opt/ml` for a machine that has none: a copy of `/opt` by bind mounts, with `ml` added."""
+    if Path("/opt/ml").is_dir():
+        _run("mount", "--rbind", str(ml), "/opt/ml")
+        return
+    opt = folder / "opt"
+    (opt / "ml").mkdir(parents=True)
+    for entry in Path("/opt").iterdir():
+        if entry.is_dir():
+            (opt / entry.name).mkdir()
+        else:
+            (opt / entry.name).touch()
+        _run("mount", "--rbind", str(entry), str(opt / entry.name))
+    _run("mount", "--rbind", str(ml), str(opt / "ml"))
+    _run("mount", "--rbind", str(opt), "/opt")
+
+
+def _run(*command: str) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+    except subprocess.CalledProcessError as error:
+        print(f"{' '.join(command)}: {error.stderr.strip()}", flush=True)
+        raise
+
+
+if __name__ == "__main__":
+    main()

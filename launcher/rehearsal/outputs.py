@@ -1,0 +1,66 @@
+"""Laptop: after the end, what SageMaker would send to S3 goes to the run directory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+FAILURE_CHARACTERS = 1024
+
+
+def collect(hosts: dict[str, Path], run_dir: Path) -> list[str]:
+    """Laptop: model, output and checkpoints of all hosts, merged as the service merges them.
+
+    Args:
+        hosts: host name → the folder that was its `/opt/ml`.
+        run_dir: the run directory on this machine.
+
+    Returns:
+        One line per file that two hosts wrote; the service keeps one of them, nobody says which.
+    """
+    clashes: list[str] = []
+    for source, target in (
+        ("output/data", run_dir),
+        ("model", run_dir / "model"),
+        ("checkpoints", run_dir / "checkpoints"),
+    ):
+        writer: dict[Path, str] = {}
+        for host, ml in hosts.items():
+            for file in sorted((ml / source).rglob("*")):
+                if file.is_dir() or not (file.is_file() or file.is_symlink()):
+                    continue
+                name = file.relative_to(ml / source)
+                if name in writer:
+                    clashes.append(f"{source}/{name}: written by {writer[name]} and {host}")
+                    continue
+                writer[name] = host
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(file, target / name)
+    return clashes
+
+
+def failure_of(ml: Path) -> str:
+    """Laptop: what a host wrote to `/opt/ml/output/failure`, as much of it as the service keeps."""
+    file = ml / "output" / "failure"
+    return file.read_text(errors="replace")[:FAILURE_CHARACTERS] if file.is_file() else ""
+
+
+def keep_ray_logs(host_folder: Path, target: Path) -> None:
+    """Laptop: Ray's own logs of a host, for a run that failed."""
+    logs = [path for path in (host_folder / "tmp").glob("ray/session_2*/logs") if path.is_dir()]
+    for folder in logs[-1:]:
+        shutil.copytree(folder, target, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+    started = host_folder / "tmp" / "stoker-ray.log"
+    if started.is_file():
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(started, target / "ray-start.log")
+
+
+def remove(folder: Path) -> None:
+    """Laptop: the hosts' folders. Never while anything is mounted below: it would be emptied."""
+    mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    prefix = f"{folder.resolve()}/"
+    below = [path for path in mounted if path.startswith(prefix)]
+    if below:
+        raise RuntimeError(f"still mounted, not removed: {', '.join(below)}")
+    shutil.rmtree(folder)

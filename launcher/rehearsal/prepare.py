@@ -1,0 +1,95 @@
+"""Laptop: write each host's own `/opt/ml` and describe the hosts to the world."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.rehearsal import plan as planning
+
+if TYPE_CHECKING:
+    from launcher.backends.rehearsal import RehearsalRequest
+
+LINGER_S = 30.0
+"""How long hosts may outlive the head before the rehearsal kills them and says so."""
+STOP_GRACE_S = 120.0
+TOOLKIT_STOP_GRACE_S = 10.0
+"""Under the toolkit SIGTERM does not reach train.py, so there is nothing to wait for."""
+
+
+def prepare_host(
+    request: RehearsalRequest,
+    host: planning.PlannedHost,
+    number: int,
+    folder: Path,
+    train: list[str] | None,
+    cgroups: list[str],
+) -> dict[str, Any]:
+    """Write the host's own `/opt/ml` and /etc/hosts; what the world needs to know of it."""
+    config = request.job.resolved.config
+    own = folder / host.name
+    ml = own / "ml"
+    for part in ("input/config", "input/data", "model", "output/data", "checkpoints"):
+        (ml / part).mkdir(parents=True)
+    settings = {
+        "resourceconfig": planning.resource_config(request.hosts, host),
+        "hyperparameters": planning.hyperparameters(request.job, request.entry),
+        "inputdataconfig": {
+            name: {
+                "TrainingInputMode": "File",
+                "S3DistributionType": "FullyReplicated",
+                "RecordWrapperType": "None",
+            }
+            for name in [planning.CODE_CHANNEL, *(c.parameter for c in request.channels)]
+        },
+    }
+    for name, content in settings.items():
+        (ml / "input" / "config" / f"{name}.json").write_text(json.dumps(content))
+    code = ml / "input" / "data" / planning.CODE_CHANNEL
+    if train is None:
+        shutil.copytree(folder / "staged", code)
+        command = [
+            str(Path(sys.executable).parent / "python3"),
+            str(_on_host("input/data/code/train.py")),
+        ]
+    else:
+        code.mkdir()
+        shutil.copy2(folder / planning.ARCHIVE, code / planning.ARCHIVE)
+        command = train
+    names = "".join(f"{h.address} {h.name}\n" for h in request.hosts)
+    (own / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{names}")
+    return {
+        "name": host.name,
+        "address": host.address,
+        "folder": str(own),
+        "folder_in_host": "/opt/ml",
+        "delay_s": host.delay_s,
+        "port": f"v{number}",
+        "link": f"h{number}",
+        "rate": planning.rate_arguments(config.rehearsal.link_mbps),
+        "shm_mb": config.rehearsal.shm_mb,
+        "cgroups": cgroups,
+        "channels": [{"source": str(c.source), "target": c.target} for c in request.channels],
+        "masked": planning.masked_folders(request.job),
+        "command": command,
+        "environment": planning.environment(request.job, config),
+    }
+
+
+def world_spec(request: RehearsalRequest, hosts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "hosts": hosts,
+        "head": request.head,
+        "ray_port": request.job.resolved.config.cluster.port,
+        "faults": planning.fault_values(request.faults),
+        "linger_s": LINGER_S,
+        "timeout_s": request.job.resolved.config.rehearsal.timeout_s,
+        "stop_grace_s": STOP_GRACE_S if request.entry == "container" else TOOLKIT_STOP_GRACE_S,
+    }
+
+
+def _on_host(name: str) -> Path:
+    return Path("/opt/ml") / name

@@ -1,0 +1,243 @@
+"""Laptop: a rehearsal under way: its hosts' lines, its end, its verdict, its figures."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from launcher.rehearsal import faults, isolation, outputs
+from launcher.rehearsal.display import Display
+
+if TYPE_CHECKING:
+    from launcher.backends.rehearsal import RehearsalRequest
+
+HELD_LINES = 20
+
+
+@dataclass
+class HostResult:
+    """Laptop: what became of one host; times in seconds from the start of the rehearsal."""
+
+    name: str
+    group: str
+    instance_type: str
+    started_s: float | None = None
+    ended_s: float | None = None
+    exit_code: int | None = None
+    notes: list[str] = field(default_factory=list)
+    excused: bool = False
+    """An injected fault ended it: its exit code says nothing about the job."""
+
+
+class RehearsalRun:
+    """Laptop: a rehearsal under way; it ends with this process."""
+
+    def __init__(
+        self,
+        request: RehearsalRequest,
+        process: subprocess.Popen[str],
+        cgroups: list[str],
+        display: Display | None,
+    ) -> None:
+        self.id = request.run_dir.name
+        self.run_dir = request.run_dir
+        hosts = request.hosts
+        self.results = {h.name: HostResult(h.name, h.group, h.instance_type) for h in hosts}
+        self.failure_reason = ""
+        """As DescribeTrainingJob would show it."""
+        self.formed_s: float | None = None
+        self.clashes: list[str] = []
+        self._request = request
+        self._process = process
+        self._cgroups = cgroups
+        self._display = display
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._code: int | None = None
+        self._stopping = False
+        self._broken = ""
+        self._spoke: set[str] = set()
+        self._held: dict[str, deque[str]] = {}
+        self._reader = threading.Thread(target=self._follow, name="rehearsal", daemon=True)
+        self._reader.start()
+
+    def status(self) -> str:
+        """running, succeeded, failed or interrupted, with the reason of a failure."""
+        if self._code is None:
+            return "running"
+        if self._code == 0:
+            return "succeeded"
+        word = "interrupted" if self._code in (130, 143) else "failed"
+        return f"{word}: {self.failure_reason}" if self.failure_reason else word
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """The hosts' lines as they come, each with its host; with `follow` until the end."""
+        while True:
+            try:
+                line = self._lines.get(block=follow)
+            except queue.Empty:
+                return
+            if line is None:
+                self._lines.put(None)
+                return
+            yield line
+
+    def wait(self) -> int:
+        """Block until the end; the job's exit code. Ctrl-C stops the hosts, a second one at once."""
+        interrupted = False
+        while True:
+            try:
+                for line in self.logs(follow=True):
+                    if self._display:
+                        self._display.line(line)
+                self._reader.join()
+                break
+            except KeyboardInterrupt:
+                if interrupted:
+                    self._command("kill")
+                else:
+                    self.stop()
+                    if self._display:
+                        self._display.line("stopping all hosts; Ctrl-C again ends them at once")
+                interrupted = True
+        if interrupted:
+            self._code = 130
+        if self._display:
+            self._display.closing(self)
+        return 1 if self._code is None else self._code
+
+    def stop(self) -> None:
+        """SIGTERM to process 1 of every host, SIGKILL later, as StopTrainingJob does."""
+        self._stopping = True
+        self._command("stop")
+
+    @property
+    def workers_gone_s(self) -> float | None:
+        """Seconds from the head's end to that of the last other host that was still there."""
+        head = self.results[self._request.head]
+        others = [r.ended_s for r in self.results.values() if r is not head and r.ended_s is not None]
+        if head.ended_s is None or not others:
+            return None
+        return round(max(0.0, *(ended - head.ended_s for ended in others)), 2)
+
+    @property
+    def formed_after_last_host_s(self) -> float | None:
+        """Seconds from the last host's start to the cluster's formation."""
+        starts = [r.started_s for r in self.results.values() if r.started_s is not None]
+        if self.formed_s is None or not starts:
+            return None
+        return round(self.formed_s - max(s for s in starts if s <= self.formed_s), 2)
+
+    def _follow(self) -> None:
+        with contextlib.ExitStack() as stack:
+            files = {
+                name: stack.enter_context((self.run_dir / "logs" / f"{name}.log").open("w"))
+                for name in self.results
+            }
+            for text in self._process.stdout or ():
+                try:
+                    event = json.loads(text)
+                except ValueError:
+                    self._broken = text.strip()
+                    continue
+                self._take(event, files)
+        self._process.wait()
+        try:
+            self._finish()
+        finally:
+            self._lines.put(None)
+
+    def _take(self, event: dict[str, Any], files: Mapping[str, TextIO]) -> None:
+        if event["host"] == "world":
+            if event["event"] == "broken":
+                self._broken = str(event["text"])
+            return
+        result = self.results[event["host"]]
+        kind, at = event["event"], float(event["at_s"])
+        if kind == "line":
+            line = str(event["text"])
+            files[result.name].write(line + "\n")
+            files[result.name].flush()
+            self._show(result, line)
+            if self.formed_s is None and faults.FORMED in line:
+                self.formed_s = at
+            return
+        if kind == "started":
+            result.started_s = at
+        if kind == "exited":
+            result.ended_s, result.exit_code = at, int(event["code"])
+        if kind in ("fault", "overdue", "note"):
+            result.notes.append(f"{event['text']} at {at:.0f} s")
+        if kind == "fault" and event["text"] in ("kill", "crash", "partition", "pause"):
+            result.excused = True
+        if kind == "overdue":
+            result.excused = False
+        origin = f"[{result.group} {result.name}]"
+        if kind == "exited" and result.exit_code and result.name not in self._spoke:
+            for line in self._held.pop(result.name, ()):
+                self._lines.put(f"{origin} {line}")
+        what = f"{kind} {event.get('text') or event.get('code', '')}".strip()
+        self._lines.put(f"{origin} -- {what} at {at:.1f} s")
+
+    def _show(self, result: HostResult, line: str) -> None:
+        """Stoker's own lines at once; the toolkit's and pip's where a host fails without a word."""
+        if line.startswith(f"[{result.group} {result.name} "):
+            self._lines.put(line)
+            self._spoke.add(result.name)
+        elif " ERROR " in line:
+            self._lines.put(f"[{result.group} {result.name}] {line}")
+        elif line.strip():
+            self._held.setdefault(result.name, deque(maxlen=HELD_LINES)).append(line)
+
+    def _finish(self) -> None:
+        isolation.remove_cgroups(self._cgroups)
+        folder = self.run_dir / "hosts"
+        ml = {name: folder / name / "ml" for name in self.results}
+        self._code = self._verdict(ml)
+        self.clashes = outputs.collect(ml, self.run_dir)
+        if self._code != 0:
+            for name in self.results:
+                outputs.keep_ray_logs(folder / name, self.run_dir / "logs" / f"{name}-ray")
+        outputs.remove(folder)
+        (self.run_dir / "rehearsal.json").write_text(json.dumps(self.report(), indent=1))
+
+    def report(self) -> dict[str, Any]:
+        """Laptop: the outcome as plain values, as `rehearsal.json` holds it."""
+        return {
+            "exit_code": self._code,
+            "status": self.status(),
+            "failure_reason": self.failure_reason,
+            "formed_after_last_host_s": self.formed_after_last_host_s,
+            "workers_gone_s": self.workers_gone_s,
+            "clashes": self.clashes,
+            "hosts": [vars(result) for result in self.results.values()],
+        }
+
+    def _verdict(self, ml: dict[str, Path]) -> int:
+        """The job's exit code: the head's, else that of a host that failed it for the service."""
+        order = [self._request.head, *(name for name in self.results if name != self._request.head)]
+        for name in order:
+            result = self.results[name]
+            head = name == self._request.head
+            if result.started_s is None and not head:
+                continue
+            code = 1 if result.exit_code is None else result.exit_code
+            if code == 0 or (result.excused and not head):
+                continue
+            reason = outputs.failure_of(ml[name]) or self._broken or "; ".join(result.notes)
+            self.failure_reason = f"AlgorithmError: {reason or 'no reason given'}, exit code: {code}"
+            return code
+        return 0
+
+    def _command(self, word: str) -> None:
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._process.stdin.write(word + "\n")
+                self._process.stdin.flush()

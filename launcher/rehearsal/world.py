@@ -1,0 +1,298 @@
+"""The world of one rehearsal: process 1 of a private set of namespaces, parent of all its hosts.
+
+The bridge, the links, the mounts and the hosts exist only inside this process's namespaces. When it
+ends, for whatever reason, the kernel removes them all; it ends when its standard input is closed.
+
+Standard library only. It prints events as JSON lines and reads commands (`stop`, `kill`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher.rehearsal.faults import Fault
+
+BRIDGE = "stoker0"
+STOP_GRACE_S = 120.0
+TICK_S = 0.05
+
+
+@dataclass
+class Host:
+    """World: one emulated host and what became of it."""
+
+    spec: dict[str, Any]
+    process: subprocess.Popen[bytes] | None = None
+    init: int = 0
+    kill_at: float | None = None
+    finished: bool = False
+    killed: bool = False
+    reader: threading.Thread | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        return str(self.spec["name"])
+
+    def end(self) -> None:
+        """All processes of a PID namespace end with its first one."""
+        self.killed = True  # unshare does not hand on that its child was killed
+        _signal(self.init, signal.SIGKILL)
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and not self.finished
+
+
+class World:
+    """World: starts the hosts, injects the faults, reports what happens."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self._hosts = [Host(host) for host in spec["hosts"]]
+        self._faults = [Fault(**fault) for fault in spec["faults"]]
+        self._linger_s = float(spec["linger_s"])
+        self._timeout_s = float(spec["timeout_s"])
+        self._stop_grace_s = float(spec["stop_grace_s"])
+        self._lines: queue.Queue[tuple[Host, str]] = queue.Queue()
+        self._started = time.monotonic()
+        self._ray_port = int(spec["ray_port"])
+        self._head = str(spec["head"])
+        self._linger_until: float | None = None
+
+    def run(self) -> None:
+        """World: until every host has ended."""
+        _run("ip", "link", "set", "lo", "up")
+        _run("ip", "link", "add", BRIDGE, "type", "bridge")
+        _run("ip", "link", "set", BRIDGE, "up")
+        self._started = time.monotonic()
+        while True:
+            for host in self._hosts:
+                delay = host.spec["delay_s"]
+                if host.process is None and not host.finished and self._now() >= delay:
+                    self._start(host)
+            self._commands()
+            self._report_lines()
+            self._inject()
+            self._reap()
+            self._deadlines()
+            if not any(host.running for host in self._hosts) and self._nothing_to_come():
+                break
+            time.sleep(TICK_S)
+        for host in self._hosts:
+            if host.reader is not None:
+                host.reader.join(timeout=5)
+        self._report_lines()
+        self._event("world", "over")
+
+    def _nothing_to_come(self) -> bool:
+        """A host that comes late is not waited for once all others have ended."""
+        return any(host.finished for host in self._hosts)
+
+    def _start(self, host: Host) -> None:
+        spec = host.spec
+        read_end, write_end = os.pipe()
+        flags = (
+            "--net",
+            "--uts",
+            "--mount",
+            "--ipc",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        )
+        module = (sys.executable, "-m", "launcher.rehearsal.host", json.dumps(spec), str(write_end))
+        host.process = subprocess.Popen(
+            ["unshare", *flags, "--propagation", "private", *module],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=[write_end],
+        )
+        os.close(write_end)
+        host.reader = threading.Thread(target=self._read, args=(host,), daemon=True)
+        host.reader.start()
+        with open(read_end, "rb") as ready:  # noqa: PTH123 - a descriptor
+            if not select.select([ready], [], [], 20)[0] or not ready.read(1):
+                self._event(host.name, "note", text="did not start")
+                return
+        here, there = spec["port"], spec["link"]
+        _run("ip", "link", "add", here, "type", "veth", "peer", "name", there)
+        _run("ip", "link", "set", here, "master", BRIDGE)
+        if spec["rate"]:
+            _run("tc", "qdisc", "add", "dev", here, "root", "tbf", *spec["rate"])
+        _run("ip", "link", "set", here, "up")
+        _run("ip", "link", "set", there, "netns", str(host.process.pid))
+        host.init = _child_of(host.process.pid)
+        self._event(host.name, "started")
+
+    def _read(self, host: Host) -> None:
+        for line in host.process.stdout if host.process and host.process.stdout else ():
+            self._lines.put((host, line.decode("utf-8", "replace").rstrip("\n")))
+
+    def _report_lines(self) -> None:
+        while True:
+            try:
+                host, line = self._lines.get_nowait()
+            except queue.Empty:
+                return
+            self._event(host.name, "line", text=line)
+            for fault in self._faults:
+                fault.see(line, self._now())
+
+    def _inject(self) -> None:
+        for fault in self._faults:
+            if fault.done or fault.due_s is None or self._now() < fault.due_s:
+                continue
+            fault.done = True
+            for host in self._hosts:
+                if host.running and fault.host in (host.name, "all"):
+                    self._event(host.name, "fault", text=fault.action)
+                    self.do(fault.action, host)
+
+    def do(self, action: str, host: Host) -> None:
+        """World: one action of `faults.ACTIONS` on one host."""
+        port = str(host.spec["port"])
+        if action in ("kill", "partition"):
+            _run("ip", "link", "set", port, "down")
+        if action == "heal":
+            _run("ip", "link", "set", port, "up")
+        if action == "kill":
+            host.end()
+        if action == "term":
+            _signal(host.init, signal.SIGTERM)
+            host.kill_at = time.monotonic() + self._stop_grace_s
+        if action == "occupy":
+            self._occupy(host)
+        if action in ("pause", "resume"):
+            for process in _processes_of(host.init):
+                _signal(process, signal.SIGSTOP if action == "pause" else signal.SIGCONT)
+        if action == "crash":
+            for process in _processes_of(host.init):
+                command = _command(process)
+                if any(word.endswith("train.py") for word in command[:4]):
+                    host.killed = process == host.init
+                    _signal(process, signal.SIGKILL)
+                    return
+
+    def _occupy(self, host: Host) -> None:
+        listener = (
+            f"import socket, time\nserver = socket.create_server(('', {self._ray_port}))\ntime.sleep(1e6)"
+        )
+        enter = ("nsenter", "--target", str(host.init), "--net", "--pid", "--mount")
+        subprocess.Popen([*enter, sys.executable, "-c", listener], stdin=subprocess.DEVNULL)
+
+    def _reap(self) -> None:
+        for host in self._hosts:
+            if not host.running or host.process is None or host.process.poll() is None:
+                continue
+            host.finished = True
+            code = 137 if host.killed else host.process.returncode
+            self._event(host.name, "exited", code=128 - code if code < 0 else code)
+            if host.name == self._head:
+                self._linger_until = time.monotonic() + self._linger_s
+
+    def _deadlines(self) -> None:
+        now = time.monotonic()
+        for host in self._hosts:
+            if not host.running:
+                continue
+            if host.kill_at is not None and now > host.kill_at:
+                self._event(host.name, "overdue", text="had not ended when its time to stop was over")
+                host.end()
+                host.kill_at = None
+            if self._linger_until is not None and now > self._linger_until:
+                text = f"was still running {self._linger_s:.0f} s after the head's end"
+                self._event(host.name, "overdue", text=text)
+                host.end()
+            if self._now() > self._timeout_s:
+                self._event(host.name, "overdue", text=f"was still running after {self._timeout_s:.0f} s")
+                host.end()
+
+    def _commands(self) -> None:
+        while select.select([sys.stdin], [], [], 0)[0]:
+            command = sys.stdin.readline()
+            if not command or command.strip() == "kill":
+                os._exit(0)  # the launcher is gone, or wants no more
+            for host in self._hosts:
+                if command.strip() == "stop" and host.running:
+                    self.do("term", host)
+
+    def _event(self, host: str, event: str, **more: Any) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            record = {"at_s": round(self._now(), 2), "host": host, "event": event, **more}
+            print(json.dumps(record), flush=True)
+
+    def _now(self) -> float:
+        return time.monotonic() - self._started
+
+
+def _child_of(parent: int) -> int:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and _parent(int(entry.name)) == parent:
+                return int(entry.name)
+        time.sleep(0.01)
+    raise RuntimeError(f"no child of process {parent}")
+
+
+def _parent(process: int) -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def _processes_of(init: int) -> list[int]:
+    """All processes in the PID namespace of `init`, itself first."""
+    try:
+        namespace = Path(f"/proc/{init}/ns/pid").readlink()
+    except OSError:
+        return []
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if (entry / "ns" / "pid").readlink() == namespace:
+                    found.append(int(entry.name))
+    return sorted(found)
+
+
+def _command(process: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+    return []
+
+
+def _signal(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if process:
+            os.kill(process, number)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+if __name__ == "__main__":
+    try:
+        World(json.loads(Path(sys.argv[1]).read_text())).run()
+    except Exception as error:
+        print(
+            json.dumps({"at_s": 0, "host": "world", "event": "broken", "text": str(error)}),
+            flush=True,
+        )
+        sys.exit(1)

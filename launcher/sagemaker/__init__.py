@@ -1,0 +1,1 @@
+"""Laptop: what `--on sagemaker` is made of; `launcher.backends.sagemaker` puts it together."""

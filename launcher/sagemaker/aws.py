@@ -1,0 +1,150 @@
+"""Laptop: boto3 clients, made when first needed, and AWS's errors in one line each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from launcher.sagemaker.request import Draft
+from launcher.sagemaker.upload import split_uri
+from stoker.config import UsageError
+
+NO_CREDENTIALS = (
+    "AWS: no credentials found; run `aws configure` or set AWS_PROFILE (--dry-run --offline does without)"
+)
+
+
+@cache
+def client(service: str, region: str) -> Any:
+    """Laptop: a boto3 client that retries throttling; `AWS_ENDPOINT_URL` is honoured."""
+    import boto3
+    from botocore.config import Config
+
+    config = Config(
+        retries={"mode": "standard", "max_attempts": 8}, connect_timeout=10, read_timeout=60
+    )
+    with readable_errors(service):
+        session: Any = boto3.session.Session()  # typed by service name otherwise, one overload each
+        return session.client(service, region_name=region, config=config)
+
+
+def region_of(configured: str | None) -> str | None:
+    """Laptop: the configured region, else the environment's, else the AWS profile's."""
+    found = configured or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if found:
+        return found
+    import botocore.session
+
+    with readable_errors("configuration"):
+        profile: str | None = botocore.session.Session().get_config_variable("region")
+    return profile
+
+
+def account_id(region: str) -> str:
+    """Laptop: the account whose credentials are in use.
+
+    Raises:
+        UsageError: no credentials, or AWS refuses them.
+    """
+    sts = client("sts", region)
+    with readable_errors("credentials"):
+        return str(sts.get_caller_identity()["Account"])
+
+
+def existence_problems(draft: Draft) -> Iterator[str]:
+    """Laptop: buckets and prefixes that the request names and that are not there."""
+    s3 = client("s3", draft.region)
+    bucket, _ = split_uri(draft.s3_uri)
+    with readable_errors("S3"):
+        yield from _bucket_problem(s3, bucket, draft.region)
+        for name, channel in draft.settings.channels.items():
+            if channel.uri.startswith("s3://"):
+                yield from _prefix_problem(s3, channel.uri, f"sagemaker.channels.{name}.uri")
+
+
+@contextmanager
+def readable_errors(what: str) -> Iterator[None]:
+    """Laptop: botocore's exceptions become a `UsageError` of one line."""
+    from botocore.exceptions import (
+        BotoCoreError,
+        ClientError,
+        NoCredentialsError,
+        NoRegionError,
+        PartialCredentialsError,
+        ProfileNotFound,
+    )
+
+    try:
+        yield
+    except (NoCredentialsError, PartialCredentialsError):
+        raise UsageError(NO_CREDENTIALS) from None
+    except NoRegionError:
+        raise UsageError("sagemaker.region: not set, and the AWS profile has none") from None
+    except ProfileNotFound as error:
+        raise UsageError(f"AWS_PROFILE: {error}") from None
+    except ClientError as error:
+        code = error.response.get("Error", {}).get("Code", "")
+        message = error.response.get("Error", {}).get("Message", str(error))
+        raise UsageError(f"AWS {what}: {error.operation_name}: {code}: {message}{_remedy(code)}") from None
+    except BotoCoreError as error:
+        raise UsageError(f"AWS {what}: {error}") from None
+
+
+def _remedy(code: str) -> str:
+    if "AccessDenied" in code:
+        return "; docs/iam/launcher.json lists what the launcher needs"
+    if "Expired" in code or "InvalidClientToken" in code or "UnrecognizedClient" in code:
+        return "; sign in again (`aws sso login`) or check AWS_PROFILE"
+    if code == "ResourceLimitExceeded":
+        return "; ask for the quota in Service Quotas, or choose another instance type"
+    if code == "ResourceInUse":
+        return "; a job of this name exists, submit again for a new name"
+    return ""
+
+
+def _bucket_problem(s3: Any, bucket: str, region: str) -> Iterator[str]:
+    from botocore.exceptions import ClientError
+
+    try:
+        answer = s3.head_bucket(Bucket=bucket)
+    except ClientError as error:
+        status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        found = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
+        if status == 404:
+            yield (
+                f"sagemaker.s3_uri: no bucket {bucket!r}; create it"
+                f" (`aws s3 mb s3://{bucket} --region {region}`) or name another"
+            )
+            return
+        if status == 403:
+            yield (f"sagemaker.s3_uri: no access to bucket {bucket!r}; docs/iam/launcher.json has the policy")
+            return
+        if status != 301:
+            raise
+    else:
+        found = answer.get("BucketRegion")
+    if found and found != region:
+        yield (
+            f"sagemaker.s3_uri: bucket {bucket!r} is in {found}, the job in {region}; SageMaker"
+            " needs one region"
+        )
+
+
+def _prefix_problem(s3: Any, uri: str, key: str) -> Iterator[str]:
+    from botocore.exceptions import ClientError
+
+    bucket, prefix = split_uri(uri)
+    try:
+        found = s3.list_objects_v2(Bucket=bucket, Prefix=prefix, MaxKeys=1).get("KeyCount", 0)
+    except ClientError as error:
+        code = error.response.get("Error", {}).get("Code", "")
+        if code not in ("NoSuchBucket", "404", "AccessDenied", "403", "AllAccessDisabled"):
+            raise
+        reason = "no such bucket" if code in ("NoSuchBucket", "404") else "no access to the bucket"
+        yield f"{key}: {reason} (got {uri!r})"
+        return
+    if not found:
+        yield f"{key}: nothing there (got {uri!r}); the channel would be an empty folder"

@@ -1,0 +1,319 @@
+"""Laptop: all that can be known to be wrong with a SageMaker job before anything is uploaded.
+
+Each rule is a generator of lines `key: what is wrong (got …); remedy`. They judge a `Draft`, talk
+to nobody, and all of them run, so that the user sees every problem at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from launcher.sagemaker.groups import training_group
+from launcher.sagemaker.model import instance_types, limit_problems
+from launcher.sagemaker.request import CODE_CHANNEL, IMAGE_ACCOUNT, INPUT, Draft
+from stoker.config import UsageError, load
+from stoker.sizing import prices
+
+PYTHONS = ((3, 11), (3, 12))
+MAX_RUNTIME_S = 28 * 86_400
+SECRET_NAME = re.compile(r"(token|secret|password|passwd|credential|api_?key|access_?key|private_?key)", re.I)
+SECRET_VALUE = re.compile(
+    r"((AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_\w{30,}|github_pat_\w{30,}|hf_[A-Za-z]{30,}|sk-\w{20,}|-----BEGIN)"
+)
+RESERVED_VARIABLES = ("RAY_AUTH_", "RAY_ADDRESS", "RAY_DATA_AUTOLOAD_", "SM_", "STOKER_")
+
+
+def problems(draft: Draft) -> list[str]:
+    """Laptop: every problem of a request, the service's limits included; empty if none."""
+    found = [line for rule in RULES for line in rule(draft)]
+    named = {line.partition(": ")[0] for line in found}
+    limits = limit_problems(draft.body, draft.keys)
+    found += [line for line in limits if line.partition(": ")[0] not in named]
+    return list(dict.fromkeys(found))
+
+
+def warnings(draft: Draft) -> list[str]:
+    """Laptop: what is allowed and yet worth a line under the dry run."""
+    settings = draft.settings
+    hosts = sum(group.count for group in draft.groups)
+    notes = []
+    if not settings.subnets:
+        notes.append("no VPC: hosts reach the internet; sagemaker.subnets and security_groups close that")
+    if settings.subnets and not settings.network_isolation:
+        notes.append("in a VPC without NAT, pip reaches no index: put a wheels/ folder into the source")
+    if hosts > 1 and not settings.encrypt_traffic:
+        notes.append("traffic between hosts is not encrypted: sagemaker.encrypt_traffic=true (slower)")
+    if settings.encrypt_traffic and settings.subnets:
+        notes.append("encrypted traffic needs UDP 500 and protocol 50 (ESP) in the security group")
+    if settings.kms_key is None:
+        notes.append("no KMS key: S3's own encryption applies to code and model; sagemaker.kms_key")
+    if settings.spot and len(draft.groups) > 1:
+        notes.append("spot with several instance groups is not documented by AWS: try it short first")
+    return notes
+
+
+def _groups(draft: Draft) -> Iterator[str]:
+    settings, groups = draft.settings, draft.groups
+    if not groups:
+        yield ("sagemaker.gpu.type: no hosts asked for; name an instance type, for example ml.g5.2xlarge")
+    if settings.groups and (settings.gpu.type or settings.cpu.type):
+        yield "sagemaker.groups: stands beside sagemaker.gpu or cpu; keep one of the two forms"
+    names = [group.name for group in groups]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"sagemaker.groups: two groups are named {name!r}; every name must differ"
+    for group in groups:
+        if group.count < 1:
+            yield f"{group.key}.count: at least 1 (got {group.count}); leave the group out for none"
+        if group.type.startswith("ml.trn"):
+            yield (
+                f"{group.key}.type: Trainium has no CUDA and Ray Train's loop needs it (got {group.type!r})"
+            )
+        if not group.type.startswith("ml.") and f"ml.{group.type}" in instance_types():
+            yield (
+                f"{group.key}.type: SageMaker's types begin with ml. (got {group.type!r}); ml.{group.type}"
+            )
+    if (
+        settings.gpu.type
+        and not settings.gpu.type.startswith("ml.trn")
+        and settings.gpu.type in instance_types()
+        and not prices.has_gpu(settings.gpu.type)
+    ):
+        yield (
+            f"sagemaker.gpu.type: {settings.gpu.type} has no GPU; to train on CPUs name it"
+            " sagemaker.cpu.type and leave gpu out"
+        )
+    if settings.gpu.type and settings.cpu.type and prices.has_gpu(settings.cpu.type):
+        yield (
+            f"sagemaker.cpu.type: {settings.cpu.type} has GPUs that would idle; take an ml.c5 or ml.m5 type"
+        )
+
+
+def _training(draft: Draft) -> Iterator[str]:
+    config, groups = draft.job.resolved.config, draft.groups
+    named = config.cluster.gpu_group
+    listed = ", ".join(group.name for group in groups)
+    trains = training_group(config, groups) if len(groups) > 1 else (groups or (None,))[0]
+    if len(groups) > 1 and trains is None:
+        if named:
+            yield f"cluster.gpu_group: no such group (got {named!r}); the job has {listed}"
+        else:
+            yield f"cluster.gpu_group: cannot tell which group trains; name one of {listed}"
+    if config.train.workers and trains is not None and trains.has_gpu:
+        known = prices.machine(trains.type)
+        if known and config.train.workers > known.gpus * trains.count > 0:
+            yield (
+                f"train.workers: more than the {known.gpus * trains.count} GPUs of group"
+                f" {trains.name}"
+                f" (got {config.train.workers}); one train worker per GPU"
+            )
+    cpu_hosts = sum(group.count for group in groups if group is not trains)
+    if config.cluster.min_cpu_hosts is not None and config.cluster.min_cpu_hosts > cpu_hosts:
+        yield (
+            f"cluster.min_cpu_hosts: the job has {cpu_hosts} CPU hosts"
+            f" (got {config.cluster.min_cpu_hosts}); lower it or raise sagemaker.cpu.count"
+        )
+    for name in config.data.preprocess_on:
+        if len(groups) > 1 and name not in {group.name for group in groups}:
+            yield f"data.preprocess_on: no such group (got {name!r}); the job has {listed}"
+
+
+def _times(draft: Draft) -> Iterator[str]:
+    settings = draft.settings
+    if settings.max_runtime_s > MAX_RUNTIME_S:
+        yield (f"sagemaker.max_runtime_s: at most 28 days, {MAX_RUNTIME_S} (got {settings.max_runtime_s})")
+    if settings.max_wait_s is not None and not settings.spot:
+        yield "sagemaker.max_wait_s: only spot jobs wait; add sagemaker.spot=true or remove it"
+    if settings.max_wait_s is not None and settings.max_wait_s < settings.max_runtime_s:
+        yield (
+            f"sagemaker.max_wait_s: must be at least max_runtime_s, {settings.max_runtime_s}"
+            f" (got {settings.max_wait_s}); it counts waiting and running together"
+        )
+    if settings.keep_alive_s and len(draft.groups) > 1:
+        yield ("sagemaker.keep_alive_s: warm pools do not exist for several instance groups; remove it")
+    if settings.keep_alive_s and settings.spot:
+        yield ("sagemaker.keep_alive_s: warm pools do not exist for spot instances; remove one of the two")
+    if settings.keep_alive_s < 0:
+        yield f"sagemaker.keep_alive_s: at least 0 (got {settings.keep_alive_s})"
+    if draft.job.resolved.config.cluster.join_timeout_s >= settings.max_runtime_s:
+        yield (
+            "cluster.join_timeout_s: not below sagemaker.max_runtime_s"
+            f" (got {draft.job.resolved.config.cluster.join_timeout_s:g}); hosts would be awaited"
+            " until the end"
+        )
+
+
+def _disks(draft: Draft) -> Iterator[str]:
+    settings = draft.settings
+    with_nvme = [group.type for group in draft.groups if prices.has_nvme(group.type)]
+    if settings.volume_kms_key and with_nvme:
+        yield (
+            f"sagemaker.volume_kms_key: refused for {', '.join(with_nvme)}, whose NVMe disks"
+            " are encrypted by the hardware; remove it"
+        )
+    if not 1 <= settings.volume_gb <= 16_384:
+        yield f"sagemaker.volume_gb: from 1 to 16384 (got {settings.volume_gb})"
+    need_gb = sum(item.bytes for item in draft.data) / 1e9
+    if need_gb > 0.9 * settings.volume_gb >= 0.9 and len(with_nvme) < len(draft.groups):
+        yield (
+            f"sagemaker.volume_gb: {need_gb:.0f} GB of data do not fit (got {settings.volume_gb});"
+            f" set {int(need_gb * 1.2) + 1}, or a channel with input_mode: FastFile"
+        )
+
+
+def _channels(draft: Draft) -> Iterator[str]:
+    settings = draft.settings
+    groups = {group.name for group in draft.groups}
+    seen: dict[str, str] = {}
+    for name, channel in settings.channels.items():
+        key = f"sagemaker.channels.{name}"
+        if name == CODE_CHANNEL:
+            yield f"{key}: the channel of this name carries the source; choose another"
+        if name.lower() in seen:
+            yield f"{key}: differs from {seen[name.lower()]!r} by case alone; rename one"
+        seen[name.lower()] = name
+        if not channel.uri.startswith("s3://"):
+            yield f"{key}.uri: SageMaker reads s3:// only (got {channel.uri!r}); upload it first"
+        if channel.input_mode == "Pipe":
+            yield f"{key}.input_mode: Ray Data cannot read pipes; File, or FastFile for large data"
+        if channel.distribution == "ShardedByS3Key":
+            yield (
+                f"{key}.distribution: ShardedByS3Key gives each host another part, and the head"
+                " plans"
+                " the read for all; FullyReplicated"
+            )
+        for group in channel.groups:
+            if len(groups) < 2:
+                yield f"{key}.groups: the job has a single group; remove them"
+            elif group not in groups:
+                yield (
+                    f"{key}.groups: no such group (got {group!r}); the job has {', '.join(sorted(groups))}"
+                )
+        if len(set(channel.groups)) < len(channel.groups):
+            yield f"{key}.groups: a group stands twice (got {channel.groups})"
+    for item in draft.data:
+        if item.parameter == CODE_CHANNEL:
+            yield (
+                f"params.{item.parameter}: the channel of this name carries the source; rename the parameter"
+            )
+        if not item.files:
+            yield f"params.{item.parameter}: the folder holds no files (got {str(item.source)!r})"
+
+
+def _parameters(draft: Draft) -> Iterator[str]:
+    settings, config = draft.settings, draft.job.resolved.config
+    for name, value in config.params.items():
+        if name in draft.data_at or name in draft.job.data or not isinstance(value, str):
+            continue
+        if value.startswith(f"{INPUT}/"):
+            channel = value.removeprefix(f"{INPUT}/").split("/")[0]
+            if channel not in settings.channels and channel not in draft.data_at:
+                yield (
+                    f"params.{name}: no channel {channel!r} (got {value!r}); add sagemaker.channels.{channel}"
+                )
+        elif value.startswith(("/", "./", "../", "~")):
+            yield (
+                f"params.{name}: not found on this machine (got {value!r}); give a path that"
+                " exists,"
+                f" an s3:// URI, or sagemaker.channels.{name}.uri"
+            )
+        elif settings.network_isolation and value.startswith("s3://"):
+            yield (
+                f"params.{name}: network_isolation lets no host read S3 (got {value!r});"
+                f" make it sagemaker.channels.{name}.uri"
+            )
+
+
+def _secrets(draft: Draft) -> Iterator[str]:
+    settings = draft.settings
+    shown: dict[str, Mapping[str, object]] = {
+        "environment": settings.environment,
+        "hyperparameters": settings.hyperparameters,
+        "tags": settings.tags,
+    }
+    for section, entries in shown.items():
+        for name, value in entries.items():
+            if SECRET_NAME.search(name) or SECRET_VALUE.search(str(value)):
+                yield (
+                    f"sagemaker.{section}.{name}: looks like a secret, and everyone who may"
+                    " describe the"
+                    " job reads it; let the job's role read Secrets Manager instead"
+                )
+    for name in settings.environment:
+        if name.startswith(RESERVED_VARIABLES):
+            yield f"sagemaker.environment.{name}: set by Stoker or the service itself; remove it"
+
+
+def _hyperparameters(draft: Draft) -> Iterator[str]:
+    for key, value in draft.settings.hyperparameters.items():
+        where = f"sagemaker.hyperparameters.{key}"
+        if key.startswith(("sagemaker_", "sagemaker.")) or key == "config":
+            yield f"{where}: set by Stoker; remove it"
+        elif "'" in str(value):
+            yield (
+                f"{where}: a single quote breaks SageMaker's start script (got {value!r}); put it in the file"
+            )
+        elif not SECRET_NAME.search(key):
+            try:
+                load(None, [f"{key.replace('__', '.')}={value}"], origin=where)
+            except UsageError as error:
+                yield from error.problems
+
+
+def _names(draft: Draft) -> Iterator[str]:
+    for name in draft.settings.tags:
+        if name.lower().startswith("aws:"):
+            yield f"sagemaker.tags.{name}: names that begin with aws: belong to AWS; rename it"
+    for index, key in enumerate(("subnets", "security_groups")):
+        prefix = ("subnet-", "sg-")[index]
+        for value in getattr(draft.settings, key):
+            if not value.startswith(prefix):
+                yield f"sagemaker.{key}: ids begin with {prefix} (got {value!r})"
+    if draft.settings.s3_uri and not re.match(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)", draft.s3_uri):
+        yield f"sagemaker.s3_uri: s3://bucket/prefix (got {draft.settings.s3_uri!r})"
+
+
+def _image(draft: Draft) -> Iterator[str]:
+    image = draft.body["AlgorithmSpecification"].get("TrainingImage")
+    key = "sagemaker.image"
+    if image is None:
+        yield f"{key}: AWS keeps no default image for region {draft.region!r}; name one"
+        return
+    registry = re.match(r"(\d{12})\.dkr\.ecr[a-z-]*\.([a-z0-9-]+)\.", image)
+    if registry is None:
+        yield (
+            f"{key}: not an image in ECR, <account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>"
+            f" (got {image!r})"
+        )
+        return
+    if registry[2] != draft.region:
+        yield (
+            f"{key}: in region {registry[2]}, the job in {draft.region}; use the image of the job's region"
+        )
+    if "inference" in image:
+        yield (f"{key}: an inference image has no training toolkit (got {image!r}); take a training image")
+    if "-cpu" in image and any(group.has_gpu for group in draft.groups):
+        yield (f"{key}: a CPU image, but the job has GPUs; every group shares one image, take the GPU one")
+    python = re.search(r"py(\d)(\d{1,2})(?!\d)", image)
+    if python and (int(python[1]), int(python[2])) not in PYTHONS:
+        supported = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+        yield (
+            f"{key}: Python {python[1]}.{python[2]}, but Ray and Stoker need {supported}; choose another tag"
+        )
+    torch = re.search(r"pytorch(?:-training)?:(\d+)\.(\d+)", image)
+    if registry[1] == IMAGE_ACCOUNT and torch and (int(torch[1]), int(torch[2])) < (2, 10):
+        yield (f"{key}: PyTorch {torch[1]}.{torch[2]}, but Stoker needs 2.10 or newer; choose another tag")
+
+
+RULES: tuple[Callable[[Draft], Iterator[str]], ...] = (
+    _groups,
+    _training,
+    _times,
+    _disks,
+    _channels,
+    _parameters,
+    _secrets,
+    _hyperparameters,
+    _names,
+    _image,
+)

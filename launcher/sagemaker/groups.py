@@ -1,0 +1,59 @@
+"""Laptop: the instance groups of a job, their prices, their place in the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stoker.schema import Config
+from stoker.sizing import prices
+
+
+@dataclass(frozen=True)
+class Group:
+    """Laptop: one instance group and the configuration keys that it came from."""
+
+    name: str
+    type: str
+    count: int
+    key: str
+    """`sagemaker.gpu`, or `sagemaker.groups.1`."""
+
+    @property
+    def has_gpu(self) -> bool:
+        return prices.has_gpu(self.type)
+
+    @property
+    def price_per_hour_usd(self) -> float | None:
+        return prices.price_per_hour_usd(self.type, self.count)
+
+
+def groups_of(config: Config) -> tuple[Group, ...]:
+    """Laptop: the groups that the configuration asks for, in its order."""
+    settings = config.sagemaker
+    found = [
+        Group(name, hosts.type, hosts.count, f"sagemaker.{name}")
+        for name, hosts in (("gpu", settings.gpu), ("cpu", settings.cpu))
+        if hosts.type
+    ]
+    found += [
+        Group(group.name, group.type, group.count, f"sagemaker.groups.{index}")
+        for index, group in enumerate(settings.groups)
+    ]
+    return tuple(found)
+
+
+def training_group(config: Config, groups: tuple[Group, ...]) -> Group | None:
+    """Laptop: the group that trains: the one named, else the one with GPUs, else the only one."""
+    if config.cluster.gpu_group:
+        return next((group for group in groups if group.name == config.cluster.gpu_group), None)
+    with_gpu = [group for group in groups if group.has_gpu]
+    if len(with_gpu) == 1:
+        return with_gpu[0]
+    return groups[0] if len(groups) == 1 else None
+
+
+def price_per_hour_usd(groups: tuple[Group, ...]) -> float | None:
+    """Laptop: estimated $/h of all groups; None where the price of one is not known."""
+    each = [group.price_per_hour_usd for group in groups]
+    known = [price for price in each if price is not None]
+    return sum(known) if len(known) == len(each) else None

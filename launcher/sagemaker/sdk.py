@@ -1,0 +1,113 @@
+"""Laptop: a planned job as the SageMaker SDK's `ModelTrainer`; needs the extra `sagemaker`."""
+
+from __future__ import annotations
+
+import atexit
+import shlex
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.job import COMMAND
+from launcher.sagemaker import aws, upload
+from launcher.sagemaker.request import CODE_CHANNEL, TOKEN_FILE, Draft
+from launcher.sagemaker.upload import split_uri
+from stoker.config import UsageError
+
+if TYPE_CHECKING:
+    from sagemaker.train import ModelTrainer
+
+
+def model_trainer(draft: Draft, **options: Any) -> ModelTrainer:
+    """Laptop: a checked draft → a `ModelTrainer` whose `train()` starts the same job.
+
+    Local data is uploaded now, once; the source is staged now and uploaded by `train()`, below
+    `sagemaker.s3_uri`. Jobs of one trainer share its Ray token.
+
+    Args:
+        draft: the request, from `launcher.backends.sagemaker.plan(job).draft`.
+        options: arguments of `ModelTrainer` that replace those derived here.
+
+    Raises:
+        UsageError: the SDK is not installed, or the job asks for what it cannot do.
+    """
+    try:
+        from sagemaker.core import shapes
+        from sagemaker.core.helper.session_helper import Session
+        from sagemaker.core.training import configs
+        from sagemaker.train import ModelTrainer
+    except ImportError as error:
+        raise UsageError(
+            f"ModelTrainer: {error}; install the SDK, 3.18 or newer: pip install 'stoker[sagemaker]'"
+        ) from None
+
+    body, settings = draft.body, draft.settings
+    folder = Path(tempfile.mkdtemp(prefix="stoker-")) / "code"
+    atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
+    upload.stage(draft.job, folder, draft.data_at, TOKEN_FILE)
+
+    # The SDK would upload local data too, but without instance groups, which are all or none.
+    with aws.readable_errors("upload"), upload.readable_errors():
+        for item in draft.data:
+            upload.upload_data(aws.client("s3", draft.region), item, settings.kms_key)
+    inputs = [
+        shapes.Channel(**_snake(channel))
+        for channel in body.get("InputDataConfig", [])
+        if channel["ChannelName"] != CODE_CHANNEL
+    ]
+    vpc = body.get("VpcConfig", {})
+    arguments: dict[str, Any] = {
+        "base_job_name": draft.name.rsplit("-", 3)[0],
+        "role": body["RoleArn"],
+        "training_image": body["AlgorithmSpecification"]["TrainingImage"],
+        "source_code": configs.SourceCode(
+            source_dir=str(folder), command=f"exec {shlex.join(COMMAND)}", ignore_patterns=[]
+        ),
+        "hyperparameters": dict(body["HyperParameters"]),
+        "environment": dict(body.get("Environment", {})),
+        "input_data_config": inputs or None,
+        "compute": configs.Compute(
+            **_snake(body["ResourceConfig"]), enable_managed_spot_training=settings.spot
+        ),
+        "networking": configs.Networking(
+            subnets=vpc.get("Subnets"),
+            security_group_ids=vpc.get("SecurityGroupIds"),
+            enable_network_isolation=settings.network_isolation,
+            enable_inter_container_traffic_encryption=settings.encrypt_traffic,
+        ),
+        "stopping_condition": shapes.StoppingCondition(**_snake(body["StoppingCondition"])),
+        "output_data_config": shapes.OutputDataConfig(**_snake(body["OutputDataConfig"])),
+        "checkpoint_config": shapes.CheckpointConfig(**_snake(body["CheckpointConfig"])),
+        "tags": [shapes.Tag(**_snake(tag)) for tag in body["Tags"]],
+    }
+    if "sagemaker_session" not in options:
+        import boto3
+
+        bucket, prefix = split_uri(draft.s3_uri)
+        arguments["sagemaker_session"] = Session(
+            boto_session=boto3.session.Session(region_name=draft.region),
+            default_bucket=bucket,
+            default_bucket_prefix=prefix or None,
+        )
+    trainer = ModelTrainer(**(arguments | options))
+    trainer.with_metric_definitions(
+        [
+            shapes.MetricDefinition(**_snake(definition))
+            for definition in body["AlgorithmSpecification"]["MetricDefinitions"]
+        ]
+    )
+    if retry := body.get("RetryStrategy"):
+        trainer.with_retry_strategy(shapes.RetryStrategy(**_snake(retry)))
+    return trainer
+
+
+def _snake(value: Any) -> Any:
+    """The service's field names as the SDK writes them: VolumeSizeInGB → volume_size_in_gb."""
+    from sagemaker.core.utils.utils import pascal_to_snake
+
+    if isinstance(value, dict):
+        return {pascal_to_snake(key): _snake(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_snake(item) for item in value]
+    return value

@@ -1,0 +1,131 @@
+"""Laptop: what a job puts into S3: its staged code and the data that lies on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import tarfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from launcher.files import files_below
+from launcher.job import Job
+from stoker.config import UsageError
+
+ARCHIVE = "sourcedir.tar.gz"
+
+
+@dataclass(frozen=True)
+class DataUpload:
+    """Laptop: data of this machine that becomes an input channel.
+
+    The target's name is a fingerprint of paths, sizes and times, so that a second job with the
+    same data uploads nothing.
+    """
+
+    parameter: str
+    source: Path
+    uri: str
+    files: int
+    bytes: int
+
+
+def find_data_uploads(data: Mapping[str, str], s3_uri: str) -> tuple[DataUpload, ...]:
+    """Laptop: local data, recipe parameter → path, as uploads below `s3_uri`."""
+    found = []
+    for parameter, text in sorted(data.items()):
+        source = Path(text)
+        files = list(files_below(source))
+        lines = [f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, _, stat in files]
+        fingerprint = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:20]
+        size = sum(stat.st_size for _, _, stat in files)
+        uri = f"{s3_uri}/data/{fingerprint}/"
+        found.append(DataUpload(parameter, source, uri, len(files), size))
+    return tuple(found)
+
+
+def stage(job: Job, folder: Path, data_at: dict[str, str], token_file: str) -> None:
+    """Laptop: write the staged source and, beside it, a fresh Ray token that only it holds."""
+    job.stage(folder, data_at)
+    token = folder / token_file
+    descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Laptop: the staged source as the toolkit's `sourcedir.tar.gz`: files at the root."""
+    descriptor = os.open(archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
+        for name, path, _ in files_below(folder):
+            tar.add(path, arcname=name)
+
+
+def upload_code(s3: Any, folder: Path, code_uri: str, archive: bool, kms_key: str | None) -> None:
+    """Laptop: send the staged source, as a prefix of files or as one archive."""
+    if not archive:
+        _send_all(s3, [(path, name) for name, path, _ in files_below(folder)], code_uri, kms_key)
+        return
+    packed = folder.parent / ARCHIVE
+    pack(folder, packed)
+    _send_all(s3, [(packed, ARCHIVE)], code_uri, kms_key)
+
+
+def upload_data(s3: Any, item: DataUpload, kms_key: str | None) -> bool:
+    """Laptop: send data unless a former job has; whether anything was sent.
+
+    A manifest beside the prefix is written last: an upload that broke off is sent again.
+    """
+    bucket, prefix = split_uri(item.uri)
+    manifest = prefix.rstrip("/") + ".json"
+    if s3.list_objects_v2(Bucket=bucket, Prefix=manifest, MaxKeys=1).get("KeyCount"):
+        return False
+    files = list(files_below(item.source))
+    _send_all(s3, [(path, name) for name, path, _ in files], item.uri, kms_key)
+    content = {"source": str(item.source), "files": item.files, "bytes": item.bytes}
+    s3.put_object(Bucket=bucket, Key=manifest, Body=json.dumps(content).encode(), **_encryption(kms_key))
+    return True
+
+
+@contextmanager
+def readable_errors() -> Iterator[None]:
+    """Laptop: what an upload raises, as a `UsageError` of one line."""
+    from boto3.exceptions import S3UploadFailedError
+
+    try:
+        yield
+    except S3UploadFailedError as error:  # wraps the error that says what went wrong
+        raise UsageError(f"AWS upload: {error}") from None
+    except OSError as error:
+        raise UsageError(f"upload: {error.filename}: {error.strerror}") from None
+
+
+def split_uri(uri: str) -> tuple[str, str]:
+    """Laptop: `s3://bucket/some/key` → (bucket, some/key)."""
+    parts = urlsplit(uri)
+    return parts.netloc, parts.path.lstrip("/")
+
+
+def _send_all(s3: Any, files: list[tuple[Path, str]], uri: str, kms_key: str | None) -> None:
+    bucket, prefix = split_uri(uri.rstrip("/"))
+
+    def send(item: tuple[Path, str]) -> None:
+        path, name = item
+        s3.upload_file(str(path), bucket, f"{prefix}/{name}", ExtraArgs=_encryption(kms_key))
+
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        for _ in pool.map(send, files):  # raises what an upload raised
+            pass
+
+
+def _encryption(kms_key: str | None) -> dict[str, str]:
+    if kms_key is None:
+        return {}
+    return {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": kms_key}

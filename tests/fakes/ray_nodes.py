@@ -1,0 +1,109 @@
+"""A real Ray cluster of several nodes on loopback, with a token; it stops what it started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True)
+class RayNodes:
+    """Where the cluster's dashboard listens and how to enter."""
+
+    dashboard: str
+    token: str
+    gcs: str
+
+
+@contextlib.contextmanager
+def ray_nodes(groups: tuple[str, ...] = ("gpu", "cpu", "cpu")) -> Iterator[RayNodes]:
+    """Start one node per entry, the first one the head; each carries its group as a label."""
+    token = secrets.token_hex(32)
+    scratch = Path(tempfile.mkdtemp(prefix="rn", dir="/tmp"))  # socket paths must stay short
+    gcs_port, dashboard_port = free_port(), free_port()
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environment |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": token,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for index, group in enumerate(groups):
+            command = [
+                str(Path(sys.executable).parent / "ray"), "start", "--block",
+                "--node-ip-address=127.0.0.1", "--num-cpus=2", "--num-gpus=0",
+                f"--labels=stoker.group={group},stoker.host={group}-{index}",
+                f"--object-store-memory={100 * 2**20}",
+                f"--dashboard-agent-listen-port={free_port()}",
+                # Nodes that share a folder unpack the same job over each other.
+                f"--temp-dir={scratch}/{index}",
+            ]  # fmt: skip
+            if index == 0:
+                command += [
+                    "--head", f"--port={gcs_port}",
+                    "--include-dashboard=true", "--dashboard-host=127.0.0.1",
+                    f"--dashboard-port={dashboard_port}",
+                ]  # fmt: skip
+            else:
+                command.append(f"--address=127.0.0.1:{gcs_port}")
+            log = (scratch / f"{index}.log").open("wb")
+            processes.append(
+                subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+            )
+            # Two nodes of one machine that start at once wait for each other for ever.
+            wait_for("Ray runtime started", processes[-1], scratch / f"{index}.log")
+        yield RayNodes(f"http://127.0.0.1:{dashboard_port}", token, f"127.0.0.1:{gcs_port}")
+    finally:
+        stop_all(processes)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def wait_for(text: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 90) -> None:
+    """Until the log holds the text; the log is the reason where it never does."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and process.poll() is None:
+        if text in log.read_text():
+            return
+        time.sleep(0.2)
+    raise RuntimeError(f"a Ray node did not start:\n{log.read_text()[-3000:]}")
+
+
+def stop_all(processes: list[subprocess.Popen[bytes]]) -> None:
+    """End the started processes and their children, workers first."""
+    family = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family += psutil.Process(process.pid).children(recursive=True)
+    for process in reversed(processes):
+        process.send_signal(signal.SIGTERM)
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    for child in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+def free_port() -> int:
+    """A loopback port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,360 @@
+"""The SageMaker backend against a moto server: what arrives in S3, SageMaker and CloudWatch."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from botocore.stub import Stubber
+
+from launcher.backends import sagemaker as backend
+from launcher.job import Job, open_job
+from launcher.sagemaker import aws, run
+from stoker.config import UsageError, load
+from tests.fakes.aws import REGION, ROLE, moto_server
+
+BUCKET = "stoker-test"
+BASE = {
+    "name": "flowers",
+    "sagemaker.region": REGION,
+    "sagemaker.role": ROLE,
+    "sagemaker.s3_uri": f"s3://{BUCKET}/stoker",
+    "sagemaker.gpu.type": "ml.g5.2xlarge",
+    "sagemaker.cpu.type": "ml.c5.4xlarge",
+    "sagemaker.cpu.count": "2",
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dict[str, str]]:
+    with moto_server() as environment:
+        yield environment
+
+
+@pytest.fixture(autouse=True)
+def cloud(server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_REGION", raising=False)
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    aws.client.cache_clear()
+    boto3.client("s3", region_name=REGION).create_bucket(Bucket=BUCKET)
+    yield
+    bucket = boto3.resource("s3", region_name=REGION).Bucket(BUCKET)
+    bucket.objects.all().delete()
+    bucket.delete()
+    aws.client.cache_clear()
+
+
+def make_job(changes: dict[str, str] | None = None) -> Job:
+    keys = {**BASE, **(changes or {})}
+    return open_job(load(None, [f"{key}={value}" for key, value in keys.items()]))
+
+
+def keys_below(prefix: str) -> list[str]:
+    listed = boto3.client("s3").list_objects_v2(Bucket=BUCKET, Prefix=prefix)
+    return [entry["Key"] for entry in listed.get("Contents", [])]
+
+
+def quiet(line: str) -> None:
+    del line
+
+
+def test_what_is_submitted_is_what_was_planned(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "0.tar").write_bytes(b"x" * 100)
+    job = make_job({"params.data": str(tmp_path / "shards"), "sagemaker.max_retries": "2"})
+    request = backend.plan(job)
+    submitted = backend.submit(request, quiet)
+    described = submitted.describe()
+    for field in (
+        "TrainingJobName",
+        "RoleArn",
+        "HyperParameters",
+        "InputDataConfig",
+        "ResourceConfig",
+        "StoppingCondition",
+        "OutputDataConfig",
+        "CheckpointConfig",
+        "EnableManagedSpotTraining",
+    ):
+        assert described[field] == request.body[field], field
+    sent = dict(request.body["AlgorithmSpecification"])
+    sent.pop("MetricDefinitions")  # moto answers with definitions of its own
+    assert {key: described["AlgorithmSpecification"].get(key) for key in sent} == sent
+
+    code = f"stoker/{request.name}/code/"
+    names = {key.removeprefix(code) for key in keys_below(code)}
+    assert {"train.py", "job.yaml", "requirements.txt", ".ray-token", "stoker/config.py"} <= names
+    assert not any("__pycache__" in name for name in names)
+    text = boto3.client("s3").get_object(Bucket=BUCKET, Key=f"{code}job.yaml")["Body"].read().decode()
+    assert "data: /opt/ml/input/data/data" in text
+    token = boto3.client("s3").get_object(Bucket=BUCKET, Key=f"{code}.ray-token")["Body"].read().decode()
+    assert len(token) == 64
+    assert token not in json.dumps(described, default=str)
+    assert keys_below(request.draft.data[0].uri.removeprefix(f"s3://{BUCKET}/"))
+
+
+def test_unchanged_data_is_uploaded_once_and_a_broken_upload_again(tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").write_bytes(b"rows")
+    told: list[str] = []
+    for _ in range(2):
+        request = backend.plan(make_job({"params.data": str(tmp_path / "rows.parquet")}))
+        backend.submit(request, told.append)
+    assert [line for line in told if line.startswith("data:")] == [
+        "data: 4 B uploaded",
+        "data: 4 B already there",
+    ]
+    manifest = request.draft.data[0].uri.removeprefix(f"s3://{BUCKET}/").rstrip("/") + ".json"
+    boto3.client("s3").delete_object(Bucket=BUCKET, Key=manifest)
+    backend.submit(backend.plan(make_job({"params.data": str(tmp_path / "rows.parquet")})), told.append)
+    assert "data: 4 B uploaded" in told[-2]
+
+
+def test_script_mode_archive_has_its_files_at_the_root() -> None:
+    request = backend.plan(make_job(), entry="script-mode")
+    backend.submit(request, quiet)
+    uri = request.body["HyperParameters"]["sagemaker_submit_directory"]
+    body = boto3.client("s3").get_object(Bucket=BUCKET, Key=uri.removeprefix(f"s3://{BUCKET}/"))["Body"]
+    with tarfile.open(fileobj=io.BytesIO(body.read()), mode="r:gz") as tar:
+        names = tar.getnames()
+        assert {
+            "train.py",
+            "requirements.txt",
+            "job.yaml",
+            ".ray-token",
+            "stoker/recipe.py",
+        } <= set(names)
+        assert "setup.py" not in names
+        assert tar.getmember(".ray-token").mode & 0o777 == 0o600
+
+
+def test_kms_key_encrypts_every_object(tmp_path: Path) -> None:
+    key = boto3.client("kms", region_name=REGION).create_key()["KeyMetadata"]["KeyId"]
+    (tmp_path / "x.bin").write_bytes(b"1")
+    request = backend.plan(make_job({"sagemaker.kms_key": key, "params.data": str(tmp_path / "x.bin")}))
+    backend.submit(request, quiet)
+    for name in keys_below("stoker/"):
+        head = boto3.client("s3").head_object(Bucket=BUCKET, Key=name)
+        assert (head["ServerSideEncryption"], head["SSEKMSKeyId"].endswith(key)) == (
+            "aws:kms",
+            True,
+        )
+
+
+def test_absent_buckets_and_prefixes_are_named_together() -> None:
+    with pytest.raises(UsageError) as caught:
+        backend.plan(
+            make_job(
+                {
+                    "sagemaker.s3_uri": "s3://no-such-bucket-here/x",
+                    "sagemaker.channels": f"{{train: {{uri: 's3://{BUCKET}/nothing'}}}}",
+                    "sagemaker.max_retries": "50",
+                }
+            )
+        )
+    text = "\n".join(caught.value.problems)
+    assert "aws s3 mb s3://no-such-bucket-here" in text
+    assert "sagemaker.channels.train.uri: nothing there" in text
+    assert "sagemaker.max_retries" in text
+
+
+def test_bucket_in_another_region_is_refused() -> None:
+    s3 = boto3.client("s3", region_name="eu-west-1")
+    s3.create_bucket(Bucket="stoker-eu", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
+    with pytest.raises(UsageError, match="is in eu-west-1, the job in us-east-1"):
+        backend.plan(make_job({"sagemaker.s3_uri": "s3://stoker-eu/x"}))
+
+
+def test_default_bucket_is_named_after_the_account() -> None:
+    boto3.client("s3").create_bucket(Bucket=f"sagemaker-{REGION}-123456789012")
+    request = backend.plan(make_job({"sagemaker.s3_uri": "null"}))
+    assert request.draft.s3_uri == f"s3://sagemaker-{REGION}-123456789012/stoker"
+
+
+def test_no_credentials_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    aws.client.cache_clear()
+    with pytest.raises(UsageError) as caught:
+        backend.plan(make_job({"sagemaker.s3_uri": "null"}))
+    assert len(caught.value.problems) == 1 and "no credentials" in caught.value.problems[0]
+
+
+def test_an_unknown_job_is_one_line() -> None:
+    with pytest.raises(UsageError, match="no-such-job") as caught:
+        backend.attach(f"sagemaker:{REGION}/no-such-job").status()
+    assert len(caught.value.problems) == 1
+
+
+def write_logs(name: str, lines: list[tuple[str, str, int]]) -> None:
+    logs = boto3.client("logs", region_name=REGION)
+    with_groups = {group["logGroupName"] for group in logs.describe_log_groups()["logGroups"]}
+    if run.LOG_GROUP not in with_groups:
+        logs.create_log_group(logGroupName=run.LOG_GROUP)
+    start = int(time.time() * 1000) - 60_000
+    for host in sorted({host for host, _, _ in lines}):
+        stream = f"{name}/{host}-1700000000"
+        logs.create_log_stream(logGroupName=run.LOG_GROUP, logStreamName=stream)
+        events = [{"timestamp": start + at, "message": text} for h, text, at in lines if h == host]
+        logs.put_log_events(logGroupName=run.LOG_GROUP, logStreamName=stream, logEvents=events)
+
+
+def test_logs_are_merged_by_time_and_name_group_and_host() -> None:
+    submitted = backend.submit(backend.plan(make_job()), quiet)
+    write_logs(
+        submitted.name,
+        [
+            ("algo-1", "pip notice", 0),
+            ("algo-2", "[cpu algo-2 worker] joined", 10),
+            ("algo-1", "[gpu algo-1 head] cluster formed", 20),
+            ("algo-2", "plain line", 25),
+            ("algo-1", "[gpu algo-1 head] epoch 1", 30),
+        ],
+    )
+    other = backend.submit(backend.plan(make_job()), quiet)
+    write_logs(other.name, [("algo-1", "of another job", 15)])
+    assert list(submitted.logs()) == [
+        "[algo-1] pip notice",
+        "[cpu/algo-2] joined",
+        "[gpu/algo-1] cluster formed",
+        "[cpu/algo-2] plain line",
+        "[gpu/algo-1] epoch 1",
+    ]
+
+
+def test_following_shows_late_lines_once_and_ends_with_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    submitted = backend.submit(backend.plan(make_job()), quiet)
+    write_logs(submitted.name, [("algo-1", "first", 1000)])
+    followed = run.SageMakerRun(submitted.region, submitted.name, poll_s=0.2)
+    real = run.SageMakerRun.describe
+    answers = iter(["InProgress", "InProgress", "InProgress"])
+
+    def describe(self: run.SageMakerRun) -> dict[str, Any]:
+        # moto ends every job at once: the state alone is played here.
+        found = real(self)
+        state = next(answers, "Completed")
+        return found | {"TrainingJobStatus": state, "SecondaryStatus": "Training"}
+
+    monkeypatch.setattr(run.SageMakerRun, "describe", describe)
+    lines = []
+    for line in followed.logs(follow=True):
+        lines.append(line)
+        if line.endswith("first"):  # a line of an earlier time that arrives later
+            write_logs(submitted.name, [("algo-3", "late", 500)])
+    assert lines.count("[algo-1] first") == 1
+    assert lines.count("[algo-3] late") == 1
+    assert lines[0].startswith(f"[{submitted.name}] running")
+    assert lines[-1].startswith("[") and any("succeeded" in line for line in lines)
+
+
+def test_a_job_without_logs_yet_shows_none() -> None:
+    submitted = backend.submit(backend.plan(make_job()), quiet)
+    assert list(submitted.logs()) == []
+
+
+def test_status_wait_and_closing_with_cost() -> None:
+    submitted = backend.submit(backend.plan(make_job()), quiet)
+    assert submitted.status() == "succeeded"
+    assert submitted.wait() == 0
+    assert submitted.id == f"sagemaker:{REGION}/{submitted.name}"
+    again = backend.attach(submitted.id)
+    assert (again.region, again.name) == (REGION, submitted.name)
+    assert backend.attach(submitted.describe()["TrainingJobArn"]).name == submitted.name
+    closing = submitted.closing()
+    assert "ml.g5.2xlarge" in closing and "ml.c5.4xlarge" in closing and "model: s3://" in closing
+
+
+@pytest.fixture
+def stubbed() -> Iterator[Stubber]:
+    """SageMaker's client with answers of the service's own shape, where moto has no method."""
+    client = aws.client("sagemaker", REGION)
+    with Stubber(client) as stubber:
+        yield stubber
+
+
+def answer(state: str, secondary: str, **more: Any) -> dict[str, Any]:
+    return {
+        "TrainingJobName": "j",
+        "TrainingJobArn": f"arn:aws:sagemaker:{REGION}:123456789012:training-job/j",
+        "ModelArtifacts": {"S3ModelArtifacts": "s3://b/model.tar.gz"},
+        "TrainingJobStatus": state,
+        "SecondaryStatus": secondary,
+        "AlgorithmSpecification": {"TrainingInputMode": "File"},
+        "ResourceConfig": {
+            "VolumeSizeInGB": 100,
+            "InstanceGroups": [
+                {"InstanceGroupName": "gpu", "InstanceType": "ml.g5.2xlarge", "InstanceCount": 1},
+                {"InstanceGroupName": "cpu", "InstanceType": "ml.c5.4xlarge", "InstanceCount": 2},
+            ],
+        },
+        "StoppingCondition": {"MaxRuntimeInSeconds": 60},
+        "CreationTime": 1,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("state", "secondary", "more", "text", "code"),
+    [
+        ("Failed", "Failed", {"FailureReason": "Error: disk full\nmore"}, "failed: Error: disk full more", 1),
+        ("Stopped", "MaxRuntimeExceeded", {}, "interrupted: MaxRuntimeExceeded", 143),
+        ("Stopped", "Stopped", {}, "interrupted", 143),
+        ("Completed", "Completed", {}, "succeeded", 0),
+    ],
+)  # fmt: skip
+def test_ends_of_a_job(
+    stubbed: Stubber, state: str, secondary: str, more: dict[str, Any], text: str, code: int
+) -> None:
+    job = run.SageMakerRun(REGION, "j", poll_s=0.01)
+    stubbed.add_response("describe_training_job", answer("InProgress", "Training"))
+    for _ in range(2):
+        stubbed.add_response("describe_training_job", answer(state, secondary, **more))
+    assert job.wait() == code
+    assert job.status() == text
+
+
+def test_stop_asks_the_service_by_name(stubbed: Stubber) -> None:
+    stubbed.add_response("stop_training_job", {}, {"TrainingJobName": "j"})
+    run.SageMakerRun(REGION, "j").stop()
+    stubbed.assert_no_pending_responses()
+
+
+def test_cost_by_group_from_billable_seconds(stubbed: Stubber) -> None:
+    stubbed.add_response(
+        "describe_training_job",
+        answer("Completed", "Completed", BillableTimeInSeconds=7200, TrainingTimeInSeconds=7300),
+    )
+    closing = run.SageMakerRun(REGION, "j").closing()
+    rows = [line.split() for line in closing.splitlines()]
+    assert ["gpu", "1", "ml.g5.2xlarge", "1.515", "3.03"] in rows
+    assert ["cpu", "2", "ml.c5.4xlarge", "1.632", "3.26"] in rows
+    assert ["total", "3.147", "6.29"] in rows
+    assert "billable 2 h 0 min; estimated" in closing
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [
+        ("ResourceLimitExceeded", "Service Quotas"),
+        ("AccessDeniedException", "docs/iam/launcher.json"),
+        ("ExpiredTokenException", "sign in again"),
+        ("ResourceInUse", "submit again"),
+    ],
+)
+def test_refusals_of_the_service_are_one_line(stubbed: Stubber, code: str, remedy: str) -> None:
+    stubbed.add_client_error("create_training_job", code, "no")
+    with pytest.raises(UsageError) as caught:
+        backend.submit(backend.plan(make_job(), offline=True), quiet)
+    assert len(caught.value.problems) == 1
+    assert code in caught.value.problems[0] and remedy in caught.value.problems[0]

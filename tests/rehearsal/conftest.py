@@ -1,0 +1,58 @@
+"""Fixtures of the rehearsal tests; every rehearsal is checked to leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rehearsals import CHEAP, Rehearse, Rehearsed, StandInJob
+
+from launcher.backends import rehearsal
+from launcher.rehearsal.running import RehearsalRun
+from stoker.config import load
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RehearsalRun]:
+    """Start a rehearsal of the stand-in: `start("rehearsal.hosts=gpu=1", behaviour="fail")`."""
+
+    def begin(*overrides: str, data: dict[str, str] | None = None, **params: Any) -> RehearsalRun:
+        folder = tmp_path_factory.mktemp("rehearsal")
+        given = [f"params.{key}={json.dumps(value)}" for key, value in params.items()]
+        resolved = load(None, [*CHEAP, f"output_dir={folder}", *given, *overrides])
+        request = rehearsal.plan(StandInJob(resolved, None, data or {}))
+        return rehearsal.submit(request, show=False)
+
+    return begin
+
+
+@pytest.fixture(scope="session")
+def rehearse(start: Callable[..., RehearsalRun]) -> Rehearse:
+    """Run a rehearsal of the stand-in to its end, within 200 s."""
+
+    def whole(*overrides: str, data: dict[str, str] | None = None, **params: Any) -> Rehearsed:
+        run = start("rehearsal.timeout_s=200", *overrides, data=data, **params)
+        code = run.wait()
+        for name in run.results:
+            print(f"----- {name}\n{(run.run_dir / 'logs' / f'{name}.log').read_text()[-6000:]}")
+        print(json.dumps(run.report(), indent=1))
+        return Rehearsed(run, code)
+
+    return whole
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Namespaces, mounts, processes, links and cgroups of this test are gone when it ends."""
+    yield
+    text = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
+    left = [line for line in text.splitlines() if "launcher.rehearsal" in line or "/opt/ml/" in line]
+    assert not left, left
+    assert "/hosts/algo-" not in Path("/proc/self/mountinfo").read_text()
+    links = subprocess.run(["ip", "link"], capture_output=True, text=True).stdout
+    assert "stoker0" not in links
+    assert not list(Path("/sys/fs/cgroup").glob("*/stoker-*"))

@@ -1,0 +1,46 @@
+"""Rehearsals of the stand-in driver: real hosts, real Ray, cheap sizes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.job import Job
+from launcher.rehearsal.running import RehearsalRun
+
+HERE = Path(__file__).parent
+CHEAP = ("cluster.object_store_mb=128", "rehearsal.shm_mb=200", "cluster.join_timeout_s=90")
+
+
+class StandInJob(Job):
+    """A job whose staged copy holds the stand-in driver."""
+
+    def stage(self, folder: Path, data_at: dict[str, str] | None = None) -> None:
+        super().stage(folder, data_at)
+        shutil.copy2(HERE / "standin.py", folder / "stoker" / "driver.py")
+
+
+@dataclass
+class Rehearsed:
+    """One finished rehearsal."""
+
+    run: RehearsalRun
+    code: int
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return dict(json.loads((self.run.run_dir / "result.json").read_text()))
+
+    def log(self, host: str) -> str:
+        return (self.run.run_dir / "logs" / f"{host}.log").read_text()
+
+    @property
+    def codes(self) -> dict[str, int | None]:
+        return {name: result.exit_code for name, result in self.run.results.items()}
+
+
+Rehearse = Callable[..., Rehearsed]

@@ -1,0 +1,115 @@
+"""A driver to stand in for the real one: it runs Ray tasks on every host and can be told to fail.
+
+It replaces `stoker/driver.py` in the staged copy only; hosts, Ray and the bootstrap are real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+LAST_ERROR = ""
+_stop = ""
+
+
+def check(resolved: Any) -> None:
+    if resolved.config.params.get("behaviour") == "refuse":
+        from stoker.config import UsageError
+
+        raise UsageError("params.behaviour: refuse is refused")
+
+
+def request_stop(reason: str) -> None:
+    global _stop
+    _stop = reason
+
+
+def run(resolved: Any, place: Any) -> int:
+    import ray
+
+    global LAST_ERROR
+    params = resolved.config.params
+    behaviour = params.get("behaviour", "succeed")
+    print("driver: running", flush=True)
+    if behaviour == "raise":
+        raise RuntimeError("the recipe raised this")
+    if behaviour == "exit":
+        sys.exit(3)
+    if behaviour == "fail":
+        LAST_ERROR = "loss is NaN at step 12"
+        return 1
+    if behaviour == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    @ray.remote(num_cpus=1, scheduling_strategy="SPREAD", max_retries=5)
+    def work(number: int, seconds: float) -> tuple[int, str]:
+        import socket
+
+        time.sleep(seconds)
+        return number, socket.gethostname()
+
+    tasks = [work.remote(i, params.get("task_s", 0.1)) for i in range(params.get("tasks", 12))]
+    done: list[tuple[int, str]] = []
+    while tasks:
+        ready, tasks = ray.wait(tasks, timeout=0.5)
+        done += ray.get(ready)
+        if ready:
+            print(f"driver: task {len(done)} done", flush=True)
+        if _stop:
+            place.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+            (place.checkpoint_dir / "state.json").write_text(json.dumps({"done": len(done)}))
+            LAST_ERROR = f"stopped: {_stop}"
+            return 143
+    until = time.monotonic() + params.get("then_s", 0)
+    while time.monotonic() < until and not _stop:
+        time.sleep(0.2)
+    hosts = [
+        {
+            "group": n["Labels"].get("stoker.group"),
+            "host": n["Labels"].get("stoker.host"),
+            "cpus": n["Resources"].get("CPU", 0),
+            "alive": n["Alive"],
+        }
+        for n in ray.nodes()
+    ]
+    result = {
+        "numbers": sorted(number for number, _ in done),
+        "tasks_by_host": {h: sum(1 for _, g in done if g == h) for h in {g for _, g in done}},
+        "hosts": hosts,
+        "expected_hosts": list(place.expected_hosts),
+        "backend": place.backend,
+        "learning_rate": resolved.config.train.lr,
+        "origins": resolved.origins,
+        "refused_client": _client_without_token(place) if params.get("client") else None,
+    }
+    place.run_dir.mkdir(parents=True, exist_ok=True)
+    (place.run_dir / "result.json").write_text(json.dumps(result))
+    place.model_dir.mkdir(parents=True, exist_ok=True)
+    (place.model_dir / "weights").write_bytes(b"w")
+    return 0
+
+
+def _client_without_token(place: Any) -> str:
+    """What a Ray client gets that runs on another host and holds no token."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+
+    @ray.remote(num_cpus=0, label_selector={"stoker.group": "cpu"})
+    def client(address: str) -> str:
+        import socket
+        import subprocess
+
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        clean["HOME"] = "/tmp/nobody"
+        code = f"import ray; ray.init(address={address!r}); print('IN', ray.nodes())"
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=clean, capture_output=True, text=True, timeout=120
+        )
+        return f"{socket.gethostname()} {done.returncode} {done.stdout[-300:]} {done.stderr[-600:]}"
+
+    return str(ray.get(client.remote(address), timeout=150))

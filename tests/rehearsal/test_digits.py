@@ -1,0 +1,74 @@
+"""The real job, as a user types it: same accuracy as local, every record once, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+DIGITS = str(ROOT / "source_dir/configs/digits.yaml")
+
+
+def rehearse_digits(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any], dict[str, Any]]:
+    """Exit code, screen, summary.json and rehearsal.json of `submit.py digits.yaml --on rehearsal`."""
+    options = ["rehearsal.hosts=gpu=1,cpu=2", "rehearsal.timeout_s=280", *arguments, "--on", "rehearsal"]
+    command = [sys.executable, str(ROOT / "launcher/submit.py"), DIGITS, *options]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=290)
+    print(done.stdout, done.stderr)
+    run = folder / "runs" / "latest"
+    files = [json.loads((run / name).read_text()) for name in ("summary.json", "rehearsal.json")]
+    return done.returncode, done.stdout, files[0], files[1]
+
+
+def test_digits_train_as_well_as_locally_and_on_every_host(tmp_path: Path) -> None:
+    code, screen, summary, report = rehearse_digits(tmp_path)
+    assert code == 0
+    assert summary["status"] == "succeeded" and summary["backend"] == "rehearsal"
+    assert summary["metrics"]["best"]["val/acc1"] >= 0.97
+    assert summary["records"]["read"] == summary["records"]["trained"] == 8 * 1437
+    assert set(summary["chain_tasks_by_host"]) == {"algo-1", "algo-2", "algo-3"}
+    groups = {host["host"]: host["group"] for host in summary["cluster"]["hosts"]}
+    assert groups == {"algo-1": "gpu", "algo-2": "cpu", "algo-3": "cpu"}
+    assert [host["exit_code"] for host in report["hosts"]] == [0, 0, 0]
+    assert report["workers_gone_s"] <= 10
+    assert (tmp_path / "runs/latest/model/model.safetensors").is_file()
+    assert (tmp_path / "runs/latest/logs/algo-2.log").is_file()
+    assert "[gpu algo-1 head] epoch 8/8 done" in screen
+    assert "sagemaker-training-toolkit" in (tmp_path / "runs/latest/logs/algo-1.log").read_text()
+
+
+def test_every_record_once_when_a_cpu_host_is_lost(tmp_path: Path) -> None:
+    code, _, summary, report = rehearse_digits(
+        tmp_path,
+        "train.epochs=4",
+        "data.block_records=32",
+        "rehearsal.entry=container",
+        r"rehearsal.faults=['kill:algo-3@/epoch 1\/4 done/']",
+    )
+    assert code == 0
+    records = summary["records"]
+    assert records["read"] == records["trained"] == 4 * 1437
+    assert summary["metrics"]["best"]["val/acc1"] >= 0.9
+    assert [host["exit_code"] for host in report["hosts"]] == [0, 0, 137]
+    assert "host_lost" in [event["event"] for event in summary["events"]]
+
+
+def test_sigterm_in_an_epoch_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    code, _, summary, report = rehearse_digits(
+        tmp_path,
+        "train.epochs=500",
+        "rehearsal.entry=container",
+        r"rehearsal.faults=['term:all@/epoch 1\/500 done/+1s']",
+    )
+    assert code == 143
+    assert summary["status"] == "interrupted"
+    assert report["hosts"][1]["exit_code"] == report["hosts"][2]["exit_code"] == 0
+    from stoker.training import checkpoint
+
+    newest = checkpoint.newest_valid(tmp_path / "runs" / "latest" / "checkpoints")
+    assert newest is not None
+    weights, state = checkpoint.load(newest)
+    assert weights and state

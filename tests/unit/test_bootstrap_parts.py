@@ -1,0 +1,226 @@
+"""The bootstrap's parts: requirements, log lines, the lifeline, the object store, arguments."""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stoker.bootstrap import raynode, requirements, run
+from stoker.bootstrap.cluster import read_token
+from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
+from stoker.bootstrap.logs import PrefixedStream
+from stoker.bootstrap.raynode import ClusterError, probe_port, size_store
+
+pytestmark = pytest.mark.unit
+TOKEN = "0" * 64
+
+
+def test_satisfied_requirements_cost_under_a_second() -> None:
+    text = (Path(run.CODE) / "requirements.txt").read_text()
+    started = time.monotonic()
+    assert requirements.unsatisfied(text) == []
+    assert time.monotonic() - started < 1.0
+
+
+def test_what_is_absent_too_old_or_lacks_an_extra_is_found() -> None:
+    text = """
+    # a comment
+    --extra-index-url https://example.org
+    pydantic>=2  # satisfied
+    pydantic>=99
+    no-such-package-here
+    another; python_version < "3"
+    ray[no-such-extra]
+    """
+    assert requirements.unsatisfied(text) == ["pydantic>=99", "no-such-package-here"]
+
+
+def test_a_wheels_folder_is_the_only_source(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("no-such-package-here==1.0\n")
+    (tmp_path / "wheels").mkdir()
+    with pytest.raises(requirements.InstallError) as failed:
+        requirements.ensure(tmp_path)
+    assert "cannot install no-such-package-here==1.0 from wheels/" in str(failed.value)
+    assert "\n" not in str(failed.value)
+
+
+def test_a_wheel_beside_the_code_is_installed_without_a_network(tmp_path: Path) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "pyproject.toml").write_text(
+        '[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
+        '[project]\nname = "stoker-test-wheel"\nversion = "1.0"\n'
+        "[tool.hatch.build.targets.wheel]\nbypass-selection = true\n"
+    )
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(wheels)]
+    subprocess.run([*build, str(tmp_path / "project")], check=True, timeout=120)
+    (tmp_path / "requirements.txt").write_text("stoker-test-wheel==1.0\n")
+    try:
+        assert requirements.ensure(tmp_path) == ["stoker-test-wheel==1.0"]
+        assert requirements.ensure(tmp_path) == []
+    finally:
+        remove = [sys.executable, "-m", "pip", "uninstall", "-q", "-y", "stoker-test-wheel"]
+        subprocess.run(remove, check=True, timeout=60)
+
+
+def test_entering_loads_only_the_standard_library() -> None:
+    """What requirements.txt would install cannot be imported before it is installed."""
+    code = (
+        "import sys; before = set(sys.modules); import stoker.bootstrap.run, stoker.bootstrap.requirements;"
+        "tops = {m.split('.')[0] for m in set(sys.modules) - before};"
+        "print(sorted(tops - set(sys.stdlib_module_names) - {'stoker'}))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_every_line_names_its_origin() -> None:
+    target = io.StringIO()
+    stream = PrefixedStream(target, "[cpu algo-2 worker] ")
+    stream.write("one\ntw")
+    stream.write("o\n\nbar 1\rbar 2\r")
+    assert target.getvalue().splitlines() == [
+        "[cpu algo-2 worker] one",
+        "[cpu algo-2 worker] two",
+        "[cpu algo-2 worker] bar 1",
+        "[cpu algo-2 worker] bar 2",
+    ]
+    assert not stream.isatty()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def test_the_lifeline_tells_ready_and_end() -> None:
+    port = free_port()
+    server = LifelineServer("127.0.0.1", port, TOKEN)
+    line = Lifeline("127.0.0.1", port, "algo-2", TOKEN)
+    assert line.wait_ready(0.1) is False
+    server.ready()
+    assert line.wait_ready(2) is True
+    assert line.poll(0.1) is None
+    assert server.connected() == {"algo-2"}
+    late = Lifeline("127.0.0.1", port, "algo-3", TOKEN)
+    assert late.wait_ready(2) is True
+    server.end(1)
+    assert line.poll(2) == Ended(1, "the head has ended with exit code 1")
+    assert late.poll(2) == Ended(1, "the head has ended with exit code 1")
+
+
+def test_the_lifeline_refuses_a_wrong_token_on_both_sides() -> None:
+    port = free_port()
+    server = LifelineServer("127.0.0.1", port, TOKEN)
+    with pytest.raises(PermissionError, match="refused this host's token"):
+        Lifeline("127.0.0.1", port, "algo-2", "1" * 64)
+    assert server.connected() == set()
+    server.end(0)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other.settimeout(5)
+        with pytest.raises(OSError):
+            Lifeline("127.0.0.1", other.getsockname()[1], "algo-2", TOKEN, timeout_s=1)
+
+
+def test_a_killed_head_ends_the_lifeline_at_once() -> None:
+    port = free_port()
+    code = (
+        "import sys, time; from stoker.bootstrap.lifeline import LifelineServer;"
+        f"LifelineServer('127.0.0.1', {port}, '{TOKEN}').ready(); print('up', flush=True); time.sleep(60)"
+    )
+    head = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert head.stdout is not None and head.stdout.readline() == b"up\n"
+    line = Lifeline("127.0.0.1", port, "algo-2", TOKEN)
+    assert line.wait_ready(5) is True
+    head.kill()
+    started = time.monotonic()
+    ended = line.poll(10)
+    head.wait()
+    assert ended is not None and ended.code is None
+    assert time.monotonic() - started < 1
+
+
+def test_a_taken_port_is_named_with_its_holder() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ClusterError) as refused:
+            probe_port("127.0.0.1", port, "cluster.port")
+    assert f"cluster.port: port {port}" in str(refused.value)
+    assert "by python" in str(refused.value)
+
+
+def test_the_object_store_never_outgrows_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stat:
+        f_frsize = 4096
+        f_bavail = (64 * 2**20) // 4096
+
+    monkeypatch.setattr(raynode.os, "statvfs", lambda path: Stat)
+    tiny = size_store(None, tmp_path)
+    assert tiny.folder and "on disk" in tiny.warning
+    Stat.f_bavail = (200 * 2**20) // 4096
+    small = size_store(1024, tmp_path)
+    assert small.size <= 200 * 2**20 and small.folder is None and "limited to 190 MB" in small.warning
+    Stat.f_bavail = 2**40 // 4096
+    assert size_store(1024, tmp_path) == raynode.Store(1024 * 2**20)
+
+
+def test_a_gpu_host_keeps_a_core_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(raynode.HOST_CPUS_VARIABLE, "48")
+    assert raynode.cpus_to_declare(4) == 44
+    monkeypatch.setenv(raynode.HOST_CPUS_VARIABLE, "4")
+    assert raynode.cpus_to_declare(8) == 1
+
+
+def test_a_missing_or_short_token_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="openssl rand"):
+        read_token(tmp_path)
+    (tmp_path / ".ray-token").write_text("short")
+    with pytest.raises(ClusterError, match="too short") as refused:
+        read_token(tmp_path)
+    assert "short'" not in str(refused.value)
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "input" / "config").mkdir(parents=True)
+    monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_hyperparameters_in_every_spelling(base: Path) -> None:
+    written = {
+        "sagemaker_program": '"train.py"',
+        "_tuning_objective_metric": "loss",
+        "train__lr": "0.5",
+        "train.scheduler": '"cosine"',
+        "train__optimizer": "adamw",
+        "data.shuffle": "false",
+        "name": '"007"',
+    }
+    (base / "input" / "config" / "hyperparameters.json").write_text(json.dumps(written))
+    (base / "job.yaml").write_text("train: {epochs: 3, lr: 0.1}\n")
+    (base / "job.origins.json").write_text('{"train.epochs": "digits.yaml"}')
+    arguments = ["--config", str(base / "job.yaml"), "--data__shuffle", "True"]
+    resolved = run.read_configuration(arguments, run.read_hyperparameters())
+    train = resolved.config.train
+    assert (train.lr, train.scheduler, train.optimizer, train.epochs) == (0.5, "cosine", "adamw", 3)
+    assert resolved.config.data.shuffle is True
+    assert resolved.origins["train.epochs"] == "digits.yaml"
+    assert resolved.origins["train.lr"] == "arguments"
+
+
+def test_the_failure_file_is_short_and_the_first_cause_stays(base: Path) -> None:
+    run.write_failure("the cause " + "x" * 3000)
+    run.write_failure("something later")
+    text = (base / "output" / "failure").read_text()
+    assert text.startswith("the cause") and len(text) == 1024

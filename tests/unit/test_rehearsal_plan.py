@@ -1,0 +1,120 @@
+"""Planning a rehearsal: hosts, faults, channels; nothing is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.backends.rehearsal import plan
+from launcher.job import Job
+from launcher.rehearsal import faults, isolation, outputs
+from launcher.rehearsal.plan import hyperparameters, plan_hosts, resource_config
+from stoker.config import UsageError, load
+
+pytestmark = pytest.mark.unit
+
+
+def job(*overrides: str, data: dict[str, str] | None = None) -> Job:
+    return Job(load(None, overrides), None, data or {})
+
+
+def test_hosts_are_numbered_in_order_and_typed_by_group() -> None:
+    request = plan(job("rehearsal.hosts=cpu=10,gpu=1", "rehearsal.join_delay={algo-2: 30, algo-3: never}"))
+    assert request.head == "algo-11"
+    assert [host.name for host in request.hosts][-1] == "algo-11"
+    assert request.hosts[0].instance_type == "ml.c5.xlarge"
+    assert request.hosts[10].instance_type == "ml.g5.xlarge"
+    assert [host.delay_s for host in request.hosts[:3]] == [0, 30, float("inf")]
+    written = resource_config(request.hosts, request.hosts[1])
+    assert written["hosts"][:3] == ["algo-1", "algo-10", "algo-11"]
+    assert written["current_group_name"] == "cpu"
+    text = request.render()
+    assert "algo-11" in text and "30 s late" in text and "never comes" in text
+
+
+def test_a_named_gpu_group_and_given_types() -> None:
+    config = load(None, ["rehearsal.hosts=a=1,my trainers=2", "cluster.gpu_group=my trainers"]).config
+    assert [host.instance_type for host in plan_hosts(config)] == ["ml.c5.xlarge"] + ["ml.g5.xlarge"] * 2
+    assert plan(job("rehearsal.hosts=x=1:ml.p4d.24xlarge,y=1:ml.m5.xlarge")).head == "algo-1"
+    assert plan(job("rehearsal.hosts=only=2")).head == "algo-1"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("rehearsal.hosts=gpu", "'gpu' is not group=count"),
+        ("rehearsal.hosts=gpu=0", "'gpu=0' is not group=count"),
+        ("rehearsal.hosts=gpu=1,gpu=2", "stands twice"),
+        ("rehearsal.hosts=a=1,b=1", "no group's type is known to have GPUs"),
+        ("rehearsal.hosts=a=1,b=1,c=1,d=1,e=1,gpu=1", "SageMaker allows 5"),
+        ("rehearsal.join_delay={algo-9: 3}", "no host 'algo-9'"),
+        ("rehearsal.faults=[kill:algo-9@3s]", "no host 'algo-9'"),
+        ("rehearsal.faults=[burn:algo-1@3s]", "no action 'burn'"),
+        ("rehearsal.faults=[kill:algo-1]", "is not action:host@"),
+        ("rehearsal.faults=['kill:algo-1@/(/']", "not a regular expression"),
+        ("cluster.gpu_group=gpus", "no group is named 'gpus'"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(override: str, says: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        plan(job(override))
+    assert says in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_faults_know_their_moment() -> None:
+    assert faults.parse("kill:algo-3@20s", ["algo-3"]).due_s == 20
+    formed = faults.parse("term:all@formed+5s", ["algo-3"])
+    assert formed.due_s is None
+    formed.see("nothing", 3)
+    formed.see("[gpu algo-1 head] cluster formed in 8.1 s: gpu: algo-1", 9)
+    assert formed.due_s == 14
+    formed.see("cluster formed in 8.1 s", 20)
+    assert formed.due_s == 14
+    line = faults.parse("partition:algo-3@/epoch [12]/+0.5s", ["algo-3"])
+    line.see("epoch 2", 7)
+    assert line.due_s == 7.5
+
+
+def test_hyperparameters_are_strings_of_json() -> None:
+    made = job("sagemaker.hyperparameters={train.lr: 0.1, name: x}")
+    shown = hyperparameters(made, "toolkit")
+    assert shown["train.lr"] == "0.1" and shown["name"] == '"x"'
+    assert shown["sagemaker_program"] == '"train.py"'
+    assert "sagemaker_program" not in hyperparameters(made, "container")
+
+
+def test_local_data_becomes_channels(tmp_path: Path) -> None:
+    file = tmp_path / "labels.csv"
+    file.touch()
+    request = plan(job(data={"images": str(tmp_path), "labels": str(file)}))
+    assert [channel.path_on_host for channel in request.channels] == [
+        "/opt/ml/input/data/images",
+        "/opt/ml/input/data/labels/labels.csv",
+    ]
+
+
+def test_a_machine_without_namespaces_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation.sys, "platform", "darwin")
+    with pytest.raises(UsageError, match="--on local"):
+        isolation.unshare_command()
+    monkeypatch.undo()
+    monkeypatch.setattr(isolation.shutil, "which", lambda tool: None if tool == "ip" else tool)
+    with pytest.raises(UsageError, match="iproute2"):
+        isolation.unshare_command()
+
+
+def test_outputs_are_merged_and_clashes_named(tmp_path: Path) -> None:
+    for host in ("algo-1", "algo-2"):
+        ml = tmp_path / host
+        (ml / "model").mkdir(parents=True)
+        (ml / "output" / "data").mkdir(parents=True)
+        (ml / "model" / "weights").write_text(host)
+        (ml / "output" / "data" / f"{host}.txt").write_text(host)
+    run_dir = tmp_path / "run"
+    hosts = {host: tmp_path / host for host in ("algo-1", "algo-2")}
+    clashes = outputs.collect(hosts, run_dir)
+    assert clashes == ["model/weights: written by algo-1 and algo-2"]
+    assert (run_dir / "model" / "weights").read_text() == "algo-1"
+    assert (run_dir / "algo-2.txt").is_file()

@@ -1,0 +1,409 @@
+"""Wrong SageMaker jobs are refused before any upload, each in one line that holds its remedy."""
+
+# One row of the table on one line reads better than five.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.backends import sagemaker as backend
+from launcher.job import Job, open_job
+from launcher.sagemaker import checks, model
+from launcher.sagemaker.request import default_image, draft, job_name
+from stoker.config import UsageError, load
+from stoker.sizing import prices
+
+BASE = {
+    "name": "flowers",
+    "sagemaker.region": "us-east-1",
+    "sagemaker.role": "arn:aws:iam::123456789012:role/StokerJob",
+    "sagemaker.s3_uri": "s3://my-bucket/stoker",
+    "sagemaker.gpu.type": "ml.g5.2xlarge",
+    "sagemaker.cpu.type": "ml.c5.4xlarge",
+    "sagemaker.cpu.count": "2",
+}
+ECR = "763104351884.dkr.ecr.us-east-1.amazonaws.com"
+MANY = "[" + ", ".join(f"{{name: g{i}, type: ml.c5.xlarge}}" for i in range(6)) + "]"
+NO_PAIR = {"sagemaker.gpu.type": "null", "sagemaker.cpu.type": "null"}
+
+
+@pytest.fixture(autouse=True)
+def no_aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+
+
+def make_job(changes: dict[str, str], source_dir: Path | None = None) -> Job:
+    keys = {**BASE, **changes}
+    return open_job(load(None, [f"{key}={value}" for key, value in keys.items()]), source_dir)
+
+
+def refusal(changes: dict[str, str], **options: Any) -> tuple[str, ...]:
+    with pytest.raises(UsageError) as caught:
+        backend.plan(make_job(changes), offline=True, **options)
+    return caught.value.problems
+
+
+WRONG: list[tuple[dict[str, str], str, str]] = [
+    # hosts and groups
+    (NO_PAIR, "sagemaker.gpu.type", "name an instance type"),
+    ({"sagemaker.gpu.type": "ml.g5.3xlarge"}, "sagemaker.gpu.type", "did you mean ml.g5."),
+    ({"sagemaker.gpu.type": "g5.xlarge"}, "sagemaker.gpu.type", "begin with ml."),
+    ({"sagemaker.gpu.type": "ml.c5.xlarge"}, "sagemaker.gpu.type", "has no GPU"),
+    ({"sagemaker.cpu.type": "ml.g5.xlarge"}, "sagemaker.cpu.type", "would idle"),
+    ({"sagemaker.gpu.type": "ml.trn1.2xlarge"}, "sagemaker.gpu.type", "Trainium"),
+    ({"sagemaker.gpu.count": "0"}, "sagemaker.gpu.count", "at least 1"),
+    ({"sagemaker.cpu.count": "-1"}, "sagemaker.cpu.count", "at least 1"),
+    ({"sagemaker.groups": "[{name: x, type: ml.c5.xlarge}]"}, "sagemaker.groups", "keep one"),
+    ({**NO_PAIR, "sagemaker.groups": MANY}, "sagemaker.groups", "at most 5"),
+    (
+        {**NO_PAIR, "sagemaker.groups": "[{name: a, type: ml.g5.xlarge}, {name: a, type: ml.c5.xlarge}]"},
+        "sagemaker.groups",
+        "every name must differ",
+    ),
+    (
+        {**NO_PAIR, "sagemaker.groups": f"[{{name: {'a' * 65}, type: ml.g5.xlarge}}, {{name: b, type: ml.c5.xlarge}}]"},
+        "sagemaker.groups.0.name",
+        "at most 64 characters",
+    ),
+    (
+        {**NO_PAIR, "sagemaker.groups": "[{name: '', type: ml.g5.xlarge}, {name: b, type: ml.c5.xlarge}]"},
+        "sagemaker.groups.0.name",
+        "at least 1",
+    ),
+    (
+        {**NO_PAIR, "sagemaker.groups": "[{name: a, type: ml.c5.xlarge}, {name: b, type: ml.c5.xlarge}]"},
+        "cluster.gpu_group",
+        "name one of a, b",
+    ),
+    ({"cluster.gpu_group": "trainers"}, "cluster.gpu_group", "the job has gpu, cpu"),
+    ({"cluster.min_cpu_hosts": "3"}, "cluster.min_cpu_hosts", "raise sagemaker.cpu.count"),
+    ({"data.preprocess_on": "[data_group]"}, "data.preprocess_on", "no such group"),
+    ({"train.workers": "2"}, "train.workers", "one train worker per GPU"),
+    # times
+    ({"sagemaker.max_runtime_s": "0"}, "sagemaker.max_runtime_s", "at least 1"),
+    ({"sagemaker.max_runtime_s": "2500000"}, "sagemaker.max_runtime_s", "28 days"),
+    ({"sagemaker.max_wait_s": "90000"}, "sagemaker.max_wait_s", "only spot jobs wait"),
+    ({"sagemaker.spot": "true", "sagemaker.max_wait_s": "60"}, "sagemaker.max_wait_s", "at least max_runtime_s"),
+    ({"sagemaker.keep_alive_s": "600"}, "sagemaker.keep_alive_s", "several instance groups"),
+    (
+        {"sagemaker.cpu.type": "null", "sagemaker.keep_alive_s": "600", "sagemaker.spot": "true"},
+        "sagemaker.keep_alive_s",
+        "spot",
+    ),
+    ({"sagemaker.cpu.type": "null", "sagemaker.keep_alive_s": "30000"}, "sagemaker.keep_alive_s", "at most 21,600"),
+    ({"sagemaker.max_retries": "0"}, "sagemaker.max_retries", "at least 1"),
+    ({"sagemaker.max_retries": "31"}, "sagemaker.max_retries", "at most 30"),
+    ({"sagemaker.max_runtime_s": "300"}, "cluster.join_timeout_s", "not below sagemaker.max_runtime_s"),
+    # disks, keys, network
+    ({"sagemaker.volume_kms_key": "alias/mine"}, "sagemaker.volume_kms_key", "NVMe"),
+    ({"sagemaker.volume_gb": "0"}, "sagemaker.volume_gb", "from 1 to 16384"),
+    ({"sagemaker.volume_gb": "20000"}, "sagemaker.volume_gb", "from 1 to 16384"),
+    ({"sagemaker.kms_key": "my key"}, "sagemaker.kms_key", "key id"),
+    ({"sagemaker.subnets": "[subnet-1]"}, "sagemaker.security_groups", "together"),
+    ({"sagemaker.security_groups": "[sg-1]"}, "sagemaker.subnets", "together"),
+    (
+        {"sagemaker.subnets": "[subnet-1]", "sagemaker.security_groups": "[sg-1, sg-2, sg-3, sg-4, sg-5, sg-6]"},
+        "sagemaker.security_groups",
+        "at most 5",
+    ),
+    (
+        {"sagemaker.subnets": "[vpc-1]", "sagemaker.security_groups": "[sg-1]"},
+        "sagemaker.subnets",
+        "begin with subnet-",
+    ),
+    (
+        {"sagemaker.network_isolation": "true", "params.data": "s3://b/train"},
+        "params.data",
+        "sagemaker.channels.data.uri",
+    ),
+    # channels and parameters
+    ({"sagemaker.channels": "{code: {uri: 's3://b/x'}}"}, "sagemaker.channels.code", "choose another"),
+    ({"sagemaker.channels": "{'my data': {uri: 's3://b/x'}}"}, "sagemaker.channels.my data", "letters, digits"),
+    ({"sagemaker.channels": "{Train: {uri: 's3://b/x'}, train: {uri: 's3://b/y'}}"}, "sagemaker.channels.train", "case"),
+    ({"sagemaker.channels": "{train: {uri: /data/train}}"}, "sagemaker.channels.train.uri", "s3://"),
+    ({"sagemaker.channels": "{train: {uri: 's3://b/x', input_mode: Pipe}}"}, "sagemaker.channels.train.input_mode", "FastFile"),
+    ({"sagemaker.channels": "{train: {uri: 's3://b/x', input_mode: Stream}}"}, "sagemaker.channels.train.input_mode", "one of"),
+    ({"sagemaker.channels": "{train: {uri: 's3://b/x', distribution: ShardedByS3Key}}"}, "sagemaker.channels.train.distribution", "FullyReplicated"),
+    ({"sagemaker.channels": "{train: {uri: 's3://b/x', groups: [data]}}"}, "sagemaker.channels.train.groups", "the job has cpu, gpu"),
+    ({"sagemaker.channels": "{train: {uri: 's3://b/x', groups: [cpu, cpu]}}"}, "sagemaker.channels.train.groups", "twice"),
+    (
+        {"sagemaker.cpu.type": "null", "sagemaker.channels": "{train: {uri: 's3://b/x', groups: [gpu]}}"},
+        "sagemaker.channels.train.groups",
+        "single group",
+    ),
+    (
+        {"sagemaker.channels": "{" + ", ".join(f"c{i}: {{uri: 's3://b/{i}'}}" for i in range(20)) + "}"},
+        "sagemaker.channels",
+        "at most 20",
+    ),
+    ({"params.data": "./no/such/folder"}, "params.data", "not found on this machine"),
+    ({"params.data": "/opt/ml/input/data/train"}, "params.data", "add sagemaker.channels.train"),
+    # what everyone may read
+    ({"sagemaker.environment": "{HF_TOKEN: abc}"}, "sagemaker.environment.HF_TOKEN", "Secrets Manager"),
+    ({"sagemaker.environment": "{ID: AKIAABCDEFGHIJKLMNOP}"}, "sagemaker.environment.ID", "secret"),
+    ({"sagemaker.environment": "{RAY_AUTH_MODE: disabled}"}, "sagemaker.environment.RAY_AUTH_MODE", "remove"),
+    ({"sagemaker.environment": "{MY-NAME: x}"}, "sagemaker.environment.MY-NAME", "letters, digits"),
+    ({"sagemaker.environment": "{LONG: " + "x" * 513 + "}"}, "sagemaker.environment.LONG", "at most 512"),
+    ({"sagemaker.hyperparameters": "{wandb_api_key: x}"}, "sagemaker.hyperparameters.wandb_api_key", "secret"),
+    ({"sagemaker.hyperparameters": "{train.epoch: 3}"}, "train.epoch", "did you mean epochs"),
+    ({"sagemaker.hyperparameters": "{train.epochs: 0}"}, "train.epochs", "greater than"),
+    ({"sagemaker.hyperparameters": "{sagemaker_program: x.py}"}, "sagemaker.hyperparameters.sagemaker_program", "remove"),
+    ({"sagemaker.hyperparameters": "{params.title: \"it's\"}"}, "sagemaker.hyperparameters.params.title", "single quote"),
+    ({"sagemaker.hyperparameters": "{params.words: " + "x" * 2501 + "}"}, "sagemaker.hyperparameters.params.words", "at most 2,500"),
+    (
+        {"sagemaker.hyperparameters": "{" + ", ".join(f"params.p{i}: 1" for i in range(100)) + "}"},
+        "sagemaker.hyperparameters",
+        "at most 100",
+    ),
+    ({"sagemaker.tags": "{'aws:team': x}"}, "sagemaker.tags.aws:team", "belong to AWS"),
+    ({"sagemaker.tags": "{team: 'a;b'}"}, "sagemaker.tags.team", "letters, digits"),
+    ({"sagemaker.tags": "{" + ", ".join(f"t{i}: x" for i in range(50)) + "}"}, "sagemaker.tags", "at most 50"),
+    # names and images
+    ({"sagemaker.role": "null"}, "sagemaker.role", "docs/iam/job-role.json"),
+    ({"sagemaker.role": "StokerJob"}, "sagemaker.role", "arn:aws:iam"),
+    ({"sagemaker.region": "us-east-9"}, "sagemaker.region", "no such region"),
+    ({"sagemaker.region": "null"}, "sagemaker.region", "not set"),
+    ({"sagemaker.s3_uri": "null"}, "sagemaker.s3_uri", "needed with --offline"),
+    ({"sagemaker.s3_uri": "my-bucket/x"}, "sagemaker.s3_uri", "s3://bucket/prefix"),
+    ({"sagemaker.image": "pytorch:2.13"}, "sagemaker.image", "not an image in ECR"),
+    ({"sagemaker.image": f"{ECR.replace('us-east-1', 'eu-west-1')}/pytorch:2.13"}, "sagemaker.image", "image of the job's region"),
+    ({"sagemaker.image": f"{ECR}/pytorch-training:2.10.0-gpu-py313"}, "sagemaker.image", "3.11 or 3.12"),
+    ({"sagemaker.image": f"{ECR}/pytorch-training:2.5.1-gpu-py311"}, "sagemaker.image", "2.10 or newer"),
+    ({"sagemaker.image": f"{ECR}/pytorch-training:2.10.0-cpu-py312"}, "sagemaker.image", "the GPU one"),
+    ({"sagemaker.image": f"{ECR}/pytorch-inference:2.10.0-gpu-py312"}, "sagemaker.image", "training image"),
+    ({"sagemaker.region": "us-gov-west-1"}, "sagemaker.image", "name one"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "key", "remedy"), WRONG, ids=[f"{k}-{r}" for _, k, r in WRONG])
+def test_wrong_request_is_refused_in_one_line(changes: dict[str, str], key: str, remedy: str) -> None:
+    problems = refusal(changes)
+    matching = [line for line in problems if key in line and remedy in line]
+    assert matching, problems
+    assert all("\n" not in line and len(line) < 260 for line in problems), problems
+    assert len(problems) <= 2, f"one mistake, many complaints: {problems}"
+
+
+def test_all_problems_at_once() -> None:
+    problems = refusal(
+        {
+            "sagemaker.role": "null",
+            "sagemaker.max_retries": "99",
+            "sagemaker.cpu.count": "0",
+            "sagemaker.environment": "{HF_TOKEN: x}",
+        }
+    )
+    for key in ("sagemaker.role", "sagemaker.max_retries", "sagemaker.cpu.count", "HF_TOKEN"):
+        assert any(key in line for line in problems), problems
+
+
+def test_right_request_field_by_field() -> None:
+    job = make_job(
+        {
+            "sagemaker.spot": "true",
+            "sagemaker.subnets": "[subnet-1]",
+            "sagemaker.security_groups": "[sg-1]",
+            "sagemaker.encrypt_traffic": "true",
+            "sagemaker.kms_key": "alias/mine",
+            "sagemaker.max_retries": "3",
+            "sagemaker.hyperparameters": "{train.lr: 0.1, train.epochs: 3}",
+            "sagemaker.channels": "{train: {uri: 's3://b/train/', groups: [cpu], input_mode: FastFile}}",
+            "params.train": "anything",
+        }
+    )
+    request = backend.plan(job, offline=True)
+    body = request.body
+    assert body["TrainingJobName"] == request.name
+    assert body["HyperParameters"] == {
+        "config": "job.yaml",
+        "train__lr": "0.1",
+        "train__epochs": "3",
+    }
+    assert body["AlgorithmSpecification"]["ContainerEntrypoint"][-1].endswith(
+        "exec python train.py --config job.yaml"
+    )
+    code, train = body["InputDataConfig"]
+    assert code["ChannelName"] == "code"
+    assert code["DataSource"]["S3DataSource"]["InstanceGroupNames"] == ["gpu", "cpu"]
+    assert train["DataSource"]["S3DataSource"]["InstanceGroupNames"] == ["cpu"]
+    assert train["InputMode"] == "FastFile"
+    assert body["StoppingCondition"] == {
+        "MaxRuntimeInSeconds": 86_400,
+        "MaxWaitTimeInSeconds": 172_800,
+    }
+    assert body["EnableManagedSpotTraining"] and body["EnableInterContainerTrafficEncryption"]
+    assert body["VpcConfig"] == {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}
+    assert body["OutputDataConfig"] == {
+        "S3OutputPath": "s3://my-bucket/stoker",
+        "KmsKeyId": "alias/mine",
+    }
+    assert body["RetryStrategy"] == {"MaximumRetryAttempts": 3}
+    assert request.draft.data_at == {"train": "/opt/ml/input/data/train"}
+    assert request.draft.job.resolved.config.cluster.gpu_group == "gpu"
+    assert "token" not in request.to_json().lower()
+
+
+def test_one_group_is_a_homogeneous_job() -> None:
+    request = backend.plan(
+        make_job(
+            {
+                "sagemaker.cpu.type": "null",
+                "sagemaker.keep_alive_s": "600",
+                "cluster.gpu_group": "gpu",
+            }
+        ),
+        offline=True,
+    )
+    resources = request.body["ResourceConfig"]
+    assert (resources["InstanceType"], resources["InstanceCount"]) == ("ml.g5.2xlarge", 1)
+    assert "InstanceGroups" not in resources
+    assert resources["KeepAlivePeriodInSeconds"] == 600
+    # In the container its only group is called homogeneousCluster.
+    assert request.draft.job.resolved.config.cluster.gpu_group is None
+
+
+def test_cpu_hosts_alone_may_train() -> None:
+    request = backend.plan(make_job({"sagemaker.gpu.type": "null"}), offline=True)
+    assert request.body["ResourceConfig"]["InstanceType"] == "ml.c5.4xlarge"
+
+
+def test_script_mode_form() -> None:
+    request = backend.plan(make_job({}), entry="script-mode", offline=True)
+    parameters = request.body["HyperParameters"]
+    assert parameters["sagemaker_program"] == "train.py"
+    assert parameters["sagemaker_submit_directory"].endswith("/code/sourcedir.tar.gz")
+    assert "ContainerEntrypoint" not in request.body["AlgorithmSpecification"]
+    assert "InputDataConfig" not in request.body
+    assert "--entry" in refused_entry()
+
+
+def refused_entry() -> str:
+    return refusal({}, entry="toolkit")[0]
+
+
+def test_local_data_becomes_a_channel_with_its_size(tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    (folder / "a").mkdir(parents=True)
+    (folder / "a" / "0.tar").write_bytes(b"x" * 1500)
+    single = tmp_path / "rows.parquet"
+    single.write_bytes(b"y" * 10)
+    request = backend.plan(make_job({"params.data": str(folder), "params.rows": str(single)}), offline=True)
+    assert request.draft.data_at == {
+        "data": "/opt/ml/input/data/data",
+        "rows": "/opt/ml/input/data/rows/rows.parquet",
+    }
+    assert "1.5 kB" in request.render()
+    again = backend.plan(make_job({"params.data": str(folder)}), offline=True)
+    assert again.draft.data[0].uri == request.draft.data[0].uri, "unchanged data keeps its address"
+    (folder / "a" / "0.tar").write_bytes(b"x" * 1501)
+    changed = backend.plan(make_job({"params.data": str(folder)}), offline=True)
+    assert changed.draft.data[0].uri != request.draft.data[0].uri
+
+
+def test_data_that_is_already_in_s3_is_left_alone() -> None:
+    request = backend.plan(make_job({"params.data": "s3://b/train"}), offline=True)
+    assert request.draft.data == () and request.draft.data_at == {}
+
+
+def test_empty_data_and_large_data_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert any("holds no files" in line for line in refusal({"params.data": str(tmp_path / "empty")}))
+    (tmp_path / "large").mkdir()
+    with (tmp_path / "large" / "x.bin").open("wb") as file:
+        file.truncate(3 * 10**9)  # sparse
+    problems = refusal({"params.data": str(tmp_path / "large"), "sagemaker.volume_gb": "2"})
+    assert any("do not fit" in line for line in problems)
+
+
+def test_private_files_do_not_travel(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text("")
+    (tmp_path / ".env").write_text("SECRET=1")
+    with pytest.raises(UsageError, match="looks private"):
+        backend.plan(make_job({}, tmp_path), offline=True)
+
+
+def test_written_request_and_source_are_what_is_submitted(tmp_path: Path) -> None:
+    request = backend.plan(make_job({}), offline=True)
+    commands = request.write(tmp_path / "job.json")
+    assert json.loads((tmp_path / "job.json").read_text()) == request.body
+    assert (tmp_path / "job-code" / "train.py").is_file()
+    token = tmp_path / "job-code" / ".ray-token"
+    assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) == 64
+    assert "create-training-job" in commands and f"{request.draft.code_uri}/" in commands
+    with pytest.raises(UsageError, match="exists"):
+        request.write(tmp_path / "job.json")
+
+
+def test_no_request_holds_more_than_the_model_allows() -> None:
+    """Each limit of the facts, broken in the finished request itself."""
+    good = draft(make_job({}), "flowers-1", "us-east-1", "s3://my-bucket/x")
+    assert checks.problems(good) == []
+    breaks: list[tuple[str, Any]] = [
+        ("TrainingJobName", "a_b"),
+        ("TrainingJobName", "x" * 64),
+        ("TrainingJobName", "-x"),
+        ("AlgorithmSpecification.TrainingImage", "x" * 256),
+        ("AlgorithmSpecification.ContainerEntrypoint", ["x" * 257]),
+        ("AlgorithmSpecification.ContainerEntrypoint", ["x"] * 101),
+        ("AlgorithmSpecification.MetricDefinitions", [{"Name": "a", "Regex": "b"}] * 41),
+        ("HyperParameters", {"k" * 257: "v"}),
+        ("OutputDataConfig.S3OutputPath", "file:///x"),
+        ("CheckpointConfig.S3Uri", "s3://b/" + "x" * 1024),
+        ("Environment", {"A": "x" * 513}),
+        ("Tags", [{"Key": "x" * 129, "Value": ""}]),
+    ]
+    for path, value in breaks:
+        body = copy.deepcopy(good.body)
+        *sections, last = path.split(".")
+        place = body
+        for section in sections:
+            place = place[section]
+        place[last] = value
+        found = list(model.limit_problems(body, good.keys))
+        assert len(found) == 1, (path, found)
+
+
+def test_names_and_images() -> None:
+    assert job_name("my_job.v2", "20260101-000000-abcd") == "my-job-v2-20260101-000000-abcd"
+    assert len(job_name("x" * 63, "20260101-000000-abcd")) == 63
+    assert job_name("a" + "." * 5, "s") == "a-s"
+    image = default_image("eu-west-1")
+    assert image and image.startswith("763104351884.dkr.ecr.eu-west-1.amazonaws.com/pytorch:")
+    assert default_image("cn-north-1") is None
+
+
+def test_prices_name_only_types_that_exist() -> None:
+    known = set(model.instance_types())
+    assert set(prices.MACHINES) <= known
+    for entry in prices.MACHINES.values():
+        assert (entry.gpus > 0) == prices.has_gpu(entry.type)
+
+
+def test_dry_run_is_fast_and_loads_no_training_library(tmp_path: Path) -> None:
+    overrides = [f"{key}={value}" for key, value in BASE.items()]
+    code = (
+        "import sys, time; start = time.monotonic()\n"
+        "from stoker.config import load; from launcher.job import open_job\n"
+        "from launcher.backends import sagemaker\n"
+        "text = sagemaker.plan(open_job(load(None, sys.argv[1:])), offline=True).render()\n"
+        "assert 'ml.c5.4xlarge' in text\n"
+        "print(sorted({'ray', 'torch', 'boto3', 'numpy'} & set(sys.modules)), time.monotonic() - start)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *overrides], capture_output=True, text=True, check=True
+    )
+    loaded, _, seconds = done.stdout.rpartition(" ")
+    assert loaded == "[]"
+    assert float(seconds) < 2
