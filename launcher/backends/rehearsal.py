@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.job import Job
@@ -93,8 +93,13 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
     """
     unshare = isolation.unshare_command()
     train = toolkit.command(toolkit.ensure()) if request.entry == "toolkit" else None
+    try:
+        request.run_dir.mkdir(parents=True)
+    except FileExistsError:  # another rehearsal began in this second
+        other = request.run_dir.with_name(f"{request.run_dir.name}-{os.getpid()}-{time.monotonic_ns()}")
+        request = replace(request, run_dir=other)
+        other.mkdir()
     run_dir = request.run_dir
-    run_dir.mkdir(parents=True)
     (run_dir / "logs").mkdir()
     draft = run_dir.parent / f".latest-{os.getpid()}"
     draft.symlink_to(run_dir.name)

@@ -64,11 +64,12 @@ def _mount(spec: dict[str, Any]) -> None:
     _run("mount", "--bind", str(folder / "hosts"), "/etc/hosts")
     shm = f"size={spec['shm_mb']}m,mode=1777"
     _run("mount", "-t", "tmpfs", "-o", shm, "tmpfs", "/dev/shm")  # noqa: S108
-    # Only the uploaded copy may be used: what works because of this tree would fail on SageMaker.
-    for path in spec["masked"]:
-        _run("mount", "-t", "tmpfs", "-o", "ro,size=4k", "tmpfs", path)
     (folder / "tmp").mkdir(exist_ok=True)
     _run("mount", "--bind", str(folder / "tmp"), "/tmp")  # noqa: S108
+    # Only the uploaded copy may be used: what works because of this tree would fail on SageMaker.
+    for path in spec["masked"]:
+        if Path(path).is_dir():
+            _run("mount", "-t", "tmpfs", "-o", "ro,size=4k", "tmpfs", path)
     # What the job writes outside of its own folders would be lost on SageMaker and would stay on
     # this machine here: neither is wanted, so the rest of the machine is read-only.
     with contextlib.suppress(subprocess.CalledProcessError):  # user namespaces may not be allowed to

@@ -94,13 +94,16 @@ def run(resolved: Resolved, place: Place) -> int:
     coordinator = None
     code = 1
     try:
+        recorder.phase("cluster formed")
         config = discover(resolved)
         data = open_data(config)
+        recorder.phase("data opened")
         workers, use_gpu = plan_workers(config, data)
         steps = steps_per_epoch(config, data, workers)
         summary.train_workers = workers
         coordinator = start_coordinator(config, data, workers)
         console = make_console(config.train.epochs, steps, screen_log)
+        console.line(opening_line(data, workers, use_gpu))
         fit = Fit(config, place, coordinator, workers, use_gpu, steps, "val" in data.sources)
         follow(fit, coordinator, recorder, console, summary)
         code = conclude(fit, summary)
@@ -140,6 +143,13 @@ def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
             f" the {total} training records; lower it"
         )
     return workers, gpus > 0
+
+
+def opening_line(data: Data, workers: int, use_gpu: bool) -> str:
+    """Head: what is about to begin, for the seconds in which nothing else is to be seen."""
+    counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in data.totals.items()]
+    kind = "GPU" if use_gpu else "CPU"
+    return f"{' + '.join(counts)} records; starting {workers} train worker(s) on {kind} …"
 
 
 def steps_per_epoch(config: Config, data: Data, workers: int) -> int | None:

@@ -84,6 +84,7 @@ def run(resolved: Any, place: Any) -> int:
         "backend": place.backend,
         "learning_rate": resolved.config.train.lr,
         "origins": resolved.origins,
+        "measured": _measure() if params.get("measure") else None,
         "refused_client": _client_without_token(place) if params.get("client") else None,
     }
     place.run_dir.mkdir(parents=True, exist_ok=True)
@@ -91,6 +92,29 @@ def run(resolved: Any, place: Any) -> int:
     place.model_dir.mkdir(parents=True, exist_ok=True)
     (place.model_dir / "weights").write_bytes(b"w")
     return 0
+
+
+def _measure() -> dict[str, float]:
+    """Seconds that a CPU host needs for one second of work, and for sending 10 MiB to the head."""
+    import ray
+
+    @ray.remote(num_cpus=1, label_selector={"stoker.group": "cpu"})
+    def burn() -> float:
+        started, used = time.monotonic(), time.process_time()
+        while time.process_time() - used < 1.0:
+            pass
+        return time.monotonic() - started
+
+    @ray.remote(num_cpus=1, label_selector={"stoker.group": "cpu"})
+    def block() -> bytes:
+        return os.urandom(10 * 2**20)
+
+    burnt = float(ray.get(burn.remote(), timeout=60))
+    there = block.remote()
+    ray.wait([there], fetch_local=False, timeout=60)
+    started = time.monotonic()
+    ray.get(there, timeout=60)
+    return {"burn_s": burnt, "fetch_s": time.monotonic() - started}
 
 
 def _client_without_token(place: Any) -> str:

@@ -65,7 +65,7 @@ def test_sigterm_commits_a_checkpoint(rehearse: Rehearse) -> None:
     assert done.code == 143
     assert done.codes["algo-2"] == done.codes["algo-3"] == 0
     assert (done.run.run_dir / "checkpoints" / "state.json").is_file()
-    assert "stopped: SIGTERM" in done.run.failure_reason
+    assert "checkpoint committed: stopped: SIGTERM" in done.run.failure_reason
     assert done.run.status().startswith("interrupted")
 
 

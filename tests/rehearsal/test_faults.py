@@ -60,3 +60,31 @@ def test_a_user_namespace_is_enough(rehearse: Rehearse, monkeypatch: pytest.Monk
     assert "--user" in isolation.unshare_command()
     done = rehearse("rehearsal.hosts=gpu=1,cpu=1", "rehearsal.link_mbps=200")
     assert done.code == 0, done.run.failure_reason
+
+
+def test_link_and_cpu_limits_hold(rehearse: Rehearse) -> None:
+    done = rehearse(
+        "rehearsal.hosts=gpu=1,cpu=1",
+        "rehearsal.entry=container",
+        "rehearsal.link_mbps=40",
+        "rehearsal.cpu_quota=0.5",
+        measure=True,
+        tasks=2,
+    )
+    assert done.code == 0, done.run.failure_reason
+    measured = done.result["measured"]
+    assert measured["burn_s"] > 1.7, "half a core needs two seconds for one second of work"
+    assert 1.5 < measured["fetch_s"] < 15, "84 Mbit at 40 Mbit/s"
+
+
+def test_a_host_that_is_cut_off_leaves_and_the_job_goes_on(rehearse: Rehearse) -> None:
+    done = rehearse(
+        "rehearsal.entry=container",
+        "rehearsal.faults=['partition:algo-3@/driver: task 4 done/']",
+        tasks=40,
+        task_s=0.5,
+    )
+    assert done.code == 0, done.run.failure_reason
+    assert done.result["numbers"] == list(range(40))
+    assert "leaving: the head is gone" in done.log("algo-3")
+    assert done.codes["algo-3"] == 0

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from stoker.bootstrap import raynode, requirements, run
+from stoker.bootstrap import cluster, raynode, requirements, run
 from stoker.bootstrap.cluster import read_token
 from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
 from stoker.bootstrap.logs import PrefixedStream
 from stoker.bootstrap.raynode import ClusterError, probe_port, size_store
+from stoker.bootstrap.topology import resolve
 
-pytestmark = pytest.mark.unit
 TOKEN = "0" * 64
+TWO_HOSTS = resolve({"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]})
 
 
 def test_satisfied_requirements_cost_under_a_second() -> None:
@@ -224,3 +225,36 @@ def test_the_failure_file_is_short_and_the_first_cause_stays(base: Path) -> None
     run.write_failure("something later")
     text = (base / "output" / "failure").read_text()
     assert text.startswith("the cause") and len(text) == 1024
+
+
+def test_names_that_resolve_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    server = LifelineServer("127.0.0.1", port, TOKEN)
+    answers = iter([socket.gaierror(), socket.gaierror(), "127.0.0.1"])
+
+    def resolve_late(name: str) -> str:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return str(answer)
+
+    monkeypatch.setattr(cluster.socket, "gethostbyname", resolve_late)
+    deadline = time.monotonic() + 5
+    address, line = cluster.reach_head(TWO_HOSTS, port, TOKEN, deadline, lambda: None)
+    assert address == "127.0.0.1"
+    line.close()
+    server.end(0)
+
+
+def test_a_head_that_cannot_be_reached_is_named_with_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(name: str) -> str:
+        raise socket.gaierror
+
+    monkeypatch.setattr(cluster.socket, "gethostbyname", never)
+    with pytest.raises(ClusterError, match="the name algo-1 does not resolve yet"):
+        cluster.reach_head(TWO_HOSTS, 1, TOKEN, time.monotonic() + 0.5, lambda: None)
+    monkeypatch.setattr(cluster.socket, "gethostbyname", lambda name: "127.0.0.1")
+    with pytest.raises(ClusterError, match="port 1 of algo-1: Connection refused"):
+        cluster.reach_head(TWO_HOSTS, 1, TOKEN, time.monotonic() + 0.5, lambda: None)

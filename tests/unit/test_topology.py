@@ -8,8 +8,6 @@ import pytest
 
 from stoker.bootstrap.topology import HOMOGENEOUS, TopologyError, in_order, label, resolve
 
-pytestmark = pytest.mark.unit
-
 REAL = {
     "current_group_name": "data_group",
     "current_host": "algo-1",

@@ -7,7 +7,7 @@ import io
 import os
 import sys
 import threading
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 
 def prefix_output(group: str, host: str, role: str) -> None:
@@ -46,6 +46,10 @@ class PrefixedStream(io.TextIOBase):
     @property
     def encoding(self) -> str:  # type: ignore[override]
         return self._target.encoding
+
+    @property
+    def buffer(self) -> BinaryIO:
+        return self._target.buffer
 
     def write(self, text: str) -> int:
         with self._lock:

@@ -56,6 +56,8 @@ class Stop:
         self.requested_at: float | None = None
         self.on_request: Callable[[str], Any] | None = None
         """Called from the handler; None lets `check` raise instead."""
+        self.settled = False
+        """The driver has returned: there is nothing left to end by force."""
 
     def install(self) -> None:
         """Every host, main thread: again after `ray.init`, which sets a handler of its own."""
@@ -68,6 +70,8 @@ class Stop:
 
     @property
     def overdue(self) -> bool:
+        if self.settled:
+            return False
         return self.requested_at is not None and time.monotonic() - self.requested_at > STOP_TIMEOUT_S
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -206,12 +210,12 @@ def drive(resolved: Resolved, place: Place, stop: Stop) -> Outcome:
         raise
     except BaseException as error:
         return _failure(error)
+    finally:
+        stop.settled = True
     if code == 0:
         return Outcome(0)
-    cause = str(getattr(driver, "LAST_ERROR", "") or "")
-    if not cause and code == 143:
-        cause = "stopped by SIGTERM; a checkpoint was committed"
-    return Outcome(code, cause or f"the driver ended with exit code {code}")
+    cause = str(getattr(driver, "LAST_ERROR", "") or f"the driver ended with exit code {code}")
+    return Outcome(code, f"stopped, with a checkpoint committed: {cause}" if code == 143 else cause)
 
 
 def container_place(base: Path, topology: Topology, formed_s: float) -> Place:
@@ -289,6 +293,8 @@ def _ignore(reason: str) -> None:
 
 def _end_by_force(stop: Stop) -> None:
     while not stop.overdue:
+        if stop.settled:
+            return
         time.sleep(1)
     from stoker.bootstrap.run import end_by_force
 

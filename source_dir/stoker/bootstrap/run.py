@@ -62,7 +62,7 @@ def run_locally(arguments: list[str]) -> int:
         on_cluster = os.environ.get("STOKER_BACKEND") == "ray"
         with cluster.connected() if on_cluster else cluster.local(resolved.config):
             # After ray.init, which installs handlers of its own.
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, _stop_locally)
             place = replace(local_place(), formed_s=time.monotonic() - STARTED)
             return int(driver.run(resolved, place))
@@ -79,7 +79,7 @@ def _stop_locally(number: int, frame: Any) -> None:
     if number == signal.SIGINT:
         driver.request_stop("Ctrl-C", code=130)
     else:
-        driver.request_stop("SIGTERM", code=143)
+        driver.request_stop(signal.Signals(number).name, code=128 + number)
 
 
 def run_in_container(resource: Mapping[str, Any], arguments: list[str]) -> int:
@@ -171,9 +171,7 @@ def read_hyperparameters() -> dict[str, str]:
         found = json.loads(file.read_text())
     except (OSError, ValueError):
         return {}
-    return {
-        key: str(value) for key, value in found.items() if not key.startswith(("sagemaker_", "_tuning_"))
-    }
+    return {key: str(value) for key, value in found.items() if not key.startswith(("sagemaker_", "_tuning_"))}
 
 
 def base_folder() -> Path:

@@ -44,6 +44,13 @@ class Recorder:
         if handler is not None:
             handler(event)
 
+    def phase(self, name: str) -> None:
+        """Note that a part of the start is done."""
+        self.take({"time": round(time.time(), 3), "event": "phase", "phase": name})
+
+    def _on_phase(self, event: dict[str, Any]) -> None:
+        self.summary.startup.setdefault(event["phase"], round(event["time"] - self.process_started, 2))
+
     def _on_quarantined(self, event: dict[str, Any]) -> None:
         with (self.run_dir / "quarantine.jsonl").open("a") as file:
             row = {key: event[key] for key in ("split", "epoch", "key", "reason")}
@@ -53,6 +60,7 @@ class Recorder:
         self.summary.steps = event["step"]
         if self.summary.speed.first_step_s is None:
             self.summary.speed.first_step_s = round(event["time"] - self.process_started, 2)
+            self.summary.startup["first step"] = self.summary.speed.first_step_s
         rate = event["epoch_samples"] / max(event["elapsed_s"], 1e-9)
         wait = 100 * event["wait_s"] / max(event["elapsed_s"], 1e-9)
         self.scalars(

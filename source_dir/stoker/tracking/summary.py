@@ -68,6 +68,8 @@ class Summary(BaseModel):
     epochs: int = 0
     train_workers: int = 0
     cluster: Cluster = Cluster()
+    startup: dict[str, float] = {}
+    """Seconds from the start of the head's process until each part of the start was done."""
     records: Records = Records()
     speed: Speed = Speed()
     chain: list[dict[str, Any]] = []

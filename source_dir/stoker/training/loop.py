@@ -62,9 +62,11 @@ def train(settings: dict[str, Any]) -> None:
     threads = config.train.threads or max(1, (os.cpu_count() or 1) // context.get_local_world_size())
     torch.set_num_threads(threads)
     folder = Path(settings["checkpoint_dir"])
+    worker.log("phase", phase="train workers started")
     resumed = begin(worker, folder)
     first_epoch = resumed.meta["epoch"] + 1 if resumed else 0
     build(worker, settings["steps_per_epoch"])
+    worker.log("phase", phase="model built")
     if resumed:
         restore(worker, resumed)
     # torchmetrics takes seconds to import and is first needed after an epoch.

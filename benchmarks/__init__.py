@@ -1,0 +1,1 @@
+"""Laptop: measurements against peers, as ratios within one run. `make bench`."""

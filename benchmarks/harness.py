@@ -1,0 +1,61 @@
+"""Laptop: CPU time of interleaved cases, medians, and the results file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results" / "latest.json"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One row of the results: ours against a peer, and the goal for their ratio (more is better)."""
+
+    measure: str
+    ours: float
+    peer: float | None
+    peer_name: str
+    ratio: float | None
+    goal: float | None
+    met: bool | None
+    unit: str
+
+
+def cpu_seconds(cases: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Median CPU seconds of one call of each case, the cases taking turns so that drift hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for case in cases.values():
+        case()
+    for _ in range(rounds):
+        for name, case in cases.items():
+            started = time.process_time()
+            case()
+            times[name].append(time.process_time() - started)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def publish(measures: list[Measure]) -> None:
+    """Print the table and write `benchmarks/results/latest.json`."""
+    for m in measures:
+        ratio = f"{m.ratio:6.2f}×" if m.ratio is not None else "      –"
+        peer = f"{m.peer:10.3f}" if m.peer is not None else "         –"
+        goal = f"goal {m.goal:g}: {'met' if m.met else 'NOT met'}" if m.goal is not None else ""
+        print(f"{m.measure:<44} {m.ours:10.3f} {peer} {m.unit:<14} {ratio}  {goal}  ({m.peer_name})")
+    RESULTS.parent.mkdir(exist_ok=True)
+    machine = {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "date": date.today().isoformat(),
+    }
+    RESULTS.write_text(json.dumps([asdict(m) | machine for m in measures], indent=1) + "\n")
+    print(f"written: {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")

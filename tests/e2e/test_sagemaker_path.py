@@ -1,0 +1,161 @@
+"""Laptop → S3 → hosts → model: what the launcher uploads is what trains in emulated SageMaker hosts."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+from launcher.backends import rehearsal
+from launcher.backends import sagemaker as backend
+from launcher.job import Job, open_job
+from launcher.rehearsal.running import RehearsalRun
+from launcher.sagemaker import aws
+from launcher.sagemaker.upload import split_uri
+from stoker.config import load
+from tests.fakes.aws import REGION, ROLE, moto_server
+from tests.fakes.sagemaker_sdk import train_through_sdk
+
+pytestmark = pytest.mark.timeout(1200)
+
+ROOT = Path(__file__).resolve().parents[2]
+BUCKET = "stoker-path"
+UNDER_SDK = """
+import os
+if os.environ.get("STARTED_BY_SDK") is None:  # first as the container's entrypoint, then as the command
+    os.environ["STARTED_BY_SDK"] = "1"
+    drivers = "/opt/ml/input/data/sm_drivers/sm_train.sh"
+    os.execv("/bin/bash", ["/bin/bash", drivers])  # the rehearsal's channels are read-only: no chmod
+from stoker.bootstrap.run import main
+main()
+"""
+
+
+class Downloaded(Job):
+    """A job whose staged source is what lies in S3, not what lies here."""
+
+    source: Path
+    entry: str | None = None
+
+    def stage(self, folder: Path, data_at: dict[str, str] | None = None) -> None:
+        shutil.copytree(self.source, folder)
+        (folder / ".ray-token").unlink()  # the rehearsal gives each of its clusters one
+        if self.entry:
+            (folder / "train.py").write_text(self.entry)
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    with moto_server() as variables:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        aws.client.cache_clear()
+        s3().create_bucket(Bucket=BUCKET)
+        yield variables
+        aws.client.cache_clear()
+
+
+def s3() -> Any:
+    return boto3.session.Session().client("s3", region_name=REGION)
+
+
+def overrides(digits: Path) -> list[str]:
+    return [
+        "name=digits",
+        "recipe=recipes.digits:Digits",
+        f"params.data={digits / 'webdataset'}",
+        "train.epochs=6",
+        "train.lr=0.05",
+        "cluster.object_store_mb=128",
+        f"sagemaker.region={REGION}",
+        f"sagemaker.role={ROLE}",
+        f"sagemaker.s3_uri=s3://{BUCKET}/stoker",
+        "sagemaker.gpu.type=ml.g5.2xlarge",
+        "sagemaker.cpu.type=ml.c5.4xlarge",
+    ]
+
+
+def download(uri: str, folder: Path) -> Path:
+    """What SageMaker does with a channel: every object below the prefix, as a file."""
+    bucket, prefix = split_uri(uri.rstrip("/") + "/")
+    for page in s3().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
+        for entry in page["Contents"]:
+            target = folder / entry["Key"].removeprefix(prefix)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            s3().download_file(bucket, entry["Key"], str(target))
+    return folder
+
+
+def channels(described: dict[str, Any], folder: Path) -> dict[str, Path]:
+    return {
+        channel["ChannelName"]: download(
+            channel["DataSource"]["S3DataSource"]["S3Uri"], folder / channel["ChannelName"]
+        )
+        for channel in described.get("InputDataConfig", [])
+    }
+
+
+def rehearse(
+    source: Path, data: dict[str, Path], output: Path, entry: str, train: str | None = None
+) -> tuple[RehearsalRun, dict[str, Any]]:
+    hosts = ["rehearsal.hosts=gpu=1,cpu=1", f"rehearsal.entry={entry}", "rehearsal.shm_mb=200"]
+    settings = [f"output_dir={output}", "name=digits", "cluster.object_store_mb=128"]
+    resolved = load(None, [*hosts, *settings, "rehearsal.timeout_s=400"])
+    job = Downloaded(resolved, None, {name: str(path) for name, path in data.items()})
+    object.__setattr__(job, "source", source)
+    object.__setattr__(job, "entry", train)
+    run = rehearsal.submit(rehearsal.plan(job), show=False)
+    code = run.wait()
+    logs = "".join(path.read_text()[-3000:] for path in sorted((run.run_dir / "logs").glob("*.log")))
+    assert code == 0, logs
+    (summary,) = run.run_dir.rglob("summary.json")
+    return run, dict(json.loads(summary.read_text()))
+
+
+def check(summary: dict[str, Any]) -> None:
+    assert summary["status"] == "succeeded"
+    assert {host["group"] for host in summary["cluster"]["hosts"]} == {"gpu", "cpu"}
+    assert summary["metrics"]["best"]["val/acc1"] > 0.9
+    records = summary["records"]
+    assert records["read"] == records["trained"] + records["quarantined"] + records["remainder"]
+
+
+def test_uploaded_code_channel_trains(environment: dict[str, str], digits: Path, tmp_path: Path) -> None:
+    request = backend.plan(open_job(load(None, overrides(digits))))
+    described = backend.submit(request, lambda _: None).describe()
+    found = channels(described, tmp_path / "in")
+    code = found.pop("code")
+    run, summary = rehearse(code, found, tmp_path / "out", "container")
+    check(summary)
+    assert list(run.run_dir.rglob("model.safetensors"))
+
+
+def test_uploaded_archive_trains_under_the_toolkit(
+    environment: dict[str, str], digits: Path, tmp_path: Path
+) -> None:
+    job = open_job(load(None, overrides(digits)))
+    request = backend.plan(job, entry="script-mode")
+    described = backend.submit(request, lambda _: None).describe()
+    bucket, key = split_uri(described["HyperParameters"]["sagemaker_submit_directory"])
+    body = s3().get_object(Bucket=bucket, Key=key)["Body"].read()
+    with tarfile.open(fileobj=io.BytesIO(body), mode="r:gz") as tar:
+        tar.extractall(tmp_path / "code", filter="data")
+    found = channels(described, tmp_path / "in")
+    _, summary = rehearse(tmp_path / "code", found, tmp_path / "out", "toolkit")
+    check(summary)
+
+
+def test_start_script_of_the_sdk_trains(environment: dict[str, str], digits: Path, tmp_path: Path) -> None:
+    name = train_through_sdk(overrides(digits), environment, ROOT)
+    described = backend.attach(f"sagemaker:{REGION}/{name}").describe()
+    found = channels(described, tmp_path / "in")
+    code = found.pop("code")
+    _, summary = rehearse(code, found, tmp_path / "out", "container", UNDER_SDK)
+    check(summary)

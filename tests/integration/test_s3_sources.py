@@ -1,0 +1,81 @@
+"""Records straight from S3 (a moto server), also while it answers with errors."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+import boto3
+import pytest
+from stoker.data.sources import read_any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
+from aws import moto_server
+
+BUCKET = "stoker-data"
+
+
+@pytest.fixture(scope="module")
+def s3(digits: Path) -> Iterator[dict[str, str]]:
+    """A bucket with the digits as tar shards and Parquet."""
+    with moto_server() as environment, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        client = boto3.client("s3")
+        client.create_bucket(Bucket=BUCKET)
+        for form in ("webdataset", "parquet"):
+            for path in (digits / form).rglob("*.*"):
+                client.upload_file(str(path), BUCKET, str(path.relative_to(digits)))
+        yield environment
+
+
+def read(form: str) -> list[Any]:
+    source = read_any(f"s3://{BUCKET}/{form}", "val")
+    assert source is not None
+    source.check()
+    pieces = source.pieces(100, None)
+    return [record for piece in pieces for record in source.for_tasks().read(piece, None)]
+
+
+@pytest.mark.parametrize("form", ["webdataset", "parquet"])
+def test_records_come_from_s3(form: str, s3: dict[str, str]) -> None:
+    assert len({record["key"] for record in read(form)}) == 360
+
+
+def test_half_of_the_answers_being_503_loses_nothing(
+    s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = random.Random(3)
+    refused = 0
+
+    def flaky(environ: dict[str, Any], start_response: Any) -> Any:
+        nonlocal refused
+        if faults.random() < 0.5:
+            refused += 1
+            environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+            start_response("503 Slow Down", [("Content-Type", "application/xml")])
+            return [
+                b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+            ]
+        from moto.server import DomainDispatcherApplication, create_backend_app
+
+        app = flaky.__dict__.setdefault("app", DomainDispatcherApplication(create_backend_app))
+        return app(environ, start_response)
+
+    class Quiet(WSGIRequestHandler):
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = make_server("127.0.0.1", 0, flaky, handler_class=Quiet)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        assert len(read("parquet")) == 360
+    finally:
+        server.shutdown()
+    assert refused >= 2

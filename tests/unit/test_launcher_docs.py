@@ -1,0 +1,122 @@
+"""Policies, manifests and commands in the documentation are valid and say what the code does."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import yaml
+
+from stoker.schema import SageMakerConfig
+from tests.fakes.aws import moto_server
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+REQUIREMENTS = (DOCS.parent / "source_dir" / "requirements.txt").read_text()
+WITHOUT_NARROWER_RESOURCE = {"ecr:GetAuthorizationToken", "cloudwatch:PutMetricData"}
+
+
+def statements(name: str) -> list[dict[str, Any]]:
+    policy = json.loads((DOCS / "iam" / f"{name}.json").read_text())
+    return [dict(statement) for statement in policy["Statement"]]
+
+
+def listed(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("name", ["launcher", "job-role"])
+def test_policies_hold_no_wildcard_action(name: str) -> None:
+    for statement in statements(name):
+        actions = listed(statement["Action"])
+        assert not any("*" in action for action in actions), statement
+        if "*" in listed(statement["Resource"]):
+            assert all(a in WITHOUT_NARROWER_RESOURCE or a.startswith("ec2:") for a in actions), statement
+
+
+def test_iam_accepts_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    with moto_server() as environment:
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        iam: Any = boto3.session.Session().client("iam")
+        for name in ("launcher", "job-role"):
+            text = (DOCS / "iam" / f"{name}.json").read_text()
+            for word, value in (("ACCOUNT", "123456789012"), ("REGION", "us-east-1"), ("BUCKET", "bucket")):
+                text = text.replace(word, value)
+            iam.create_policy(PolicyName=name, PolicyDocument=text)
+        trust = re.findall(r"```json\n(.*?)```", (DOCS / "iam" / "README.md").read_text(), re.S)[0]
+        iam.create_role(RoleName="StokerJob", AssumeRolePolicyDocument=trust)
+
+
+def ray_version() -> str:
+    found = re.search(r"^ray\[.*\]==(\S+)", REQUIREMENTS, re.M)
+    assert found
+    return found[1]
+
+
+def ray_start_options() -> set[str]:
+    from ray.scripts.scripts import start
+
+    return {option.lstrip("-") for parameter in start.params for option in parameter.opts}
+
+
+def test_rayjob_names_what_the_job_needs() -> None:
+    job = yaml.safe_load((DOCS / "ray" / "rayjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
+    assert spec["entrypoint"] == "python train.py --config job.yaml"
+    environment = yaml.safe_load(spec["runtimeEnvYAML"])
+    assert environment["env_vars"]["STOKER_BACKEND"] == "ray"
+    assert environment["env_vars"]["STOKER_RUN_DIR"].startswith("/")
+    assert all(isinstance(value, str) for value in environment["env_vars"].values())
+    assert cluster["rayVersion"] == ray_version()
+    assert cluster["authOptions"] == {"mode": "token"}
+    groups = {group["groupName"]: group for group in cluster["workerGroupSpecs"]}
+    assert {group["labels"]["stoker.group"] for group in groups.values()} == {"gpu", "cpu"}
+    assert groups["cpu"]["replicas"] > 0
+    options = ray_start_options()
+    for group in [cluster["headGroupSpec"], *groups.values()]:
+        assert set(group["rayStartParams"]) <= options
+        pod = group["template"]["spec"]
+        mounts = {mount["name"] for c in pod["containers"] for mount in c["volumeMounts"]}
+        assert mounts == {volume["name"] for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            assert ray_version() in container["image"]
+            assert container["resources"]["requests"] == container["resources"]["limits"]
+    gpus = [name for name, g in groups.items() if "nvidia.com/gpu" in str(g["template"])]
+    assert gpus == ["gpu"]
+
+
+def test_cluster_launcher_file_is_what_ray_accepts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = yaml.safe_load((DOCS / "ray" / "cluster.yaml").read_text())
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    validate_config(prepare_config(dict(config)))
+    options = ray_start_options()
+    commands = [*config["head_start_ray_commands"], *config["worker_start_ray_commands"]]
+    starts = [command for command in commands if "ray start" in command]
+    assert len(starts) == 2
+    for command in starts:
+        assert command.startswith("RAY_AUTH_MODE=token ") and "--labels=stoker.group=" in command
+        used = {word.lstrip("-").partition("=")[0] for word in shlex.split(command) if word.startswith("--")}
+        assert used <= options, used - options
+    assert any(f"=={ray_version()}" in command for command in config["setup_commands"])
+
+
+def test_example_configuration_in_the_console_guide_is_valid() -> None:
+    text = (DOCS / "console.md").read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
+    SageMakerConfig.model_validate(yaml.safe_load(example)["sagemaker"])
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target

@@ -1,0 +1,121 @@
+"""Where records come from: every form gives the same records, whole, with keys, in a seeded order."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from stoker.config import UsageError
+from stoker.data.sources import BadRecord, Source, read_any, read_parquet, read_torch, read_webdataset
+
+
+def everything(source: Source | None, records: int = 100, seed: int | None = None) -> list[Any]:
+    assert source is not None
+    source.check()
+    order = None if seed is None else np.random.default_rng(seed)
+    reader = source.for_tasks()
+    found: list[Any] = []
+    for piece in source.pieces(records, order):
+        found += reader.read(piece, None if seed is None else np.random.default_rng(seed))
+    return found
+
+
+def test_the_three_forms_of_the_digits_hold_the_same_images(digits: Path) -> None:
+    contents = []
+    for form in ("webdataset", "parquet", "images"):
+        source = read_any(str(digits / form), "train")
+        records = everything(source)
+        assert source is not None
+        assert len(records) == source.count() == 1437
+        assert len({r["key"] for r in records}) == 1437
+        contents.append(sorted((r["image"], r["label"]) for r in records))
+    assert contents[0] == contents[1] == contents[2]
+
+
+@pytest.mark.parametrize("form", ["webdataset", "parquet", "images"])
+def test_a_seeded_order_permutes_and_loses_nothing(form: str, digits: Path) -> None:
+    plain = [r["key"] for r in everything(read_any(str(digits / form), "val"))]
+    once = [r["key"] for r in everything(read_any(str(digits / form), "val"), seed=1)]
+    again = [r["key"] for r in everything(read_any(str(digits / form), "val"), seed=1)]
+    other = [r["key"] for r in everything(read_any(str(digits / form), "val"), seed=2)]
+    assert once == again
+    assert plain != once != other
+    assert sorted(plain) == sorted(once) == sorted(other)
+
+
+def test_pieces_are_as_large_as_asked(digits: Path) -> None:
+    for form, expected in (("images", 15), ("parquet", 6)):
+        source = read_any(str(digits / form), "train")
+        assert source is not None
+        source.check()
+        pieces = source.pieces(100, None)
+        assert len(pieces) == expected
+        assert sum(piece.rows or 0 for piece in pieces) == 1437
+
+
+def test_parquet_gives_numbers_strings_lists_tensors_and_image_structs(tmp_path: Path) -> None:
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(24, dtype=np.uint8).reshape(4, 2, 3))
+    table = pa.table(
+        {
+            "x": [1.5, 2.5, 3.5, 4.5],
+            "name": ["a", "b", "c", "d"],
+            "features": pa.array([[1.0, 2.0]] * 4, pa.list_(pa.float32())),
+            "pixels": tensors,
+            "image": [{"bytes": b"jpeg", "path": "p"}] * 4,
+        }
+    )
+    parquet.write_table(table, tmp_path / "train-0.parquet")
+    record = everything(read_parquet(str(tmp_path), "train"))[1]
+    assert record["x"] == 2.5
+    assert record["name"] == "b"
+    assert record["features"].tolist() == [1.0, 2.0]
+    assert record["pixels"].shape == (2, 3)
+    assert record["image"] == b"jpeg"
+    assert record["key"] == "train-0.parquet:1"
+    assert list(everything(read_parquet(str(tmp_path), "train", columns=["x"]))[0]) == ["key", "x"]
+    assert read_parquet(str(tmp_path), "val") is None
+    with pytest.raises(UsageError, match="has no column y; it has x, name"):
+        everything(read_parquet(str(tmp_path), "train", columns=["y"]))
+
+
+def test_a_torch_dataset_gives_tuples_and_dicts_and_survives_a_bad_item() -> None:
+    class Pairs:
+        def __len__(self) -> int:
+            return 3
+
+        def __getitem__(self, i: int) -> tuple[Any, int]:
+            if i == 1:
+                raise OSError("torn")
+            return np.zeros(2), i
+
+    records = everything(read_torch(Pairs(), columns=("x", "y")))
+    assert records[0]["y"] == 0
+    assert records[1] == BadRecord("1", "OSError: torn")
+    with pytest.raises(UsageError, match="needs a map-style dataset"):
+        read_torch(iter([]))
+
+
+def test_tar_members_are_grouped_and_a_broken_label_is_a_bad_record(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "train-0.tar", "w") as tar:
+        for name, content in (
+            ("a/0.jpg", b"x"),
+            ("a/0.cls", b"3"),
+            ("a/0.json", b'{"w": 1}'),
+            ("b/0.jpg", b"y"),
+            ("b/0.cls", b"?"),
+        ):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    first, second = everything(read_webdataset(str(tmp_path), "train"))
+    assert first == {"key": "train-0.tar:a/0", "image": b"x", "label": 3, "json": {"w": 1}}
+    assert isinstance(second, BadRecord)
+    assert ".cls" in second.reason
+    with pytest.raises(UsageError, match="run commands and are refused"):
+        read_webdataset("pipe:curl x", "train")
