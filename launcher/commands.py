@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,8 @@ def run(config: Path | None, overrides: list[str], options: Options) -> int:
     from launcher.job import open_job
 
     job = open_job(load(config, [*overrides, *options.overrides()]), options.source_dir)
+    if options.on != "local":
+        check_recipe(job)
     if options.on == "sagemaker":
         return _on_sagemaker(job, options)
     if options.on == "ray":
@@ -95,6 +98,26 @@ def run(config: Path | None, overrides: list[str], options: Options) -> int:
         print(request.render())
         return 0
     return int(backend.submit(request).wait())
+
+
+def check_recipe(job: Job) -> None:
+    """Laptop: refuse a wrong recipe or parameter here, before hosts are paid for.
+
+    A local run does without: its process makes the same check a moment later.
+
+    Raises:
+        UsageError: unless the recipe only lacks a package that the hosts may well have.
+    """
+    from launcher.job import source_root
+    from stoker.recipe import load_recipe
+
+    config = job.resolved.config
+    try:
+        load_recipe(config.recipe, config.params, job.source_dir or source_root())
+    except UsageError as error:
+        if "which is not installed" not in str(error):
+            raise
+        print(f"warning: {error} (not checked further here)", file=sys.stderr)
 
 
 def _on_sagemaker(job: Job, options: Options) -> int:

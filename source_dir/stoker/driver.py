@@ -98,6 +98,7 @@ def run(resolved: Resolved, place: Place) -> int:
         config = discover(resolved)
         data = open_data(config)
         recorder.phase("data opened")
+        check_groups(config, summary.cluster.hosts)
         workers, use_gpu = plan_workers(config, data)
         steps = steps_per_epoch(config, data, workers)
         summary.train_workers = workers
@@ -143,6 +144,20 @@ def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
             f" the {total} training records; lower it"
         )
     return workers, gpus > 0
+
+
+def check_groups(config: Config, hosts: list[Host]) -> None:
+    """Head: refuse groups that no host belongs to; their tasks would wait for ever.
+
+    Raises:
+        UsageError: naming the groups there are.
+    """
+    there = sorted({host.group for host in hosts})
+    unknown = [group for group in config.data.preprocess_on if group not in there]
+    if unknown:
+        raise UsageError(
+            f"data.preprocess_on: no host in group {', '.join(unknown)}; there are: {', '.join(there)}"
+        )
 
 
 def opening_line(data: Data, workers: int, use_gpu: bool) -> str:

@@ -12,6 +12,7 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import boto3
 import pytest
+
 from stoker.data.sources import read_any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))

@@ -12,8 +12,10 @@ from typing import Any
 
 import boto3
 import pytest
+from botocore.client import BaseClient
 from botocore.stub import Stubber
 
+from launcher import runs
 from launcher.backends import sagemaker as backend
 from launcher.job import Job, open_job
 from launcher.sagemaker import aws, run
@@ -358,3 +360,59 @@ def test_refusals_of_the_service_are_one_line(stubbed: Stubber, code: str, remed
         backend.submit(backend.plan(make_job(), offline=True), quiet)
     assert len(caught.value.problems) == 1
     assert code in caught.value.problems[0] and remedy in caught.value.problems[0]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every request that botocore sends, as `service:Operation`."""
+    seen: list[str] = []
+    real = BaseClient._make_api_call
+
+    def record(self: BaseClient, operation: str, arguments: dict[str, Any]) -> Any:
+        seen.append(f"{self.meta.service_model.service_name}:{operation}")
+        return real(self, operation, arguments)
+
+    monkeypatch.setattr(BaseClient, "_make_api_call", record)
+    return seen
+
+
+def test_dry_run_asks_only_whether_things_exist(calls: list[str], tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"1")
+    boto3.client("s3").create_bucket(Bucket=f"sagemaker-{REGION}-123456789012")
+    boto3.client("s3").put_object(Bucket=BUCKET, Key="train/0.tar", Body=b"x")
+    calls.clear()
+    channels = f"{{train: {{uri: 's3://{BUCKET}/train/'}}}}"
+    changes = {"params.data": str(tmp_path / "x.bin"), "sagemaker.channels": channels}
+    backend.plan(make_job(changes), offline=True).render()
+    assert calls == []
+    backend.plan(make_job({**changes, "sagemaker.s3_uri": "null"})).render()
+    assert calls == ["sts:GetCallerIdentity", "s3:HeadBucket", "s3:ListObjectsV2"]
+
+
+def test_launcher_policy_allows_what_the_launcher_calls(calls: list[str], tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"1")
+    submitted = backend.submit(backend.plan(make_job({"params.data": str(tmp_path / "x.bin")})), quiet)
+    list(submitted.logs())
+    submitted.closing()
+    policy = json.loads((Path(__file__).parents[2] / "docs" / "iam" / "launcher.json").read_text())
+    allowed = {
+        action
+        for statement in policy["Statement"]
+        for action in ([statement["Action"]] if isinstance(statement["Action"], str) else statement["Action"])
+    }
+    named_otherwise = {"s3:HeadBucket": "s3:ListBucket", "s3:ListObjectsV2": "s3:ListBucket"}
+    assert {named_otherwise.get(call, call) for call in calls} <= allowed
+
+
+def test_leaving_the_logs_leaves_the_job(calls: list[str]) -> None:
+    submitted = backend.submit(backend.plan(make_job()), quiet)
+    told: list[str] = []
+
+    def until_interrupted(line: str) -> None:
+        told.append(line)
+        if len(told) == 2:  # the user presses Ctrl-C
+            raise KeyboardInterrupt
+
+    assert runs.follow(submitted, until_interrupted) == 130
+    assert "sagemaker:StopTrainingJob" not in calls
+    assert f"logs -f {submitted.id}" in told[-1] and f"stop {submitted.id}" in told[-1]

@@ -136,3 +136,22 @@ class FromRay(Regression):
 
 
 NOT_A_RECIPE = 3
+
+
+class DiesOnce(Counting):
+    """Its train worker is killed once, in the second epoch."""
+
+    marker: str
+
+    def training_step(self, model: Any, batch: Any) -> Any:
+        import os
+        import signal
+        from pathlib import Path
+
+        marker = Path(self.marker)
+        calls = len(marker.read_text()) if marker.exists() else 0
+        if calls <= 9:
+            marker.write_text("x" * (calls + 1))
+        if calls == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(model, batch)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rehearsals import CHEAP, Rehearse, Rehearsed, StandInJob
+from rehearsals import CHEAP, Rehearse, Rehearsed, StandInJob, new_name, processes_left
 
 from launcher.backends import rehearsal
 from launcher.rehearsal.running import RehearsalRun
@@ -23,7 +24,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RehearsalRu
     def begin(*overrides: str, data: dict[str, str] | None = None, **params: Any) -> RehearsalRun:
         folder = tmp_path_factory.mktemp("rehearsal")
         given = [f"params.{key}={json.dumps(value)}" for key, value in params.items()]
-        resolved = load(None, [*CHEAP, f"output_dir={folder}", *given, *overrides])
+        resolved = load(None, [*CHEAP, f"output_dir={folder}", f"name={new_name()}", *given, *overrides])
         request = rehearsal.plan(StandInJob(resolved, None, data or {}))
         return rehearsal.submit(request, show=False)
 
@@ -49,10 +50,9 @@ def rehearse(start: Callable[..., RehearsalRun]) -> Rehearse:
 def nothing_left() -> Iterator[None]:
     """Namespaces, mounts, processes, links and cgroups of this test are gone when it ends."""
     yield
-    text = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
-    left = [line for line in text.splitlines() if "launcher.rehearsal" in line or "/opt/ml/" in line]
+    left = processes_left()
     assert not left, left
     assert "/hosts/algo-" not in Path("/proc/self/mountinfo").read_text()
     links = subprocess.run(["ip", "link"], capture_output=True, text=True).stdout
     assert "stoker0" not in links
-    assert not list(Path("/sys/fs/cgroup").glob("*/stoker-*"))
+    assert not list(Path("/sys/fs/cgroup").glob(f"*/stoker-{os.getpid()}-*"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +16,29 @@ from launcher.rehearsal.running import RehearsalRun
 
 HERE = Path(__file__).parent
 CHEAP = ("cluster.object_store_mb=128", "rehearsal.shm_mb=200", "cluster.join_timeout_s=90")
+
+
+NAMES: list[str] = []
+"""Of all rehearsals that this test process started: their hosts are told apart by the job's name."""
+
+
+def new_name() -> str:
+    """A job name that no other rehearsal on this machine has."""
+    NAMES.append(f"test-{os.getpid()}-{len(NAMES)}")
+    return NAMES[-1]
+
+
+def processes_left() -> list[str]:
+    """Processes of this test process's rehearsals: hosts, their worlds and launchers."""
+    left = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            known = ((process / "environ").read_bytes() + (process / "cmdline").read_bytes()).decode(
+                errors="replace"
+            )
+            if any(f"={name}\0" in known or f"/{name}-2" in known for name in NAMES):
+                left.append(f"{process.name}: {known[-200:]}")
+    return left
 
 
 class StandInJob(Job):

@@ -8,13 +8,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rehearsals import new_name
+
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = str(ROOT / "source_dir/configs/digits.yaml")
 
 
 def rehearse_digits(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any], dict[str, Any]]:
     """Exit code, screen, summary.json and rehearsal.json of `submit.py digits.yaml --on rehearsal`."""
-    options = ["rehearsal.hosts=gpu=1,cpu=2", "rehearsal.timeout_s=280", *arguments, "--on", "rehearsal"]
+    options = [
+        f"name={new_name()}",
+        "rehearsal.hosts=gpu=1,cpu=2",
+        "rehearsal.timeout_s=280",
+        *arguments,
+        "--on",
+        "rehearsal",
+    ]
     command = [sys.executable, str(ROOT / "launcher/submit.py"), DIGITS, *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=290)
     print(done.stdout, done.stderr)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rehearsals import CHEAP, Rehearse
+from rehearsals import CHEAP, Rehearse, new_name, processes_left
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,13 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         "job = StandInJob(load(None, sys.argv[1:]), None, {});"
         "sys.exit(rehearsal.submit(rehearsal.plan(job)).wait())"
     )
-    overrides = [*CHEAP, f"output_dir={tmp_path}", "rehearsal.entry=container", "params.then_s=120"]
+    overrides = [
+        *CHEAP,
+        f"output_dir={tmp_path}",
+        f"name={new_name()}",
+        "rehearsal.entry=container",
+        "params.then_s=120",
+    ]
     process = subprocess.Popen(
         [sys.executable, "-c", script, *overrides],
         stdout=subprocess.PIPE,
@@ -119,7 +125,7 @@ def test_a_killed_launcher_takes_its_hosts_along(tmp_path: Path) -> None:
     )
     overrides = ["rehearsal.hosts=gpu=1", "rehearsal.entry=container", "params.then_s=120"]
     process = subprocess.Popen(
-        [sys.executable, "-c", script, *overrides, f"output_dir={tmp_path}"],
+        [sys.executable, "-c", script, *overrides, f"output_dir={tmp_path}", f"name={new_name()}"],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": "."},
@@ -131,8 +137,5 @@ def test_a_killed_launcher_takes_its_hosts_along(tmp_path: Path) -> None:
             break
     process.communicate(timeout=30)
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
-        text = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-        if "launcher.rehearsal" not in text and "/opt/ml/" not in text:
-            break
+    while processes_left() and time.monotonic() < deadline:
         time.sleep(0.2)

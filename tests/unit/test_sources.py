@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+
 from stoker.config import UsageError
 from stoker.data.sources import BadRecord, Source, read_any, read_parquet, read_torch, read_webdataset
 

@@ -113,23 +113,21 @@ class EpochDatasets:
         self.config, self.sources, self.chains = config, sources, chains
 
     def __call__(self, split: str, epoch: int, attempt: int, reporter: Any) -> Any:
-        from stoker.data.pipeline import configure_ray_data, epoch_dataset
+        from stoker.data.pipeline import EpochPlan, configure_ray_data, epoch_dataset
 
         config = self.config.data
         configure_ray_data(exact=config.order == "exact")
         groups = config.preprocess_on
         selector = {GROUP_LABEL: f"in({','.join(groups)})"} if groups else None
-        return epoch_dataset(
-            self.sources[split],
-            self.chains[split],
-            self.config.seed,
+        plan = EpochPlan(
+            chain=self.chains[split],
+            seed=self.config.seed,
             # Validation is the same in every epoch.
             epoch=epoch if split == "train" else 0,
-            report_epoch=epoch,
             split=split,
-            attempt=attempt,
             shuffle=config.shuffle and split == "train",
             block_records=config.block_records,
-            reporter=reporter,
-            remote_options={"label_selector": selector} if selector else None,
+            books=(attempt, split, epoch),
         )
+        options = {"label_selector": selector} if selector else {}
+        return epoch_dataset(plan, self.sources[split], reporter, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -15,50 +16,44 @@ MAX_TASK_RETRIES = 4
 """Ray Data retries for ever by default; a record that kills its process would never be named."""
 
 
-def epoch_dataset(
-    source: Any,
-    chain: bytes,
-    seed: int,
-    *,
-    epoch: int,
-    report_epoch: int,
-    split: str,
-    attempt: int,
-    shuffle: bool,
-    block_records: int,
-    reporter: Any,
-    remote_options: dict[str, Any] | None = None,
-) -> Any:
+@dataclass(frozen=True)
+class EpochPlan:
+    """Head → CPU task: all that makes one pass over one split what it is."""
+
+    chain: bytes
+    """The split's Chain, pickled: unpickling it imports what its transforms need (torch, say), which only
+    CPU tasks shall pay for."""
+    seed: int
+    epoch: int
+    """Seeds the order and the random transforms."""
+    split: str
+    shuffle: bool
+    block_records: int
+    books: tuple[int, str, int]
+    """Attempt, split and epoch whose books the blocks belong to."""
+
+
+def epoch_dataset(plan: EpochPlan, source: Any, reporter: Any, remote_options: dict[str, Any]) -> Any:
     """Head: a lazy `ray.data.Dataset` of one epoch's preprocessed blocks.
 
     Args:
+        plan: which pass.
         source: a Source, or a Ray Dataset of the recipe's own.
-        chain: the split's Chain, pickled: unpickling it imports what its transforms need (torch, say),
-            which only CPU tasks shall pay for.
-        seed: the job's.
-        epoch: seeds the order and the random transforms.
-        report_epoch: the epoch whose books the blocks belong to.
-        split: train or val; only for the reports.
-        attempt: counts restarts; only for the reports.
-        shuffle: permute records.
-        block_records: records per block.
         reporter: actor that takes each block's report.
         remote_options: Ray options of the tasks, e.g. `label_selector`.
     """
     import ray
 
-    task = ChainTask(
-        chain, seed, source, epoch, report_epoch, split, attempt, shuffle, block_records, reporter
-    )
-    options = {"num_cpus": 1, "max_retries": MAX_TASK_RETRIES, **(remote_options or {})}
+    task = ChainTask(plan, source, reporter)
+    options = {"num_cpus": 1, "max_retries": MAX_TASK_RETRIES, **remote_options}
     if isinstance(source, Source):
-        pieces = source.pieces(block_records, order_of(seed, epoch) if shuffle else None)
-        rows = [{"piece": pickle.dumps(piece)} for piece in pieces]
+        order = order_of(plan.seed, plan.epoch) if plan.shuffle else None
+        rows = [{"piece": pickle.dumps(piece)} for piece in source.pieces(plan.block_records, order)]
         dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
         return dataset.map_batches(task.of_pieces, batch_size=None, **options)
-    if shuffle:
-        source = source.randomize_block_order(seed=seed * 100_003 + epoch)
-    return source.map_batches(task.of_rows, batch_size=block_records, **options)
+    if plan.shuffle:
+        source = source.randomize_block_order(seed=plan.seed * 100_003 + plan.epoch)
+    return source.map_batches(task.of_rows, batch_size=plan.block_records, **options)
 
 
 def configure_ray_data(exact: bool) -> None:
@@ -84,30 +79,16 @@ def order_of(seed: int, epoch: int, what: str = "") -> Any:
 class ChainTask:
     """CPU task: reads pieces or takes rows, runs the chain, reports, yields blocks."""
 
-    def __init__(
-        self,
-        chain: bytes,
-        seed: int,
-        source: Any,
-        epoch: int,
-        report_epoch: int,
-        split: str,
-        attempt: int,
-        shuffle: bool,
-        block_records: int,
-        reporter: Any,
-    ) -> None:
-        self.packed_chain, self.seed = chain, seed
+    def __init__(self, plan: EpochPlan, source: Any, reporter: Any) -> None:
+        self.plan, self.reporter = plan, reporter
         self.source = source.for_tasks() if isinstance(source, Source) else None
-        self.epoch, self.report_epoch, self.split, self.attempt = epoch, report_epoch, split, attempt
-        self.shuffle, self.block_records, self.reporter = shuffle, block_records, reporter
         self._run_of_task: tuple[str, int] = ("", 0)
         self._blocks_of_run = 0
 
     @cached_property
     def chain(self) -> Chain:
         """CPU task: the stages, unpickled once per process."""
-        chain: Chain = pickle.loads(self.packed_chain)  # noqa: S301 - written by the driver
+        chain: Chain = pickle.loads(self.plan.chain)  # noqa: S301 - written by the driver
         return chain
 
     def of_pieces(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -116,9 +97,9 @@ class ChainTask:
         for content in batch["piece"]:
             piece = pickle.loads(content)  # noqa: S301 - written by epoch_dataset on the head
             what = f"{piece.path}:{piece.start}"
-            order = order_of(self.seed, self.epoch, what) if self.shuffle else None
+            order = order_of(self.plan.seed, self.plan.epoch, what) if self.plan.shuffle else None
             records = source.read(piece, order)
-            while group := list(islice(records, self.block_records)):
+            while group := list(islice(records, self.plan.block_records)):
                 yield from self._block(group)
 
     def of_rows(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -126,8 +107,8 @@ class ChainTask:
         count = len(next(iter(batch.values()))) if batch else 0
         rows = [{name: _scalar(column[i]) for name, column in batch.items()} for i in range(count)]
         group = [{**row, "key": _key(row)} for row in rows]
-        if self.shuffle and group:
-            order = order_of(self.seed, self.epoch, str(group[0]["key"]))
+        if self.plan.shuffle and group:
+            order = order_of(self.plan.seed, self.plan.epoch, str(group[0]["key"]))
             group = [group[i] for i in order.permutation(len(group))]
         yield from self._block(group)
 
@@ -136,11 +117,9 @@ class ChainTask:
 
         chain = self.chain
         use_one_thread()
-        columns, report = chain.run(group, self.epoch)
+        columns, report = chain.run(group, self.plan.epoch)
         node = ray.get_runtime_context().get_node_id()
-        call = self.reporter.block_done.remote(
-            self.attempt, self.split, self.report_epoch, self._block_name(), report, node
-        )
+        call = self.reporter.block_done.remote(*self.plan.books, self._block_name(), report, node)
         ray.get(call, timeout=120)
         if columns:
             yield columns
