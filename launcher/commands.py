@@ -33,6 +33,7 @@ class Options:
     address: str | None = None
     offline: bool = False
     request: Path | None = None
+    install: bool = False
 
     def overrides(self) -> list[str]:
         """The options that are keys of the configuration."""
@@ -57,7 +58,8 @@ class Options:
             "--entry": (self.entry, ("rehearsal", "sagemaker")),
             "--address": (self.address, ("ray",)),
             "--offline": (self.offline, ("ray", "sagemaker")),
-            "--request": (self.request, ("sagemaker",)),
+            "--request": (self.request, ("ray", "sagemaker")),
+            "--install": (self.install, ("ray",)),
         }
         return [
             f"{name}: has no meaning with --on {self.on}; use it with --on {' or --on '.join(places)}"
@@ -125,24 +127,26 @@ def _on_sagemaker(job: Job, options: Options) -> int:
     from launcher.backends import sagemaker
 
     request = sagemaker.plan(job, entry=options.entry, offline=options.offline)
-    if options.request:
-        print(request.write(options.request))
-        return 0
-    if options.dry_run:
-        print(request.render())
-        return 0
-    return runs.follow(sagemaker.submit(request))
+    return 0 if _only_shown(request, options) else runs.follow(sagemaker.submit(request))
 
 
 def _on_ray(job: Job, options: Options) -> int:
     from launcher import runs
     from launcher.backends import ray_cluster
 
-    request = ray_cluster.plan(job, address=options.address, offline=options.offline)
-    if options.dry_run:
+    request = ray_cluster.plan(
+        job, address=options.address, offline=options.offline, install=options.install
+    )
+    return 0 if _only_shown(request, options) else runs.follow(ray_cluster.submit(request))
+
+
+def _only_shown(request: Any, options: Options) -> bool:
+    """Laptop: write or print the request where only that was asked for."""
+    if options.request:
+        print(request.write(options.request))
+    elif options.dry_run:
         print(request.render())
-        return 0
-    return runs.follow(ray_cluster.submit(request))
+    return bool(options.request or options.dry_run)
 
 
 def attach(run_id: str) -> Any:

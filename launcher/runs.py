@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
+from launcher.backends.base import Run
 
-class RemoteRun(Protocol):
-    """Laptop: a run that outlives this process: `base.Run` and what to say at its end."""
 
-    @property
-    def id(self) -> str: ...
-
-    def status(self) -> str: ...
-
-    def logs(self, follow: bool = False) -> Iterator[str]: ...
-
-    def wait(self) -> int: ...
-
-    def stop(self) -> None: ...
+class RemoteRun(Run, Protocol):
+    """Laptop: a run that outlives this process, and what to say at its end."""
 
     def closing(self) -> str:
         """What to say after the end: outcome, cost, where the model lies."""

@@ -56,13 +56,25 @@ def run(
     cpu_quota: Annotated[float | None, Option(help="rehearsal: cores per host")] = None,
     address: Annotated[str | None, Option(help="ray: http://head:8265")] = None,
     offline: Annotated[bool, Option("--offline", help="with --dry-run: ask no network")] = False,
-    request: Annotated[Path | None, Option(help="sagemaker: write the request, do not send")] = None,
+    request: Annotated[Path | None, Option(help="ray, sagemaker: write it, do not send")] = None,
+    install: Annotated[bool, Option("--install", help="ray: pip install on the hosts")] = False,
 ) -> None:
     """Run a job from its YAML file, with single keys changed on the command line."""
     from launcher import commands
 
     options = commands.Options(
-        on, source_dir, dry_run, hosts, entry, fault or [], link_mbps, cpu_quota, address, offline, request
+        on,
+        source_dir,
+        dry_run,
+        hosts,
+        entry,
+        fault or [],
+        link_mbps,
+        cpu_quota,
+        address,
+        offline,
+        request,
+        install,
     )
     if show_config:
         raise typer.Exit(commands.show(config, overrides or [], source_dir))

@@ -17,7 +17,10 @@ class Request(Protocol):
 class Run(Protocol):
     """Laptop: one execution of a job."""
 
-    id: str
+    @property
+    def id(self) -> str:
+        """How `status`, `logs` and `stop` find the run again."""
+        ...
 
     def status(self) -> str:
         """running, succeeded, failed, interrupted or unknown, perhaps with a reason after a colon."""

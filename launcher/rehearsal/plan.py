@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -183,37 +183,6 @@ def environment(job: Job, config: Config) -> dict[str, str]:
         HOST_CPUS_VARIABLE: str(config.rehearsal.cpus),
         **config.sagemaker.environment,
     }
-
-
-def flag_overrides(
-    hosts: str | None = None,
-    entry: str | None = None,
-    link_mbps: float | None = None,
-    cpu_quota: float | None = None,
-    join_delay: Sequence[str] = (),
-    fault: Sequence[str] = (),
-) -> list[str]:
-    """Laptop: the command line's `--hosts`, `--fault`, … as `rehearsal.key=value` overrides.
-
-    Raises:
-        UsageError: a `--join-delay` that is not `host=seconds` or `host=never`.
-    """
-    delays: dict[str, float | str] = {}
-    for text in join_delay:
-        host, _, late = text.partition("=")
-        seconds = late.removesuffix("s")
-        if late != "never" and not re.fullmatch(r"\d+(\.\d+)?", seconds):
-            raise UsageError(f"--join-delay {text}: not host=seconds or host=never")
-        delays[host] = late if late == "never" else float(seconds)
-    given = {
-        "hosts": hosts,
-        "entry": entry,
-        "link_mbps": link_mbps,
-        "cpu_quota": cpu_quota,
-        "join_delay": delays or None,
-        "faults": list(fault) or None,
-    }
-    return [f"rehearsal.{key}={json.dumps(value)}" for key, value in given.items() if value is not None]
 
 
 def rate_arguments(link_mbps: float | None) -> list[str]:

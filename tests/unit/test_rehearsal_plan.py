@@ -9,7 +9,7 @@ import pytest
 from launcher.backends.rehearsal import plan
 from launcher.job import Job
 from launcher.rehearsal import faults, isolation, outputs
-from launcher.rehearsal.plan import flag_overrides, hyperparameters, plan_hosts, resource_config
+from launcher.rehearsal.plan import hyperparameters, plan_hosts, resource_config
 from stoker.config import UsageError, load
 
 
@@ -73,19 +73,6 @@ def test_faults_know_their_moment() -> None:
     line = faults.parse("partition:algo-3@/epoch [12]/+0.5s", ["algo-3"])
     line.see("epoch 2", 7)
     assert line.due_s == 7.5
-
-
-def test_flags_are_overrides() -> None:
-    flags = flag_overrides(
-        "gpu=1,cpu=3", "container", 100, None, ["algo-3=30s", "algo-4=never"], [r"kill:algo-2@/epoch 1\/4/"]
-    )
-    settings = load(None, flags).config.rehearsal
-    assert (settings.hosts, settings.entry, settings.link_mbps) == ("gpu=1,cpu=3", "container", 100)
-    assert settings.join_delay == {"algo-3": 30, "algo-4": "never"}
-    assert settings.faults == [r"kill:algo-2@/epoch 1\/4/"]
-    assert flag_overrides() == []
-    with pytest.raises(UsageError, match="--join-delay algo-3"):
-        flag_overrides(join_delay=["algo-3"])
 
 
 def test_hyperparameters_are_strings_of_json() -> None:

@@ -48,8 +48,7 @@ def local(config: Config) -> Iterator[None]:
 @contextmanager
 def connected() -> Iterator[None]:
     """A job's process on a Ray cluster: that cluster, with the token it runs under."""
-    os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
-    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
+    _set_ray_train()
     import ray
 
     ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
@@ -66,8 +65,7 @@ def set_environment(token: str) -> None:
     os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
-    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
+    _set_ray_train()
     os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
     # A stopped host must be gone at once, not after Ray's drain of half a minute.
     os.environ["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
@@ -212,3 +210,12 @@ def stay(lifeline: Lifeline, alive: Callable[[], bool], check: Callable[[], None
             return ended
         if not alive():
             return None
+
+
+def _set_ray_train() -> None:
+    os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
+    # Train workers stay in the job's folder, where the recipe's relative paths hold.
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
+    # The end of training is seen after half a second, and a hung train worker not only after 10 minutes.
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", "120")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -58,6 +60,8 @@ def run_locally(arguments: list[str]) -> int:
     from stoker.bootstrap import cluster
     from stoker.place import local_place
 
+    # Ray's start is mostly waiting: the driver's heaviest import fits into it.
+    threading.Thread(target=_import_ahead, args=("torch",), daemon=True).start()
     try:
         on_cluster = os.environ.get("STOKER_BACKEND") == "ray"
         with cluster.connected() if on_cluster else cluster.local(resolved.config):
@@ -68,6 +72,11 @@ def run_locally(arguments: list[str]) -> int:
             return int(driver.run(resolved, place))
     except KeyboardInterrupt:
         return 130
+
+
+def _import_ahead(name: str) -> None:
+    with contextlib.suppress(Exception):  # it shows where the module is used
+        importlib.import_module(name)
 
 
 def _stop_locally(number: int, frame: Any) -> None:

@@ -66,6 +66,7 @@ class Coordinator:
         self.changed = threading.Condition()
         self.streams: dict[tuple[str, int], Stream] = {}
         self.attempt = -1
+        self.trainings = -1
         self.workers = 0
         self.failure = ""
         self.stop_reason, self.stop_step = "", -1
@@ -73,12 +74,16 @@ class Coordinator:
         self.events: list[dict[str, Any]] = []
 
     def new_attempt(self) -> int:
-        """Train worker's call (rank 0): the number of this attempt, from 0 on."""
+        """Train worker's call (rank 0), once per start: the number of this attempt, from 0 on."""
         with self.changed:
-            return self.attempt + 1
+            self.trainings += 1
+            return self.trainings
 
     def begin(self, me: Any, attempt: int, workers: int, first_epoch: int) -> None:
-        """Start (or after a restart, start again) producing from `first_epoch` on."""
+        """Start (or after a restart, start again) producing from `first_epoch` on.
+
+        The driver begins the first attempt itself, so that data flows while train workers still start.
+        """
         with self.changed:
             if attempt <= self.attempt:
                 return

@@ -96,7 +96,7 @@ def start_coordinator(config: Config, data: Data, workers: int) -> Any:
         max_concurrency=2 * workers + tasks + 16,
         label_selector={ray._raylet.RAY_NODE_ID_KEY: node},
     )
-    return actor.remote(
+    coordinator = actor.remote(
         EpochDatasets(config, data.sources, {k: ray.cloudpickle.dumps(v) for k, v in data.chains.items()}),
         data.totals,
         batch_size=config.train.batch_size,
@@ -104,6 +104,8 @@ def start_coordinator(config: Config, data: Data, workers: int) -> Any:
         budget=config.data.bad_record_budget,
         epochs=config.train.epochs,
     )
+    coordinator.begin.remote(coordinator, 0, workers, 0)
+    return coordinator
 
 
 class EpochDatasets:

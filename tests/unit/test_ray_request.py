@@ -1,0 +1,67 @@
+"""What `--on ray` would send, without a cluster."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from launcher import ray_jobs, runs
+from launcher.backends import ray_cluster
+from launcher.job import open_job
+from stoker.config import UsageError, load
+
+ADDRESS = "http://head.example.com:8265"
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def plan(**options: bool) -> ray_cluster.RayRequest:
+    job = open_job(load(None, ["name=probe", "output_dir=/mnt/shared/runs"]))
+    return ray_cluster.plan(job, address=ADDRESS, offline=True, **options)
+
+
+def test_written_source_is_a_zip_with_files_at_the_root(tmp_path: Path) -> None:
+    request = plan()
+    text = request.write(tmp_path / "job.zip")
+    with zipfile.ZipFile(tmp_path / "job.zip") as archive:
+        assert {"train.py", "job.yaml", "stoker/config.py"} <= set(archive.namelist())
+    assert "STOKER_BACKEND" in text and request.run_dir in text and "job.zip" in text
+
+
+def test_same_source_is_the_same_package() -> None:
+    job = open_job(load(None, ["name=probe", "output_dir=/mnt/shared/runs"]))
+    first, second = (ray_cluster.plan(job, address=ADDRESS, offline=True).package() for _ in range(2))
+    assert first == second and len(first) < ray_jobs.PACKAGE_LIMIT_BYTES
+    assert zipfile.ZipFile(io.BytesIO(first)).testzip() is None
+
+
+def test_install_lets_ray_install_all_but_itself() -> None:
+    pip = plan(install=True).body("gcs://x")["runtime_env"]["pip"]
+    assert any(line.startswith("timm") for line in pip)
+    assert not any(line.startswith("ray") for line in pip)
+    assert "pip" not in plan().body("gcs://x")["runtime_env"]
+
+
+def test_an_open_cluster_and_an_open_token_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "anyone who reaches this cluster" in plan().render()
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 64)
+    shown = plan().render()
+    assert "travels unencrypted" in shown and "t" * 64 not in shown + repr(plan())
+
+
+def test_run_ids_lead_to_their_backend() -> None:
+    found = runs.attach(f"ray:{ADDRESS}/probe-1")
+    assert found is not None and found.id == f"ray:{ADDRESS}/probe-1"
+    found = runs.attach("arn:aws:sagemaker:eu-west-1:123456789012:training-job/probe-1")
+    assert found is not None and found.id == "sagemaker:eu-west-1/probe-1"
+    assert runs.attach("runs/latest") is None
+    with pytest.raises(UsageError, match="write ray:"):
+        runs.attach("ray:probe")
