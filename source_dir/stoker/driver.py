@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from stoker.bootstrap.topology import label
 from stoker.config import Resolved, UsageError, resolved_yaml
 from stoker.data.ledger import DataError
 from stoker.data.opening import GROUP_LABEL, Data, discover, open_data, start_coordinator
@@ -153,7 +154,7 @@ def check_groups(config: Config, hosts: list[Host]) -> None:
         UsageError: naming the groups there are.
     """
     there = sorted({host.group for host in hosts})
-    unknown = [group for group in config.data.preprocess_on if group not in there]
+    unknown = [group for group in config.data.preprocess_on if label(group) not in there]
     if unknown:
         raise UsageError(
             f"data.preprocess_on: no host in group {', '.join(unknown)}; there are: {', '.join(there)}"
@@ -198,7 +199,8 @@ class Fit:
         }
         for folder in (place.checkpoint_dir, place.run_dir / "logs"):
             folder.mkdir(parents=True, exist_ok=True)
-        self.args = (config, settings, place.run_dir / "logs", workers, use_gpu)
+        selector = {GROUP_LABEL: place.train_group} if place.train_group else None
+        self.args = (config, settings, place.run_dir / "logs", workers, use_gpu, selector)
         self.thread = threading.Thread(target=self._run, name="fit", daemon=True)
         self.thread.start()
 
@@ -206,7 +208,7 @@ class Fit:
         from stoker.training.trainer import make_trainer
 
         try:
-            make_trainer(*self.args, label_selector=None).fit()
+            make_trainer(*self.args).fit()
         except BaseException as error:
             logging.getLogger("stoker").error("%s", "".join(traceback.format_exception(error)))
             self.error = error

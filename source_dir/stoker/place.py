@@ -21,6 +21,8 @@ class Place:
     model_dir: Path
     formed_s: float = 0.0
     """Seconds from the start of this process until the Ray cluster stood."""
+    train_group: str | None = None
+    """Label of the group whose hosts train; None: wherever there is room."""
     expected_hosts: tuple[str, ...] = ()
     """Names of the hosts that the job was given; empty where nobody says."""
 

@@ -14,7 +14,7 @@ def test_a_killed_train_worker_is_restarted_from_the_last_checkpoint(
         tmp_path,
         recipe="rows:DiesOnce",
         params={"train_records": 96, "val_records": 10, "marker": str(tmp_path / "marker")},
-        train={"epochs": 3, "batch_size": 16, "lr": 0.001, "max_failures": 1},
+        train={"epochs": 3, "batch_size": 8, "workers": 2, "lr": 0.001, "max_failures": 1},
     )
     assert outcome.code == 0, outcome.summary.error
     resumed = [event for event in outcome.summary.events if event["event"] == "resumed"]

@@ -148,6 +148,10 @@ class DiesOnce(Counting):
         import signal
         from pathlib import Path
 
+        import torch.distributed as dist
+
+        if dist.is_initialized() and dist.get_rank():
+            return super().training_step(model, batch)
         marker = Path(self.marker)
         calls = len(marker.read_text()) if marker.exists() else 0
         if calls <= 9:

@@ -28,6 +28,8 @@ RAY_LOG = Path(tempfile.gettempdir()) / "stoker-ray.log"
 def local(config: Config) -> Iterator[None]:
     """Laptop: a Ray cluster of this machine alone, with a token of its own, gone at the end."""
     set_environment(secrets.token_hex(32))
+    # One machine is not preempted in part, so nobody needs to watch for that.
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     import ray
 
     ray.init(

@@ -19,7 +19,7 @@ from stoker.bootstrap import cluster, raynode
 from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
 from stoker.bootstrap.logs import say, say_at_once
 from stoker.bootstrap.raynode import ClusterError, RayNode
-from stoker.bootstrap.topology import Topology
+from stoker.bootstrap.topology import Topology, label
 from stoker.config import Resolved, UsageError
 from stoker.place import BACKEND_VARIABLE, Place
 
@@ -226,6 +226,7 @@ def container_place(base: Path, topology: Topology, formed_s: float) -> Place:
         checkpoint_dir=base / "checkpoints",
         model_dir=base / "model",
         formed_s=formed_s,
+        train_group=label(topology.gpu_group),
         expected_hosts=topology.hosts,
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stoker.bootstrap.topology import label
 from stoker.config import Resolved, UsageError
 from stoker.data.coordinator import Coordinator
 from stoker.recipe import Recipe, load_recipe, where_raised
@@ -119,7 +120,7 @@ class EpochDatasets:
 
         config = self.config.data
         configure_ray_data(exact=config.order == "exact")
-        groups = config.preprocess_on
+        groups = [label(group) for group in config.preprocess_on]
         selector = {GROUP_LABEL: f"in({','.join(groups)})"} if groups else None
         plan = EpochPlan(
             chain=self.chains[split],

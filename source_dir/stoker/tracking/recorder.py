@@ -30,6 +30,7 @@ class Recorder:
         self.totals: Counter[str] = Counter()
         self.steady: Counter[str] = Counter()
         self.step_ms: list[float] = []
+        self.worker_nodes: dict[int, str] = {}
 
     def take(self, event: dict[str, Any]) -> None:
         """Write an event down and let the summary follow."""
@@ -43,6 +44,15 @@ class Recorder:
         handler = getattr(self, f"_on_{kind}", None)
         if handler is not None:
             handler(event)
+
+    def _host_of(self, node: str) -> str:
+        hosts = (host.model_dump() for host in self.summary.cluster.hosts)
+        return next((host["host"] for host in hosts if host.get("node_id") == node), node)
+
+    def _on_train_worker(self, event: dict[str, Any]) -> None:
+        # By rank, so that one that was restarted counts once, where it runs now.
+        self.worker_nodes[event["rank"]] = event["node"]
+        self.summary.train_workers_by_host = dict(Counter(map(self._host_of, self.worker_nodes.values())))
 
     def phase(self, name: str) -> None:
         """Note that a part of the start is done."""
@@ -134,10 +144,8 @@ class Recorder:
         if figures:
             speed.bytes_per_sample = round(figures["bytes_per_sample"], 1)
             self.summary.chain = figures["chain"]
-            names = {host.model_dump().get("node_id"): host.host for host in self.summary.cluster.hosts}
-            self.summary.chain_tasks_by_host = {
-                names.get(node, node): count for node, count in figures["tasks_by_node"].items()
-            }
+            tasks = figures["tasks_by_node"]
+            self.summary.chain_tasks_by_host = {self._host_of(n): count for n, count in tasks.items()}
             self.summary.records.epochs += figures["open"]
         self.summary.seconds = round(time.monotonic() - self.started, 2)
         self.summary.write(self.run_dir)

@@ -74,6 +74,7 @@ class Summary(BaseModel):
     speed: Speed = Speed()
     chain: list[dict[str, Any]] = []
     chain_tasks_by_host: dict[str, int] = {}
+    train_workers_by_host: dict[str, int] = {}
     metrics: Metrics = Metrics()
     bottleneck: Bottleneck | None = None
     cost: dict[str, Any] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from stoker.config import UsageError
 from stoker.schema import Config
@@ -35,8 +36,13 @@ def keep_checkpoint(worker: Worker, folder: Path, epoch: int, metrics: dict[str,
 
 
 def restore(worker: Worker, saved: checkpoint.Checkpoint) -> None:
-    """Train worker: continue from a checkpoint."""
-    weights, state = checkpoint.load(saved)
+    """Train worker: continue from a checkpoint, which rank 0 reads for all: only its host may have it."""
+    import torch.distributed as dist
+
+    content: list[Any] = [checkpoint.load(saved) if worker.rank == 0 else None]
+    if worker.world_size > 1:
+        dist.broadcast_object_list(content, src=0)
+    weights, state = content[0]
     strategies.plain(worker.model).load_state_dict(weights)
     worker.optimizer.load_state_dict(state["optimizer"])
     if worker.scheduler and state["scheduler"]:

@@ -43,6 +43,7 @@ def train(settings: dict[str, Any]) -> None:
     Args:
         settings: config, params, coordinator, checkpoint_dir, model_dir, steps_per_epoch, has_val.
     """
+    import ray
     import ray.train.torch
     import torch
 
@@ -62,6 +63,8 @@ def train(settings: dict[str, Any]) -> None:
     threads = config.train.threads or max(1, (os.cpu_count() or 1) // context.get_local_world_size())
     torch.set_num_threads(threads)
     folder = Path(settings["checkpoint_dir"])
+    node = ray.get_runtime_context().get_node_id()
+    worker.coordinator.log.remote("train_worker", {"rank": worker.rank, "node": node})
     worker.log("phase", phase="train workers started")
     resumed = begin(worker, folder)
     first_epoch = resumed.meta["epoch"] + 1 if resumed else 0
