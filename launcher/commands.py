@@ -28,6 +28,7 @@ class Options:
     hosts: str | None = None
     entry: str | None = None
     faults: list[str] = field(default_factory=list)
+    join_delay: list[str] = field(default_factory=list)
     link_mbps: float | None = None
     cpu_quota: float | None = None
     address: str | None = None
@@ -42,6 +43,7 @@ class Options:
         if self.on == "rehearsal":
             keys["rehearsal.entry"] = self.entry
         found = [f"{key}={value}" for key, value in keys.items() if value is not None]
+        found += [f"rehearsal.join_delay.{delay}" for delay in self.join_delay]
         return found + ([f"rehearsal.faults={json.dumps(self.faults)}"] if self.faults else [])
 
     def problems(self) -> list[str]:
@@ -50,9 +52,11 @@ class Options:
             close = difflib.get_close_matches(self.on, PLACES, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             return [f"--on {self.on}: no such place (known: {', '.join(PLACES)}){hint}"]
+        malformed = [text for text in self.join_delay if "=" not in text]
         belongs = {
             "--hosts": (self.hosts, ("rehearsal",)),
             "--fault": (self.faults, ("rehearsal",)),
+            "--join-delay": (self.join_delay, ("rehearsal",)),
             "--link-mbps": (self.link_mbps, ("rehearsal",)),
             "--cpu-quota": (self.cpu_quota, ("rehearsal",)),
             "--entry": (self.entry, ("rehearsal", "sagemaker")),
@@ -61,7 +65,7 @@ class Options:
             "--request": (self.request, ("ray", "sagemaker")),
             "--install": (self.install, ("ray",)),
         }
-        return [
+        return [f"--join-delay {text}: write host=seconds" for text in malformed] + [
             f"{name}: has no meaning with --on {self.on}; use it with --on {' or --on '.join(places)}"
             for name, (value, places) in belongs.items()
             if value and self.on not in places
@@ -134,9 +138,7 @@ def _on_ray(job: Job, options: Options) -> int:
     from launcher import runs
     from launcher.backends import ray_cluster
 
-    request = ray_cluster.plan(
-        job, address=options.address, offline=options.offline, install=options.install
-    )
+    request = ray_cluster.plan(job, address=options.address, offline=options.offline, install=options.install)
     return 0 if _only_shown(request, options) else runs.follow(ray_cluster.submit(request))
 
 

@@ -55,12 +55,16 @@ def test_every_record_once_when_a_cpu_host_is_lost(tmp_path: Path) -> None:
         tmp_path,
         "train.epochs=4",
         "data.block_records=32",
+        "tracking.record_ids=true",
         "rehearsal.entry=container",
         r"rehearsal.faults=['kill:algo-3@/epoch 1\/4 done/']",
     )
     assert code == 0
     records = summary["records"]
     assert records["read"] == records["trained"] == 4 * 1437
+    for epoch in range(4):
+        ids = (tmp_path / f"runs/latest/records/train-epoch-{epoch:03d}-rank-0.txt").read_text().split()
+        assert len(ids) == len(set(ids)) == 1437, "every record once"
     assert summary["metrics"]["best"]["val/acc1"] >= 0.9
     assert [host["exit_code"] for host in report["hosts"]] == [0, 0, 137]
     assert "host_lost" in [event["event"] for event in summary["events"]]

@@ -88,3 +88,14 @@ def test_a_host_that_is_cut_off_leaves_and_the_job_goes_on(rehearse: Rehearse) -
     assert done.result["numbers"] == list(range(40))
     assert "leaving: the head is gone" in done.log("algo-3")
     assert done.codes["algo-3"] == 0
+
+
+def test_a_host_that_freezes_is_given_up_and_the_job_goes_on(rehearse: Rehearse) -> None:
+    done = rehearse(
+        "rehearsal.entry=container",
+        "rehearsal.faults=['pause:algo-3@/driver: task 4 done/']",
+        tasks=40,
+        task_s=0.5,
+    )
+    assert done.code == 0, done.run.failure_reason
+    assert done.result["numbers"] == list(range(40))

@@ -22,6 +22,11 @@ BUFFER_BYTES = 512 * 2**20
 """Preprocessed data kept ready beyond the next two steps, over all train workers."""
 
 
+STREAMS_AHEAD = 2
+"""How many passes may be produced beyond the one that is consumed: small data would else run ahead for
+all epochs and take the CPUs from training."""
+
+
 @dataclass(frozen=True)
 class Portion:
     """Coordinator → train worker: rows of one step."""
@@ -104,7 +109,9 @@ class Coordinator:
     def _produce(self, me: Any, attempt: int) -> None:
         """Thread: pull blocks out of Ray Data, one stream after the other."""
         try:
-            for (split, epoch), stream in list(self.streams.items()):
+            for position, ((split, epoch), stream) in enumerate(list(self.streams.items())):
+                if not self._my_turn(attempt, position):
+                    return
                 for reference, rows, size in self._bundles(split, epoch, me):
                     with self.changed:
                         number = stream.splitter.add(rows)
@@ -122,6 +129,17 @@ class Coordinator:
                     self.changed.notify_all()
         except BaseException as error:
             self._fail(attempt, explain(error))
+
+    def _my_turn(self, attempt: int, position: int) -> bool:
+        """Wait until a stream is near enough to be produced; False where this attempt is over."""
+        with self.changed:
+            while attempt == self.attempt and not self.failure:
+                settled = [stream.settled for stream in self.streams.values()]
+                oldest = settled.index(False) if False in settled else len(settled)
+                if position - oldest <= STREAMS_AHEAD:
+                    return True
+                self.changed.wait(1.0)
+            return False
 
     def _bundles(self, split: str, epoch: int, me: Any) -> Iterator[tuple[Any, int, int]]:
         dataset = self.dataset_of(split, epoch, self.attempt, me)

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from stoker.tracking.summary import Bottleneck, Summary
+from stoker.tracking.summary import Bottleneck, Summary, less_is_better
 
 NOTABLE = ("resumed", "stop", "stopped", "note", "host_lost", "host_joined")
 """Events that the summary keeps."""
@@ -90,7 +90,7 @@ class Recorder:
         best = self.summary.metrics.best
         for name, value in metrics.items():
             if name.startswith(("val/", "train/")):
-                pick = min if "loss" in name or "error" in name else max
+                pick = min if less_is_better(name) else max
                 best[name] = pick(best.get(name, value), value)
         self.scalars(event["step"], {k: v for k, v in metrics.items() if k.startswith(("val/", "train/"))})
 

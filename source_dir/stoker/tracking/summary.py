@@ -11,6 +11,11 @@ Status = Literal["running", "succeeded", "failed", "interrupted"]
 Bottleneck = Literal["gpu", "cpu", "network", "gpu_host_cpu"]
 
 
+def less_is_better(metric: str) -> bool:
+    """Anywhere: whether a metric is a loss or an error, by its conventional name."""
+    return any(word in metric.lower() for word in ("loss", "error", "mae", "mse", "perplexity"))
+
+
 class Part(BaseModel):
     model_config = ConfigDict(extra="allow")
 

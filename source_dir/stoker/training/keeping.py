@@ -9,6 +9,7 @@ from typing import Any
 
 from stoker.config import UsageError
 from stoker.schema import Config
+from stoker.tracking.summary import less_is_better
 from stoker.training import checkpoint, strategies
 from stoker.training.worker import Worker
 
@@ -81,5 +82,5 @@ def monitored(config: Config, metrics: dict[str, float]) -> tuple[str, int]:
         raise UsageError(f"checkpoint.monitor: no metric {name!r}; there are: {', '.join(metrics)}")
     mode = config.checkpoint.mode
     if mode == "auto":
-        mode = "min" if any(word in name for word in ("loss", "error", "mae", "mse")) else "max"
+        mode = "min" if less_is_better(name) else "max"
     return name, 1 if mode == "max" else -1
