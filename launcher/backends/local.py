@@ -17,7 +17,7 @@ from typing import Any
 
 from launcher.job import COMMAND, Job
 from stoker.config import UsageError
-from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE
+from stoker.place import BACKEND_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE
 
 PROCESS_FILE = "process.id"
 
@@ -93,7 +93,11 @@ def submit(request: LocalRequest) -> LocalRun:
     draft.symlink_to(run_dir.name)
     draft.replace(link)
     command = [sys.executable, *COMMAND[1:]]
-    environment = os.environ | {RUN_DIR_VARIABLE: str(run_dir), BACKEND_VARIABLE: "local"}
+    environment = os.environ | {
+        RUN_DIR_VARIABLE: str(run_dir),
+        BACKEND_VARIABLE: "local",
+        LAUNCH_DIR_VARIABLE: str(Path.cwd()),
+    }
     process = subprocess.Popen(command, cwd=run_dir / "code", env=environment)
     (run_dir / PROCESS_FILE).write_text(str(process.pid))
     return LocalRun(run_dir, process)

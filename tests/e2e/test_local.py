@@ -108,6 +108,14 @@ def test_ctrl_c_keeps_a_checkpoint_and_says_so(tmp_path: Path) -> None:
     assert took < 45
 
 
+def test_a_misspelt_relative_path_is_looked_for_where_the_user_typed_it(tmp_path: Path) -> None:
+    done = submit(DIGITS, "params.data=.data/digits/webdatast", cwd=tmp_path)
+    assert done.returncode == 2
+    lines = [line for line in done.stdout.splitlines() if line.startswith("error")]
+    where = tmp_path / ".data/digits"
+    assert lines == [f"error: .data/digits/webdatast: no such file or folder ({where} exists)"]
+
+
 def test_dry_run_writes_nothing_and_show_config_lists_the_recipes_parameters(tmp_path: Path) -> None:
     done = submit(DIGITS, "--dry-run", cwd=tmp_path)
     assert done.returncode == 0

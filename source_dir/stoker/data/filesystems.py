@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config import UsageError
+from stoker.place import LAUNCH_DIR_VARIABLE
 
 S3_ATTEMPTS = 10
 
@@ -24,7 +25,7 @@ def filesystem_of(uri: str) -> tuple[Any, str]:
 
     scheme, sign, rest = uri.partition("://")
     if not sign:
-        return fs.LocalFileSystem(), str(Path(uri).absolute())
+        return fs.LocalFileSystem(), str(_absolute(uri))
     if scheme == "file":
         return fs.LocalFileSystem(), rest
     if scheme == "s3":
@@ -92,6 +93,13 @@ def join(uri: str, *parts: str) -> str:
     return "/".join([uri.rstrip("/"), *parts])
 
 
+def _absolute(path: str) -> Path:
+    """A relative path lies in the job's folder, or else where the command was typed."""
+    here = Path(path).absolute()
+    typed_in = os.environ.get(LAUNCH_DIR_VARIABLE)
+    return here if here.exists() or not typed_in else Path(typed_in) / path
+
+
 def _info(filesystem: Any, path: str, uri: str) -> Any:
     try:
         return filesystem.get_file_info(path)
@@ -103,7 +111,7 @@ def _nearest(uri: str) -> str:
     """The deepest part of an absent local path that exists, so that one sees where it goes wrong."""
     if "://" in uri:
         return ""
-    path = Path(uri).absolute()
+    path = _absolute(uri)
     while not path.exists() and path != path.parent:
         path = path.parent
     return f" ({path} exists)" if path != path.parent else ""
