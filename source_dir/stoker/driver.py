@@ -169,8 +169,17 @@ def opening_line(data: Data, workers: int, use_gpu: bool) -> str:
 
 
 def steps_per_epoch(config: Config, data: Data, workers: int) -> int | None:
-    """Head: steps of an epoch, None where the number of records is not known before."""
+    """Head: steps of an epoch, None where the number of records is not known before.
+
+    Raises:
+        UsageError: a schedule is asked for that needs it.
+    """
     total = data.totals["train"]
+    if total is None and config.train.scheduler != "none":
+        raise UsageError(
+            f"train.scheduler: {config.train.scheduler} needs the number of records, which this source does"
+            " not know before reading them; use none"
+        )
     return None if total is None else -(-total // (config.train.batch_size * workers))
 
 

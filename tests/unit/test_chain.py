@@ -152,3 +152,13 @@ def test_sixteen_bits_are_scaled_not_clipped() -> None:
     content = io.BytesIO()
     Image.fromarray(values).save(content, "PNG")
     assert np.array_equal(decode_image(content.getvalue(), "L")[..., 0], (values >> 8).astype(np.uint8))
+
+
+@pytest.mark.parametrize(("shape", "channels"), [((40, 48, 3), 3), ((3, 40, 48), 3), ((28, 28, 1), 1)])
+def test_arrays_are_images_whichever_way_round_they_lie(shape: tuple[int, ...], channels: int) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    chain = Chain(as_stages([v2.RandomHorizontalFlip(p=1.0)]), seed=0)
+    columns, _ = chain.run([{"key": "a", "image": pixels}], epoch=0)
+    assert columns["image"].shape[1] == channels
+    plain, _ = Chain([], seed=0).run([{"key": "a", "image": pixels}], epoch=0)
+    assert (HWC_SUFFIX in next(iter(plain))) == (shape[-1] == channels)

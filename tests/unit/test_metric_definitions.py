@@ -18,9 +18,7 @@ def test_every_graph_finds_its_figure_in_the_lines(capsys: pytest.CaptureFixture
     console.take({"event": "epoch", "epoch": 0, "metrics": {**metrics, "perf/input_wait_pct": 3.0}})
     text = capsys.readouterr().out
     assert metrics_text({"val/acc1": 0.9861}) == "val/acc1 98.61 %"
-    found = {
-        name: [float(value) for value in re.findall(pattern, text)] for name, pattern in METRICS.items()
-    }
+    found = {name: [float(value) for value in re.findall(pattern, text)] for name, pattern in METRICS.items()}
     assert all(found.values()), found
     assert 98.61 in [value for values in found.values() for value in values]
     assert 50.0 in [value for values in found.values() for value in values]

@@ -120,3 +120,11 @@ def test_tar_members_are_grouped_and_a_broken_label_is_a_bad_record(tmp_path: Pa
     assert ".cls" in second.reason
     with pytest.raises(UsageError, match="run commands and are refused"):
         read_webdataset("pipe:curl x", "train")
+
+
+def test_files_of_one_name_in_several_folders_keep_their_records_apart(tmp_path: Path) -> None:
+    for part in ("a", "b"):
+        (tmp_path / "train" / part).mkdir(parents=True)
+        parquet.write_table(pa.table({"x": [1, 2]}), tmp_path / "train" / part / "rows.parquet")
+    keys = [record["key"] for record in everything(read_parquet(str(tmp_path), "train"))]
+    assert keys == ["a/rows.parquet:0", "a/rows.parquet:1", "b/rows.parquet:0", "b/rows.parquet:1"]

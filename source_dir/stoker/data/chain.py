@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stoker.data.sources import BadRecord, Record, record_id
-from stoker.data.transforms import Stage
+from stoker.data.transforms import Stage, is_hwc
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -182,7 +182,7 @@ def pack(records: list[Record], report: BlockReport, with_keys: bool) -> dict[st
             if not isinstance(first, str):
                 report.dropped_columns.append(name)
                 continue
-        hwc = name == "image" and isinstance(records[0][name], np.ndarray) and column.ndim == 4
+        hwc = name == "image" and isinstance(records[0][name], np.ndarray) and is_hwc(column.shape[1:])
         columns[name + HWC_SUFFIX if hwc else name] = column
         report.bytes_out += column.nbytes
     columns[ID_COLUMN] = np.array([record_id(r["key"]) for r in records], dtype=np.int64)

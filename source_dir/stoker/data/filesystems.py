@@ -75,6 +75,12 @@ def filesystem_of_files(files: list[Any]) -> Any:
     return filesystem_of(first if first.startswith("/") else f"s3://{first}")[0]
 
 
+def common_folder(files: list[Any]) -> str:
+    """Head: the deepest folder above all files, with a slash: what follows it names a file uniquely."""
+    folders: list[str] = [f.path.rpartition("/")[0] for f in files]
+    return os.path.commonpath(folders).rstrip("/") + "/"
+
+
 def child_folders(uri: str) -> list[str]:
     """Head: names of the folders directly below `uri`, sorted; empty where it is no folder."""
     from pyarrow import fs

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from stoker.config import UsageError
-from stoker.data.filesystems import filesystem_of_files
+from stoker.data.filesystems import common_folder, filesystem_of_files
 from stoker.data.sources import BadRecord, Piece, Record, Source
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ class ParquetSource(Source):
     def __init__(self, files: list[Any], columns: list[str] | None = None) -> None:
         self.paths = [f.path for f in files]
         self.columns = columns
+        self.folder = common_folder(files)
         self.filesystem = filesystem_of_files(files)
         self.groups: list[list[int]] = []
 
@@ -95,7 +96,7 @@ class ParquetSource(Source):
         with self.filesystem.open_input_file(piece.path) as file:
             groups = list(range(piece.start, piece.stop))
             table = parquet.ParquetFile(file).read_row_groups(groups, columns=self.columns)
-        name = piece.path.rsplit("/", 1)[-1]
+        name = piece.path.removeprefix(self.folder)
         columns = {column: _values(table[column]) for column in table.column_names}
         rows = np.arange(len(table)) if order is None else order.permutation(len(table))
         for row in rows.tolist():

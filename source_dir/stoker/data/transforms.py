@@ -90,6 +90,14 @@ def _as_stage(entry: Any, position: int) -> Stage:
     raise UsageError(f"preprocess() entry {position + 1}: {entry!r} is neither a transform nor a callable")
 
 
+def is_hwc(shape: tuple[int, ...]) -> bool:
+    """CPU task: whether an image array is height × width × channels, as decoders and OpenCV give it.
+
+    With 1 to 4 channels first and more than 4 columns last it is channels × height × width.
+    """
+    return len(shape) == 3 and (shape[2] <= 4 or shape[0] > 4)
+
+
 class ImageModule(RecordTransform):
     """CPU task: a torchvision transform on `record["image"]`, which becomes a CHW tensor."""
 
@@ -106,7 +114,8 @@ class ImageModule(RecordTransform):
         if image is None:
             raise KeyError("the record has no column 'image'")
         if isinstance(image, np.ndarray):
-            image = torch.from_numpy(image).permute(2, 0, 1) if image.ndim == 3 else torch.from_numpy(image)
+            tensor = torch.from_numpy(image)
+            image = tensor.permute(2, 0, 1) if is_hwc(image.shape) else tensor
         out = self.module(image)
         if not isinstance(out, torch.Tensor):
             out = np.asarray(out)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from stoker.config import UsageError
-from stoker.data.filesystems import filesystem_of_files
+from stoker.data.filesystems import common_folder, filesystem_of_files
 from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class WebDatasetSource(Source):
 
     def __init__(self, files: list[Any]) -> None:
         self.paths = [f.path for f in files]
+        self.folder = common_folder(files)
         self.sizes = [f.size for f in files]
         self.filesystem = filesystem_of_files(files)
         self.rows: list[int | None] = [None] * len(files)
@@ -91,7 +92,7 @@ class WebDatasetSource(Source):
         yield from (window[i] for i in order.permutation(len(window)))
 
     def _stream(self, path: str) -> Iterator[Record | BadRecord]:
-        shard = path.rsplit("/", 1)[-1]
+        shard = path.removeprefix(self.folder)
         current: Record | None = None
         with (
             self.filesystem.open_input_stream(path) as stream,

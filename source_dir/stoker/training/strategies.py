@@ -71,18 +71,10 @@ def make_scheduler(optimizer: Any, config: Config, steps_per_epoch: int | None) 
     Args:
         optimizer: what it schedules.
         config: `train.scheduler`, `train.warmup_epochs`, `train.epochs`.
-        steps_per_epoch: needed to turn epochs into steps.
-
-    Raises:
-        UsageError: a schedule is asked for and the length of an epoch is not known.
+        steps_per_epoch: turns epochs into steps; the head refuses a schedule where it is not known.
     """
-    if config.train.scheduler == "none":
+    if config.train.scheduler == "none" or steps_per_epoch is None:
         return None
-    if steps_per_epoch is None:
-        raise UsageError(
-            f"train.scheduler: {config.train.scheduler} needs the number of records, which this source"
-            " does not know; use none"
-        )
     from timm.scheduler import create_scheduler_v2
 
     if config.train.scheduler == "linear":
