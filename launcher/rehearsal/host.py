@@ -65,6 +65,7 @@ def _mount(spec: dict[str, Any]) -> None:
     shm = f"size={spec['shm_mb']}m,mode=1777"
     _run("mount", "-t", "tmpfs", "-o", shm, "tmpfs", "/dev/shm")  # noqa: S108
     (folder / "tmp").mkdir(exist_ok=True)
+    _keep_below_tmp(spec["kept"], folder / "tmp")
     _run("mount", "--bind", str(folder / "tmp"), "/tmp")  # noqa: S108
     # Only the uploaded copy may be used: what works because of this tree would fail on SageMaker.
     for path in spec["masked"]:
@@ -74,6 +75,17 @@ def _mount(spec: dict[str, Any]) -> None:
     # this machine here: neither is wanted, so the rest of the machine is read-only.
     with contextlib.suppress(subprocess.CalledProcessError):  # user namespaces may not be allowed to
         _run("mount", "-o", "remount,bind,ro", "/")
+
+
+def _keep_below_tmp(paths: list[str], private: Path) -> None:
+    """The host's own /tmp would hide a Python environment that lies in this machine's."""
+    for path in sorted(set(paths)):
+        if path.startswith("/tmp/") and Path(path).is_dir():  # noqa: S108
+            target = private / Path(path).relative_to("/tmp")  # noqa: S108
+            if not target.exists():  # else it lies in one that is kept already
+                target.mkdir(parents=True)
+                _run("mount", "--bind", path, str(target))
+                _run("mount", "-o", "remount,bind,ro", str(target))
 
 
 def _mount_opt_ml(folder: Path, ml: Path) -> None:

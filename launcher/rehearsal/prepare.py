@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.rehearsal import plan as planning
+from launcher.rehearsal import toolkit
 
 if TYPE_CHECKING:
     from launcher.backends.rehearsal import RehearsalRequest
@@ -73,6 +74,7 @@ def prepare_host(
         "shm_mb": config.rehearsal.shm_mb,
         "cgroups": cgroups,
         "channels": [{"source": str(c.source), "target": c.target} for c in request.channels],
+        "kept": [str(path) for path in (sys.prefix, sys.base_prefix, toolkit.cache_folder())],
         "masked": planning.masked_folders(request.job),
         "command": command,
         "environment": planning.environment(request.job, config),
