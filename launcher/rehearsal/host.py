@@ -66,7 +66,7 @@ def _mount(spec: dict[str, Any]) -> None:
     _run("mount", "-t", "tmpfs", "-o", shm, "tmpfs", "/dev/shm")  # noqa: S108
     (folder / "tmp").mkdir(exist_ok=True)
     _keep_below_tmp(spec["kept"], folder / "tmp")
-    _run("mount", "--bind", str(folder / "tmp"), "/tmp")  # noqa: S108
+    _run("mount", "--rbind", str(folder / "tmp"), "/tmp")  # noqa: S108
     # Only the uploaded copy may be used: what works because of this tree would fail on SageMaker.
     for path in spec["masked"]:
         if Path(path).is_dir():
