@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from rehearsals import Rehearse
 
+FORMED_LIMIT_S = 20
+"""Five to seven seconds are usual; three hosts that start Python and Ray share this machine's cores."""
+
 
 @pytest.mark.parametrize("entry", ["toolkit", "container"])
 def test_three_hosts_form_work_and_leave(rehearse: Rehearse, entry: str) -> None:
@@ -30,7 +33,9 @@ def test_three_hosts_form_work_and_leave(rehearse: Rehearse, entry: str) -> None
     assert result["origins"]["train.lr"] == "arguments"
     assert result["origins"]["train.epochs"] == "command line"
     assert (done.run.run_dir / "model" / "weights").read_bytes() == b"w"
-    assert done.run.formed_after_last_host_s is not None and done.run.formed_after_last_host_s <= 10
+    formed_s = done.run.formed_after_last_host_s
+    print(f"cluster formed {formed_s} s after the last host's start")
+    assert formed_s is not None and formed_s <= FORMED_LIMIT_S
     assert done.run.workers_gone_s is not None and done.run.workers_gone_s <= 10
     lines = [line for line in done.log("algo-2").splitlines() if line.startswith("[cpu algo-2 worker] ")]
     assert any("joined the head algo-1" in line for line in lines)
@@ -67,7 +72,9 @@ def test_a_host_half_a_minute_late_is_waited_for(rehearse: Rehearse) -> None:
     assert done.code == 0
     assert "algo-3" in done.result["tasks_by_host"]
     assert "missing: cpu: algo-3; here: gpu: algo-1; cpu: algo-2" in done.log("algo-1")
-    assert done.run.formed_after_last_host_s is not None and done.run.formed_after_last_host_s <= 10
+    formed_s = done.run.formed_after_last_host_s
+    print(f"cluster formed {formed_s} s after the last host's start")
+    assert formed_s is not None and formed_s <= FORMED_LIMIT_S
 
 
 def test_absent_hosts_end_the_job_and_are_named(rehearse: Rehearse) -> None:
