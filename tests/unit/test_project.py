@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCHER_ONLY = {"typer", "rich", "boto3", "requests", "stamina"}
+LAUNCHER_ONLY = {"typer", "rich", "boto3", "requests"}
 FROM_THE_IMAGE = {"torch", "torchvision"}
 
 
