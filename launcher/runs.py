@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Protocol
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from launcher.backends.base import Run
+
+if TYPE_CHECKING:
+    from launcher.job import Job
+
+
+def new_run_dir(job: Job) -> Path:
+    """Laptop: a run directory of its own below `output_dir`; it is not made yet."""
+    root = Path(job.resolved.config.output_dir).resolve()
+    name = f"{job.name}-{datetime.now():%Y%m%d-%H%M%S}"
+    number = 1
+    while (run_dir := root / (name if number == 1 else f"{name}-{number}")).exists():
+        number += 1
+    return run_dir
+
+
+def point_latest(run_dir: Path) -> None:
+    """Laptop: let `latest` beside a run directory lead to it, at once or not at all."""
+    draft = run_dir.parent / f".latest-{os.getpid()}"
+    draft.symlink_to(run_dir.name)
+    draft.replace(run_dir.parent / "latest")
 
 
 class RemoteRun(Run, Protocol):

@@ -11,10 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from launcher import runs
 from launcher.job import COMMAND, Job
 from stoker.config import UsageError
 from stoker.place import BACKEND_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE
@@ -74,24 +74,14 @@ class LocalRun:
 
 def plan(job: Job) -> LocalRequest:
     """Laptop: where the run will lie; nothing is written."""
-    root = Path(job.resolved.config.output_dir).resolve()
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    run_dir = root / f"{job.name}-{stamp}"
-    number = 2
-    while run_dir.exists():
-        run_dir = root / f"{job.name}-{stamp}-{number}"
-        number += 1
-    return LocalRequest(job, run_dir)
+    return LocalRequest(job, runs.new_run_dir(job))
 
 
 def submit(request: LocalRequest) -> LocalRun:
     """Laptop: stage the source and start the job's process."""
     run_dir = request.run_dir
     request.job.stage(run_dir / "code")
-    link = run_dir.parent / "latest"
-    draft = run_dir.parent / f".latest-{os.getpid()}"
-    draft.symlink_to(run_dir.name)
-    draft.replace(link)
+    runs.point_latest(run_dir)
     command = [sys.executable, *COMMAND[1:]]
     environment = os.environ | {
         RUN_DIR_VARIABLE: str(run_dir),

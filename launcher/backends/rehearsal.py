@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from launcher import runs
 from launcher.job import Job
 from launcher.rehearsal import faults, isolation, outputs, toolkit
 from launcher.rehearsal import plan as planning
@@ -74,11 +75,7 @@ def plan(job: Job) -> RehearsalRequest:
     )
     if any(channel.parameter == planning.CODE_CHANNEL for channel in channels):
         raise UsageError("params.code: `code` is the name of the channel that carries the source")
-    root = Path(config.output_dir).resolve()
-    run_dir = root / f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if run_dir.exists():
-        run_dir = run_dir.with_name(f"{run_dir.name}-{os.getpid()}")
-    return RehearsalRequest(job, hosts, channels, planned_faults, topology.head, run_dir)
+    return RehearsalRequest(job, hosts, channels, planned_faults, topology.head, runs.new_run_dir(job))
 
 
 def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
@@ -101,9 +98,7 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
         other.mkdir()
     run_dir = request.run_dir
     (run_dir / "logs").mkdir()
-    draft = run_dir.parent / f".latest-{os.getpid()}"
-    draft.symlink_to(run_dir.name)
-    draft.replace(run_dir.parent / "latest")
+    runs.point_latest(run_dir)
     folder = run_dir / "hosts"
     folder.mkdir(mode=0o700)
     cgroups: list[str] = []

@@ -310,19 +310,15 @@ def host_changes(summary: Summary) -> list[dict[str, Any]]:
     """Head: hosts lost and joined since the last look; a late one enters the summary's list."""
     now = {host.model_dump()["node_id"]: host for host in hosts()}
     known = {host.model_dump()["node_id"]: host for host in summary.cluster.hosts}
-    lost = summary.__dict__.setdefault("_lost", set())
-    events = []
-    for node, host in known.items():
-        if node not in now and node not in lost:
-            lost.add(node)
-            events.append({"time": time.time(), "event": "host_lost", "host": host.host, "group": host.group})
-    for node, host in now.items():
-        if node not in known:
-            summary.cluster.hosts.append(host)
-            events.append(
-                {"time": time.time(), "event": "host_joined", "host": host.host, "group": host.group}
-            )
-    return events
+    told = {event["node"] for event in summary.events if event["event"] == "host_lost"}
+    joined = [(node, host) for node, host in now.items() if node not in known]
+    lost = [(node, host) for node, host in known.items() if node not in now and node not in told]
+    summary.cluster.hosts += [host for _, host in joined]
+    return [
+        {"time": time.time(), "event": event, "host": host.host, "group": host.group, "node": node}
+        for event, changes in (("host_lost", lost), ("host_joined", joined))
+        for node, host in changes
+    ]
 
 
 def open_log(run_dir: Path) -> logging.Logger:
