@@ -113,6 +113,17 @@ def stop(run: Run = "runs/latest") -> None:
     raise typer.Exit(commands.stop(run))
 
 
+@app.command(epilog="Example: python launcher/submit.py compare runs/* --csv runs.csv")
+def compare(
+    runs: Annotated[list[str] | None, typer.Argument(help="run directories; default: runs")] = None,
+    csv: Annotated[str | None, Option(help="write every column to a file; - prints")] = None,
+) -> None:
+    """Set runs side by side: what differs, how good, how fast, at what cost."""
+    from launcher.compare import compare
+
+    raise typer.Exit(compare(runs or ["runs"], csv))
+
+
 def main() -> None:
     """Laptop: run the command line; wrong usage is one line per problem and exit code 2."""
     try:

@@ -1,0 +1,113 @@
+"""Laptop: `submit.py compare RUN…`: runs side by side, on the terminal or as CSV."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import TYPE_CHECKING, Any
+
+from stoker.config import UsageError
+from stoker.tracking.runs import CONFIG, differing, find_runs, runs_dataframe
+
+if TYPE_CHECKING:
+    import pandas
+
+
+def compare(paths: list[str], csv: str | None) -> int:
+    """Laptop: print the table, or write every column as CSV.
+
+    Args:
+        paths: run directories, or folders that hold some.
+        csv: file to write, "-" for standard output; None prints the table.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: none of the paths is a run directory, or a run cannot be read.
+    """
+    runs, passed_over = find_runs(paths)
+    if not runs:
+        raise UsageError(*passed_over)
+    for line in passed_over:
+        print(f"passed over: {line}", file=sys.stderr)
+    frame = runs_dataframe(runs)
+    if csv is None:
+        show(frame)
+        return 0
+    try:
+        frame.to_csv(sys.stdout if csv == "-" else csv)
+    except OSError as error:
+        raise UsageError(f"--csv {csv}: cannot be written: {error.strerror}") from None
+    if csv != "-":
+        print(f"written: {csv} ({len(frame)} runs, {len(frame.columns)} columns)")
+    return 0
+
+
+def show(frame: pandas.DataFrame) -> None:
+    """Laptop: how good, how fast, how dear each run was, and below it what each was given."""
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = [*metric_columns(frame), "samples_per_s", "input_wait_pct", "seconds"]
+    columns += [c for c in ("hosts",) if frame[c].nunique() > 1]
+    costs = [c for c in ("usd", "usd_per_million_samples") if frame[c].notna().any()]
+    columns += costs
+    results = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    results.add_column("run", overflow="fold", min_width=max(map(len, map(str, frame.index))))
+    results.add_column("status")
+    for column in columns:
+        title = TITLES.get(column, column.removeprefix("best/"))
+        results.add_column(title, justify="left" if column == "hosts" else "right")
+    for name, row in frame.iterrows():
+        results.add_row(str(name), row["status"], *(cell(column, row[column]) for column in columns))
+    console = Console(highlight=False)
+    console.print(results)
+    console.print(
+        "metrics are the best of each run; wait: for data, of the training time"
+        + ("; costs are estimated" if costs else ""),
+        style="dim",
+    )
+    keys = differing(frame)
+    if keys:
+        console.print("\nwhat differs", style="bold")
+        given = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+        given.add_column(no_wrap=True)
+        given.add_column(overflow="fold")
+        for name, row in frame.iterrows():
+            values = (f"{key.removeprefix(CONFIG)}={cell(key, row[key])}" for key in keys)
+            given.add_row(str(name), "  ".join(values))
+        console.print(given)
+    elif len(frame) > 1:
+        console.print("\nthe configurations do not differ")
+
+
+TITLES = {
+    "samples_per_s": "samples/s",
+    "input_wait_pct": "wait",
+    "seconds": "time",
+    "best/train/loss": "train/loss",
+    "usd": "$",
+    "usd_per_million_samples": "$/1M samples",
+}
+
+
+def metric_columns(frame: pandas.DataFrame) -> list[str]:
+    """Laptop: the best validation metrics, or the training loss where nothing was validated."""
+    found = [column for column in frame.columns if column.startswith("best/val/")]
+    return found or [column for column in frame.columns if column == "best/train/loss"]
+
+
+def cell(column: str, value: Any) -> str:
+    """Laptop: a value as the table shows it."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if column.endswith("acc1"):
+        return f"{100 * value:.2f} %"
+    if column == "input_wait_pct":
+        return f"{value:.0f} %"
+    if column == "seconds":
+        return f"{value / 3600:.1f} h" if value >= 7200 else f"{value:.0f} s"
+    if column == "samples_per_s":
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
