@@ -1,0 +1,284 @@
+"""Anywhere: what a run's summary says about its bottleneck, in plain words. Pure; no ray, no torch.
+
+    print(verdict(summary).headline)
+
+Advice is given only as far as the summary carries it: a run of a few steps gets none, and a figure in
+dollars appears only where every host's price is known.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoker.sizing import prices
+from stoker.tracking.summary import Bottleneck, Host, Summary
+
+MIN_STEPS = 10
+"""With fewer steps the start-up is most of what was measured."""
+INPUT_BOUND = 0.10
+"""From this share of a step on, waiting for data is called the bottleneck."""
+IDLE_HOSTS = 0.5
+"""Below this mean CPU use of the CPU hosts, fewer of them are looked at."""
+BUSY_CHAIN = 0.7
+"""Below this share of the CPUs' time in the chain, more CPUs are not what is missing."""
+DEAR_STAGE = 0.4
+"""From this share of the chain's CPU time on, a stage is worth a word."""
+HEADROOM = 0.9
+"""CPU use that is planned for; the rest absorbs what varies."""
+
+SIDES: dict[Bottleneck, str] = {
+    "gpu": "the GPUs bind",
+    "cpu": "the CPUs that preprocess bind",
+    "network": "the network to the GPU hosts binds",
+    "gpu_host_cpu": "the GPU host's own CPU binds",
+}
+_WAITS: dict[str, Bottleneck] = {
+    "wait_production": "cpu",
+    "wait_transfer": "network",
+    "wait_collate": "gpu_host_cpu",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Anywhere: one run judged."""
+
+    headline: str
+    """One sentence."""
+    binds: Bottleneck | None
+    """What binds; None where the run does not tell."""
+    details: list[str] = field(default_factory=list)
+    """Further sentences, the most useful first."""
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the summary holds, in the model's units."""
+
+    rate: float
+    """Samples/s."""
+    waits: float
+    """Share of a step that waits for data, in 0…1."""
+    binds: Bottleneck
+    chain_s: float
+    """CPU-seconds of the chain per sample; 0: not measured."""
+    train_hosts: list[Host]
+    cpu_hosts: list[Host]
+    on_gpus: bool
+    usd_per_hour_of: dict[str, float]
+
+    @property
+    def cpus(self) -> float:
+        return sum(host.cpus for host in [*self.train_hosts, *self.cpu_hosts])
+
+    @property
+    def busy(self) -> float:
+        """Share of the cluster's CPU time that went into the chain."""
+        return self.rate * self.chain_s / self.cpus if self.cpus else 0.0
+
+    @property
+    def unhindered(self) -> float:
+        """Samples/s if data were never late; a run that hardly trained at all cannot tell beyond 50 times."""
+        return self.rate / max(1 - self.waits, 0.02)
+
+
+def verdict(summary: Summary) -> Verdict:
+    """Anywhere: what bound a run, and what would help."""
+    if summary.steps < MIN_STEPS or not summary.speed.steady_samples_per_s:
+        steps = f"{summary.steps} step{'' if summary.steps == 1 else 's'}"
+        return Verdict(f"too short to judge: {steps}; {MIN_STEPS} are the least", None)
+    facts = _facts(summary)
+    if facts is None:
+        return Verdict("nothing was measured of where the steps' time went", None)
+    percent = f"{100 * facts.waits:.0f} %"
+    if facts.binds == "gpu":
+        who = "the GPUs bind" if facts.on_gpus else "training itself binds"
+        head = f"well fed: {who}, data is late for only {percent} of each step"
+        return Verdict(head, "gpu", [*_fewer_hosts(summary, facts), *_cost(summary)])
+    head = f"input-bound: {percent} of each step waits for data; {_who_binds(facts)}"
+    advice = {"cpu": _more_cpus, "network": _less_network, "gpu_host_cpu": _less_receiving}
+    details = advice[facts.binds](summary, facts)
+    if facts.binds == "cpu" and details:
+        head += f"; {details[0]}"
+        details = details[1:]
+    return Verdict(head, facts.binds, [*details, *_dear_stage(summary, facts), *_cost(summary)])
+
+
+def _who_binds(facts: _Facts) -> str:
+    if facts.binds == "cpu":
+        return "the CPU hosts bind" if facts.cpu_hosts else "this host's CPUs bind"
+    return SIDES[facts.binds]
+
+
+def _facts(summary: Summary) -> _Facts | None:
+    speed = summary.speed
+    found = _waiting(summary)
+    if found is None:
+        return None
+    waits, binds = found
+    hosts = summary.cluster.hosts
+    training = summary.train_workers_by_host
+    trains = [h for h in hosts if h.host in training] if training else [h for h in hosts if h.gpus]
+    trains = trains or hosts
+    return _Facts(
+        rate=speed.steady_samples_per_s,
+        waits=waits,
+        binds=binds,
+        chain_s=sum(float(stage.get("cpu_ms_per_sample", 0)) for stage in summary.chain) / 1000,
+        train_hosts=trains,
+        cpu_hosts=[h for h in hosts if h not in trains],
+        on_gpus=any(h.gpus for h in trains),
+        usd_per_hour_of=dict((summary.cost or {}).get("usd_per_hour_by_type") or {}),
+    )
+
+
+def _waiting(summary: Summary) -> tuple[float, Bottleneck] | None:
+    """(share of a step that waits, what binds), from the terms of a step or, without, from the totals."""
+    terms: dict[str, float] = summary.speed.model_dump().get("step_terms_ms") or {}
+    total = sum(terms.values())
+    if total > 0:
+        waits = {side: terms.get(name, 0.0) for name, side in _WAITS.items()}
+        share = sum(waits.values()) / total
+        return share, "gpu" if share < INPUT_BOUND else max(waits, key=lambda side: waits[side])
+    if summary.bottleneck is None:
+        return None
+    return summary.speed.input_wait_pct / 100, summary.bottleneck
+
+
+def _more_cpus(summary: Summary, facts: _Facts) -> list[str]:
+    """How many more CPUs would do, or why more would not."""
+    if facts.chain_s <= 0 or not facts.cpus:
+        return []
+    if facts.busy < BUSY_CHAIN:
+        return [
+            f"yet the CPUs spent only {100 * facts.busy:.0f} % of their time in the chain, so more of them"
+            " may not help: look for few or uneven blocks (data.block_records) and slow reading"
+        ]
+    # The observed rate already holds whatever share of the CPUs' time is lost between tasks.
+    lacking = (facts.unhindered - facts.rate) * facts.chain_s / min(facts.busy, 1.0)
+    target = f"bring up to {facts.unhindered:,.0f} samples/s instead of {facts.rate:,.0f}"
+    kind = _kind_to_add(facts)
+    if kind is None:
+        return [f"about {math.ceil(lacking)} more vCPUs would {target}"]
+    count = math.ceil(lacking / kind.vcpus)
+    more = "more " if facts.cpu_hosts else ""
+    return [f"{count} {more}{kind.type} would {target}", *_worth_it(facts, kind, count)]
+
+
+def _kind_to_add(facts: _Facts) -> prices.Machine | None:
+    """The type of the CPU hosts there are; beside a known GPU host without any, a small one."""
+    if facts.cpu_hosts:
+        types = Counter(_type(host) for host in facts.cpu_hosts)
+        return prices.machine(types.most_common(1)[0][0])
+    known = all(prices.machine(_type(host)) for host in facts.train_hosts)
+    return prices.machine("ml.c5.xlarge") if known else None
+
+
+def _worth_it(facts: _Facts, kind: prices.Machine, count: int) -> list[str]:
+    """Whether the hosts to be added pay, where all prices are known."""
+    now = _usd_per_hour(facts, [*facts.train_hosts, *facts.cpu_hosts])
+    each = facts.usd_per_hour_of.get(kind.type, kind.price_per_hour_usd)
+    if now is None:
+        return []
+    before = now / facts.rate / 3600 * 1e6
+    after = (now + count * each) / facts.unhindered / 3600 * 1e6
+    figures = f"${after:.2f} instead of ${before:.2f} per 1M samples ({_label()})"
+    if after < before:
+        return [f"that would cost {figures}"]
+    return [f"that would not pay: {figures}; a cheaper chain is the better buy"]
+
+
+def _less_network(summary: Summary, facts: _Facts) -> list[str]:
+    size = summary.speed.bytes_per_sample
+    text = f"{size / 1000:,.0f} kB cross the network per sample; more CPU hosts would not help"
+    sizes = [float(stage.get("bytes_out", 0)) for stage in summary.chain]
+    grown = next((i for i in range(1, len(sizes)) if sizes[i] >= 3.5 * sizes[i - 1] > 0), None)
+    if grown is not None and sizes[-1] >= 3.5 * sizes[grown - 1]:
+        name = summary.chain[grown].get("stage")
+        factor = sizes[grown] / sizes[grown - 1]
+        return [text, f"stage {name} makes samples {factor:.0f} times larger: move it to on_device()"]
+    return [text, "send uint8 and convert on the GPU (on_device), or crop earlier"]
+
+
+def _less_receiving(summary: Summary, facts: _Facts) -> list[str]:
+    return [
+        "more CPU hosts would not help: cutting batches on the GPU host is what takes long; larger blocks"
+        " (data.block_records), smaller samples or a GPU host with more vCPUs would"
+    ]
+
+
+def _fewer_hosts(summary: Summary, facts: _Facts) -> list[str]:
+    """Whether fewer CPU hosts would do."""
+    count = len(facts.cpu_hosts)
+    if not count:
+        return []
+    names = {host.host for host in facts.cpu_hosts}
+    rows: list[Any] = getattr(summary, "host_cpu", None) or getattr(summary.speed, "host_cpu", None) or []
+    used = [float(row["mean_pct"]) / 100 for row in map(dict, rows) if row["host"] in names]
+    if used:
+        busy = sum(used) / len(used)
+    elif facts.chain_s > 0:
+        busy = facts.busy
+    else:
+        return []
+    enough = math.ceil(count * busy / HEADROOM)
+    if busy >= IDLE_HOSTS or enough >= count:
+        return []
+    text = (
+        f"the CPU hosts were busy for {100 * busy:.0f} % only: {enough or 'none'} instead of {count} would do"
+    )
+    saved = _usd_per_hour(facts, facts.cpu_hosts)
+    if saved is not None:
+        text += f" and save ${saved * (count - enough) / count:.2f} an hour ({_label()})"
+    return [text]
+
+
+def _dear_stage(summary: Summary, facts: _Facts) -> list[str]:
+    """The stage, or the row of like-named stages, that costs most."""
+    if facts.chain_s <= 0 or facts.binds != "cpu":
+        return []
+    costs: dict[str, float] = {}
+    for stage in summary.chain:
+        name = family(str(stage.get("stage", "")))
+        costs[name] = costs.get(name, 0.0) + float(stage.get("cpu_ms_per_sample", 0))
+    name, cost = max(costs.items(), key=lambda item: item[1])
+    share = cost / (1000 * facts.chain_s)
+    if share < DEAR_STAGE or len(costs) < 2:
+        return []
+    return [
+        f"{name} takes {100 * share:.0f} % of the chain's CPU time ({cost:.1f} ms per sample):"
+        " make it cheaper first"
+    ]
+
+
+def family(stage: str) -> str:
+    """Anywhere: a stage's name without its number, so that `blur 1` … `blur 10` count as one."""
+    return re.sub(r"[\s#_-]*\d+$", "", stage) or stage
+
+
+def _cost(summary: Summary) -> list[str]:
+    cost = summary.cost or {}
+    if cost.get("usd_per_million_samples") is None:
+        return []
+    return [
+        f"${cost['usd_per_million_samples']:.2f} per 1M samples, ${cost['usd']:.2f} for this run"
+        f" (estimated, prices of {cost.get('prices_as_of')})"
+    ]
+
+
+def _usd_per_hour(facts: _Facts, hosts: list[Host]) -> float | None:
+    each = [facts.usd_per_hour_of.get(_type(h), prices.price_per_hour_usd(_type(h))) for h in hosts]
+    known = [price for price in each if price is not None]
+    return sum(known) if known and len(known) == len(each) else None
+
+
+def _type(host: Host) -> str:
+    return str(host.model_dump().get("type") or "")
+
+
+def _label() -> str:
+    return f"estimated, prices of {prices.PRICES_AS_OF}"

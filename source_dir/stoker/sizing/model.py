@@ -1,0 +1,262 @@
+"""Anywhere: the limits model: how fast can a cluster train, what binds, what does a sample cost. Pure.
+
+A sample is preprocessed on the GPU hosts (rate L) or on CPU hosts and received (rate R), T = L + R:
+
+    T ≤ G                                  the GPUs
+    T ≤ 1 / κ₁                             the one thread of a train worker that cuts batches
+    L·c + R·κ + T·h ≤ C_g                  CPUs of the GPU hosts
+    L·c ≤ η_g·(C_g − reserve)              … those of them that the chain may use
+    R·c ≤ η·n·C_c                          CPUs of the CPU hosts
+    R·b ≤ B                                network, the slower side
+
+This is a linear programme in two variables whose solution is one of at most three points, so the split
+between local and remote work is exact. The symbols are those of docs/sizing.md. Pecan (USENIX ATC 2024),
+Cachew (ATC 2022) and FastFlow (VLDB 2023) argue with subsets of these limits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Term = Literal["gpu", "cpu", "network", "gpu_host_cpu", "receiver"]
+
+TOLERANCE = 1e-9
+MAX_CPU_HOSTS = 100
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Anywhere: what one sample of a job costs; measured, never assumed."""
+
+    cpu_s: float
+    """c: CPU-seconds of the chain per sample on a vCPU whose neighbours are busy too."""
+    gpu_samples_per_s: float
+    """G: samples per second that one GPU trains when data is never late; infinite: no limit."""
+    receive_s: float = 0.0
+    """κ: CPU-seconds of a GPU host to receive one sample that was preprocessed elsewhere."""
+    other_s: float = 0.0
+    """h: CPU-seconds of a GPU host per sample besides, wherever it was preprocessed."""
+    serial_s: float = 0.0
+    """κ₁: seconds per sample of the thread that cuts batches, one per train worker; 0: no limit."""
+    bytes_per_sample: float = 0.0
+    """b: bytes of one preprocessed sample on the network."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Anywhere: a cluster: `gpu_hosts` equal GPU hosts and `cpu_hosts` equal CPU hosts."""
+
+    gpu_host_cpus: float
+    """C_g: vCPUs of one GPU host."""
+    cpu_host_cpus: float = 0.0
+    """C_c: vCPUs of one CPU host."""
+    cpu_hosts: int = 0
+    """n."""
+    gpu_hosts: int = 1
+    gpus_per_host: int = 1
+    reserved_cpus: float = 0.0
+    """vCPUs of a GPU host that the chain may not use."""
+    gpu_host_bytes_per_s: float = math.inf
+    """B of one GPU host."""
+    cpu_host_bytes_per_s: float = math.inf
+    """B of one CPU host."""
+    efficiency: float = 1.0
+    """η: share of the CPU hosts' CPU time that the chain really gets."""
+    gpu_host_efficiency: float = 1.0
+    """η_g: the same for the GPU hosts' CPUs."""
+    gpu_host_usd_per_hour: float = 0.0
+    """P_g: $/h of one GPU host."""
+    cpu_host_usd_per_hour: float = 0.0
+    """P_c: $/h of one CPU host."""
+
+    def with_cpu_hosts(self, count: int) -> Shape:
+        """Anywhere: the same with another number of CPU hosts."""
+        return replace(self, cpu_hosts=count)
+
+    @property
+    def usd_per_hour(self) -> float:
+        """Anywhere: $/h of the whole cluster."""
+        return self.gpu_hosts * self.gpu_host_usd_per_hour + self.cpu_hosts * self.cpu_host_usd_per_hour
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Anywhere: what the model says of a workload on a shape."""
+
+    samples_per_s: float
+    """T."""
+    binds: Term
+    """The limit that would have to rise first."""
+    remote_share: float
+    """x: share of the samples that CPU hosts preprocess, in 0…1."""
+    ceilings: dict[Term, float]
+    """Samples/s that each limit alone would allow at this split; infinite where it does not limit."""
+
+
+def predict(work: Workload, shape: Shape) -> Prediction:
+    """Anywhere: the highest throughput that all limits allow, and the one that binds."""
+    curve = _Curve(work, shape)
+    remote = curve.best_remote(curve.most_remote(shape.cpu_hosts))
+    rate = curve.total(remote)
+    # CPU hosts work first, as the placement does: what is over stays on the GPU host.
+    share = min(remote / rate, 1.0) if rate > 0 and math.isfinite(rate) else float(remote > 0)
+    return Prediction(rate, curve.binding(rate, remote), share, curve.ceilings(rate, share))
+
+
+def usd_per_million_samples(prediction: Prediction, shape: Shape) -> float:
+    """Anywhere: $ per 1,000,000 samples: (P_g·m + P_c·n) / (3600·T) · 10⁶."""
+    return shape.usd_per_hour / (3600 * prediction.samples_per_s) * 1e6
+
+
+def price_efficiency(work: Workload, shape: Shape) -> float:
+    """Anywhere: samples per dollar against the same GPU hosts alone: (T/T₀)·P_g/(P_g + n·P_c)."""
+    alone = shape.with_cpu_hosts(0)
+    gain = predict(work, shape).samples_per_s / predict(work, alone).samples_per_s
+    return gain * alone.usd_per_hour / shape.usd_per_hour
+
+
+def knee(work: Workload, shape: Shape) -> float:
+    """Anywhere: n*, the number of CPU hosts (not rounded) beyond which more of them gain nothing.
+
+    0 where offloading does not help at all; infinite where the CPU hosts have no CPUs.
+    """
+    curve = _Curve(work, shape)
+    needed = curve.knee_remote()
+    if needed <= 0:
+        return 0.0
+    each = curve.most_remote_of_cpu_hosts(1)
+    return needed / each if each > 0 else math.inf
+
+
+def cheapest_count(work: Workload, shape: Shape, limit: int = MAX_CPU_HOSTS) -> int:
+    """Anywhere: the number of CPU hosts with the lowest cost per sample; the smaller one of equals.
+
+    Beyond the knee a host only costs, so the search ends there.
+
+    Args:
+        work: the job.
+        shape: hosts and prices; its own `cpu_hosts` does not matter.
+        limit: at most so many.
+    """
+    last = min(limit, math.ceil(min(knee(work, shape), limit)))
+    costs = []
+    for count in range(last + 1):
+        candidate = shape.with_cpu_hosts(count)
+        costs.append(usd_per_million_samples(predict(work, candidate), candidate))
+    best = min(costs)
+    return next(n for n, cost in enumerate(costs) if cost <= best * (1 + TOLERANCE))
+
+
+def greatest_gain(work: Workload) -> float:
+    """Anywhere: how many times faster CPU hosts can make the CPU side at most: (c+h)/(κ+h)."""
+    return _ratio(work.cpu_s + work.other_s, work.receive_s + work.other_s)
+
+
+class _Curve:
+    """Anywhere: total throughput as a function of the remote rate R: concave, of straight pieces."""
+
+    def __init__(self, work: Workload, shape: Shape) -> None:
+        self.work, self.shape = work, shape
+        self.gpu_cpus = shape.gpu_hosts * shape.gpu_host_cpus
+        usable = max(shape.gpu_host_cpus - shape.reserved_cpus, 0.0)
+        self.slots = shape.gpu_hosts * usable * shape.gpu_host_efficiency
+        workers = shape.gpu_hosts * shape.gpus_per_host
+        self.gpu_cap = workers * work.gpu_samples_per_s
+        self.receiver_cap = _ratio(workers, work.serial_s)
+        self.network = _ratio(shape.gpu_hosts * shape.gpu_host_bytes_per_s, work.bytes_per_sample)
+        # Receiving alone fills the GPU hosts' CPUs here.
+        self.receiving = _ratio(self.gpu_cpus, work.receive_s + work.other_s)
+
+    def most_remote_of_cpu_hosts(self, count: float) -> float:
+        """R that `count` CPU hosts produce and send."""
+        work, shape = self.work, self.shape
+        produced = _ratio(shape.efficiency * count * shape.cpu_host_cpus, work.cpu_s) if count else 0.0
+        sent = _ratio(count * shape.cpu_host_bytes_per_s, work.bytes_per_sample) if count else 0.0
+        return min(produced, sent)
+
+    def most_remote(self, count: float) -> float:
+        """The largest R that can be produced, sent and received."""
+        return min(self.most_remote_of_cpu_hosts(count), self.network, self.receiving)
+
+    def total(self, remote: float) -> float:
+        """T at a remote rate."""
+        pieces = [base + slope * remote for base, slope in self._pieces() if math.isfinite(base)]
+        return max(min([self.gpu_cap, self.receiver_cap, *pieces]), 0.0)
+
+    def _pieces(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """T ≤ base + slope·R by the CPUs of the GPU hosts: all of them, and those of the chain."""
+        work = self.work
+        whole = work.cpu_s + work.other_s
+        if whole <= 0:
+            return (math.inf, 0.0), (math.inf, 0.0)
+        all_cpus = (self.gpu_cpus / whole, (work.cpu_s - work.receive_s) / whole)
+        return all_cpus, (_ratio(self.slots, work.cpu_s), 1.0)
+
+    def best_remote(self, most: float) -> float:
+        """The R in 0…most that gives the largest T."""
+        candidates = [0.0, most, min(max(self._corner(), 0.0), most)]
+        finite = [r for r in candidates if math.isfinite(r)]
+        best = max(self.total(r) for r in finite)
+        # Of equals the most remote one: CPU hosts work first.
+        return max(r for r in finite if self.total(r) >= best * (1 - TOLERANCE))
+
+    def _corner(self) -> float:
+        """Where the two pieces meet."""
+        (base, slope), (slots, one) = self._pieces()
+        return (base - slots) / (one - slope) if math.isfinite(slots) and one != slope else 0.0
+
+    def knee_remote(self) -> float:
+        """The smallest R at which T is as large as any number of CPU hosts makes it."""
+        ceiling = min(self.network, self.receiving)
+        points = [0.0, max(self._corner(), 0.0)]
+        if math.isfinite(ceiling):
+            points = [min(r, ceiling) for r in [*points, ceiling]]
+            best = max(self.total(r) for r in points)
+        else:
+            growing = all(slope > 0 for _, slope in self._pieces())
+            at_points = max(self.total(r) for r in points)
+            best = min(self.gpu_cap, self.receiver_cap) if growing else at_points
+        needed = 0.0
+        for base, slope in self._pieces():
+            if base < best * (1 - TOLERANCE) and slope > 0:
+                needed = max(needed, (best - base) / slope)
+        return needed
+
+    def binding(self, rate: float, remote: float) -> Term:
+        """The limit that is tight."""
+        near = 1 - TOLERANCE
+        if rate >= self.gpu_cap * near:
+            return "gpu"
+        if rate >= self.receiver_cap * near:
+            return "receiver"
+        produced = self.most_remote_of_cpu_hosts(self.shape.cpu_hosts)
+        sent = _ratio(self.shape.cpu_hosts * self.shape.cpu_host_bytes_per_s, self.work.bytes_per_sample)
+        if self.shape.cpu_hosts and remote >= min(self.network, sent) * near:
+            return "network"
+        if remote >= produced * near:
+            return "cpu"
+        return "gpu_host_cpu"
+
+    def ceilings(self, rate: float, share: float) -> dict[Term, float]:
+        """Each limit alone, at the remote share x of the solution."""
+        work, shape = self.work, self.shape
+        local = _ratio(self.slots, (1 - share) * work.cpu_s)
+        produced = _ratio(shape.efficiency * shape.cpu_hosts * shape.cpu_host_cpus, share * work.cpu_s)
+        per_sample = (1 - share) * work.cpu_s + share * work.receive_s + work.other_s
+        nic = min(
+            shape.gpu_hosts * shape.gpu_host_bytes_per_s,
+            shape.cpu_hosts * shape.cpu_host_bytes_per_s if shape.cpu_hosts else math.inf,
+        )
+        return {
+            "gpu": self.gpu_cap,
+            "cpu": produced if shape.cpu_hosts and share > 0 else local,
+            "network": _ratio(nic, share * work.bytes_per_sample),
+            "gpu_host_cpu": min(_ratio(self.gpu_cpus, per_sample), local),
+            "receiver": self.receiver_cap,
+        }
+
+
+def _ratio(supply: float, demand: float) -> float:
+    return supply / demand if demand > 0 else math.inf

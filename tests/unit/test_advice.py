@@ -1,0 +1,151 @@
+"""The verdict on a run: what it says, what it advises, and where it says nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.sizing.advice import Verdict, verdict
+from stoker.tracking.summary import Summary
+
+GPU_HOST = {"host": "algo-1", "group": "gpu", "cpus": 3, "gpus": 1, "ip": "10.0.0.1", "type": "ml.g5.xlarge"}
+BLURS = [{"stage": f"blur {i}", "cpu_ms_per_sample": 4.0, "bytes_out": 150_528} for i in range(1, 6)]
+
+
+def cpu_host(number: int, type_: str = "ml.c5.4xlarge", cpus: int = 16) -> dict[str, Any]:
+    return {"host": f"algo-{number}", "group": "cpu", "cpus": cpus, "gpus": 0, "ip": "", "type": type_}
+
+
+def judged(
+    *,
+    waits: dict[str, float] | None = None,
+    compute: float = 60.0,
+    rate: float = 700.0,
+    hosts: tuple[dict[str, Any], ...] = (GPU_HOST, cpu_host(2)),
+    chain: tuple[dict[str, Any], ...] = ({"stage": "read", "cpu_ms_per_sample": 5.0}, *BLURS),
+    steps: int = 400,
+    speed: dict[str, Any] | None = None,
+    **more: Any,
+) -> Verdict:
+    terms = {"wait_production": 0.0, "wait_transfer": 0.0, "wait_collate": 0.0, "compute": compute}
+    content = {
+        "steps": steps,
+        "cluster": {"hosts": list(hosts)},
+        "train_workers_by_host": {"algo-1": 1},
+        "chain": list(chain),
+        "speed": {
+            "steady_samples_per_s": rate,
+            "bytes_per_sample": 150_528,
+            "step_terms_ms": terms | (waits or {}),
+            **(speed or {}),
+        },
+        **more,
+    }
+    return verdict(Summary.model_validate(content))
+
+
+class TestInputBound:
+    def test_says_how_much_waits_what_binds_and_how_many_hosts_would_help(self) -> None:
+        # 19 CPUs fully in the chain at 25 ms give 760/s; 38 % of a step is lost.
+        found = judged(waits={"wait_production": 38.0}, compute=62.0)
+        assert found.binds == "cpu"
+        assert found.headline == (
+            "input-bound: 38 % of each step waits for data; the CPU hosts bind; 1 more ml.c5.4xlarge would"
+            " bring up to 1,129 samples/s instead of 700"
+        )
+        assert found.details[0] == (
+            "that would cost $0.75 instead of $0.88 per 1M samples (estimated, prices of 2026-11)"
+        )
+
+    def test_names_the_dear_stage_counting_numbered_ones_together(self) -> None:
+        found = judged(waits={"wait_production": 38.0})
+        assert any(
+            line.startswith("blur takes 80 % of the chain's CPU time (20.0 ms") for line in found.details
+        )
+
+    def test_says_so_where_more_hosts_would_not_pay(self) -> None:
+        dear = {**cpu_host(2, "ml.m5.4xlarge"), "cpus": 16}
+        found = judged(waits={"wait_production": 15.0}, compute=85.0, hosts=(GPU_HOST, dear))
+        assert "1 more ml.m5.4xlarge" in found.headline
+        assert found.details[0].startswith("that would not pay: $")
+
+    def test_without_cpu_hosts_it_proposes_small_ones_beside_a_known_gpu_host(self) -> None:
+        found = judged(waits={"wait_production": 50.0}, compute=50, rate=115, hosts=(GPU_HOST,))
+        assert "this host's CPUs bind; 1 ml.c5.xlarge would bring up to 230 samples/s" in found.headline
+
+    def test_on_machines_of_unknown_type_it_counts_vcpus_and_names_no_dollars(self) -> None:
+        here = {"host": "algo-1", "group": "local", "cpus": 4, "gpus": 1, "ip": ""}
+        found = judged(waits={"wait_production": 50.0}, compute=50, rate=150, hosts=(here,))
+        assert "about 4 more vCPUs would bring up to 300 samples/s" in found.headline
+        assert not any("$" in line for line in [found.headline, *found.details])
+
+    def test_idle_cpus_are_not_answered_with_more_cpus(self) -> None:
+        found = judged(waits={"wait_production": 40.0}, rate=300)
+        assert "the CPUs spent only 39 % of their time in the chain" in found.headline
+        assert "more ml." not in found.headline
+
+    def test_prices_of_the_run_go_before_the_table(self) -> None:
+        cost = {"usd": 1.0, "usd_per_hour": 11.0, "usd_per_million_samples": 3.0, "prices_as_of": "2026-11"}
+        own = {"ml.g5.xlarge": 1.0, "ml.c5.4xlarge": 10.0}
+        found = judged(waits={"wait_production": 38.0}, compute=62, cost=cost | {"usd_per_hour_by_type": own})
+        assert found.details[0].startswith("that would not pay: $5.17 instead of $4.37")
+        assert found.details[-1] == "$3.00 per 1M samples, $1.00 for this run (estimated, prices of 2026-11)"
+
+    def test_network(self) -> None:
+        floats = {"stage": "ToDtype", "cpu_ms_per_sample": 1.0, "bytes_out": 4 * 150_528}
+        found = judged(
+            waits={"wait_transfer": 30.0, "wait_production": 5.0},
+            chain=(*BLURS, floats),
+            speed={"bytes_per_sample": 602_112},
+        )
+        assert found.binds == "network"
+        assert found.headline.endswith("the network to the GPU hosts binds")
+        assert "602 kB" in found.details[0]
+        assert "ToDtype makes samples 4 times larger: move it to on_device()" in found.details[1]
+
+    def test_cutting_batches(self) -> None:
+        found = judged(waits={"wait_collate": 30.0})
+        assert found.binds == "gpu_host_cpu"
+        assert "more CPU hosts would not help" in found.details[0]
+
+
+class TestFedWell:
+    def test_the_gpus_bind(self) -> None:
+        found = judged(waits={"wait_production": 3.0}, compute=97)
+        assert found.binds == "gpu"
+        assert found.headline == "well fed: the GPUs bind, data is late for only 3 % of each step"
+
+    def test_fewer_hosts_where_they_idle(self) -> None:
+        hosts = (GPU_HOST, *(cpu_host(n) for n in (2, 3, 4, 5)))
+        used = [
+            {"host": f"algo-{n}", "group": "cpu", "mean_pct": 20.0, "max_pct": 60.0} for n in (2, 3, 4, 5)
+        ]
+        found = judged(hosts=hosts, speed={"host_cpu": used})
+        assert found.details == [
+            "the CPU hosts were busy for 20 % only: 1 instead of 4 would do and save $2.45 an hour"
+            " (estimated, prices of 2026-11)"
+        ]
+
+    def test_no_word_of_fewer_where_all_are_needed(self) -> None:
+        used = [{"host": "algo-2", "group": "cpu", "mean_pct": 92.0, "max_pct": 99.0}]
+        assert judged(speed={"host_cpu": used}).details == []
+
+    def test_without_gpus_it_does_not_speak_of_gpus(self) -> None:
+        here = {"host": "algo-1", "group": "local", "cpus": 2, "gpus": 0, "ip": ""}
+        assert "training itself binds" in judged(hosts=(here,)).headline
+
+
+class TestTooLittleKnown:
+    def test_one_step(self) -> None:
+        found = judged(steps=1, waits={"wait_production": 90.0})
+        assert (found.binds, found.details) == (None, [])
+        assert found.headline == "too short to judge: 1 step; 10 are the least"
+
+    def test_nothing_measured(self) -> None:
+        assert verdict(Summary(steps=100)).binds is None
+        assert judged(speed={"step_terms_ms": {}}).headline.startswith("nothing was measured")
+
+    def test_runs_without_terms_of_a_step_are_judged_by_input_wait_and_bottleneck(self) -> None:
+        speed = {"step_terms_ms": None, "input_wait_pct": 25.0}
+        found = judged(speed=speed, bottleneck="cpu", chain=())
+        assert found.headline == "input-bound: 25 % of each step waits for data; the CPU hosts bind"
+        assert found.details == []

@@ -1,0 +1,274 @@
+"""The limits model replays published measurements, and holds its own laws for any job and cluster."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.sizing.model import (
+    Shape,
+    Workload,
+    cheapest_count,
+    greatest_gain,
+    knee,
+    predict,
+    price_efficiency,
+    usd_per_million_samples,
+)
+
+
+class TestPublished:
+    """Cases of which others have published the measurements."""
+
+    def test_aws_p4d_with_two_c5_18xlarge(self) -> None:
+        """amazon-sagemaker-examples, heterogeneous-clusters/tf.data.service.sagemaker: one step is a global
+        batch; alone 192 ms; GPU use 74 % of 86 ms; $37.688 and $3.672 an hour; distributing costs 11 %."""
+        alone_s, gpu_s = 0.192, 0.74 * 0.086
+        work = Workload(cpu_s=96 * alone_s, gpu_samples_per_s=1 / gpu_s)
+        alone = Shape(gpu_host_cpus=96, gpu_host_usd_per_hour=37.688, cpu_host_usd_per_hour=3.672)
+        shared = replace(alone, cpu_host_cpus=72, efficiency=0.893, gpu_host_efficiency=0.893)
+        two, three = shared.with_cpu_hosts(2), shared.with_cpu_hosts(3)
+
+        def saved(shape: Shape) -> float:
+            before = usd_per_million_samples(predict(work, alone), alone)
+            return 1 - usd_per_million_samples(predict(work, shape), shape) / before
+
+        assert 1 / predict(work, alone).samples_per_s == pytest.approx(alone_s)
+        assert 1 / predict(work, two).samples_per_s == pytest.approx(0.086, abs=0.0005)
+        assert saved(two) == pytest.approx(0.465, abs=0.002)
+        assert predict(work, two).binds == "cpu"
+        assert 1 / predict(work, three).samples_per_s == pytest.approx(0.066, abs=0.0005)
+        assert saved(three) == pytest.approx(0.555, abs=0.002)
+        assert cheapest_count(work, shared) == 3
+        assert predict(work, shared.with_cpu_hosts(4)).binds == "gpu"
+
+    @pytest.mark.parametrize(("hosts", "measured"), [(0, 753), (1, 1233), (5, 1711), (10, 1764)])
+    def test_ray_issue_42318(self, hosts: int, measured: float) -> None:
+        """github.com/ray-project/ray/issues/42318: one GPU host, an empty model, growing CPU hosts."""
+        work = Workload(cpu_s=1 / 753, gpu_samples_per_s=math.inf, serial_s=1 / 1764)
+        shape = Shape(gpu_host_cpus=1, cpu_host_cpus=480 / 753)
+        prediction = predict(work, shape.with_cpu_hosts(hosts))
+        assert prediction.samples_per_s == pytest.approx(measured, rel=0.05)
+        assert prediction.binds == ("cpu" if hosts < 3 else "receiver")
+        assert knee(work, shape) == pytest.approx((1764 - 753) / 480)
+
+    def test_g5_with_c5_4xlarge(self) -> None:
+        """towardsdatascience.com, "Effective Load Balancing with Ray on Amazon SageMaker": ten blurs of one
+        image take about 0.1 s; with 16 more vCPUs it cost 23 % less, with 5 times the CPUs."""
+        work = Workload(cpu_s=0.105, gpu_samples_per_s=2.05 * 4 / 0.105, receive_s=0.001)
+        alone = Shape(gpu_host_cpus=4, gpu_host_usd_per_hour=1.408)
+        post = replace(alone, cpu_host_cpus=16, cpu_hosts=1, cpu_host_usd_per_hour=0.816)
+        right_sized = replace(post, cpu_host_cpus=4, cpu_host_usd_per_hour=0.204)
+        composed = replace(work, cpu_s=work.cpu_s / 30)
+        before = usd_per_million_samples(predict(work, alone), alone)
+
+        def saved(job: Workload, shape: Shape) -> float:
+            return 1 - usd_per_million_samples(predict(job, shape), shape) / before
+
+        assert saved(work, post) == pytest.approx(0.23, abs=0.01)
+        assert predict(work, post).binds == "gpu", "the CPUs of the post's cluster were not what bound it"
+        assert saved(work, right_sized) == pytest.approx(0.41, abs=0.02)
+        assert saved(composed, alone) == pytest.approx(0.51, abs=0.01)
+        assert cheapest_count(composed, right_sized) == 0
+
+
+class TestEachLimitBinds:
+    work = Workload(cpu_s=0.01, gpu_samples_per_s=5000, receive_s=0.0005, bytes_per_sample=150_000)
+    shape = Shape(gpu_host_cpus=8, cpu_host_cpus=16, cpu_hosts=2)
+
+    def test_cpus_while_they_are_few(self) -> None:
+        prediction = predict(self.work, self.shape)
+        assert prediction.binds == "cpu"
+        # 32 CPUs elsewhere make 3200/s; receiving those takes 1.6 of the 8 own ones.
+        assert prediction.samples_per_s == pytest.approx(3200 + (8 - 1.6) / 0.01)
+        assert prediction.remote_share == pytest.approx(3200 / prediction.samples_per_s)
+
+    def test_the_gpu(self) -> None:
+        prediction = predict(replace(self.work, gpu_samples_per_s=900), self.shape)
+        assert (prediction.binds, prediction.samples_per_s) == ("gpu", 900)
+
+    def test_the_network_of_the_gpu_host(self) -> None:
+        prediction = predict(self.work, replace(self.shape, gpu_host_bytes_per_s=1.25e8))
+        assert prediction.binds == "network"
+        remote = 1.25e8 / 150_000
+        assert prediction.samples_per_s == pytest.approx(remote + (8 - 0.0005 * remote) / 0.01)
+
+    def test_the_network_of_the_cpu_hosts(self) -> None:
+        prediction = predict(self.work, replace(self.shape, cpu_host_bytes_per_s=1e8))
+        assert prediction.binds == "network"
+        assert prediction.samples_per_s * prediction.remote_share == pytest.approx(2e8 / 150_000)
+
+    def test_the_thread_that_cuts_batches(self) -> None:
+        prediction = predict(replace(self.work, serial_s=1 / 1000), self.shape)
+        assert (prediction.binds, prediction.samples_per_s) == ("receiver", pytest.approx(1000))
+
+    def test_receiving_fills_the_gpu_host(self) -> None:
+        prediction = predict(self.work, replace(self.shape, gpu_host_cpus=1, cpu_hosts=9, cpu_host_cpus=100))
+        assert prediction.binds == "gpu_host_cpu"
+        assert prediction.samples_per_s == pytest.approx(1 / 0.0005)
+
+    def test_receiving_as_dear_as_the_chain_makes_cpu_hosts_useless(self) -> None:
+        work = replace(self.work, receive_s=0.01)
+        assert (
+            predict(work, self.shape).samples_per_s
+            == predict(work, self.shape.with_cpu_hosts(0)).samples_per_s
+        )
+        assert predict(work, self.shape).binds == "gpu_host_cpu"
+        assert knee(work, self.shape) == 0
+        assert greatest_gain(work) == 1
+
+    def test_the_reserve_is_kept_from_the_chain(self) -> None:
+        reserved = replace(self.shape, reserved_cpus=2, cpu_hosts=0)
+        assert predict(self.work, reserved).samples_per_s == pytest.approx(600)
+
+    def test_every_gpu_host_brings_its_own_cpus_gpus_and_link(self) -> None:
+        for shape in (self.shape, replace(self.shape, gpu_host_bytes_per_s=1e8)):
+            four = replace(shape, gpu_hosts=4, cpu_hosts=8)
+            assert predict(self.work, four).samples_per_s == pytest.approx(
+                4 * predict(self.work, shape).samples_per_s
+            )
+
+
+always_the_same = settings(deadline=None, derandomize=True)
+works = st.builds(
+    Workload,
+    cpu_s=st.floats(1e-4, 0.2),
+    gpu_samples_per_s=st.floats(10, 1e5),
+    receive_s=st.floats(0, 2e-3),
+    other_s=st.floats(0, 2e-3),
+    serial_s=st.floats(0, 1e-3),
+    bytes_per_sample=st.floats(0, 1e6),
+)
+shapes = st.builds(
+    Shape,
+    gpu_host_cpus=st.integers(2, 96),
+    cpu_host_cpus=st.integers(2, 96),
+    cpu_hosts=st.integers(0, 12),
+    gpu_hosts=st.integers(1, 4),
+    gpus_per_host=st.integers(1, 8),
+    reserved_cpus=st.floats(0, 1.9),
+    gpu_host_bytes_per_s=st.floats(1e7, 1e10),
+    cpu_host_bytes_per_s=st.floats(1e7, 1e10),
+    efficiency=st.floats(0.5, 1),
+    gpu_host_efficiency=st.floats(0.5, 1),
+    gpu_host_usd_per_hour=st.floats(0.5, 60),
+    cpu_host_usd_per_hour=st.floats(0.05, 10),
+)
+
+
+def best_by_grid(work: Workload, shape: Shape) -> float:
+    """Brute force over the remote share, in 2000 parts."""
+    m = shape.gpu_hosts
+    own = m * shape.gpu_host_cpus
+    slots = m * (shape.gpu_host_cpus - shape.reserved_cpus) * shape.gpu_host_efficiency
+    away = shape.efficiency * shape.cpu_hosts * shape.cpu_host_cpus
+    link = min(m * shape.gpu_host_bytes_per_s, shape.cpu_hosts * shape.cpu_host_bytes_per_s)
+    workers = m * shape.gpus_per_host
+    best = 0.0
+    for i in range(2001):
+        x = i / 2000
+        terms = [
+            workers * work.gpu_samples_per_s,
+            own / ((1 - x) * work.cpu_s + x * work.receive_s + work.other_s or 1e-30),
+        ]
+        if work.serial_s:
+            terms.append(workers / work.serial_s)
+        if x < 1:
+            terms.append(slots / ((1 - x) * work.cpu_s))
+        if x > 0:
+            terms.append(away / (x * work.cpu_s))
+            if work.bytes_per_sample:
+                terms.append(link / (x * work.bytes_per_sample))
+        best = max(best, min(terms))
+    return best
+
+
+class TestLaws:
+    @always_the_same
+    @given(works, shapes)
+    def test_the_solution_is_as_good_as_any_split_on_a_fine_grid(self, work: Workload, shape: Shape) -> None:
+        found, grid = predict(work, shape).samples_per_s, best_by_grid(work, shape)
+        assert grid * (1 - 1e-9) <= found <= grid * 1.02 + 1e-9
+
+    @always_the_same
+    @given(works, shapes)
+    def test_more_hosts_never_slow_down_and_gain_nothing_beyond_the_knee(
+        self, work: Workload, shape: Shape
+    ) -> None:
+        rates = [predict(work, shape.with_cpu_hosts(n)).samples_per_s for n in range(8)]
+        assert all(b >= a * (1 - 1e-9) for a, b in itertools.pairwise(rates))
+        beyond = math.ceil(min(knee(work, shape), 10_000))
+        at_knee, later = (predict(work, shape.with_cpu_hosts(beyond + k)).samples_per_s for k in (0, 5))
+        if beyond < 10_000:
+            assert later == pytest.approx(at_knee, rel=1e-6)
+        if beyond > 0:
+            before = predict(work, shape.with_cpu_hosts(beyond - 1)).samples_per_s
+            assert before < at_knee * (1 + 1e-9)
+
+    @always_the_same
+    @given(works, shapes)
+    def test_no_number_of_hosts_is_cheaper_than_the_chosen_one(self, work: Workload, shape: Shape) -> None:
+        def cost(count: int) -> float:
+            candidate = shape.with_cpu_hosts(count)
+            return usd_per_million_samples(predict(work, candidate), candidate)
+
+        chosen = cheapest_count(work, shape, limit=40)
+        assert cost(chosen) <= min(cost(n) for n in range(41)) * (1 + 1e-6)
+
+    @always_the_same
+    @given(works, shapes)
+    def test_raising_the_binding_limit_and_only_that_helps(self, work: Workload, shape: Shape) -> None:
+        now = predict(work, shape)
+        raised = {
+            "gpu": (replace(work, gpu_samples_per_s=work.gpu_samples_per_s * 1.1), shape),
+            "receiver": (replace(work, serial_s=work.serial_s / 1.1), shape),
+            "network": (
+                work,
+                replace(
+                    shape,
+                    gpu_host_bytes_per_s=shape.gpu_host_bytes_per_s * 1.1,
+                    cpu_host_bytes_per_s=shape.cpu_host_bytes_per_s * 1.1,
+                ),
+            ),
+        }
+        for term, (better_work, better_shape) in raised.items():
+            better = predict(better_work, better_shape).samples_per_s
+            if term == now.binds and term != "network":
+                # Two limits may be equally tight; then raising one alone gains nothing.
+                tight = [t for t, ceiling in now.ceilings.items() if ceiling <= now.samples_per_s * 1.000001]
+                assert better > now.samples_per_s or len(tight) > 1
+            elif term != now.binds:
+                assert better == pytest.approx(now.samples_per_s, rel=1e-6)
+
+    @always_the_same
+    @given(works, shapes, st.floats(1.01, 3))
+    def test_every_cost_lowers_throughput_and_every_supply_raises_it(
+        self, work: Workload, shape: Shape, factor: float
+    ) -> None:
+        now = predict(work, shape).samples_per_s * (1 + 1e-9)
+        for name in ("cpu_s", "receive_s", "other_s", "serial_s", "bytes_per_sample"):
+            assert predict(replace(work, **{name: getattr(work, name) * factor}), shape).samples_per_s <= now
+        for name in ("gpu_host_cpus", "cpu_host_cpus", "gpu_host_bytes_per_s"):
+            more = replace(shape, **{name: getattr(shape, name) * factor})
+            assert predict(work, more).samples_per_s * (1 + 1e-9) >= predict(work, shape).samples_per_s
+
+    @always_the_same
+    @given(works, shapes)
+    def test_while_cpus_bind_a_host_pays_exactly_if_its_cpus_are_the_cheaper_ones(
+        self, work: Workload, shape: Shape
+    ) -> None:
+        """Rule 2 of the model, where receiving costs nothing: P_c/P_g < η·C_c/C_g."""
+        work = replace(work, receive_s=0, other_s=0)
+        shape = replace(shape, gpu_hosts=1, reserved_cpus=0, gpu_host_efficiency=1)
+        more = shape.with_cpu_hosts(shape.cpu_hosts + 1)
+        if predict(work, more).binds != "cpu" or predict(work, shape).binds != "cpu":
+            return
+        price_ratio = shape.cpu_host_usd_per_hour / shape.gpu_host_usd_per_hour
+        cpu_ratio = shape.efficiency * shape.cpu_host_cpus / shape.gpu_host_cpus
+        if not math.isclose(price_ratio, cpu_ratio, rel_tol=1e-6):
+            assert (price_efficiency(work, more) > price_efficiency(work, shape)) == (price_ratio < cpu_ratio)
