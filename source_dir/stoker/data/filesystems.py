@@ -81,8 +81,13 @@ def common_folder(files: list[Any]) -> str:
     return os.path.commonpath(folders).rstrip("/") + "/"
 
 
-def child_folders(uri: str) -> list[str]:
-    """Head: names of the folders directly below `uri`, sorted; empty where it is no folder."""
+def child_folders(uri: str, hidden: bool = False) -> list[str]:
+    """Head: names of the folders directly below `uri`, sorted; empty where it is no folder.
+
+    Args:
+        uri: a path or URI.
+        hidden: also those whose names begin with a dot or an underscore.
+    """
     from pyarrow import fs
 
     filesystem, path = filesystem_of(uri)
@@ -90,7 +95,9 @@ def child_folders(uri: str) -> list[str]:
         return []
     found = filesystem.get_file_info(fs.FileSelector(path))
     return sorted(
-        f.base_name for f in found if f.type == fs.FileType.Directory and f.base_name[:1] not in "._"
+        f.base_name
+        for f in found
+        if f.type == fs.FileType.Directory and (hidden or f.base_name[:1] not in "._")
     )
 
 

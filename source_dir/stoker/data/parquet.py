@@ -1,10 +1,12 @@
-"""Parquet: rows with bytes, numbers, strings or tensors."""
+"""Parquet: rows with bytes, numbers, strings or tensors; columns and filters are pushed down."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.config import UsageError
 from stoker.data.filesystems import common_folder, filesystem_of_files
@@ -13,78 +15,202 @@ from stoker.data.sources import BadRecord, Piece, Record, Source
 if TYPE_CHECKING:
     import numpy as np
 
+Filters = list[tuple[str, str, Any]] | list[list[tuple[str, str, Any]]]
+"""As pandas and pyarrow write them: [("label", "<", 5), ("split", "==", "train")] are joined by AND; a
+list of such lists is joined by OR. Operators: == != < > <= >= in, not in."""
+
+
+class Group(NamedTuple):
+    """Head: a row group that may hold rows of the split."""
+
+    number: int
+    first_row: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Footer:
+    """Head: what the end of a Parquet file tells."""
+
+    schema: Any
+    groups: list[Group]
+    matching: int
+    """Rows that the filters keep; all of them without filters."""
+
 
 class ParquetSource(Source):
     """Head and CPU task: one record per row, read by row groups.
 
     Columns of {bytes, path} structs, as Hugging Face datasets write images, give their bytes;
-    lists and Arrow tensors give NumPy arrays.
+    lists and Arrow tensors give NumPy arrays. A filter skips row groups by their statistics; of the
+    others its own columns are read first, and the rest only where a row matches.
+
+    Args:
+        files: pyarrow FileInfo of each file.
+        columns: columns of the records; None: all.
+        filters: rows to keep; None: all.
+        constants: per path, columns that the file does not hold and their value in all its rows.
     """
 
-    def __init__(self, files: list[Any], columns: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        files: list[Any],
+        columns: list[str] | None = None,
+        filters: Filters | None = None,
+        constants: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
         self.paths = [f.path for f in files]
-        self.columns = columns
+        self.columns, self.filters = columns, filters
+        self.constants = constants or {}
         self.folder = common_folder(files)
         self.filesystem = filesystem_of_files(files)
-        self.groups: list[list[int]] = []
+        self.footers: list[Footer] = []
 
     def check(self) -> None:
-        with ThreadPoolExecutor(16) as pool:
-            footers = list(pool.map(self._footer, self.paths))
-        schema = footers[0][0]
-        missing = [c for c in self.columns or [] if c not in schema.names]
+        self._ensure_footers()
+        schema = self._whole_schema(self.paths[0], self.footers[0].schema)
+        named = dict.fromkeys([*(self.columns or []), *self._filter_columns()])
+        missing = [c for c in named if c not in schema]
         if missing:
             raise UsageError(
-                f"{self.paths[0]}: has no column {', '.join(missing)}; it has {', '.join(schema.names)}"
+                f"{self.paths[0]}: has no column {', '.join(missing)}; it has {', '.join(schema)}"
             )
-        wanted = self.columns or schema.names
-        for path, (other, _) in zip(self.paths, footers, strict=True):
-            absent = [c for c in wanted if c not in other.names]
+        wanted = [*named] if self.columns else [*schema]
+        for path, footer in zip(self.paths, self.footers, strict=True):
+            other = self._whole_schema(path, footer.schema)
+            absent = [c for c in wanted if c not in other]
             if absent:
                 raise UsageError(f"{path}: lacks the column {', '.join(absent)} that {self.paths[0]} has")
             for column in wanted:
-                if other.field(column).type != schema.field(column).type:
+                kinds = schema[column], other[column]
+                if None not in kinds and kinds[0] != kinds[1]:
                     raise UsageError(
-                        f"{path}: column {column} is {other.field(column).type}, in {self.paths[0]}"
-                        f" it is {schema.field(column).type}"
+                        f"{path}: column {column} is {kinds[1]}, in {self.paths[0]} it is {kinds[0]}"
                     )
-        self.groups = [groups for _, groups in footers]
         if self.count() == 0:
-            raise UsageError(f"{self.paths[0]}: the Parquet files hold no row")
+            why = f" that matches {self.filters}" if self.filters else ""
+            raise UsageError(f"{self.paths[0]}: the Parquet files hold no row{why}")
 
-    def _footer(self, path: str) -> tuple[Any, list[int]]:
-        from pyarrow import parquet
+    def _whole_schema(self, path: str, schema: Any) -> dict[str, Any]:
+        """Column → its type; None for one that the file does not hold itself."""
+        return {field.name: field.type for field in schema} | dict.fromkeys(self.constants.get(path, {}))
+
+    def _ensure_footers(self) -> None:
+        if not self.footers:
+            with ThreadPoolExecutor(16) as pool:
+                self.footers = list(pool.map(self._footer, self.paths))
+
+    def _footer(self, path: str) -> Footer:
+        from pyarrow import dataset
 
         try:
-            with self.filesystem.open_input_file(path) as file:
-                content = parquet.ParquetFile(file)
-                metadata = content.metadata
-                sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-                return content.schema_arrow, sizes
+            fragment = dataset.ParquetFileFormat().make_fragment(path, self.filesystem)
+            metadata = fragment.metadata
+            sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+            schema = fragment.physical_schema
         except Exception as error:
             text = " ".join(str(error).split())
             raise UsageError(f"{path}: not a whole Parquet file: {text[:200]}") from None
+        self.complete(path, schema)
+        groups, row = [], 0
+        for number, size in enumerate(sizes):
+            groups.append(Group(number, row, size))
+            row += size
+        if not self.filters:
+            return Footer(schema, [g for g in groups if g.rows], row)
+        return Footer(schema, *self._matching(path, schema, groups))
+
+    def complete(self, path: str, schema: Any) -> None:
+        """Head: add to `constants` what a file of this schema lacks; nothing here."""
+
+    def for_tasks(self) -> ParquetSource:
+        slim = copy(self)
+        slim.footers = []
+        return slim
+
+    def _matching(self, path: str, schema: Any, groups: list[Group]) -> tuple[list[Group], int]:
+        """The row groups that hold matching rows, and how many rows match in all."""
+        from pyarrow import dataset
+
+        constants = self.constants.get(path, {})
+        known = {*schema.names, *constants}
+        if not known.issuperset(self._filter_columns()):
+            return groups, sum(g.rows for g in groups)  # check() names the column
+        fragment = dataset.ParquetFileFormat().make_fragment(path, self.filesystem)
+        possible = {g.number for g in groups}
+        if not constants:
+            # The statistics of each row group rule out most that cannot match, without reading them.
+            kept = fragment.split_by_row_group(self._expression(), schema)
+            possible = {info.id for part in kept for info in part.row_groups}
+        found = []
+        matching = 0
+        for group in (g for g in groups if g.number in possible):
+            rows = len(self._rows(path, [group]))
+            if rows:
+                found.append(group)
+                matching += rows
+        return found, matching
+
+    def _filter_columns(self) -> list[str]:
+        if not self.filters:
+            return []
+        try:
+            flat = [term for part in self.filters for term in (part if isinstance(part, list) else [part])]
+            columns = [column for column, _, _ in flat]
+            self._expression()
+        except Exception as error:
+            raise UsageError(
+                f"filters={self.filters!r}: write [(column, operator, value), …] with one of == != < > <= >="
+                f" in, not in ({' '.join(str(error).split())[:120]})"
+            ) from None
+        return list(dict.fromkeys(columns))
+
+    def _expression(self) -> Any:
+        from pyarrow import parquet
+
+        return parquet.filters_to_expression(self.filters)
+
+    def _rows(self, path: str, groups: list[Group]) -> np.ndarray[Any, Any]:
+        """Every host: positions within these row groups, one after the other, of the rows to keep."""
+        import numpy as np
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        rows = sum(g.rows for g in groups)
+        if not self.filters:
+            return np.arange(rows)
+        constants = self.constants.get(path, {})
+        names = self._filter_columns()
+        with self.filesystem.open_input_file(path) as file:
+            own = [name for name in names if name not in constants]
+            numbers = [g.number for g in groups]
+            table = (
+                parquet.ParquetFile(file).read_row_groups(numbers, columns=own)
+                if own
+                else pa.table({"": pa.nulls(rows)})
+            )
+        for name in names:
+            if name in constants:
+                table = table.append_column(name, pa.array([constants[name]] * rows))
+        table = table.append_column("__row", pa.array(np.arange(rows)))
+        kept: np.ndarray[Any, Any] = table.filter(self._expression())["__row"].to_numpy()
+        return kept
 
     def count(self) -> int:
-        self._ensure_groups()
-        return sum(sum(groups) for groups in self.groups)
-
-    def _ensure_groups(self) -> None:
-        if not self.groups:
-            self.groups = [self._footer(path)[1] for path in self.paths]
+        self._ensure_footers()
+        return sum(footer.matching for footer in self.footers)
 
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
-        self._ensure_groups()
+        self._ensure_footers()
         pieces: list[Piece] = []
-        for path, sizes in zip(self.paths, self.groups, strict=True):
-            first, rows, row = 0, 0, 0
-            for group, size in enumerate(sizes):
-                rows += size
-                if rows >= records or group == len(sizes) - 1:
-                    if rows:
-                        items = (row,)
-                        pieces.append(Piece(path, first, group + 1, rows, items))
-                    first, row, rows = group + 1, row + rows, 0
+        for path, footer in zip(self.paths, self.footers, strict=True):
+            part: list[Group] = []
+            for group in footer.groups:
+                part.append(group)
+                if sum(g.rows for g in part) >= records or group is footer.groups[-1]:
+                    rows = None if self.filters else sum(g.rows for g in part)
+                    pieces.append(Piece(path, part[0].number, part[-1].number + 1, rows, tuple(part)))
+                    part = []
         if order is not None:
             pieces = [pieces[i] for i in order.permutation(len(pieces))]
         return pieces
@@ -93,14 +219,20 @@ class ParquetSource(Source):
         import numpy as np
         from pyarrow import parquet
 
+        groups: list[Group] = list(piece.items)
+        kept = self._rows(piece.path, groups)
+        constants = self.constants.get(piece.path, {})
+        wanted = None if self.columns is None else [c for c in self.columns if c not in constants]
         with self.filesystem.open_input_file(piece.path) as file:
-            groups = list(range(piece.start, piece.stop))
-            table = parquet.ParquetFile(file).read_row_groups(groups, columns=self.columns)
+            table = parquet.ParquetFile(file).read_row_groups([g.number for g in groups], columns=wanted)
         name = piece.path.removeprefix(self.folder)
         columns = {column: _values(table[column]) for column in table.column_names}
-        rows = np.arange(len(table)) if order is None else order.permutation(len(table))
+        added = {c: v for c, v in constants.items() if self.columns is None or c in self.columns}
+        in_file = np.concatenate([np.arange(g.first_row, g.first_row + g.rows) for g in groups])
+        rows = kept if order is None else order.permutation(kept)
         for row in rows.tolist():
-            record = {"key": f"{name}:{piece.items[0] + row}"}
+            # A row's number in its file is its identity, whatever the filters leave out.
+            record = {"key": f"{name}:{in_file[row]}", **added}
             try:
                 for column, value in columns.items():
                     record[column] = value(row)
@@ -113,11 +245,17 @@ class ParquetSource(Source):
         """Head: the distinct values of a column."""
         from pyarrow import compute, parquet
 
+        self._ensure_footers()
         found: set[Any] = set()
-        for path in self.paths:
+        for path, footer in zip(self.paths, self.footers, strict=True):
+            if column in self.constants.get(path, {}):
+                found.add(self.constants[path][column])
+                continue
             with self.filesystem.open_input_file(path) as file:
-                table = parquet.ParquetFile(file).read(columns=[column])
-            found.update(compute.unique(table[column]).to_pylist())
+                numbers = [g.number for g in footer.groups]
+                table = parquet.ParquetFile(file).read_row_groups(numbers, columns=[column])
+            values = table[column].take(self._rows(path, footer.groups))
+            found.update(compute.unique(values).to_pylist())
         return found
 
 

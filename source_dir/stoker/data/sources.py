@@ -3,9 +3,10 @@
 read_images(".data/flowers", "train")      class per folder, under train/ and val/
 read_parquet(".data/rows", "train")        bytes, numbers, strings, tensors
 read_webdataset(".data/shards", "train")   tar shards
+read_delta(".data/table")                  a Delta table
 read_torch(dataset)                        any map-style torch dataset
 read_range(10_000)                         numbers, for synthetic data
-read_any(".data/flowers", "train")         whichever of the first three it is
+read_any(".data/flowers", "train")         whichever of the first four it is
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from stoker.data.filesystems import child_folders, join, list_files
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from stoker.data.parquet import Filters
 
 Record = dict[str, Any]
 """One record: columns by name, and its identity under "key"."""
@@ -144,18 +147,56 @@ def read_images(root: str, split: str) -> Source | None:
     return ImageFolderSource(folder) if folder else None
 
 
-def read_parquet(root: str, split: str, columns: list[str] | None = None) -> Source | None:
+def read_parquet(
+    root: str, split: str, columns: list[str] | None = None, filters: Filters | None = None
+) -> Source | None:
     """Head: Parquet files under `root/<split>/` or named `root/<split>*.parquet`.
 
     Args:
         root: folder or URI; a single file is the train split.
         split: train or val.
         columns: read these columns only; default: all.
+        filters: keep rows that match, [("label", "<", 5), …]; row groups that cannot match are not read.
+
+    Raises:
+        UsageError: nothing there, or a Delta table, whose old files are not to be read.
     """
     from stoker.data.parquet import ParquetSource
 
+    if is_delta_table(root):
+        raise UsageError(f"{root}: is a Delta table, some of its files may be old; read it with read_delta")
     files = split_files(root, split, (".parquet", ".pq"))
-    return ParquetSource(files, columns) if files else None
+    return ParquetSource(files, columns, filters) if files else None
+
+
+def read_delta(
+    table: str,
+    split: str | None = None,
+    columns: list[str] | None = None,
+    filters: Filters | None = None,
+    version: int | None = None,
+) -> Source | None:
+    """Head: a Delta table; with the extra `delta` (`pip install deltalake`).
+
+    Args:
+        table: path or s3:// address of a table, or of a folder with the tables train and val.
+        split: train or val; None: the table itself, `filters` saying which of its rows.
+        columns: read these columns only; default: all.
+        filters: keep rows that match, [("split", "==", "train"), …]; partitions and row groups that
+            cannot match are not read.
+        version: the table as it was at this version; default: as it is when the job starts.
+
+    Raises:
+        UsageError: no such table, version or column, or a table that needs a feature not known here.
+    """
+    from stoker.data.delta import open_delta
+
+    if split is None or is_delta_table(table):
+        if split not in (None, "train"):
+            return None
+        return open_delta(table, columns, filters, version)
+    folder = split_folder(table, split)
+    return open_delta(folder, columns, filters, version) if folder else None
 
 
 def read_webdataset(root: str, split: str) -> Source | None:
@@ -179,11 +220,13 @@ def read_range(n: int) -> Source:
 
 
 def read_any(root: str, split: str) -> Source | None:
-    """Head: tar shards, Parquet or image folders, by what lies there.
+    """Head: tar shards, Parquet, a Delta table or image folders, by what lies there.
 
     Raises:
         UsageError: nothing there, or nothing of the three.
     """
+    if is_delta_table(root) or is_delta_table(join(root, split)):
+        return read_delta(root, split)
     files = list_files(root)
     names = [f.path.lower() for f in files]
     if any(name.endswith(".tar") for name in names):
@@ -195,6 +238,11 @@ def read_any(root: str, split: str) -> Source | None:
     raise UsageError(
         f"{root}: holds neither images nor .parquet nor .tar files (first file: {files[0].base_name})"
     )
+
+
+def is_delta_table(uri: str) -> bool:
+    """Head: whether a folder is a Delta table."""
+    return "_delta_log" in child_folders(uri, hidden=True)
 
 
 def split_folder(root: str, split: str) -> str | None:

@@ -1,0 +1,86 @@
+"""Delta tables: the files of one version of the table, read as Parquet."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from urllib.parse import unquote
+
+from stoker.config import UsageError
+from stoker.data.filesystems import filesystem_of, join
+from stoker.data.parquet import Filters, ParquetSource
+
+
+class DeltaSource(ParquetSource):
+    """Head and CPU task: the rows of a Delta table at one version.
+
+    Partition columns come from the table's log, and columns that were added to the table later are None in
+    the rows of older files.
+    """
+
+    def __init__(self, schema: list[str], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.schema = schema
+
+    def complete(self, path: str, schema: Any) -> None:
+        own = self.constants.setdefault(path, {})
+        own.update({name: None for name in self.schema if name not in own and name not in schema.names})
+
+
+def open_delta(
+    uri: str, columns: list[str] | None, filters: Filters | None, version: int | None
+) -> DeltaSource:
+    """Head: the files of a Delta table at a version, those that the partitions rule out left away.
+
+    Raises:
+        UsageError: deltalake is absent, no such table or version, or one that needs deletion vectors or
+            column mapping.
+    """
+    try:
+        import deltalake
+    except ImportError:
+        raise UsageError(
+            f"{uri}: reading a Delta table needs the package deltalake; pip install 'stoker[delta]', or add"
+            " deltalake to requirements.txt"
+        ) from None
+    import pyarrow as pa
+
+    filesystem, root = filesystem_of(uri)
+    at = uri if "://" in uri and not uri.startswith("file://") else root
+    try:
+        table = deltalake.DeltaTable(at, version=version, storage_options=_storage_options())
+        table.to_pyarrow_dataset()  # refuses tables whose features it cannot honour
+        actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+        schema = [field.name for field in table.schema().fields]
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        which = "" if version is None else f" at version {version}"
+        raise UsageError(f"{uri}: no Delta table that can be read{which}: {text}") from None
+    if not actions:
+        raise UsageError(f"{uri}: the Delta table holds no row at version {table.version()}")
+    actions.sort(key=lambda action: action["path"])
+    paths = [_path_of(action["path"], root) for action in actions]
+    constants = {
+        path: {
+            name.removeprefix("partition."): value
+            for name, value in action.items()
+            if name.startswith("partition.")
+        }
+        for path, action in zip(paths, actions, strict=True)
+    }
+    return DeltaSource(schema, filesystem.get_file_info(paths), columns, filters, constants)
+
+
+def _path_of(path: str, root: str) -> str:
+    """A path of the table's log, percent-encoded and relative to the table or absolute, for pyarrow."""
+    path = unquote(path)
+    if "://" in path:
+        return filesystem_of(path)[1]
+    return path if path.startswith("/") else join(root, path)
+
+
+def _storage_options() -> dict[str, str]:
+    """Plain http is refused by default, but an endpoint of one's own often has no certificate."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+    options = {"endpoint_url": endpoint} if endpoint else {}
+    return options | ({"allow_http": "true"} if endpoint.startswith("http://") else {})
