@@ -39,7 +39,7 @@ class Resolved:
     origins: dict[str, str] = field(default_factory=dict)
 
 
-def load(path: Path | None, overrides: Iterable[str] = (), origin: str = "command line") -> Resolved:
+def load(path: str | Path | None, overrides: Iterable[str] = (), origin: str = "command line") -> Resolved:
     """Anywhere: file and overrides → a checked configuration.
 
     Args:
@@ -51,7 +51,7 @@ def load(path: Path | None, overrides: Iterable[str] = (), origin: str = "comman
         UsageError: with every problem found, one line each.
     """
     where = str(path) if path else "configuration"
-    tree = _read_yaml(path) if path else {}
+    tree = _read_yaml(Path(path)) if path else {}
     origins = {key: where for key, _ in _leaves(tree)}
     problems: list[str] = []
     for text in overrides:

@@ -60,6 +60,10 @@ def connected() -> Iterator[None]:
         ray.shutdown()
 
 
+LONGEST_TEMP_DIR = 36
+"""Characters of $TMPDIR: the path of a socket has 107 at most, of which Ray needs 70 for its own part."""
+
+
 def set_environment(token: str) -> None:
     """Every host: what all Ray processes of this job must agree on; before ray is imported."""
     os.environ["RAY_AUTH_MODE"] = "token"
@@ -67,6 +71,8 @@ def set_environment(token: str) -> None:
     os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if len(tempfile.gettempdir()) > LONGEST_TEMP_DIR:
+        os.environ.setdefault("RAY_TMPDIR", "/tmp")  # noqa: S108 - Ray makes a folder of its own in it
     _set_ray_train()
     os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
     # A stopped host must be gone at once, not after Ray's drain of half a minute.
