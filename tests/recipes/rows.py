@@ -34,16 +34,16 @@ class Regression(Recipe):
 
 
 class Numbers(Source):
-    """Records 0 … n-1; those in `bad` cannot be read."""
+    """Records 0 … n-1; those in `bad` cannot be read. With `shard`, pieces hold so many of them."""
 
-    def __init__(self, n: int, bad: tuple[int, ...] = ()) -> None:
-        self.n, self.bad = n, bad
+    def __init__(self, n: int, bad: tuple[int, ...] = (), shard: int = 0) -> None:
+        self.n, self.bad, self.shard = n, bad, shard
 
     def count(self) -> int:
         return self.n
 
     def pieces(self, records: int, order: Any) -> list[Any]:
-        return cut_indices(self.n, records, order)
+        return cut_indices(self.n, self.shard or records, order)
 
     def read(self, piece: Any, order: Any) -> Any:
         for i in piece.items:
@@ -60,9 +60,12 @@ class Counting(Regression):
     train_records: int = 101
     val_records: int = 37
     bad: tuple[int, ...] = ()
+    shard: int = 0
 
     def read(self, split: str) -> Any:
-        return Numbers(self.train_records, self.bad) if split == "train" else Numbers(self.val_records)
+        if split == "val":
+            return Numbers(self.val_records)
+        return Numbers(self.train_records, self.bad, self.shard)
 
 
 class RaisesIn(Counting):

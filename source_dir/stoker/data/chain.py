@@ -36,6 +36,14 @@ class StageCost:
 class BlockReport:
     """CPU task → coordinator: what became of the records of one block."""
 
+    piece: int = -1
+    """Number of the piece in the epoch's order; -1: the dataset has none."""
+    nth: int = 0
+    """Which group of the piece's records this is, from 0."""
+    last: bool = False
+    """Whether the piece ends with it."""
+    rows: int = 0
+    """Rows that leave the chain."""
     records: int = 0
     id_sum: int = 0
     bad: list[BadRecord] = field(default_factory=list)
@@ -68,6 +76,7 @@ class Chain:
                 for stage in stages:
                     good = self._per_batch(good, stage, report)
         columns = pack(good, report, self.with_keys) if good else {}
+        report.rows = len(good)
         return columns, report
 
     def _take(self, records: Iterable[Record | BadRecord], report: BlockReport) -> list[Record]:

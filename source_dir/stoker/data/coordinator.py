@@ -10,13 +10,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.config import UsageError
-from stoker.data.chain import ID_COLUMN, BlockReport, ChainError
-from stoker.data.ledger import ChainBooks, DataError, EpochBooks
+from stoker.data.chain import BlockReport
+from stoker.data.ledger import ChainBooks, DataError, EpochBooks, explain
+from stoker.data.position import CarriedBooks, Plan, Position, Trail
+from stoker.data.signals import OneTimeSignal, Pace, Signal
 from stoker.data.splitter import Splitter
+from stoker.data.streams import Portion, Stream
 
 BUFFER_BYTES = 512 * 2**20
 """Preprocessed data kept ready beyond the next two steps, over all train workers."""
@@ -27,45 +29,22 @@ STREAMS_AHEAD = 2
 all epochs and take the CPUs from training."""
 
 
-@dataclass(frozen=True)
-class Portion:
-    """Coordinator → train worker: rows of one step."""
-
-    blocks: list[tuple[Any, int, int]]
-    """(object reference of a block, first row, row after the last)."""
-    padded: int = 0
-    stop: str = ""
-    """Why the run shall stop after this step; empty: it goes on."""
-
-
-@dataclass
-class Stream:
-    """Head: one pass over one split while it is produced and consumed."""
-
-    splitter: Splitter
-    books: EpochBooks
-    total: int | None
-    blocks: dict[int, tuple[Any, int]] = field(default_factory=dict)
-    steps: dict[int, int] = field(default_factory=dict)
-    """Next step of each rank."""
-    finished: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    settled: bool = False
-
-
 class Coordinator:
     """Head: see the module. One per run, zero CPUs, called from many threads."""
 
     def __init__(
         self,
-        dataset_of: Callable[[str, int, int, Any], Any],
+        dataset_of: Callable[..., Any],
         totals: dict[str, int | None],
         *,
+        plan: Plan,
+        by_row: bool = False,
         batch_size: int,
         remainder: str,
         budget: float,
         epochs: int,
     ) -> None:
-        self.dataset_of = dataset_of
+        self.dataset_of, self.plan, self.by_row = dataset_of, plan, by_row
         self.totals, self.batch_size, self.remainder = totals, batch_size, remainder
         self.budget, self.epochs = budget, epochs
         self.changed = threading.Condition()
@@ -74,7 +53,8 @@ class Coordinator:
         self.trainings = -1
         self.workers = 0
         self.failure = ""
-        self.stop_reason, self.stop_step = "", -1
+        self.stop_reason = ""
+        self.pace, self.stop, self.checkpoint = Pace(), Signal(), OneTimeSignal(0)
         self.chain = {split: ChainBooks() for split in ("train", "val")}
         self.events: list[dict[str, Any]] = []
 
@@ -84,38 +64,88 @@ class Coordinator:
             self.trainings += 1
             return self.trainings
 
-    def begin(self, me: Any, attempt: int, workers: int, first_epoch: int) -> None:
+    def begin(
+        self,
+        me: Any,
+        attempt: int,
+        workers: int,
+        first_epoch: int,
+        position: dict[str, Any] | None = None,
+    ) -> None:
         """Start (or after a restart, start again) producing from `first_epoch` on.
 
         The driver begins the first attempt itself, so that data flows while train workers still start.
+
+        Args:
+            me: this actor's handle.
+            attempt: its number; one that is not newer than the present one changes nothing.
+            workers: how many train workers there are.
+            first_epoch: where training starts.
+            position: an answer of `position`: where in the first epoch it starts.
+
+        Raises:
+            UsageError: the data, the seed or the shuffling have changed since the position was taken.
         """
         with self.changed:
             if attempt <= self.attempt:
                 return
             self.attempt, self.workers, self.failure = attempt, workers, ""
             self.streams = {}
+            self.pace, self.stop, self.checkpoint = Pace(), Signal(), OneTimeSignal(workers)
+            if self.stop_reason:
+                self.stop.request(self.pace)
+            try:
+                start = self._start(first_epoch, position)
+            except UsageError as error:
+                self.failure = str(error)
+                raise
+            finally:
+                self.changed.notify_all()
             for epoch in range(first_epoch, self.epochs):
                 for split in self.totals:
-                    self.streams[split, epoch] = self._stream(split, epoch)
-            self.changed.notify_all()
+                    self.streams[split, epoch] = self._stream(split, epoch, start)
         threading.Thread(target=self._produce, args=(me, attempt), name="producer", daemon=True).start()
 
-    def _stream(self, split: str, epoch: int) -> Stream:
+    def _start(self, first_epoch: int, saved: dict[str, Any] | None) -> Position:
+        """Where training starts: at a saved place, or with an epoch."""
+        again = self.by_row and self.plan.order == "any"
+        fresh = Position(epoch=first_epoch, plan=self.plan, by_row=self.by_row, again=again)
+        if saved is None:
+            return fresh
+        position = Position.model_validate(saved)
+        position.check(self.plan)
+        if position.epoch != first_epoch:
+            raise ValueError(f"the position is of epoch {position.epoch}, not of {first_epoch}")
+        if not position.again:
+            return position
+        if position.rows:
+            text = (
+                f"epoch {first_epoch} begins again: with data.order any, rows of a ray.data.Dataset have"
+                " no fixed place; data.order exact goes on where it was"
+            )
+            self._event("note", text=text)
+        return fresh
+
+    def _stream(self, split: str, epoch: int, start: Position) -> Stream:
         train = split == "train"
-        pad = self.remainder == "pad"
-        splitter = Splitter(self.workers, self.batch_size, equal=train, pad=pad)
-        return Stream(splitter, EpochBooks(split, epoch), self.totals[split])
+        splitter = Splitter(self.workers, self.batch_size, equal=train, pad=self.remainder == "pad")
+        if not train:
+            return Stream(splitter, EpochBooks(split, epoch), self.totals[split])
+        if epoch != start.epoch:
+            plan = {"epoch": epoch, "plan": self.plan, "rows": 0, "done": [], "partial": {}}
+            start = start.model_copy(update={**plan, "books": CarriedBooks()})
+        books = EpochBooks(split, epoch, carried=start.books)
+        return Stream(splitter, books, self.totals[split], Trail(start))
 
     def _produce(self, me: Any, attempt: int) -> None:
         """Thread: pull blocks out of Ray Data, one stream after the other."""
         try:
-            for position, ((split, epoch), stream) in enumerate(list(self.streams.items())):
-                if not self._my_turn(attempt, position):
+            for order, stream in enumerate(list(self.streams.values())):
+                if not self._my_turn(attempt, order):
                     return
-                for reference, rows, size in self._bundles(split, epoch, me):
+                for reference, rows, size in self._bundles(stream, me):
                     with self.changed:
-                        number = stream.splitter.add(rows)
-                        stream.blocks[number] = (reference, size)
+                        stream.arrived(reference, rows, size)
                         self.changed.notify_all()
                         while self._full(stream) and attempt == self.attempt and not self.failure:
                             self.changed.wait(1.0)
@@ -124,25 +154,28 @@ class Coordinator:
                 with self.changed:
                     stream.splitter.end()
                     stream.books.check_budget(self.budget, None)
-                    if stream.splitter.rows == 0:
-                        raise DataError(f"the {split} split gave no record")
+                    if stream.splitter.rows == 0 and stream.books.carried.trained == 0:
+                        raise DataError(f"the {stream.books.split} split gave no record")
                     self.changed.notify_all()
         except BaseException as error:
             self._fail(attempt, explain(error))
 
-    def _my_turn(self, attempt: int, position: int) -> bool:
+    def _my_turn(self, attempt: int, order: int) -> bool:
         """Wait until a stream is near enough to be produced; False where this attempt is over."""
         with self.changed:
             while attempt == self.attempt and not self.failure:
                 settled = [stream.settled for stream in self.streams.values()]
                 oldest = settled.index(False) if False in settled else len(settled)
-                if position - oldest <= STREAMS_AHEAD:
+                if order - oldest <= STREAMS_AHEAD:
                     return True
                 self.changed.wait(1.0)
             return False
 
-    def _bundles(self, split: str, epoch: int, me: Any) -> Iterator[tuple[Any, int, int]]:
-        dataset = self.dataset_of(split, epoch, self.attempt, me)
+    def _bundles(self, stream: Stream, me: Any) -> Iterator[tuple[Any, int, int]]:
+        start = stream.trail.start if stream.trail else None
+        dataset = self.dataset_of(stream.books.split, stream.books.epoch, self.attempt, me, start)
+        if dataset is None:
+            return
         for bundle in dataset.iter_internal_ref_bundles():
             for entry in bundle.blocks:
                 if entry.metadata.num_rows:
@@ -153,8 +186,7 @@ class Coordinator:
         ahead = stream.splitter.rows - first * stream.splitter.step_rows
         if ahead < 2 * stream.splitter.step_rows:
             return False
-        held = sum(size for s in self.streams.values() for _, size in s.blocks.values())
-        return held > BUFFER_BYTES
+        return sum(s.held_bytes() for s in self.streams.values()) > BUFFER_BYTES
 
     def _fail(self, attempt: int, reason: str) -> None:
         with self.changed:
@@ -168,46 +200,47 @@ class Coordinator:
         Waits until they are there; the caller sets the deadline.
         """
         with self.changed:
-            stream = self.streams[split, epoch]
-            while not stream.splitter.ready(step):
-                if self.failure or attempt != self.attempt:
-                    return self.failure or "this attempt is over"
+            while not self.failure and attempt == self.attempt:
+                stream = self.streams[split, epoch]
+                if stream.splitter.ready(step):
+                    break
                 self.changed.wait(1.0)
-            if self.failure:
-                return self.failure
-            share = stream.splitter.share(step, rank)
-            stop = self._stop_at(split, step)
-            stream.steps[rank] = step + 1
-            portion = None
-            if share is not None:
-                blocks = [(stream.blocks[s.block][0], s.start, s.stop) for s in share.slices]
-                portion = Portion(blocks, share.padded, stop)
-            self._release(stream)
+            else:
+                return self.failure or "this attempt is over"
+            portion = stream.portion(step, rank)
+            if split == "train":
+                self.pace.ask(rank, epoch, step)
+                if portion is not None:
+                    portion.stop = self.stop_reason if self.stop.due(epoch, step) else ""
+                    portion.checkpoint = self.checkpoint.take(rank, epoch, step)
+            stream.release(self.workers)
             self.changed.notify_all()
             return portion
 
-    def _stop_at(self, split: str, step: int) -> str:
-        """All ranks must stop after the same step: the first that no rank had asked for yet."""
-        if not self.stop_reason or split != "train":
-            return ""
-        if self.stop_step < 0:
-            asked = [
-                s
-                for st in self.streams.values()
-                if st.books.split == "train" and not st.settled
-                for s in st.steps.values()
-            ]
-            self.stop_step = max([step, *asked])
-        return self.stop_reason if step >= self.stop_step else ""
+    def position(self, attempt: int, epoch: int, steps: int, id_sum: int) -> dict[str, Any]:
+        """Train worker's call: where the training pass stands, for a checkpoint.
 
-    def _release(self, stream: Stream) -> None:
-        if len(stream.steps) < self.workers:
-            return
-        # The step before may still be under way to a worker: keep its blocks one step longer.
-        step = min(stream.steps.values()) - 1
-        for number in [n for n in stream.blocks if stream.splitter.block_done(n, step)]:
-            if not stream.splitter.may_remain(number):
-                del stream.blocks[number]
+        Args:
+            attempt: the caller's attempt.
+            epoch: which pass.
+            steps: how many steps of this attempt's stream of that epoch all ranks have used.
+            id_sum: over all ranks, the sum of the ids of the rows that they used in it, modulo 2**63.
+
+        Returns:
+            What `begin` takes, as JSON can hold it. After the last step of an epoch whose books are
+            closed: the beginning of the next.
+
+        Raises:
+            ValueError: this attempt is over, or has not come so far.
+        """
+        with self.changed:
+            if attempt != self.attempt:
+                raise ValueError("this attempt is over")
+            stream = self.streams["train", epoch]
+            if stream.settled:
+                start = self._start(epoch + 1, None)
+                return start.model_dump(mode="json")
+            return stream.position(steps, id_sum).model_dump(mode="json")
 
     def block_done(
         self, attempt: int, split: str, epoch: int, block: str, report: BlockReport, node: str
@@ -217,7 +250,7 @@ class Coordinator:
             if attempt != self.attempt:
                 return
             stream = self.streams[split, epoch]
-            if not stream.books.take(block, report):
+            if not stream.reported(block, report):
                 return
             self.chain[split].take(report, node)
             for bad in report.bad:
@@ -248,7 +281,7 @@ class Coordinator:
             stream.finished[rank] = used
             if len(stream.finished) == self.workers and not stream.settled:
                 try:
-                    self._settle(stream)
+                    self._event("records", **stream.settle())
                 except DataError as error:
                     self._fail(attempt, str(error))
             self.changed.notify_all()
@@ -258,34 +291,18 @@ class Coordinator:
                 self.changed.wait(1.0)
             return stream.books.counts()
 
-    def _settle(self, stream: Stream) -> None:
-        books = stream.books
-        rows = sum(used[0] for used in stream.finished.values())
-        books.padded = sum(used[2] for used in stream.finished.values())
-        books.trained = rows - books.padded
-        remaining = self._ids(stream)
-        books.remainder = len(remaining)
-        books.used_ids = sum(used[1] for used in stream.finished.values()) + sum(remaining)
-        counts = books.settle()
-        stream.settled = True
-        stream.blocks.clear()
-        self._event("records", split=books.split, remainder_ids=remaining, **counts)
-
-    def _ids(self, stream: Stream) -> list[int]:
-        """Ids of the rows that no worker takes: fewer than there are workers."""
-        import ray
-
-        ids: list[int] = []
-        for piece in stream.splitter.slices_of(stream.splitter.remainder):
-            table = ray.get(stream.blocks[piece.block][0], timeout=60)
-            ids += table[ID_COLUMN].to_pylist()[piece.start : piece.stop]
-        return ids
-
     def request_stop(self, reason: str) -> None:
         """Driver's call: stop all ranks after the same step, soon."""
         with self.changed:
             self.stop_reason = self.stop_reason or reason
+            self.stop.request(self.pace)
             self._event("stop", reason=reason)
+
+    def request_checkpoint(self, attempt: int) -> None:
+        """Train worker's call: let all ranks see `Portion.checkpoint` in the same step, soon."""
+        with self.changed:
+            if attempt == self.attempt:
+                self.checkpoint.request(self.pace)
 
     def log(self, event: str, values: dict[str, Any]) -> None:
         """Train worker's call: one event for events.jsonl and the screen."""
@@ -316,22 +333,3 @@ class Coordinator:
                     if not s.settled and s.books.read
                 ],
             }
-
-
-def explain(error: BaseException) -> str:
-    """Head: the one line behind an error that Ray wrapped: its deepest cause."""
-    cause: BaseException = error
-    seen = {id(cause)}
-    while True:
-        below = getattr(cause, "cause", None) or cause.__cause__
-        if not isinstance(below, BaseException) or id(below) in seen:
-            break
-        seen.add(id(below))
-        cause = below
-        if isinstance(cause, ChainError | DataError | UsageError):
-            break
-    if isinstance(cause, ChainError | DataError | UsageError):
-        return str(cause).splitlines()[0]
-    from stoker.recipe import where_raised
-
-    return where_raised(cause)

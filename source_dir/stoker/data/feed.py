@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.data.chain import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN
-from stoker.data.coordinator import Portion
 from stoker.data.ledger import ID_MODULUS, DataError
+from stoker.data.streams import Portion
 from stoker.recipe import Batch
 
 

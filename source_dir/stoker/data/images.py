@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from stoker.config import UsageError
 from stoker.data.filesystems import filesystem_of, list_files
-from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source
+from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source, digest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,6 +33,7 @@ class ImageFolderSource(Source):
         self.names = sorted({path.split("/")[0] for path in relative})
         label_of = {name: label for label, name in enumerate(self.names)}
         self.root = root
+        self.bytes = sum(f.size or 0 for f in files)
         self.files = [(path, label_of[path.split("/")[0]]) for path in relative]
 
     def check(self) -> None:
@@ -46,6 +47,9 @@ class ImageFolderSource(Source):
 
     def count(self) -> int:
         return len(self.files)
+
+    def fingerprint(self) -> str:
+        return digest(self.files, self.bytes)
 
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
         files = self.files

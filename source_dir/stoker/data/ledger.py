@@ -6,10 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.data.chain import BlockReport, StageCost
+from stoker.config import UsageError
+from stoker.data.chain import BlockReport, ChainError, StageCost
+from stoker.data.position import CarriedBooks
+from stoker.data.sources import ID_MODULUS as ID_MODULUS
 from stoker.data.sources import BadRecord
-
-ID_MODULUS = 2**63
 
 
 class DataError(RuntimeError):
@@ -28,9 +29,18 @@ class EpochBooks:
     remainder: int = 0
     read_ids: int = 0
     used_ids: int = 0
-    bad: list[BadRecord] = field(default_factory=list)
+    bad: int = 0
     bad_ids: int = 0
+    first_bad: BadRecord | None = None
+    carried: CarriedBooks = field(default_factory=CarriedBooks)
+    """What an earlier run had booked of this epoch before this one went on in it."""
     blocks: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        before = self.carried
+        self.read, self.read_ids = before.read, before.read_ids
+        self.bad, self.bad_ids = before.bad, before.bad_ids
+        self.trained = before.trained
 
     def take(self, block: str, report: BlockReport) -> bool:
         """Book one preprocessed block; False where it was booked before."""
@@ -39,9 +49,24 @@ class EpochBooks:
         self.blocks.add(block)
         self.read += report.records
         self.read_ids += report.id_sum
-        self.bad += report.bad
+        self.bad += len(report.bad)
         self.bad_ids += report.bad_id_sum
+        if report.bad and self.first_bad is None:
+            self.first_bad = report.bad[0]
         return True
+
+    def use(self, rows: int, padded: int, id_sum: int, remaining_ids: list[int]) -> None:
+        """Book what the train workers used.
+
+        Args:
+            rows: given to them, padded ones included.
+            padded: how many of these were repeated.
+            id_sum: of their ids, each counted once.
+            remaining_ids: of the rows that nobody took.
+        """
+        self.padded, self.remainder = padded, len(remaining_ids)
+        self.trained = self.carried.trained + rows - padded
+        self.used_ids = self.carried.used_ids + id_sum + sum(remaining_ids)
 
     def check_budget(self, budget: float, total: int | None) -> None:
         """Fail as soon as it is certain that too many records are bad.
@@ -50,12 +75,12 @@ class EpochBooks:
             DataError: naming how many, and the first with its reason.
         """
         whole = max(self.read, total or 0)
-        if self.bad and len(self.bad) > budget * whole:
-            first = self.bad[0]
+        if self.bad and self.bad > budget * whole:
+            first = self.first_bad
+            example = f"; the first is {first.key}: {first.reason}" if first else ""
             raise DataError(
-                f"{len(self.bad)} of {whole} {self.split} records cannot be used, more than"
-                f" data.bad_record_budget allows ({budget:.2%}); the first is {first.key}: {first.reason}"
-                " (all of them: quarantine.jsonl)"
+                f"{self.bad} of {whole} {self.split} records cannot be used, more than"
+                f" data.bad_record_budget allows ({budget:.2%}){example} (all of them: quarantine.jsonl)"
             )
 
     def settle(self) -> dict[str, int]:
@@ -64,11 +89,11 @@ class EpochBooks:
         Raises:
             DataError: records were lost, came twice, or were exchanged.
         """
-        booked = self.trained + len(self.bad) + self.remainder
+        booked = self.trained + self.bad + self.remainder
         if booked != self.read:
             raise DataError(
                 f"{self.split} epoch {self.epoch}: {self.read} records were read, but {self.trained}"
-                f" trained + {len(self.bad)} quarantined + {self.remainder} remaining = {booked}"
+                f" trained + {self.bad} quarantined + {self.remainder} remaining = {booked}"
             )
         if (self.used_ids + self.bad_ids - self.read_ids) % ID_MODULUS:
             raise DataError(
@@ -84,7 +109,7 @@ class EpochBooks:
             "epoch": self.epoch,
             "read": self.read,
             used: self.trained,
-            "quarantined": len(self.bad),
+            "quarantined": self.bad,
             "remainder": self.remainder,
             "padded": self.padded,
         }
@@ -122,3 +147,22 @@ class ChainBooks:
             }
             for name, cost in self.costs.items()
         ]
+
+
+def explain(error: BaseException) -> str:
+    """Head: the one line behind an error that Ray wrapped: its deepest cause."""
+    cause: BaseException = error
+    seen = {id(cause)}
+    while True:
+        below = getattr(cause, "cause", None) or cause.__cause__
+        if not isinstance(below, BaseException) or id(below) in seen:
+            break
+        seen.add(id(below))
+        cause = below
+        if isinstance(cause, ChainError | DataError | UsageError):
+            break
+    if isinstance(cause, ChainError | DataError | UsageError):
+        return str(cause).splitlines()[0]
+    from stoker.recipe import where_raised
+
+    return where_raised(cause)

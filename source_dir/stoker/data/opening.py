@@ -9,6 +9,7 @@ from typing import Any
 from stoker.bootstrap.topology import label
 from stoker.config import Resolved, UsageError
 from stoker.data.coordinator import Coordinator
+from stoker.data.position import Plan, Position
 from stoker.recipe import Recipe, load_recipe, where_raised
 from stoker.schema import Config
 
@@ -86,10 +87,32 @@ def from_recipe(recipe: Recipe, method: str, *arguments: str) -> Any:
         ) from error
 
 
-def start_coordinator(config: Config, data: Data, workers: int) -> Any:
-    """Head: the actor between Ray Data and the train workers, on this host."""
+def start_coordinator(
+    config: Config,
+    data: Data,
+    workers: int,
+    first_epoch: int = 0,
+    position: dict[str, Any] | None = None,
+) -> Any:
+    """Head: the actor between Ray Data and the train workers, on this host; it produces at once.
+
+    Args:
+        config: the job.
+        data: its opened splits.
+        workers: train workers.
+        first_epoch: where training starts.
+        position: where in that epoch, from a checkpoint.
+
+    Raises:
+        UsageError: the data or its order are not those of the position.
+    """
     import ray
 
+    from stoker.data.sources import Source
+
+    plan = plan_of(config, data)
+    if position is not None:
+        Position.model_validate(position).check(plan)
     node = ray.get_runtime_context().get_node_id()
     tasks = int(ray.cluster_resources().get("CPU", 1))
     actor = ray.remote(Coordinator).options(
@@ -100,13 +123,29 @@ def start_coordinator(config: Config, data: Data, workers: int) -> Any:
     coordinator = actor.remote(
         EpochDatasets(config, data.sources, {k: ray.cloudpickle.dumps(v) for k, v in data.chains.items()}),
         data.totals,
+        plan=plan,
+        by_row=not isinstance(data.sources["train"], Source),
         batch_size=config.train.batch_size,
         remainder=config.data.remainder,
         budget=config.data.bad_record_budget,
         epochs=config.train.epochs,
     )
-    coordinator.begin.remote(coordinator, 0, workers, 0)
+    coordinator.begin.remote(coordinator, 0, workers, first_epoch, position)
     return coordinator
+
+
+def plan_of(config: Config, data: Data) -> Plan:
+    """Head: what fixes the order of the training records of an epoch."""
+    from stoker.data.sources import Source
+
+    source = data.sources["train"]
+    return Plan(
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        order=config.data.order,
+        block_records=config.data.block_records,
+        fingerprint=source.fingerprint() if isinstance(source, Source) else type(source).__name__,
+    )
 
 
 class EpochDatasets:
@@ -115,7 +154,9 @@ class EpochDatasets:
     def __init__(self, config: Config, sources: dict[str, Any], chains: dict[str, bytes]) -> None:
         self.config, self.sources, self.chains = config, sources, chains
 
-    def __call__(self, split: str, epoch: int, attempt: int, reporter: Any) -> Any:
+    def __call__(
+        self, split: str, epoch: int, attempt: int, reporter: Any, start: Position | None = None
+    ) -> Any:
         from stoker.data.pipeline import EpochPlan, configure_ray_data, epoch_dataset
 
         config = self.config.data
@@ -129,8 +170,9 @@ class EpochDatasets:
             epoch=epoch if split == "train" else 0,
             split=split,
             shuffle=config.shuffle and split == "train",
-            block_records=config.block_records,
+            # An epoch that goes on is cut as it was when it began.
+            block_records=start.plan.block_records if start else config.block_records,
             books=(attempt, split, epoch),
         )
         options = {"label_selector": selector} if selector else {}
-        return epoch_dataset(plan, self.sources[split], reporter, options)
+        return epoch_dataset(plan, self.sources[split], reporter, options, start)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.config import UsageError
 from stoker.data.filesystems import common_folder, filesystem_of_files
-from stoker.data.sources import BadRecord, Piece, Record, Source
+from stoker.data.sources import BadRecord, Piece, Record, Source, digest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,6 +62,7 @@ class ParquetSource(Source):
         self.paths = [f.path for f in files]
         self.columns, self.filters = columns, filters
         self.constants = constants or {}
+        self.sizes = [f.size for f in files]
         self.folder = common_folder(files)
         self.filesystem = filesystem_of_files(files)
         self.footers: list[Footer] = []
@@ -199,6 +200,11 @@ class ParquetSource(Source):
     def count(self) -> int:
         self._ensure_footers()
         return sum(footer.matching for footer in self.footers)
+
+    def fingerprint(self) -> str:
+        self._ensure_footers()
+        names = [path.removeprefix(self.folder) for path in self.paths]
+        return digest(names, self.sizes, [f.groups for f in self.footers], self.filters)
 
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
         self._ensure_footers()

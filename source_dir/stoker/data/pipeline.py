@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
-from stoker.data.chain import Chain
+from stoker.data.chain import BlockReport, Chain
+from stoker.data.position import Position
 from stoker.data.sources import BadRecord, Record, Source, record_id
 
 MAX_TASK_RETRIES = 4
@@ -33,7 +35,9 @@ class EpochPlan:
     """Attempt, split and epoch whose books the blocks belong to."""
 
 
-def epoch_dataset(plan: EpochPlan, source: Any, reporter: Any, remote_options: dict[str, Any]) -> Any:
+def epoch_dataset(
+    plan: EpochPlan, source: Any, reporter: Any, remote_options: dict[str, Any], start: Position | None
+) -> Any:
     """Head: a lazy `ray.data.Dataset` of one epoch's preprocessed blocks.
 
     Args:
@@ -41,6 +45,10 @@ def epoch_dataset(plan: EpochPlan, source: Any, reporter: Any, remote_options: d
         source: a Source, or a Ray Dataset of the recipe's own.
         reporter: actor that takes each block's report.
         remote_options: Ray options of the tasks, e.g. `label_selector`.
+        start: where in the epoch it begins; pieces consumed before are not read again.
+
+    Returns:
+        The dataset; None where nothing is left of the epoch.
     """
     import ray
 
@@ -48,7 +56,13 @@ def epoch_dataset(plan: EpochPlan, source: Any, reporter: Any, remote_options: d
     options = {"num_cpus": 1, "max_retries": MAX_TASK_RETRIES, **remote_options}
     if isinstance(source, Source):
         order = order_of(plan.seed, plan.epoch) if plan.shuffle else None
-        rows = [{"piece": pickle.dumps(piece)} for piece in source.pieces(plan.block_records, order)]
+        rows = []
+        for number, piece in enumerate(source.pieces(plan.block_records, order)):
+            begun = start.begun(number) if start else (0, 0)
+            if begun is not None:
+                rows.append({"piece": pickle.dumps(piece), "number": number, "skip": begun[0]})
+        if not rows:
+            return None
         dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
         return dataset.map_batches(task.of_pieces, batch_size=None, **options)
     if plan.shuffle:
@@ -88,19 +102,29 @@ class ChainTask:
     @cached_property
     def chain(self) -> Chain:
         """CPU task: the stages, unpickled once per process."""
-        chain: Chain = pickle.loads(self.plan.chain)  # noqa: S301 - written by the driver
-        return chain
+        stages: Chain = pickle.loads(self.plan.chain)  # noqa: S301 - written by the driver
+        return stages
 
     def of_pieces(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """CPU task: pieces → blocks of `block_records` records."""
         source: Any = self.source
-        for content in batch["piece"]:
+        for content, number, skip in zip(batch["piece"], batch["number"], batch["skip"], strict=True):
             piece = pickle.loads(content)  # noqa: S301 - written by epoch_dataset on the head
             what = f"{piece.path}:{piece.start}"
             order = order_of(self.plan.seed, self.plan.epoch, what) if self.plan.shuffle else None
             records = source.read(piece, order)
-            while group := list(islice(records, self.plan.block_records)):
-                yield from self._block(group)
+            nth, following = 0, next(records, None)
+            while following is not None:
+                group = chain([following], islice(records, self.plan.block_records - 1))
+                if nth < skip:
+                    deque(group, maxlen=0)
+                    following = next(records, None)
+                else:
+                    columns, report = self._run(group)
+                    following = next(records, None)
+                    report.piece, report.nth, report.last = int(number), nth, following is None
+                    yield from self._deliver(columns, report)
+                nth += 1
 
     def of_rows(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """CPU task: rows of the recipe's own dataset → one block."""
@@ -110,14 +134,16 @@ class ChainTask:
         if self.plan.shuffle and group:
             order = order_of(self.plan.seed, self.plan.epoch, str(group[0]["key"]))
             group = [group[i] for i in order.permutation(len(group))]
-        yield from self._block(group)
+        yield from self._deliver(*self._run(group))
 
-    def _block(self, group: Sequence[Record | BadRecord]) -> Iterator[dict[str, Any]]:
+    def _run(self, group: Iterable[Record | BadRecord]) -> tuple[dict[str, Any], BlockReport]:
+        stages = self.chain
+        use_one_thread()
+        return stages.run(group, self.plan.epoch)
+
+    def _deliver(self, columns: dict[str, Any], report: BlockReport) -> Iterator[dict[str, Any]]:
         import ray
 
-        chain = self.chain
-        use_one_thread()
-        columns, report = chain.run(group, self.plan.epoch)
         node = ray.get_runtime_context().get_node_id()
         call = self.reporter.block_done.remote(*self.plan.books, self._block_name(), report, node)
         ray.get(call, timeout=120)

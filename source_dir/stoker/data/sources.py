@@ -29,6 +29,7 @@ Record = dict[str, Any]
 """One record: columns by name, and its identity under "key"."""
 
 SPLIT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation", "test")}
+ID_MODULUS = 2**63
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 
@@ -77,6 +78,10 @@ class Source(ABC):
         """Head: what CPU tasks need for `read`; a long list of files, say, stays on the head."""
         return self
 
+    def fingerprint(self) -> str:
+        """Head: short text that changes when other records would be read; cheap to make."""
+        return digest(type(self).__name__, self.count())
+
     def classes(self) -> list[str] | None:
         """Head: names of the classes in the order of their labels, where the source knows them."""
         return None
@@ -122,6 +127,9 @@ class TorchSource(Source):
 
     def count(self) -> int:
         return len(self.dataset)
+
+    def fingerprint(self) -> str:
+        return digest(type(self.dataset).__qualname__, len(self.dataset))
 
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
         return cut_indices(len(self.dataset), records, order)
@@ -292,6 +300,11 @@ def cut_indices(n: int, records: int, order: np.random.Generator | None) -> list
         Piece("", rows=len(part), items=tuple(part))
         for part in (indices[i : i + records] for i in range(0, n, records))
     ]
+
+
+def digest(*parts: Any) -> str:
+    """Head: what identifies data, as 16 hexadecimal digits."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
 def record_id(key: str) -> int:

@@ -36,13 +36,20 @@ class Splitter:
     def __init__(self, workers: int, batch_size: int, *, equal: bool, pad: bool = False) -> None:
         self.workers, self.batch_size, self.equal, self.pad = workers, batch_size, equal, pad
         self.starts: list[int] = []
+        self.skipped: list[int] = []
         self.rows = 0
         self.ended = False
 
-    def add(self, rows: int) -> int:
-        """A block has arrived; its number."""
+    def add(self, rows: int, skip: int = 0) -> int:
+        """A block has arrived; its number.
+
+        Args:
+            rows: how many it holds.
+            skip: how many of them, at its beginning, nobody shall get.
+        """
         self.starts.append(self.rows)
-        self.rows += rows
+        self.skipped.append(skip)
+        self.rows += rows - skip
         return len(self.starts) - 1
 
     def end(self) -> None:
@@ -111,7 +118,8 @@ class Splitter:
             end = self._stop(block)
             upto = min(stop, end)
             if upto > begin:
-                found.append(Slice(block, begin - self.starts[block], upto - self.starts[block]))
+                offset = self.skipped[block] - self.starts[block]
+                found.append(Slice(block, begin + offset, upto + offset))
             begin = upto
             block += 1
         return tuple(found)

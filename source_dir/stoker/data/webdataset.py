@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.config import UsageError
 from stoker.data.filesystems import common_folder, filesystem_of_files
-from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source
+from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source, digest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,6 +69,9 @@ class WebDatasetSource(Source):
     def count(self) -> int | None:
         known = [rows for rows in self.rows if rows is not None]
         return sum(known) if len(known) == len(self.rows) else None
+
+    def fingerprint(self) -> str:
+        return digest([path.removeprefix(self.folder) for path in self.paths], self.sizes)
 
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
         pieces = [Piece(p, rows=n) for p, n in zip(self.paths, self.rows, strict=True)]

@@ -1,0 +1,60 @@
+"""Head: lets all train workers do something after the same step; pure.
+
+Train workers ask for the same steps in the same sequence, each at its own pace. What shall happen
+"soon" happens at the first step that none of them has asked for yet.
+"""
+
+from __future__ import annotations
+
+Step = tuple[int, int]
+"""(epoch, step of the epoch)."""
+
+
+class Pace:
+    """Head: how far each rank has asked."""
+
+    def __init__(self) -> None:
+        self.asked: dict[int, Step] = {}
+
+    def ask(self, rank: int, epoch: int, step: int) -> None:
+        """A rank asks for a step."""
+        self.asked[rank] = (epoch, step)
+
+    def first_unasked(self) -> Step:
+        """Head: the first step that no rank has asked for; it may lie beyond its epoch's end."""
+        epoch, step = max(self.asked.values(), default=(0, -1))
+        return epoch, step + 1
+
+
+class Signal:
+    """Head: a request that every rank sees from the same step on."""
+
+    def __init__(self) -> None:
+        self.since: Step | None = None
+
+    def request(self, pace: Pace) -> None:
+        """Ask for it; a request that is under way stays as it is."""
+        if self.since is None:
+            self.since = pace.first_unasked()
+
+    def due(self, epoch: int, step: int) -> bool:
+        """Whether a rank that is given this step shall see it."""
+        return self.since is not None and (epoch, step) >= self.since
+
+
+class OneTimeSignal(Signal):
+    """Head: a request that every rank sees in one step, the same one."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__()
+        self.workers = workers
+        self._seen: set[int] = set()
+
+    def take(self, rank: int, epoch: int, step: int) -> bool:
+        """Whether this step of this rank is the one; each step of a rank is asked about once."""
+        if rank in self._seen or not self.due(epoch, step):
+            return False
+        self._seen.add(rank)
+        if len(self._seen) == self.workers:
+            self.since, self._seen = None, set()
+        return True

@@ -1,0 +1,98 @@
+"""Drives a coordinator as train workers do, without training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoker.data.chain import ID_COLUMN
+from stoker.data.opening import open_data, start_coordinator
+from stoker.data.sources import ID_MODULUS
+from stoker.data.streams import Portion
+from stoker.schema import Config
+
+
+@dataclass
+class Train:
+    """The train workers of one job, asking in turn."""
+
+    config: Config
+    workers: int = 1
+    first_epoch: int = 0
+    place: dict[str, Any] | None = None
+    attempt: int = 0
+    portions: list[Portion] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        data = open_data(self.config)
+        self.coordinator = start_coordinator(
+            self.config, data, self.workers, self.first_epoch, self.place
+        )
+        begin = self.coordinator.begin.remote(
+            self.coordinator, 0, self.workers, self.first_epoch, self.place
+        )
+        self.ray.get(begin, timeout=60)
+
+    @property
+    def ray(self) -> Any:
+        """Imported late: Ray reads its authentication mode as it is imported."""
+        import ray
+
+        return ray
+
+    def again(self, workers: int, first_epoch: int, place: dict[str, Any] | None) -> None:
+        """As after a restart: another attempt, perhaps with another number of train workers."""
+        self.attempt, self.workers = self.attempt + 1, workers
+        begin = self.coordinator.begin.remote(self.coordinator, self.attempt, workers, first_epoch, place)
+        self.ray.get(begin, timeout=30)
+
+    def steps(self, split: str, epoch: int, first: int = 0) -> Iterator[list[int]]:
+        """The record ids of one step after the other, rank by rank."""
+        step = first
+        while True:
+            ids: list[int] = []
+            asked = [
+                self.coordinator.next.remote(self.attempt, split, epoch, rank, step)
+                for rank in range(self.workers)
+            ]
+            answers = self.ray.get(asked, timeout=60)
+            if answers[0] is None:
+                assert answers == [None] * self.workers
+                return
+            for answer in answers:
+                assert isinstance(answer, Portion), answer
+                self.portions.append(answer)
+                for block, start, stop in answer.blocks:
+                    ids += self.ray.get(block)[ID_COLUMN].to_pylist()[start:stop]
+            yield ids
+            step += 1
+
+    def position(self, epoch: int, steps: int, ids: list[int]) -> dict[str, Any]:
+        id_sum = sum(ids) % ID_MODULUS
+        place: dict[str, Any] = self.ray.get(
+            self.coordinator.position.remote(self.attempt, epoch, steps, id_sum), timeout=30
+        )
+        return place
+
+    def settle(self, split: str, epoch: int, ids: list[int]) -> dict[str, Any]:
+        """Close the books: rank 0 hands in everything."""
+        shares = [(len(ids), sum(ids) % ID_MODULUS, 0)] + [(0, 0, 0)] * (self.workers - 1)
+        calls = [
+            self.coordinator.epoch_done.remote(self.attempt, split, epoch, rank, share)
+            for rank, share in enumerate(shares)
+        ]
+        answers = self.ray.get(calls, timeout=60)
+        assert isinstance(answers[0], dict), answers[0]
+        counts: dict[str, Any] = answers[0]
+        return counts
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [e for e in self.ray.get(self.coordinator.drain.remote(), timeout=30) if e["event"] == kind]
+
+    def figures(self) -> dict[str, Any]:
+        figures: dict[str, Any] = self.ray.get(self.coordinator.figures.remote(), timeout=30)
+        return figures
+
+    def close(self) -> None:
+        self.ray.kill(self.coordinator)

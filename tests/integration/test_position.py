@@ -1,0 +1,126 @@
+"""Training goes on in the middle of an epoch: each record once, with order exact in the same order."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import islice
+
+import pytest
+from streaming import Train
+
+from stoker.config import UsageError
+from stoker.schema import Config
+
+RECORDS, BAD = 523, (5, 77, 300)
+
+
+def job(recipe: str = "rows:Counting", order: str = "exact", **params: object) -> Config:
+    return Config.model_validate(
+        {
+            "recipe": recipe,
+            "params": params,
+            "data": {"order": order, "block_records": 32, "bad_record_budget": 0.05},
+            "train": {"epochs": 2, "batch_size": 10},
+            "seed": 3,
+        }
+    )
+
+
+def flat(steps: list[list[int]]) -> list[int]:
+    return [i for step in steps for i in step]
+
+
+@pytest.mark.parametrize("order", ["exact", "any"])
+def test_interrupted_is_uninterrupted(ray_cluster: None, order: str) -> None:
+    # Pieces of 100 records are preprocessed in four groups of up to 32, some with bad records.
+    train = Train(
+        job(order=order, train_records=RECORDS, val_records=7, bad=BAD, shard=100), workers=2
+    )
+    whole = flat(list(train.steps("train", 0)))
+    train.settle("train", 0, whole)
+    list(train.steps("val", 0))
+    assert len(whole) == len(set(whole)) == RECORDS - len(BAD)
+    chance = random.Random(order)
+    for _ in range(3):
+        # Twice interrupted, at random steps; then with another number of train workers.
+        train.again(2, 0, None)
+        seen: list[int] = []
+        place = None
+        for workers in (2, 1):
+            steps = list(islice(train.steps("train", 0), chance.randint(1, 12)))
+            ids = flat(steps)
+            seen += ids
+            place = json.loads(json.dumps(train.position(0, len(steps), ids)))
+            assert place["rows"] == len(seen)
+            train.again(workers, 0, place)
+        rest = flat(list(train.steps("train", 0)))
+        if order == "exact":
+            assert seen + rest == whole, "the same records in the same order"
+        assert sorted(seen + rest) == sorted(whole), "each record once"
+        counts = train.settle("train", 0, rest)
+        assert (counts["read"], counts["trained"], counts["quarantined"]) == (RECORDS, RECORDS - 3, 3)
+    train.close()
+
+
+def test_the_next_epoch_and_a_new_process_follow_as_if_nothing_had_happened(ray_cluster: None) -> None:
+    config = job(train_records=RECORDS, val_records=7, bad=BAD, shard=100)
+    first = Train(config)
+    steps = list(islice(first.steps("train", 0), 20))
+    place = first.position(0, 20, flat(steps))
+    steps += list(first.steps("train", 0, 20))
+    first.settle("train", 0, flat(steps))
+    second_epoch = flat(list(first.steps("train", 1)))
+    # After an epoch's last step its place is the beginning of the next epoch.
+    beginning = first.position(0, len(steps), flat(steps))
+    assert (beginning["epoch"], beginning["rows"]) == (1, 0)
+    first.close()
+
+    resumed = Train(config, place=place)
+    rest = list(resumed.steps("train", 0))
+    assert rest == steps[20:]
+    open_books = [b for b in resumed.figures()["open"] if b["split"] == "train"]
+    assert open_books[0]["trained"] == 200, "books that are still open know what was carried"
+    resumed.settle("train", 0, flat(rest))
+    assert flat(list(resumed.steps("train", 1))) == second_epoch
+    resumed.close()
+
+    with pytest.raises(UsageError, match="the training data has changed"):
+        Train(config.model_copy(update={"params": {**config.params, "train_records": 522}}), place=place)
+
+
+def test_a_checkpoint_and_a_stop_reach_all_ranks_in_the_same_step(ray_cluster: None) -> None:
+    import ray
+
+    train = Train(job(train_records=200), workers=2)
+    steps = train.steps("train", 0)
+    next(steps)
+    ray.get(train.coordinator.request_checkpoint.remote(0))
+    ray.get(train.coordinator.next.remote(0, "train", 0, 0, 1))  # rank 0 runs ahead
+    next(steps), next(steps)
+    ray.get(train.coordinator.request_stop.remote("enough"))
+    next(steps)
+    marked = [p.checkpoint for p in train.portions]
+    assert marked == [False, False, False, True, False, False, False, False]
+    assert [p.stop for p in train.portions] == [""] * 6 + ["enough"] * 2
+    train.close()
+
+
+def test_a_dataset_of_the_recipes_own_goes_on_by_rows_or_says_that_it_cannot(ray_cluster: None) -> None:
+    exact = Train(job("rows:FromRay", order="exact"))
+    whole = flat(list(exact.steps("train", 0)))
+    exact.again(1, 0, None)
+    steps = list(islice(exact.steps("train", 0), 4))
+    exact.again(1, 0, exact.position(0, 4, flat(steps)))
+    rest = flat(list(exact.steps("train", 0)))
+    assert flat(steps) + rest == whole
+    assert exact.settle("train", 0, rest)["trained"] == 103
+    exact.close()
+
+    loose = Train(job("rows:FromRay", order="any"))
+    steps = list(islice(loose.steps("train", 0), 4))
+    loose.again(1, 0, loose.position(0, 4, flat(steps)))
+    again = flat(list(loose.steps("train", 0)))
+    assert sorted(again) == sorted(whole)
+    assert "epoch 0 begins again" in loose.events("note")[0]["text"]
+    loose.close()

@@ -1,0 +1,211 @@
+"""A pass that is interrupted anywhere, any number of times, still gives every record once."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.config import UsageError
+from stoker.data.chain import BlockReport
+from stoker.data.ledger import EpochBooks
+from stoker.data.position import Plan, Position, Trail, ranges
+from stoker.data.signals import OneTimeSignal, Pace, Signal
+from stoker.data.sources import BadRecord, record_id
+from stoker.data.splitter import Splitter
+from stoker.data.streams import Stream
+
+PLAN = Plan(seed=1, shuffle=True, order="any", block_records=4, fingerprint="f")
+EPOCH = st.lists(st.lists(st.booleans(), min_size=1, max_size=11), min_size=1, max_size=6)
+"""Pieces of records; True: the record is good."""
+
+
+class Reference:
+    """Stands for Ray's object reference, which knows its task."""
+
+    def __init__(self, piece: int, ids: list[int]) -> None:
+        self.piece, self.ids = piece, ids
+
+    def task_id(self) -> Reference:
+        return self
+
+    def hex(self) -> str:
+        return f"task-{self.piece}"
+
+
+@dataclass
+class Run:
+    """One attempt at the epoch: tasks report groups, blocks arrive, rows are consumed."""
+
+    pieces: list[list[bool]]
+    start: Position
+    exact: bool
+    chance: random.Random
+
+    def __post_init__(self) -> None:
+        books = EpochBooks("train", 0, carried=self.start.books)
+        self.stream = Stream(Splitter(1, 1, equal=True), books, None, Trail(self.start))
+        tasks = []
+        for piece, records in enumerate(self.pieces):
+            begun = self.start.begun(piece)
+            if begun is not None:
+                tasks.append(self.task(piece, records, begun[0]))
+        while tasks:
+            task = tasks[0] if self.exact else self.chance.choice(tasks)
+            if next(task, None) is None:
+                tasks.remove(task)
+        self.stream.splitter.end()
+
+    def task(self, piece: int, records: list[bool], skip: int):
+        """Groups of four records; some of its blocks hold the rows of two groups, as Ray Data's may."""
+        groups = [records[i : i + 4] for i in range(0, len(records), 4)]
+        waiting: list[int] = []
+        for nth, group in enumerate(groups):
+            if nth < skip:
+                continue
+            keys = [f"{piece}/{4 * nth + i}" for i in range(len(group))]
+            ids = [record_id(key) for key, good in zip(keys, group, strict=True) if good]
+            bad = [BadRecord(key, "bad") for key, good in zip(keys, group, strict=True) if not good]
+            report = BlockReport(
+                piece=piece, nth=nth, last=nth == len(groups) - 1, rows=len(ids), records=len(group),
+                id_sum=sum(map(record_id, keys)), bad=bad, bad_id_sum=sum(record_id(b.key) for b in bad),
+            )  # fmt: skip
+            self.stream.reported(f"task-{piece}/{nth}", report)
+            # A task that Ray runs again reports again.
+            assert not self.stream.reported(f"task-{piece}/{nth}", report)
+            waiting += ids
+            if waiting and (report.last or self.chance.random() < 0.6):
+                self.stream.arrived(Reference(piece, waiting), len(waiting), 1)
+                waiting = []
+            yield True
+
+    def ids(self, rows: range) -> list[int]:
+        return [
+            self.stream.blocks[s.block][0].ids[i]
+            for s in self.stream.splitter.slices_of(rows)
+            for i in range(s.start, s.stop)
+        ]
+
+
+def through(pieces: list[list[bool]], cuts: list[float], exact: bool, seed: int) -> tuple[list[int], Run]:
+    """The ids of the epoch in order, interrupted at each of the cuts (fractions of what is left)."""
+    chance = random.Random(seed)
+    run = Run(pieces, Position(epoch=0, plan=PLAN), exact, chance)
+    seen: list[int] = []
+    for cut in [*cuts, 1.0]:
+        rows = round(cut * run.stream.splitter.rows)
+        ids = run.ids(range(rows))
+        seen += ids
+        if cut == 1.0:
+            break
+        position = run.stream.position(rows, sum(ids))
+        assert position.rows == len(seen)
+        saved = json.loads(json.dumps(position.model_dump(mode="json")))
+        run = Run(pieces, Position.model_validate(saved), exact, chance)
+    run.stream.books.use(run.stream.splitter.rows, 0, sum(run.ids(range(run.stream.splitter.rows))), [])
+    return seen, run
+
+
+@settings(max_examples=150, deadline=None)
+@given(EPOCH, st.lists(st.floats(0, 0.99), max_size=4), st.booleans(), st.integers(0, 99))
+def test_each_record_comes_once_whatever_the_interruptions(
+    pieces: list[list[bool]], cuts: list[float], exact: bool, seed: int
+) -> None:
+    seen, run = through(pieces, cuts, exact, seed)
+    expected = [
+        record_id(f"{piece}/{i}")
+        for piece, records in enumerate(pieces)
+        for i, good in enumerate(records)
+        if good
+    ]
+    assert seen == expected if exact else sorted(seen) == sorted(expected)
+    # The books of the whole epoch close: nothing is read twice, nothing is left out.
+    counts = run.stream.books.settle()
+    assert counts["read"] == sum(map(len, pieces))
+    assert counts["trained"] == len(expected)
+    assert counts["quarantined"] == counts["read"] - len(expected)
+
+
+def test_a_consumed_piece_is_not_read_again_and_others_skip_their_whole_groups() -> None:
+    run = Run([[True] * 4, [True] * 9, [True] * 4], Position(epoch=0, plan=PLAN), True, random.Random(0))
+    position = run.stream.position(4 + 6, 0)
+    assert position.begun(0) is None
+    assert position.begun(1) == (1, 2)
+    assert position.begun(2) == (0, 0)
+    # What was read of the group that was begun is read again, so it is not in the books yet.
+    assert (position.books.read, position.books.trained) == (8, 10)
+
+
+def test_rows_of_a_dataset_without_pieces_are_skipped_from_the_front() -> None:
+    start = Position(epoch=2, plan=PLAN, by_row=True, rows=5)
+    trail = Trail(start)
+    assert [trail.arrive(-1, rows) for rows in (3, 4, 2)] == [3, 2, 0]
+    assert trail.after(3, 10).rows == 8
+
+
+def test_a_place_ahead_of_the_data_is_refused() -> None:
+    trail = Trail(Position(epoch=0, plan=PLAN))
+    stream = Stream(Splitter(2, 4, equal=True), EpochBooks("train", 0), None, trail)
+    assert stream.position(0, 0).rows == 0
+    with pytest.raises(ValueError, match="step 1 is not reached"):
+        stream.position(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"fingerprint": "g"}, r"the training data has changed .*fingerprint f, now g"),
+        ({"seed": 2}, r"seed was 1 .*now it is 2"),
+        ({"shuffle": False}, r"data.shuffle was True .*now it is False"),
+    ],
+)
+def test_other_data_or_another_order_are_refused_in_one_line(
+    change: dict[str, object], expected: str
+) -> None:
+    now = PLAN.model_copy(update=change)
+    with pytest.raises(UsageError, match=expected) as caught:
+        Position(epoch=0, plan=PLAN).check(now)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_what_may_differ_between_the_two_runs() -> None:
+    Position(epoch=0, plan=PLAN).check(PLAN.model_copy(update={"order": "exact", "block_records": 9}))
+
+
+@given(st.sets(st.integers(0, 50)))
+def test_ranges_hold_exactly_the_numbers(numbers: set[int]) -> None:
+    assert {n for first, stop in ranges(numbers) for n in range(first, stop)} == numbers
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(0, 999))
+def test_all_ranks_see_a_checkpoint_in_the_same_step_once_and_stop_together(
+    workers: int, epochs: list[int], seed: int
+) -> None:
+    chance = random.Random(seed)
+    steps = [(e, s) for e, count in enumerate(epochs) for s in range(count + 1)]
+    pace, stop, checkpoint = Pace(), Signal(), OneTimeSignal(workers)
+    at = [0] * workers
+    seen: list[list[tuple[int, int]]] = [[] for _ in range(workers)]
+    stopped: list[list[tuple[int, int]]] = [[] for _ in range(workers)]
+    while any(a < len(steps) for a in at):
+        if chance.random() < 0.1:
+            checkpoint.request(pace)
+        if chance.random() < 0.02:
+            stop.request(pace)
+        rank = chance.choice([r for r in range(workers) if at[r] < len(steps)])
+        epoch, step = steps[at[rank]]
+        at[rank] += 1
+        pace.ask(rank, epoch, step)
+        if step == epochs[epoch]:
+            continue  # the epoch has no such step
+        if stop.due(epoch, step):
+            stopped[rank].append((epoch, step))
+        if checkpoint.take(rank, epoch, step):
+            seen[rank].append((epoch, step))
+    assert all(found == seen[0] for found in seen)
+    assert all(found == stopped[0] for found in stopped)
