@@ -61,7 +61,7 @@ def check(resolved: Resolved) -> Recipe:
     """
     recipe = load_recipe(resolved.config.recipe, resolved.config.params, SOURCE_FOLDER)
     if type(recipe).optimizer is Recipe.optimizer and resolved.config.train.optimizer not in ("sgd", "adamw"):
-        from stoker.training.strategies import check_optimizer
+        from stoker.training.optimizers import check_optimizer
 
         check_optimizer(resolved.config.train.optimizer)
     return recipe

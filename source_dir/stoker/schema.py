@@ -49,6 +49,9 @@ class TrainConfig(Section):
     workers: int | None = Field(
         None, ge=1, description="train workers; default: one per GPU, or one where there is no GPU"
     )
+    strategy: Literal["ddp", "fsdp"] = Field(
+        "ddp", description="ddp: each train worker holds the whole model; fsdp: a shard of it"
+    )
     threads: int | None = Field(
         None, ge=1, description="CPU threads of a train worker; default: the host's cores, shared"
     )

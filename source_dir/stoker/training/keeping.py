@@ -16,17 +16,14 @@ from stoker.training.worker import Worker
 
 def keep_checkpoint(worker: Worker, folder: Path, epoch: int, metrics: dict[str, float]) -> None:
     """Train worker: rank 0 writes the checkpoint of an epoch and marks the best one."""
+    weights, optimizer = strategies.full_state(worker.model, worker.optimizer)
     if worker.rank:
         return
     name, sign = monitored(worker.config, metrics)
     meta = {"epoch": epoch, "step": worker.step, "samples": worker.samples, "metrics": metrics}
     state = {
-        "optimizer": worker.optimizer.state_dict(),
+        "optimizer": optimizer,
         "scheduler": worker.scheduler.state_dict() if worker.scheduler else None,
-    }
-    weights = {
-        key: value.detach().cpu().contiguous()
-        for key, value in strategies.plain(worker.model).state_dict().items()
     }
     saved = checkpoint.save(folder, worker.step, weights, state, meta)
     note = checkpoint.best(folder)
@@ -40,14 +37,13 @@ def restore(worker: Worker, saved: checkpoint.Checkpoint) -> None:
     """Train worker: continue from a checkpoint, which rank 0 reads for all: only its host may have it."""
     import torch.distributed as dist
 
-    content: list[Any] = [checkpoint.load(saved) if worker.rank == 0 else None]
+    weights, state = checkpoint.load(saved) if worker.rank == 0 else ({}, {})
+    strategies.load_full_state(worker.model, worker.optimizer, weights, state.pop("optimizer", None))
+    rest: list[Any] = [state]
     if worker.world_size > 1:
-        dist.broadcast_object_list(content, src=0)
-    weights, state = content[0]
-    strategies.plain(worker.model).load_state_dict(weights)
-    worker.optimizer.load_state_dict(state["optimizer"])
-    if worker.scheduler and state["scheduler"]:
-        worker.scheduler.load_state_dict(state["scheduler"])
+        dist.broadcast_object_list(rest, src=0)
+    if worker.scheduler and rest[0]["scheduler"]:
+        worker.scheduler.load_state_dict(rest[0]["scheduler"])
     worker.step, worker.samples = saved.meta["step"], saved.meta["samples"]
     worker.log("resumed", epoch=saved.meta["epoch"] + 1, step=worker.step, path=str(saved.path))
 

@@ -11,7 +11,7 @@ from typing import Any
 from stoker.data.feed import Pass
 from stoker.recipe import load_recipe, where_raised
 from stoker.schema import Config
-from stoker.training import checkpoint, strategies
+from stoker.training import checkpoint, optimizers, strategies
 from stoker.training.keeping import keep_checkpoint, restore, write_model
 from stoker.training.worker import (
     Worker,
@@ -21,6 +21,7 @@ from stoker.training.worker import (
     loss_of,
     mean_over_ranks,
     tee_prints,
+    to_device,
 )
 
 WHERE = "stoker_where"
@@ -125,9 +126,9 @@ def build(worker: Worker, steps_per_epoch: int | None) -> None:
 
     config = worker.config
     torch.manual_seed(config.seed)
-    worker.model = strategies.prepare_model(worker.recipe.model(), worker.device)
-    worker.optimizer = strategies.make_optimizer(worker.recipe, worker.model, config.train)
-    worker.scheduler = strategies.make_scheduler(worker.optimizer, config, steps_per_epoch)
+    worker.model = strategies.prepare_model(worker.recipe.model(), worker.device, config.train.strategy)
+    worker.optimizer = optimizers.make_optimizer(worker.recipe, worker.model, config.train)
+    worker.scheduler = optimizers.make_scheduler(worker.optimizer, config, steps_per_epoch)
     for split in ("train", "val"):
         module = worker.recipe.on_device(split)
         worker.modules[split] = module.to(worker.device) if module is not None else (lambda batch: batch)
@@ -209,7 +210,9 @@ def validate(worker: Worker, epoch: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
+    strategies.share_buffers(worker.model)
     model = strategies.plain(worker.model).eval()
+    sharded, spare = strategies.is_sharded(model), None
     metrics = {name: metric.to(worker.device) for name, metric in worker.recipe.metrics().items()}
     sums = torch.zeros(2, dtype=torch.float64)
     fed = False
@@ -218,7 +221,12 @@ def validate(worker: Worker, epoch: int) -> dict[str, float]:
     with torch.no_grad():
         for batch in feed:
             records = count_records(batch)
+            if sharded and spare is None:
+                spare = to_device(strategies.first_record(batch), worker.device)
             if not records:
+                if sharded:
+                    # The other ranks' forward needs this one's part of the weights.
+                    worker.recipe.validation_step(model, worker.modules["val"](spare))
                 continue
             result = worker.recipe.validation_step(model, worker.modules["val"](batch))
             sums += torch.tensor([float(result["loss"]) * records, records], dtype=torch.float64)

@@ -1,110 +1,216 @@
-"""Train worker: the ways in which a model is spread over train workers, and its optimiser."""
+"""Train worker: the ways in which a model is spread over train workers.
+
+ddp keeps the whole model in each train worker and averages the gradients; fsdp (PyTorch's fully_shard)
+keeps a part of each parameter, its gradient and its optimiser state, and gathers a block's parameters
+while that block computes. Both use Ray Train's process group.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from stoker.config import UsageError
-from stoker.recipe import Recipe
-from stoker.schema import Config, TrainConfig
+from stoker.recipe import Batch
+
+BLOCK_PARAMETERS = 10_000
+"""A repeated module with fewer parameters is not gathered by itself: each gathering is a collective call."""
+LARGE_PARAMETERS = 1_000_000
+"""From this size on a linear layer, convolution or embedding outside such modules is."""
 
 
-def prepare_model(model: Any, device: Any) -> Any:
-    """Train worker: the model on its device, wrapped for data-parallel training where there are several."""
-    import ray.train.torch
+def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
+    """Train worker: the model on its device, spread over the train workers where there are several.
 
-    model = model.to(device)
-    return ray.train.torch.prepare_model(model, move_to_device=False)
+    All ranks start from rank 0's weights and buffers.
+
+    Args:
+        model: as the recipe made it, on the CPU.
+        device: this train worker's.
+        strategy: `train.strategy`.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return model.to(device)
+    if strategy == "fsdp":
+        return shard(model, device)
+    devices = [device] if device.type == "cuda" else None
+    # Buffers are made equal before they are used or saved (share_buffers), not before each forward.
+    return DistributedDataParallel(model.to(device), device_ids=devices, broadcast_buffers=False)
+
+
+def shard(model: Any, device: Any) -> Any:
+    """Train worker: the model as it is, its parameters sharded over all ranks; the same object.
+
+    Only a block at a time is moved to the device whole, so the model may be larger than the device.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    weights = dict(model.state_dict())
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    load_full_state(model, None, weights, None)
+    return model
+
+
+def blocks(model: Any) -> list[Any]:
+    """Train worker: the modules whose parameters are gathered together, inner ones first.
+
+    They are what a container holds several of (transformer blocks, residual blocks, stages of them) and
+    large single layers outside. timm's models need no list of their own for this.
+    """
+    from torch import nn
+
+    found: list[Any] = []
+    shared = _shared_parameters(model)
+
+    def visit(module: Any, repeated: bool, inside: bool) -> int:
+        """Parameters of `module` that no block has claimed."""
+        kinds = [type(child) for child in module.children()]
+        container = isinstance(module, nn.Sequential | nn.ModuleList)
+        free = sum(int(p.numel()) for p in module.parameters(recurse=False))
+        for child in module.children():
+            again = container and kinds.count(type(child)) > 1 and any(True for _ in child.children())
+            free += visit(child, again, inside or again)
+        # By exact type: subclasses may be read by their parent without being called.
+        single = not inside and type(module) in (nn.Linear, nn.Conv2d, nn.Embedding)
+        enough = free >= BLOCK_PARAMETERS if repeated else single and free >= LARGE_PARAMETERS
+        if enough and shared.isdisjoint(id(p) for p in module.parameters()):
+            found.append(module)
+            return 0
+        return free
+
+    visit(model, False, False)
+    return [module for module in found if module is not model]
+
+
+def _shared_parameters(model: Any) -> set[int]:
+    seen: set[int] = set()
+    twice: set[int] = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        (twice if id(parameter) in seen else seen).add(id(parameter))
+    return twice
 
 
 def plain(model: Any) -> Any:
-    """Train worker: the model without its wrapper."""
-    return model.module if hasattr(model, "module") and type(model).__name__.endswith("Parallel") else model
+    """Train worker: the model without its wrapper; a sharded model is its own."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def make_optimizer(recipe: Recipe, model: Any, config: TrainConfig) -> Any:
-    """Train worker: the recipe's optimiser, or the configured one of timm's.
+def is_sharded(model: Any) -> bool:
+    """Train worker: whether every forward is a collective call."""
+    from torch.distributed.fsdp import FSDPModule
 
-    Raises:
-        UsageError: timm has no such optimiser.
-    """
-    own = recipe.optimizer(plain(model))
-    if own is not None:
-        return own
-    from timm.optim import create_optimizer_v2
-
-    try:
-        return create_optimizer_v2(
-            model,
-            opt=config.optimizer,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            **({"momentum": config.momentum} if config.optimizer in MOMENTUM_OPTIMIZERS else {}),
-        )
-    except (AssertionError, KeyError, ValueError, TypeError) as error:
-        raise UsageError(f"train.optimizer: timm cannot make {config.optimizer!r}: {error}") from None
+    return isinstance(model, FSDPModule)
 
 
-MOMENTUM_OPTIMIZERS = {"sgd", "nesterov", "momentum", "sgdp", "rmsprop", "lars", "sgdw"}
+def full_state(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train worker: weights and optimiser state, whole and by parameter name, whatever the strategy.
 
-
-def check_optimizer(name: str) -> None:
-    """Head: refuse an unknown optimiser before any cluster forms.
-
-    Raises:
-        UsageError: with the nearest known names.
-    """
-    import difflib
-
-    from timm.optim import list_optimizers
-
-    known = list_optimizers()
-    if name.lower() not in known:
-        close = difflib.get_close_matches(name.lower(), known, n=3)
-        hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known[:12])}, …"
-        raise UsageError(f"train.optimizer: timm knows no optimiser {name!r}; {hint}")
-
-
-def make_scheduler(optimizer: Any, config: Config, steps_per_epoch: int | None) -> Any:
-    """Train worker: timm's scheduler, stepped once per optimiser step; None without one.
+    A collective call: all ranks must make it; it makes their buffers equal first. The tensors are copies
+    on the CPU, which further steps leave alone.
 
     Args:
-        optimizer: what it schedules.
-        config: `train.scheduler`, `train.warmup_epochs`, `train.epochs`.
-        steps_per_epoch: turns epochs into steps; the head refuses a schedule where it is not known.
+        model: from `prepare_model`.
+        optimizer: its optimiser, or None for the weights alone.
+
+    Returns:
+        (weights, optimiser state) on rank 0; two empty dicts elsewhere where there are several ranks.
     """
-    if config.train.scheduler == "none" or steps_per_epoch is None:
-        return None
-    from timm.scheduler import create_scheduler_v2
+    from torch.distributed.checkpoint import state_dict as dcp
 
-    if config.train.scheduler == "linear":
-        from torch.optim.lr_scheduler import LinearLR
-
-        return _PerStep(LinearLR(optimizer, 1.0, 0.0, total_iters=steps_per_epoch * config.train.epochs))
-    scheduler, _ = create_scheduler_v2(
-        optimizer,
-        sched=config.train.scheduler,
-        num_epochs=config.train.epochs,
-        warmup_epochs=config.train.warmup_epochs,  # type: ignore[arg-type, unused-ignore]
-        decay_epochs=max(config.train.epochs // 3, 1),
-        step_on_epochs=False,
-        updates_per_epoch=steps_per_epoch,
-    )
-    return scheduler
+    share_buffers(model)
+    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp.get_model_state_dict(model, options=options)
+    state = dcp.get_optimizer_state_dict(model, optimizer, options=options) if optimizer is not None else {}
+    return _copied(weights), _copied(state)
 
 
-class _PerStep:
-    """Gives a torch scheduler the interface of timm's."""
+def load_full_state(model: Any, optimizer: Any, weights: dict[str, Any], state: Any) -> None:
+    """Train worker: put back what `full_state` gave, into the same or another strategy or world size.
 
-    def __init__(self, scheduler: Any) -> None:
-        self.scheduler = scheduler
+    A collective call: all ranks must make it; what others than rank 0 pass is ignored.
 
-    def step_update(self, num_updates: int) -> None:
-        self.scheduler.step()
+    Args:
+        model: from `prepare_model`.
+        optimizer: its optimiser, or None for the weights alone.
+        weights: on rank 0, the first part of `full_state`.
+        state: on rank 0, the second part.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint import state_dict as dcp
 
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.scheduler.state_dict()
-        return state
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=several, strict=False)
+    # The optimiser first: PyTorch makes its state by a step at a rate of 0, which some optimisers
+    # do not quite leave without a trace in the weights.
+    if optimizer is not None:
+        own: Any = dcp.get_optimizer_state_dict(model, optimizer)["state"]
+        if not any(torch.is_tensor(v) and v.dim() for s in own.values() for v in s.values()):
+            # Plain SGD has no tensors to send and to place.
+            box = [state]
+            if several:
+                dist.broadcast_object_list(box, src=0)
+            state, options = box[0], dcp.StateDictOptions(strict=False)
+        dcp.set_optimizer_state_dict(model, optimizer, _copied(state or {}), options=options)
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
+    dcp.set_model_state_dict(model, dict(weights or {}), options=options)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scheduler.load_state_dict(state)
+
+def _copied(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+def share_buffers(model: Any) -> None:
+    """Train worker: the same buffers on all ranks, before they are used or saved; a collective call.
+
+    Each rank's batch normalisation has seen its own batches: running means and variances are averaged
+    over ranks (as timm does), every other buffer becomes rank 0's.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for name, buffer in plain(model).named_buffers():
+        if name.endswith(("running_mean", "running_var")):
+            dist.all_reduce(buffer)
+            buffer /= dist.get_world_size()
+        else:
+            dist.broadcast(buffer, src=0)
+
+
+def first_record(batch: Batch) -> Batch:
+    """Train worker: a batch of one record, from rank 0 on the first that has one; a collective call.
+
+    Under fsdp every forward is a collective call, so a rank whose share of a step is empty needs
+    something to run it on.
+    """
+    import torch
+    import torch.distributed as dist
+
+    sizes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sizes, len(next(iter(batch.values()))) if batch else 0)
+    own = {name: values[:1] for name, values in batch.items()}
+    if all(sizes):
+        return own
+    box = [{k: v.cpu() if torch.is_tensor(v) else v for k, v in own.items()}]
+    dist.broadcast_object_list(box, src=next(rank for rank, size in enumerate(sizes) if size))
+    return own or box[0]

@@ -25,6 +25,10 @@ class Worker:
     model: Any = None
     optimizer: Any = None
     scheduler: Any = None
+    ema: Any = None
+    """The averaged model's keeper (timm's ModelEmaV3); None without `train.ema_decay`."""
+    scaler: Any = None
+    """The gradient scaler; None unless `train.precision` is fp16."""
     modules: dict[str, Any] = field(default_factory=dict)
     """The recipe's on_device modules by split."""
     step: int = 0
@@ -73,6 +77,13 @@ def check_finite(value: float, worker: Worker, epoch: int) -> None:
 def count_records(batch: Batch) -> int:
     """Train worker: how many records a batch holds."""
     return len(next(iter(batch.values()))) if batch else 0
+
+
+def to_device(batch: Batch, device: Any) -> Batch:
+    """Train worker: a batch whose tensors lie on the device."""
+    import torch
+
+    return {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
 
 
 def import_quietly(name: str) -> None:
