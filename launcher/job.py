@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config import Resolved, UsageError, resolved_yaml
+from stoker.sizing import prices
 
 COMMAND = ("python", "train.py", "--config", "job.yaml")
 """What every backend runs, in the staged folder."""
@@ -64,6 +65,9 @@ class Job:
         staged = Resolved(config.model_copy(update={"params": params}), self.resolved.origins)
         (folder / "job.yaml").write_text(resolved_yaml(staged), encoding="utf-8")
         (folder / "job.origins.json").write_text(json.dumps(self.resolved.origins, indent=1))
+        if prices.user_file().is_file():
+            # Newer than the table in the package, so that the run's cost is that of today's prices.
+            shutil.copy2(prices.user_file(), folder / prices.STAGED_FILE.name)
 
     def _stage_user_source(self, folder: Path, source_dir: Path) -> None:
         for item in sorted(source_dir.iterdir()):

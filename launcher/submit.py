@@ -124,6 +124,17 @@ def compare(
     raise typer.Exit(compare(runs or ["runs"], csv))
 
 
+@app.command(epilog="Example: python launcher/submit.py prices --update --region eu-west-1")
+def prices(
+    update: Annotated[bool, Option("--update", help="fetch today's list from AWS")] = False,
+    region: Annotated[str | None, Option(help="AWS region; default: the AWS profile's")] = None,
+) -> None:
+    """Show what training instances cost, and of which day these prices are."""
+    from launcher import pricing
+
+    raise typer.Exit(pricing.show(region, update))
+
+
 def main() -> None:
     """Laptop: run the command line; wrong usage is one line per problem and exit code 2."""
     try:

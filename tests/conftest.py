@@ -18,6 +18,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(RECIPES), os.environ.get("PYTHON
 sys.path.insert(0, str(RECIPES))
 for name in ("STOKER_RUN_DIR", "STOKER_BACKEND", "RAY_ADDRESS", "AWS_PROFILE"):
     os.environ.pop(name, None)
+# Prices that this machine's user has fetched must not change what tests expect.
+os.environ["STOKER_PRICES_FILE"] = os.devnull
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

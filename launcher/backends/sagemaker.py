@@ -25,6 +25,7 @@ from launcher.sagemaker import aws, checks, render, upload
 from launcher.sagemaker.request import TOKEN_FILE, Draft, draft, job_name, json_text
 from launcher.sagemaker.run import SageMakerRun
 from stoker.config import Resolved, UsageError
+from stoker.sizing.prices import price_list
 
 if TYPE_CHECKING:
     from sagemaker.train import ModelTrainer
@@ -69,7 +70,12 @@ class SageMakerRequest:
         parts = [
             f"SageMaker training job {self.name} in {self.draft.region}, entry {settings.entry}",
             self.to_json(),
-            render.cost_table(self.draft.groups, settings.max_runtime_s, settings.spot),
+            render.cost_table(
+                self.draft.groups,
+                settings.max_runtime_s,
+                settings.spot,
+                price_list(self.draft.region, settings.prices),
+            ),
             files.table(("upload", "files", "size", "to"), uploads),
             "\n".join(f"note: {line}" for line in self.warnings),
         ]

@@ -6,6 +6,7 @@ to nobody, and all of them run, so that the user sees every problem at once.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 
@@ -87,6 +88,15 @@ def _groups(draft: Draft) -> Iterator[str]:
         yield (
             f"sagemaker.cpu.type: {settings.cpu.type} has GPUs that would idle; take an ml.c5 or ml.m5 type"
         )
+
+
+def _prices(draft: Draft) -> Iterator[str]:
+    names = {group.name for group in draft.groups}
+    for key in draft.settings.prices:
+        if key not in names and key not in instance_types():
+            close = difflib.get_close_matches(key, [*names, *instance_types()], n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            yield f"sagemaker.prices.{key}: neither an instance type nor a group of this job{hint}"
 
 
 def _training(draft: Draft) -> Iterator[str]:
@@ -307,6 +317,7 @@ def _image(draft: Draft) -> Iterator[str]:
 
 RULES: tuple[Callable[[Draft], Iterator[str]], ...] = (
     _groups,
+    _prices,
     _training,
     _times,
     _disks,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stoker.schema import Config
 from stoker.sizing import prices
+from stoker.sizing.prices import PriceList
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,9 @@ class Group:
     def has_gpu(self) -> bool:
         return prices.has_gpu(self.type)
 
-    @property
-    def price_per_hour_usd(self) -> float | None:
-        return prices.price_per_hour_usd(self.type, self.count)
+    def usd_per_hour(self, known_prices: PriceList) -> float | None:
+        """Laptop: estimated $/h of the group; None where its type's price is not known."""
+        return known_prices.usd_per_hour(self.type, self.count, self.name)
 
 
 def groups_of(config: Config) -> tuple[Group, ...]:
@@ -52,8 +54,8 @@ def training_group(config: Config, groups: tuple[Group, ...]) -> Group | None:
     return groups[0] if len(groups) == 1 else None
 
 
-def price_per_hour_usd(groups: tuple[Group, ...]) -> float | None:
+def usd_per_hour(groups: Sequence[Group], known_prices: PriceList) -> float | None:
     """Laptop: estimated $/h of all groups; None where the price of one is not known."""
-    each = [group.price_per_hour_usd for group in groups]
+    each = [group.usd_per_hour(known_prices) for group in groups]
     known = [price for price in each if price is not None]
     return sum(known) if len(known) == len(each) else None

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launcher.files import duration, table
-from launcher.sagemaker.groups import Group, price_per_hour_usd
+from launcher.sagemaker.groups import Group, usd_per_hour
 from stoker.sizing import prices
+from stoker.sizing.prices import PriceList
 
-ESTIMATED = f"estimated: on demand, {prices.PRICES_REGION}, {prices.PRICES_AS_OF}"
 
-
-def cost_table(groups: tuple[Group, ...], max_runtime_s: int, spot: bool) -> str:
+def cost_table(groups: tuple[Group, ...], max_runtime_s: int, spot: bool, known_prices: PriceList) -> str:
     """Laptop: groups, $/h and the most that the job can cost."""
     rows = []
     for group in groups:
@@ -24,30 +23,31 @@ def cost_table(groups: tuple[Group, ...], max_runtime_s: int, spot: bool) -> str
                 str(known.vcpus * group.count) if known else "?",
                 f"{known.gpus * group.count}×{known.gpu_name}" if known and known.gpus else "-",
                 f"{known.baseline_gbps:g}" if known else "?",
-                dollars(group.price_per_hour_usd, 3),
+                dollars(group.usd_per_hour(known_prices), 3),
             )
         )
-    total = price_per_hour_usd(groups)
+    total = usd_per_hour(groups, known_prices)
     rows.append(("total", str(sum(group.count for group in groups)), "", "", "", "", dollars(total, 3)))
     head = ("group", "hosts", "type", "vCPUs", "GPUs", "Gb/s each", "$/h")
     hours = max_runtime_s / 3600
     most = dollars(total * hours if total is not None else None)
     note = "; spot usually costs less" if spot else ""
-    return f"{table(head, rows)}\nat most ${most} in {hours:g} h (sagemaker.max_runtime_s); {ESTIMATED}{note}"
+    limit = f"at most ${most} in {hours:g} h (sagemaker.max_runtime_s)"
+    return f"{table(head, rows)}\n{limit}; {known_prices.label}{note}"
 
 
-def billed_table(groups: Sequence[Group], billable_s: int) -> str:
+def billed_table(groups: Sequence[Group], billable_s: int, known_prices: PriceList) -> str:
     """Laptop: what each group cost, from the billable seconds that the service tells."""
     hours = billable_s / 3600
     rows = []
     for group in groups:
-        price = group.price_per_hour_usd
+        price = group.usd_per_hour(known_prices)
         cost = dollars(price * hours if price is not None else None)
         rows.append((group.name, str(group.count), group.type, dollars(price, 3), cost))
-    total = price_per_hour_usd(tuple(groups))
+    total = usd_per_hour(groups, known_prices)
     rows.append(("total", "", "", dollars(total, 3), dollars(total * hours if total is not None else None)))
     head = ("group", "hosts", "type", "$/h", "$")
-    return f"{table(head, rows)}\nbillable {duration(billable_s)}; {ESTIMATED}"
+    return f"{table(head, rows)}\nbillable {duration(billable_s)}; {known_prices.label}"
 
 
 def dollars(amount: float | None, digits: int = 2) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from launcher.sagemaker import aws, render
 from launcher.sagemaker.groups import Group
 from stoker.config import UsageError
+from stoker.sizing.prices import price_list
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 POLL_S = 5.0
@@ -101,7 +102,8 @@ class SageMakerRun:
             ran = description["TrainingEndTime"] - description["TrainingStartTime"]
             billable_s = round(ran.total_seconds())
         if billable_s is not None:
-            lines.append(render.billed_table(described_groups(description), billable_s))
+            groups = described_groups(description)
+            lines.append(render.billed_table(groups, billable_s, price_list(self.region)))
         if artefact := description.get("ModelArtifacts", {}).get("S3ModelArtifacts"):
             lines.append(f"model: {artefact}")
         return "\n".join(lines)

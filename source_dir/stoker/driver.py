@@ -7,6 +7,7 @@ code = run(resolved, place)       with Ray connected
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import traceback
@@ -18,9 +19,11 @@ from stoker.bootstrap.topology import label
 from stoker.config import Resolved, UsageError, resolved_yaml
 from stoker.data.ledger import DataError
 from stoker.data.opening import GROUP_LABEL, Data, discover, open_data, start_coordinator
+from stoker.hosts import host_changes, hosts
 from stoker.place import Place
 from stoker.recipe import Recipe, load_recipe, where_raised
 from stoker.schema import Config
+from stoker.sizing.prices import price_list
 from stoker.tracking.console import PlainConsole, closing_rows, make_console
 from stoker.tracking.recorder import Recorder
 from stoker.tracking.summary import Cluster, Host, Summary
@@ -89,7 +92,13 @@ def run(resolved: Resolved, place: Place) -> int:
     summary.cluster = Cluster(hosts=hosts(), formed_s=round(place.formed_s, 2))
     summary.write(place.run_dir)
     process_started = time.time() - place.formed_s
-    recorder = Recorder(place.run_dir, summary, process_started, config.tracking.tensorboard)
+    recorder = Recorder(
+        place.run_dir,
+        summary,
+        process_started,
+        config.tracking.tensorboard,
+        prices=price_list(config.sagemaker.region or os.environ.get("AWS_REGION"), config.sagemaker.prices),
+    )
     screen_log = place.run_dir / "logs" / "console.log"
     console: PlainConsole = PlainConsole(config.train.epochs, None, screen_log)
     coordinator = None
@@ -283,42 +292,6 @@ def last_figures(coordinator: Any, recorder: Recorder) -> dict[str, Any]:
     except Exception:
         logging.getLogger("stoker").error("%s", traceback.format_exc())
         return {}
-
-
-def hosts() -> list[Host]:
-    """Head: the hosts of the cluster as the summary names them."""
-    import ray
-
-    found = []
-    for node in ray.nodes():
-        if node["Alive"]:
-            labels, resources = node.get("Labels", {}), node["Resources"]
-            found.append(
-                Host(
-                    host=labels.get("stoker.host") or node["NodeManagerHostname"],
-                    group=labels.get(GROUP_LABEL, "default"),
-                    cpus=resources.get("CPU", 0),
-                    gpus=resources.get("GPU", 0),
-                    ip=node["NodeManagerAddress"],
-                    node_id=node["NodeID"],
-                )
-            )
-    return sorted(found, key=lambda host: (host.group, host.host))
-
-
-def host_changes(summary: Summary) -> list[dict[str, Any]]:
-    """Head: hosts lost and joined since the last look; a late one enters the summary's list."""
-    now = {host.model_dump()["node_id"]: host for host in hosts()}
-    known = {host.model_dump()["node_id"]: host for host in summary.cluster.hosts}
-    told = {event["node"] for event in summary.events if event["event"] == "host_lost"}
-    joined = [(node, host) for node, host in now.items() if node not in known]
-    lost = [(node, host) for node, host in known.items() if node not in now and node not in told]
-    summary.cluster.hosts += [host for _, host in joined]
-    return [
-        {"time": time.time(), "event": event, "host": host.host, "group": host.group, "node": node}
-        for event, changes in (("host_lost", lost), ("host_joined", joined))
-        for node, host in changes
-    ]
 
 
 def open_log(run_dir: Path) -> logging.Logger:

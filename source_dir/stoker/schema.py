@@ -162,6 +162,11 @@ class SageMakerConfig(Section):
         {}, description="configuration keys shown, and tuned, as SageMaker hyperparameters"
     )
     tags: dict[str, str] = Field({}, description="tags of the job, for cost reports")
+    prices: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        {},
+        description="your own $/h by instance type, or by host group where the type is not known:"
+        " {ml.g5.xlarge: 1.2}",
+    )
     channels: dict[str, ChannelConfig] = Field(
         {}, description="input data, name → {uri, …}; replaces the recipe parameter of that name"
     )

@@ -42,6 +42,10 @@ def test_digits_train_as_well_as_locally_and_on_every_host(tmp_path: Path) -> No
     assert summary["train_workers_by_host"] == {"algo-1": 1}, "the training only on the GPU host"
     groups = {host["host"]: host["group"] for host in summary["cluster"]["hosts"]}
     assert groups == {"algo-1": "gpu", "algo-2": "cpu", "algo-3": "cpu"}
+    types = {host["host"]: host["type"] for host in summary["cluster"]["hosts"]}
+    assert types == {"algo-1": "ml.g5.xlarge", "algo-2": "ml.c5.xlarge", "algo-3": "ml.c5.xlarge"}
+    assert summary["cost"]["usd_per_hour"] == 1.816
+    assert f"${summary['cost']['usd']:.2f}" in screen and "estimated, prices of" in screen
     assert [host["exit_code"] for host in report["hosts"]] == [0, 0, 0]
     assert report["workers_gone_s"] <= 10
     assert (tmp_path / "runs/latest/model/model.safetensors").is_file()

@@ -108,7 +108,9 @@ def read_token(folder: Path) -> str:
 
 def labels_of(topology: Topology) -> dict[str, str]:
     """Every host: the Ray labels of this host."""
-    return {"stoker.group": label(topology.group), "stoker.host": label(topology.host)}
+    labels = {"stoker.group": label(topology.group), "stoker.host": label(topology.host)}
+    kind = next(group.instance_type for group in topology.groups if group.name == topology.group)
+    return labels | ({"stoker.type": kind} if kind else {})
 
 
 def present_hosts(topology: Topology) -> dict[str, dict[str, Any]]:

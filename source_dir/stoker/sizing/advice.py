@@ -70,6 +70,12 @@ class _Facts:
     cpu_hosts: list[Host]
     on_gpus: bool
     usd_per_hour_of: dict[str, float]
+    """The prices that the run's own cost was computed with."""
+    prices_as_of: str
+
+    @property
+    def label(self) -> str:
+        return f"estimated, prices of {self.prices_as_of}"
 
     @property
     def cpus(self) -> float:
@@ -133,6 +139,7 @@ def _facts(summary: Summary) -> _Facts | None:
         cpu_hosts=[h for h in hosts if h not in trains],
         on_gpus=any(h.gpus for h in trains),
         usd_per_hour_of=dict((summary.cost or {}).get("usd_per_hour_by_type") or {}),
+        prices_as_of=str((summary.cost or {}).get("prices_as_of") or prices.PRICES_AS_OF),
     )
 
 
@@ -181,12 +188,12 @@ def _kind_to_add(facts: _Facts) -> prices.Machine | None:
 def _worth_it(facts: _Facts, kind: prices.Machine, count: int) -> list[str]:
     """Whether the hosts to be added pay, where all prices are known."""
     now = _usd_per_hour(facts, [*facts.train_hosts, *facts.cpu_hosts])
-    each = facts.usd_per_hour_of.get(kind.type, kind.price_per_hour_usd)
-    if now is None:
+    each = _price(facts, kind.type)
+    if now is None or each is None:
         return []
     before = now / facts.rate / 3600 * 1e6
     after = (now + count * each) / facts.unhindered / 3600 * 1e6
-    figures = f"${after:.2f} instead of ${before:.2f} per 1M samples ({_label()})"
+    figures = f"${after:.2f} instead of ${before:.2f} per 1M samples ({facts.label})"
     if after < before:
         return [f"that would cost {figures}"]
     return [f"that would not pay: {figures}; a cheaper chain is the better buy"]
@@ -233,7 +240,7 @@ def _fewer_hosts(summary: Summary, facts: _Facts) -> list[str]:
     )
     saved = _usd_per_hour(facts, facts.cpu_hosts)
     if saved is not None:
-        text += f" and save ${saved * (count - enough) / count:.2f} an hour ({_label()})"
+        text += f" and save ${saved * (count - enough) / count:.2f} an hour ({facts.label})"
     return [text]
 
 
@@ -271,14 +278,15 @@ def _cost(summary: Summary) -> list[str]:
 
 
 def _usd_per_hour(facts: _Facts, hosts: list[Host]) -> float | None:
-    each = [facts.usd_per_hour_of.get(_type(h), prices.price_per_hour_usd(_type(h))) for h in hosts]
+    each = [_price(facts, _type(host)) for host in hosts]
     known = [price for price in each if price is not None]
     return sum(known) if known and len(known) == len(each) else None
 
 
+def _price(facts: _Facts, instance_type: str) -> float | None:
+    about = prices.machine(instance_type)
+    return facts.usd_per_hour_of.get(instance_type, about.price_per_hour_usd if about else None)
+
+
 def _type(host: Host) -> str:
     return str(host.model_dump().get("type") or "")
-
-
-def _label() -> str:
-    return f"estimated, prices of {prices.PRICES_AS_OF}"

@@ -1,19 +1,26 @@
 """Anywhere: what SageMaker's training instances are and cost; a dated table, not a live quote.
 
-    machine("ml.g5.2xlarge").price_per_hour_usd
-    price_per_hour_usd("ml.g5.2xlarge", 2)
+    known = price_list(region="eu-west-1")
+    known.usd_per_hour("ml.g5.2xlarge", 2), known.label
 
-Loads neither ray nor torch nor boto3. Every figure shown from here must be called estimated and
-carry `PRICES_AS_OF`.
+`submit.py prices --update` writes a newer list for a region, which then goes before the table. Loads
+neither ray nor torch nor boto3. Every figure shown from here carries the list's `label`.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 
 PRICES_AS_OF = "2026-11"
 PRICES_REGION = "us-east-1"
+FILE_VARIABLE = "STOKER_PRICES_FILE"
+STAGED_FILE = Path(__file__).resolve().parents[2] / "prices.json"
+"""Beside train.py: the laptop's newer list travels with a job's code."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,80 @@ def has_nvme(instance_type: str) -> bool:
     return bool(_NVME_FAMILY.match(instance_type))
 
 
-def price_per_hour_usd(instance_type: str, count: int = 1) -> float | None:
-    """Anywhere: estimated $/h of `count` instances; None where the price is not known."""
-    known = machine(instance_type)
-    return None if known is None else known.price_per_hour_usd * count
+@dataclass(frozen=True)
+class PriceList:
+    """Anywhere: $/h by instance type, of one region and date."""
+
+    region: str
+    as_of: str
+    """The day, or month, that the prices are of."""
+    prices: Mapping[str, float]
+    own: Mapping[str, float] = field(default_factory=dict)
+    """`sagemaker.prices`: they go before the list's; a key may also be the name of a host group."""
+
+    def usd_per_hour(self, instance_type: str | None, count: int = 1, group: str = "") -> float | None:
+        """Anywhere: $/h of `count` instances; None where the price is not known."""
+        for key, known in ((instance_type, self.own), (group, self.own), (instance_type, self.prices)):
+            if key and key in known:
+                return known[key] * count
+        return None
+
+    @property
+    def label(self) -> str:
+        """What must stand beside every figure from here."""
+        own = f", own prices for {', '.join(sorted(self.own))}" if self.own else ""
+        return f"estimated, prices of {self.as_of} ({self.region} on demand{own})"
+
+
+def price_list(region: str | None = None, own: Mapping[str, float] | None = None) -> PriceList:
+    """Anywhere: the newest prices known for a region; the table's of us-east-1 where none are.
+
+    Args:
+        region: AWS region; None means the table's.
+        own: `sagemaker.prices` of the configuration.
+    """
+    region = region or PRICES_REGION
+    own = dict(own or {})
+    newest = ("", {}) if region != PRICES_REGION else (PRICES_AS_OF, _table_prices())
+    for file in (STAGED_FILE, user_file()):
+        found = _read(file).get(region)
+        if found and found[0] > newest[0]:
+            newest = found
+    if newest[0]:
+        return PriceList(region, *newest, own)
+    return PriceList(PRICES_REGION, PRICES_AS_OF, _table_prices(), own)
+
+
+def user_file() -> Path:
+    """Laptop: where `submit.py prices --update` keeps its lists."""
+    named = os.environ.get(FILE_VARIABLE)
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    return Path(named) if named else folder / "stoker" / "prices.json"
+
+
+def write_user_file(region: str, as_of: str, prices: Mapping[str, float]) -> Path:
+    """Laptop: keep a region's prices, beside those of other regions; at once or not at all."""
+    file = user_file()
+    lists = {name: {"as_of": day, "usd_per_hour": dict(known)} for name, (day, known) in _read(file).items()}
+    lists[region] = {"as_of": as_of, "usd_per_hour": dict(sorted(prices.items()))}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    draft.write_text(json.dumps(lists, indent=1) + "\n")
+    draft.replace(file)
+    return file
+
+
+def _table_prices() -> dict[str, float]:
+    return {name: known.price_per_hour_usd for name, known in MACHINES.items()}
+
+
+def _read(file: Path) -> dict[str, tuple[str, dict[str, float]]]:
+    """region → (date, prices); a file that cannot be read as such counts as absent."""
+    try:
+        content = json.loads(file.read_text())
+        return {
+            str(region): (str(one["as_of"]), {str(k): float(v) for k, v in one["usd_per_hour"].items()})
+            for region, one in content.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}

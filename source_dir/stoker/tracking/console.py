@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from stoker.sizing.cost import cost_row
 from stoker.tracking.summary import Summary
 
 PLAIN_EVERY_S = 10.0
@@ -177,6 +178,8 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
             f" + {records.remainder} remaining",
         )
     )
+    if cost := cost_row(summary):
+        rows.append(cost)
     if summary.model:
         rows.append(("model", summary.model))
     rows.append(("run", run_dir))

@@ -9,6 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from stoker.sizing.cost import run_cost
+from stoker.sizing.prices import PriceList
 from stoker.tracking.summary import Bottleneck, Summary, less_is_better
 
 NOTABLE = ("resumed", "stop", "stopped", "note", "host_lost", "host_joined")
@@ -21,8 +23,15 @@ INPUT_BOUND_PCT = 10.0
 class Recorder:
     """Head: one per run, used from the driver's thread alone."""
 
-    def __init__(self, run_dir: Path, summary: Summary, process_started: float, tensorboard: bool) -> None:
-        self.run_dir, self.summary = run_dir, summary
+    def __init__(
+        self,
+        run_dir: Path,
+        summary: Summary,
+        process_started: float,
+        tensorboard: bool,
+        prices: PriceList | None = None,
+    ) -> None:
+        self.run_dir, self.summary, self.prices = run_dir, summary, prices
         self.process_started = process_started
         self.started = time.monotonic()
         self.events_file = (run_dir / "events.jsonl").open("a", buffering=1)
@@ -148,6 +157,8 @@ class Recorder:
             self.summary.chain_tasks_by_host = {self._host_of(n): count for n, count in tasks.items()}
             self.summary.records.epochs += figures["open"]
         self.summary.seconds = round(time.monotonic() - self.started, 2)
+        if self.prices is not None:
+            self.summary.cost = run_cost(self.summary, self.prices)
         self.summary.write(self.run_dir)
         self.events_file.close()
         if self.board is not None:

@@ -26,6 +26,8 @@ class Host(Part):
     cpus: float
     gpus: float
     ip: str
+    type: str | None = None
+    """Instance type; None where nobody says, as on a laptop."""
 
 
 class Cluster(Part):
