@@ -105,6 +105,13 @@ def probe_port(address: str, port: int, key: str) -> None:
             ) from None
 
 
+def free_port() -> int:
+    """Laptop: a loopback port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class RayNode:
     """Every host: `ray start --block` in a session of its own; it ends when this process does."""
 

@@ -1,0 +1,262 @@
+"""Laptop: predicted against measured samples/s where the chain sleeps and so does the GPU.
+
+Sleeping takes no CPU, so that more virtual CPUs fit on this machine than it has, on real Ray nodes with
+real tasks, blocks, coordinator and feed. What falls short of the model is what the pipeline loses between
+tasks and batches. It is aborted where its own CPU use could disturb the measurement.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import psutil
+
+from benchmarks.harness import Measure
+from stoker.config import load
+from stoker.data import feed
+from stoker.data.sources import read_range
+from stoker.schema import Config
+from stoker.sizing import model
+from stoker.sizing.nodes import Nodes, ray_nodes
+from stoker.sizing.stream import one_pass
+
+HEAD_CPUS, HOST_CPUS, MAX_HOSTS = 2, 3, 6
+MAX_REAL_CPUS = 1.2
+"""From this use of the machine's real cores on, sleeping tasks wake late."""
+SECONDS = 14.0
+WINDOW = (0.25, 0.9)
+"""Part of the rows that is measured: without the start and without the last tasks, which run alone."""
+GPU_HOST_USD, CPU_HOST_USD = 1.408, 0.204
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape: a workload on so many CPU hosts."""
+
+    name: str
+    hosts: int
+    cpu_s: float
+    gpu_samples_per_s: float = 1e6
+    serial_s: float = 0.0
+    bytes_per_sample: int = 1000
+    block_records: int = 32
+
+    @property
+    def work(self) -> model.Workload:
+        return model.Workload(self.cpu_s, self.gpu_samples_per_s, serial_s=self.serial_s)
+
+    @property
+    def shape(self) -> model.Shape:
+        return model.Shape(
+            gpu_host_cpus=HEAD_CPUS,
+            cpu_host_cpus=HOST_CPUS,
+            cpu_hosts=self.hosts,
+            gpu_host_usd_per_hour=GPU_HOST_USD,
+            cpu_host_usd_per_hour=CPU_HOST_USD,
+        )
+
+
+SWEEP = [Case(f"n = {n}", n, cpu_s=0.05, gpu_samples_per_s=290) for n in range(MAX_HOSTS + 1)]
+"""CPU-bound up to 4 hosts, GPU-bound from 5 on."""
+SHAPES = [
+    Case("GPU-bound, no CPU host", 0, cpu_s=0.02, gpu_samples_per_s=70),
+    Case("GPU-bound, 1 host", 1, cpu_s=0.03, gpu_samples_per_s=120),
+    Case("GPU-bound, 4 hosts", 4, cpu_s=0.04, gpu_samples_per_s=250),
+    Case("CPU-bound, no CPU host", 0, cpu_s=0.02),
+    Case("CPU-bound, 1 host, slow chain", 1, cpu_s=0.1, block_records=16),
+    Case("CPU-bound, 3 hosts", 3, cpu_s=0.04),
+    Case("CPU-bound, 6 hosts", 6, cpu_s=0.06),
+    Case("receiver-bound, 2 hosts", 2, cpu_s=0.03, serial_s=0.005),
+    Case("receiver-bound, 5 hosts", 5, cpu_s=0.04, serial_s=0.004),
+]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a case measured."""
+
+    case: Case
+    samples_per_s: float
+    times: dict[str, float]
+    real_cpus: float
+
+    @property
+    def predicted(self) -> model.Prediction:
+        return model.predict(self.case.work, self.case.shape)
+
+    @property
+    def ratio(self) -> float:
+        return self.samples_per_s / self.predicted.samples_per_s
+
+
+class Sleep:
+    """CPU task: a stage that takes `cpu_s` seconds per record and no CPU, and sends so many bytes."""
+
+    def __init__(self, cpu_s: float, size: int) -> None:
+        self.cpu_s, self.size = cpu_s, size
+
+    def __call__(self, columns: dict[str, Any]) -> dict[str, Any]:
+        rows = len(columns["index"])
+        time.sleep(self.cpu_s * rows)
+        return {**columns, "payload": np.zeros((rows, self.size), dtype=np.uint8)}
+
+
+def run() -> list[Measure]:
+    """The rows of this benchmark."""
+    found: list[Found] = []
+    with ray_nodes(HEAD_CPUS) as nodes:
+        for count in range(MAX_HOSTS + 1):
+            if count:
+                nodes.add("cpu", HOST_CPUS)
+            wake_all_slots(HEAD_CPUS + count * HOST_CPUS)
+            for case in [*SWEEP, *SHAPES]:
+                if case.hosts == count:
+                    found.append(measure(case, nodes))
+                    show(found[-1])
+    return rows(found)
+
+
+def rows(found: list[Found]) -> list[Measure]:
+    """Measured against predicted, and what the model's choice costs against the best one measured."""
+    measures = []
+    for one in found:
+        goal = 0.95 if one.case in SWEEP else 0.9
+        name = f"cluster by sleeping, {one.case.name}"
+        met = one.ratio >= goal and one.ratio <= 1.1
+        binds = one.predicted.binds
+        measures.append(
+            Measure(
+                name,
+                one.samples_per_s,
+                one.predicted.samples_per_s,
+                f"model, {binds} binds",
+                one.ratio,
+                goal,
+                met,
+                "samples/s",
+            )
+        )
+    sweep = {one.case.hosts: one for one in found if one.case in SWEEP}
+    cost = {n: one.case.shape.usd_per_hour / one.samples_per_s / 3600 * 1e6 for n, one in sweep.items()}
+    chosen = model.cheapest_count(SWEEP[0].work, SWEEP[0].shape, MAX_HOSTS)
+    best = min(cost, key=lambda n: cost[n])
+    ratio = cost[best] / cost[chosen]
+    name = f"cost of the chosen n = {chosen}, best measured n = {best}"
+    measures.append(
+        Measure(name, cost[chosen], cost[best], "brute force", ratio, 0.95, ratio >= 0.95, "$/1M samples")
+    )
+    return measures
+
+
+def show(one: Found) -> None:
+    """One line while it runs."""
+    print(
+        f"{one.case.name:<32} n={one.case.hosts} measured {one.samples_per_s:7.1f} model"
+        f" {one.predicted.samples_per_s:7.1f} = {one.ratio:5.3f}  {one.predicted.binds:<10}"
+        f" real CPUs {one.real_cpus:.2f}",
+        flush=True,
+    )
+
+
+def measure(case: Case, nodes: Nodes) -> Found:
+    """Run one case on the nodes there are.
+
+    Raises:
+        RuntimeError: the machine was too busy with the benchmark itself.
+    """
+    import torch
+
+    expected = model.predict(case.work, case.shape).samples_per_s
+    blocks = max(round(expected * SECONDS / case.block_records), 4 * (HEAD_CPUS + case.hosts * HOST_CPUS))
+    total = blocks * case.block_records
+    config = config_of(case)
+    arrivals: list[tuple[float, int]] = []
+    chain = [("sleep", Sleep(case.cpu_s, case.bytes_per_sample))]
+    with (
+        slow_cutting(case.serial_s),
+        one_pass(config, read_range(total), chain, torch.device("cpu")) as stream,
+    ):
+        before, began = None, 0.0
+        free_at = time.perf_counter()
+        for batch in stream:
+            count = len(batch["index"])
+            now = time.perf_counter()
+            arrivals.append((now, stream.rows))
+            if before is None and stream.rows > WINDOW[0] * total:
+                before, began = real_cpu_seconds(nodes), now
+            # What the operating system oversleeps shall not add up.
+            free_at = max(free_at, now) + count / case.gpu_samples_per_s
+            time.sleep(max(free_at - time.perf_counter(), 0))
+    assert before is not None
+    real = (real_cpu_seconds(nodes) - before) / (time.perf_counter() - began)
+    if real > MAX_REAL_CPUS:
+        raise RuntimeError(
+            f"{case.name}: {real:.2f} real CPUs in use, more than {MAX_REAL_CPUS}; sleep longer"
+        )
+    first, last = (next(i for i, (_, n) in enumerate(arrivals) if n >= part * total) for part in WINDOW)
+    rate = (arrivals[last][1] - arrivals[first][1]) / (arrivals[last][0] - arrivals[first][0])
+    return Found(case, rate, vars(stream.times), real)
+
+
+def config_of(case: Case) -> Config:
+    """The job's configuration: records in their order, batches of half a block."""
+    return load(
+        None,
+        [
+            "data.shuffle=false",
+            f"data.block_records={case.block_records}",
+            f"train.batch_size={case.block_records // 2}",
+            "data.stall_timeout_s=60",
+        ],
+    ).config
+
+
+@contextmanager
+def slow_cutting(seconds_per_row: float) -> Iterator[None]:
+    """The feed's thread takes so long per row: what a slow receiver is."""
+    cut = feed.BatchCutter.cut
+
+    def slow(self: Any, parts: Any) -> Any:
+        time.sleep(seconds_per_row * sum(stop - start for _, start, stop in parts))
+        return cut(self, parts)
+
+    with mock.patch.object(feed.BatchCutter, "cut", slow):
+        yield
+
+
+def wake_all_slots(slots: int) -> None:
+    """Start one worker process per virtual CPU: their start is no part of the measurement."""
+    import ray
+    from ray import cloudpickle
+
+    # Worker processes cannot import this module by its name.
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+    @ray.remote(num_cpus=1)
+    def wake() -> None:
+        import pyarrow  # noqa: F401
+        import ray.data  # noqa: F401
+
+        time.sleep(1.0)
+
+    ray.get([wake.remote() for _ in range(slots)], timeout=300)
+
+
+def real_cpu_seconds(nodes: Nodes) -> float:
+    """CPU seconds that this process and all nodes have used."""
+    total = 0.0
+    own = psutil.Process()
+    for process in [own, *own.children(recursive=True)]:
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system
+    return total

@@ -1,0 +1,50 @@
+"""Laptop: one pass of the real data pipeline, consumed in this process, to measure it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from stoker.data.chain import Chain
+from stoker.data.feed import Pass
+from stoker.data.opening import Data, start_coordinator
+from stoker.data.sources import Source
+from stoker.data.transforms import as_stages
+from stoker.schema import Config
+
+
+@contextmanager
+def one_pass(config: Config, source: Source, chain: list[Any], device: Any) -> Iterator[Pass]:
+    """Laptop, connected to a cluster: a pass over `source` by coordinator, chain tasks and feed.
+
+    Args:
+        config: `data`, `train.batch_size` and the seed count.
+        source: the records.
+        chain: as a recipe's `preprocess` returns it.
+        device: where batches go.
+    """
+    import ray
+
+    data = Data(
+        sources={"train": source},
+        chains={"train": Chain(as_stages(chain), config.seed)},
+        totals={"train": source.count()},
+    )
+    config = config.model_copy(update={"train": config.train.model_copy(update={"epochs": 1})})
+    coordinator = start_coordinator(config, data, workers=1)
+    try:
+        # What start_coordinator has asked for; here it is known to have happened.
+        ray.get(coordinator.begin.remote(coordinator, 0, 1, 0), timeout=60)
+        yield Pass(
+            coordinator,
+            attempt=0,
+            split="train",
+            epoch=0,
+            rank=0,
+            device=device,
+            prefetch=config.data.prefetch_batches,
+            stall_timeout_s=config.data.stall_timeout_s,
+        )
+    finally:
+        ray.kill(coordinator)
