@@ -36,7 +36,15 @@ class DataConfig(Section):
         0.001, ge=0, le=1, description="largest fraction of unreadable records before the run fails"
     )
     preprocess_on: list[str] = Field([], description="host groups that may preprocess; empty: every host")
-    prefetch_batches: int = Field(4, ge=1, description="batches kept ready in each train worker")
+    prefetch_s: float = Field(
+        2.0, gt=0, description="seconds of training for which batches are kept ready in each train worker"
+    )
+    prefetch_mb: int = Field(512, ge=1, description="most memory that these batches take")
+    transport: Literal["direct", "ray"] = Field(
+        "direct",
+        description="direct: train workers fetch rows from the hosts that made them; ray: whole blocks come"
+        " through Ray's object store",
+    )
     stall_timeout_s: float = Field(
         600, gt=0, description="fail when a train worker waits longer than this for its next batch"
     )

@@ -29,8 +29,21 @@ class RayNodes:
 
 
 @contextlib.contextmanager
-def ray_nodes(groups: tuple[str, ...] = ("gpu", "cpu", "cpu")) -> Iterator[RayNodes]:
-    """Start one node per entry, the first one the head; each carries its group as a label."""
+def ray_nodes(
+    groups: tuple[str, ...] = ("gpu", "cpu", "cpu"),
+    *,
+    cpus: int = 2,
+    store_mb: int = 100,
+    dashboard: bool = True,
+) -> Iterator[RayNodes]:
+    """Start one node per entry, the first one the head; each carries its group as a label.
+
+    Args:
+        groups: a node for each.
+        cpus: that each node offers.
+        store_mb: object store of each node.
+        dashboard: with a job server; without one there is less to start.
+    """
     token = secrets.token_hex(32)
     scratch = Path(tempfile.mkdtemp(prefix="rn", dir="/tmp"))  # socket paths must stay short
     gcs_port, dashboard_port = free_port(), free_port()
@@ -46,9 +59,9 @@ def ray_nodes(groups: tuple[str, ...] = ("gpu", "cpu", "cpu")) -> Iterator[RayNo
         for index, group in enumerate(groups):
             command = [
                 str(Path(sys.executable).parent / "ray"), "start", "--block",
-                "--node-ip-address=127.0.0.1", "--num-cpus=2", "--num-gpus=0",
+                "--node-ip-address=127.0.0.1", f"--num-cpus={cpus}", "--num-gpus=0",
                 f"--labels=stoker.group={group},stoker.host={group}-{index}",
-                f"--object-store-memory={100 * 2**20}",
+                f"--object-store-memory={store_mb * 2**20}",
                 f"--dashboard-agent-listen-port={free_port()}",
                 # Nodes that share a folder unpack the same job over each other.
                 f"--temp-dir={scratch}/{index}",
@@ -56,7 +69,7 @@ def ray_nodes(groups: tuple[str, ...] = ("gpu", "cpu", "cpu")) -> Iterator[RayNo
             if index == 0:
                 command += [
                     "--head", f"--port={gcs_port}",
-                    "--include-dashboard=true", "--dashboard-host=127.0.0.1",
+                    f"--include-dashboard={str(dashboard).lower()}", "--dashboard-host=127.0.0.1",
                     f"--dashboard-port={dashboard_port}",
                 ]  # fmt: skip
             else:

@@ -63,7 +63,7 @@ class Train:
             for answer in answers:
                 assert isinstance(answer, Portion), answer
                 self.portions.append(answer)
-                for block, start, stop in answer.blocks:
+                for block, start, stop, _ in answer.blocks:
                     ids += self.ray.get(block)[ID_COLUMN].to_pylist()[start:stop]
             yield ids
             step += 1

@@ -145,7 +145,7 @@ class TestTooLittleKnown:
         assert judged(speed={"step_terms_ms": {}}).headline.startswith("nothing was measured")
 
     def test_runs_without_terms_of_a_step_are_judged_by_input_wait_and_bottleneck(self) -> None:
-        speed = {"step_terms_ms": None, "input_wait_pct": 25.0}
+        speed = {"step_terms_ms": {}, "input_wait_pct": 25.0}
         found = judged(speed=speed, bottleneck="cpu", chain=())
         assert found.headline == "input-bound: 25 % of each step waits for data; the CPU hosts bind"
         assert found.details == []

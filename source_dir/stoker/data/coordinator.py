@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from stoker.config import UsageError
+from stoker.data.agents import Agents
 from stoker.data.chain import BlockReport
 from stoker.data.ledger import ChainBooks, DataError, EpochBooks, explain
 from stoker.data.position import CarriedBooks, Plan, Position, Trail
+from stoker.data.rows import Server
 from stoker.data.signals import OneTimeSignal, Pace, Signal
 from stoker.data.splitter import Splitter
 from stoker.data.streams import Portion, Stream
@@ -43,6 +45,7 @@ class Coordinator:
         remainder: str,
         budget: float,
         epochs: int,
+        direct: bool = True,
     ) -> None:
         self.dataset_of, self.plan, self.by_row = dataset_of, plan, by_row
         self.totals, self.batch_size, self.remainder = totals, batch_size, remainder
@@ -57,6 +60,11 @@ class Coordinator:
         self.pace, self.stop, self.checkpoint = Pace(), Signal(), OneTimeSignal(0)
         self.chain = {split: ChainBooks() for split in ("train", "val")}
         self.events: list[dict[str, Any]] = []
+        self.agents = Agents(lambda used: self.log("host_cpu", {"hosts": used}), serve=direct)
+
+    def servers(self) -> tuple[bytes, dict[str, Server]]:
+        """Train worker's call: the secret of this run's block connections, and who serves, by node."""
+        return self.agents.servers()
 
     def new_attempt(self) -> int:
         """Train worker's call (rank 0), once per start: the number of this attempt, from 0 on."""
@@ -143,9 +151,9 @@ class Coordinator:
             for order, stream in enumerate(list(self.streams.values())):
                 if not self._my_turn(attempt, order):
                     return
-                for reference, rows, size in self._bundles(stream, me):
+                for block in self._bundles(stream, me):
                     with self.changed:
-                        stream.arrived(reference, rows, size)
+                        stream.arrived(*block)
                         self.changed.notify_all()
                         while self._full(stream) and attempt == self.attempt and not self.failure:
                             self.changed.wait(1.0)
@@ -171,15 +179,17 @@ class Coordinator:
                 self.changed.wait(1.0)
             return False
 
-    def _bundles(self, stream: Stream, me: Any) -> Iterator[tuple[Any, int, int]]:
+    def _bundles(self, stream: Stream, me: Any) -> Iterator[tuple[Any, int, int, str]]:
         start = stream.trail.start if stream.trail else None
         dataset = self.dataset_of(stream.books.split, stream.books.epoch, self.attempt, me, start)
         if dataset is None:
             return
         for bundle in dataset.iter_internal_ref_bundles():
             for entry in bundle.blocks:
-                if entry.metadata.num_rows:
-                    yield entry.ref, entry.metadata.num_rows, entry.metadata.size_bytes or 0
+                about = entry.metadata
+                if about.num_rows:
+                    node = about.exec_stats.node_id if about.exec_stats else ""
+                    yield entry.ref, about.num_rows, about.size_bytes or 0, node
 
     def _full(self, stream: Stream) -> bool:
         first = min((stream.steps.get(r, 0) for r in range(self.workers)), default=0)

@@ -1,34 +1,52 @@
-"""Train worker: blocks → batches on the device, ahead of time, with input wait accounted."""
+"""Train worker: blocks → batches on the device, ahead of time, with every step's time accounted for."""
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from math import ceil
+from typing import Any, NamedTuple
 
 from stoker.data.chain import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN
+from stoker.data.device import DeviceCopies
 from stoker.data.ledger import ID_MODULUS, DataError
+from stoker.data.steps import DeviceClock, HostClock, Stamps, StepTimes
 from stoker.data.streams import Portion
+from stoker.data.transport import Transport
 from stoker.recipe import Batch
+from stoker.schema import DataConfig
+
+FETCHERS = 3
+"""Threads that fetch: as many steps are under way at once, over as many connections to each host."""
+LEAST_BATCHES, MOST_BATCHES = 2, 512
+
+
+class Prefetch(NamedTuple):
+    """Train worker: how much is kept ready."""
+
+    seconds: float
+    """Of the training's own work."""
+    max_bytes: int
+
+    @classmethod
+    def of(cls, data: DataConfig) -> Prefetch:
+        """Train worker: as configured."""
+        return cls(data.prefetch_s, data.prefetch_mb * 2**20)
 
 
 @dataclass
-class FeedTimes:
-    """Train worker: where the input side's time went in one pass, in seconds."""
+class Loaded:
+    """Train worker: one step's batch in this host's memory."""
 
-    wait_s: float = 0.0
-    """The loop waited for a batch: input wait."""
-    first_wait_s: float = 0.0
-    """The part of it before the pass's first batch."""
-    produce_s: float = 0.0
-    """The feed's thread waited for blocks to be produced."""
-    transfer_s: float = 0.0
-    """It waited for blocks to arrive on this host."""
-    collate_s: float = 0.0
-    """It cut batches out of blocks."""
+    columns: Batch
+    """Tensors, or lists of strings."""
+    ids: Any
+    keys: list[str]
+    portion: Portion
+    stamps: Stamps
+    nbytes: int
 
 
 @dataclass
@@ -41,17 +59,20 @@ class Pass:
     epoch: int
     rank: int
     device: Any
-    prefetch: int
+    transport: Transport
+    prefetch: Prefetch
     stall_timeout_s: float
     first_step: int = 0
     keep_keys: bool = False
-    times: FeedTimes = field(default_factory=FeedTimes)
+    times: StepTimes = field(default_factory=StepTimes)
     rows: int = 0
     padded: int = 0
     id_sum: int = 0
     keys: list[str] = field(default_factory=list)
     stop: str = ""
     """Why the run shall stop after the batch that was given last."""
+    checkpoint: bool = False
+    """Whether a checkpoint shall be written after the batch that was given last."""
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of this rank: dicts of tensors on the device, images as CHW.
@@ -59,148 +80,185 @@ class Pass:
         Raises:
             DataError: the data side failed, or gave nothing for `stall_timeout_s`.
         """
-        ready: queue.Queue[Any] = queue.Queue(maxsize=self.prefetch)
-        over = threading.Event()
-        threading.Thread(
-            target=self._fill, args=(ready, over), name=f"feed-{self.split}", daemon=True
-        ).start()
+        fetching = Fetching(self)
+        on_gpu = self.device.type == "cuda"
+        device_clock = DeviceClock(self.times, self.device) if on_gpu else None
+        clock = device_clock or HostClock(self.times)
+        copies = DeviceCopies(self.device, fetching.take) if on_gpu else None
         try:
-            first = True
             while True:
-                started = time.perf_counter()
-                item = self._take(ready)
-                waited = time.perf_counter() - started
-                self.times.wait_s += waited
-                if first:
-                    self.times.first_wait_s, first = waited, False
+                asked = time.perf_counter()
+                item = copies.take() if copies else fetching.take()
                 if item is None:
                     return
-                if isinstance(item, BaseException):
-                    raise item
-                batch, ids, keys, padded, stop = item
-                self.rows += len(ids)
-                self.padded += padded
-                own = ids[: len(ids) - padded]
-                self.id_sum = (self.id_sum + int(own.astype(object).sum() if len(own) else 0)) % ID_MODULUS
-                self.keys += keys
-                self.stop = stop
-                yield batch
-                if stop:
+                clock.waited(asked, time.perf_counter(), item.stamps)
+                if copies and device_clock:
+                    copies.await_copy(item)
+                    device_clock.copied()
+                self._count(item)
+                yield item.columns
+                clock.finished()
+                fetching.resize(item.nbytes)
+                if self.stop:
                     return
         finally:
-            over.set()
+            fetching.end()
+            if copies:
+                copies.end()
+            clock.close()
 
-    def _take(self, ready: queue.Queue[Any]) -> Any:
-        try:
-            return ready.get(timeout=self.stall_timeout_s)
-        except queue.Empty:
-            raise DataError(
-                f"no {self.split} batch came for {self.stall_timeout_s:.0f} s (data.stall_timeout_s):"
-                " the CPU hosts are stuck or far too slow"
-            ) from None
+    def _count(self, item: Loaded) -> None:
+        """The books of this rank: each row that the loop was given."""
+        import numpy as np
 
-    def _fill(self, ready: queue.Queue[Any], over: threading.Event) -> None:
-        """Thread: fetch, cut and queue batches until the pass ends."""
-        try:
-            cutter = BatchCutter(self.device, self.keep_keys)
-            step = self.first_step
-            while not over.is_set():
-                item = self._fetch(cutter, step)
-                step += 1
-                while not over.is_set():
-                    try:
-                        ready.put(item, timeout=0.5)
-                        break
-                    except queue.Full:
-                        continue
-                if item is None:
-                    return
-        except BaseException as error:
-            ready.put(error)
+        portion, ids = item.portion, item.ids
+        own = ids[: len(ids) - portion.padded]
+        self.rows += len(ids)
+        self.padded += portion.padded
+        # Sums of 64 bits wrap at a multiple of the modulus.
+        self.id_sum = (self.id_sum + int(own.view(np.uint64).sum())) % ID_MODULUS
+        if self.keep_keys:
+            self.keys += item.keys
+        self.stop, self.checkpoint = portion.stop, portion.checkpoint
 
-    def _fetch(self, cutter: BatchCutter, step: int) -> Any:
+
+class Fetching:
+    """Train worker: threads that ask for the steps of a pass in turn and fetch several at once."""
+
+    def __init__(self, owner: Pass) -> None:
+        self.owner = owner
+        self._turn = threading.Lock()
+        """Held by the thread that asks the coordinator for the next step."""
+        self._changed = threading.Condition()
+        self._loaded: dict[int, Any] = {}
+        self._next = self._asked = owner.first_step
+        """The step that the loop takes next, and the one that is asked for next."""
+        self._limit = LEAST_BATCHES + FETCHERS
+        self._over = False
+        for number in range(FETCHERS):
+            name = f"feed-{owner.split}-{number}"
+            threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def take(self) -> Loaded | None:
+        """The next step's batch; None after the last, or when this pass has been ended.
+
+        Raises:
+            DataError: the data side failed, or gave nothing for the stall time-out.
+        """
+        deadline = time.monotonic() + self.owner.stall_timeout_s
+        with self._changed:
+            while self._next not in self._loaded:
+                if self._over:
+                    return None
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise DataError(
+                        f"no {self.owner.split} batch came for {self.owner.stall_timeout_s:.0f} s"
+                        " (data.stall_timeout_s): the CPU hosts are stuck or far too slow"
+                    )
+                self._changed.wait(left)
+            item = self._loaded.pop(self._next)
+            self._next += 1
+            self._changed.notify_all()
+        if isinstance(item, BaseException):
+            raise item
+        loaded: Loaded | None = item
+        return loaded
+
+    def resize(self, batch_bytes: int) -> None:
+        """Keep as many batches as train for `prefetch.seconds`, and as fit."""
+        prefetch, compute = self.owner.prefetch, self.owner.times.compute_s
+        if compute <= 0:
+            return
+        wanted = ceil(prefetch.seconds / compute)
+        room = prefetch.max_bytes // max(batch_bytes, 1)
+        self._limit = max(LEAST_BATCHES, min(wanted, room, MOST_BATCHES))
+
+    def end(self) -> None:
+        """The loop wants no more."""
+        with self._changed:
+            self._over = True
+            self._loaded.clear()
+            self._changed.notify_all()
+        self.owner.transport.finish_pass()
+
+    def _work(self) -> None:
+        """Thread: ask, fetch, put down, until the pass ends."""
+        while True:
+            step = -1
+            try:
+                with self._turn:
+                    step = self._await_room()
+                    if step < 0:
+                        return
+                    portion = self._ask(step)
+                    self._asked = step + 1
+                    if portion is None:
+                        self._put(step, None)
+                        self._asked = -1
+                        return
+                item = self._fetch(portion)
+            except BaseException as error:
+                self._put(step, error)
+                return
+            self._put(step, item)
+
+    def _await_room(self) -> int:
+        """The step to ask for, once there is room for it; -1 where none is wanted any more."""
+        with self._changed:
+            while not self._over and self._asked >= 0 and self._asked - self._next >= self._limit:
+                self._changed.wait(1.0)
+            return -1 if self._over else self._asked
+
+    def _put(self, step: int, item: Any) -> None:
+        with self._changed:
+            if not self._over:
+                self._loaded[step] = item
+            self._changed.notify_all()
+
+    def _ask(self, step: int) -> Portion | None:
         import ray
 
-        started = time.perf_counter()
-        call = self.coordinator.next.remote(self.attempt, self.split, self.epoch, self.rank, step)
+        owner = self.owner
+        call = owner.coordinator.next.remote(owner.attempt, owner.split, owner.epoch, owner.rank, step)
         try:
-            answer: Portion | str | None = ray.get(call, timeout=self.stall_timeout_s)
+            answer: Portion | str | None = ray.get(call, timeout=owner.stall_timeout_s)
         except ray.exceptions.GetTimeoutError:
             raise DataError(
-                f"step {step}: no {self.split} data for {self.stall_timeout_s:.0f} s (data.stall_timeout_s)"
+                f"step {step}: no {owner.split} data for {owner.stall_timeout_s:.0f} s (data.stall_timeout_s)"
             ) from None
-        self.times.produce_s += time.perf_counter() - started
         if isinstance(answer, str):
             raise DataError(answer)
-        if answer is None:
-            return None
-        started = time.perf_counter()
-        tables = cutter.tables([reference for reference, _, _ in answer.blocks], self.stall_timeout_s)
-        self.times.transfer_s += time.perf_counter() - started
-        started = time.perf_counter()
-        parts = [(t, a, b) for t, (_, a, b) in zip(tables, answer.blocks, strict=True)]
-        batch, ids, keys = cutter.cut(parts)
-        self.times.collate_s += time.perf_counter() - started
-        return batch, ids, keys, answer.padded, answer.stop
+        return answer
+
+    def _fetch(self, portion: Portion) -> Loaded:
+        produced, cpu = time.perf_counter(), time.thread_time()
+        fetched = self.owner.transport.fetch(portion.blocks)
+        batch, ids, keys, size = as_tensors(fetched.columns)
+        now = time.perf_counter()
+        with self._changed:
+            self.owner.times.fetch_s += now - produced
+            self.owner.times.fetch_cpu_s += time.thread_time() - cpu
+        return Loaded(batch, ids, keys, portion, Stamps(produced, fetched.arrived, now), size)
 
 
-class BatchCutter:
-    """Train worker: rows of blocks in shared memory → tensors on the device, one copy each."""
+def as_tensors(columns: dict[str, Any]) -> tuple[Batch, Any, list[str], int]:
+    """Train worker: columns → (batch of tensors that share their memory, ids, keys, bytes)."""
+    import numpy as np
+    import torch
 
-    def __init__(self, device: Any, keep_keys: bool) -> None:
-        self.device = device
-        self.keep_keys = keep_keys
-        self._columns: dict[Any, dict[str, Any]] = {}
-
-    def tables(self, references: list[Any], timeout_s: float) -> list[dict[str, Any]]:
-        """Columns of the blocks as NumPy views; blocks of the step before are kept at hand."""
-        import ray
-        from ray.data.block import BlockAccessor
-
-        missing = [r for r in references if r not in self._columns]
-        found = {r: self._columns[r] for r in references if r in self._columns}
-        for reference, block in zip(missing, ray.get(missing, timeout=timeout_s), strict=True):
-            accessor = BlockAccessor.for_block(block)
-            found[reference] = accessor.to_numpy(list(block.column_names))
-        self._columns = found
-        return [found[r] for r in references]
-
-    def cut(self, parts: list[tuple[dict[str, Any], int, int]]) -> tuple[Batch, Any, list[str]]:
-        """Rows of blocks → (batch, ids, keys)."""
-        import numpy as np
-
-        if not parts:
-            return {}, np.empty(0, dtype=np.int64), []
-        names = parts[0][0].keys()
-        ids = np.concatenate([t[ID_COLUMN][a:b] for t, a, b in parts])
-        keys: list[str] = []
-        batch: Batch = {}
-        for name in names:
-            if name == ID_COLUMN:
-                continue
-            views = [t[name][a:b] for t, a, b in parts]
-            if name == KEY_COLUMN:
-                keys = [str(k) for view in views for k in view]
-            elif views[0].dtype == object:
-                batch[name] = [value for view in views for value in view]
-            else:
-                batch[name.removesuffix(HWC_SUFFIX)] = self._tensor(views, name.endswith(HWC_SUFFIX))
-        return batch, ids, keys if self.keep_keys else []
-
-    def _tensor(self, views: list[Any], hwc: bool) -> Any:
-        import numpy as np
-        import torch
-
-        rows = sum(len(v) for v in views)
-        dtype = torch.from_numpy(np.empty(0, views[0].dtype)).dtype
-        on_gpu = self.device.type == "cuda"
-        out = torch.empty((rows, *views[0].shape[1:]), dtype=dtype, pin_memory=on_gpu)
-        target = out.numpy()
-        at = 0
-        for view in views:
-            target[at : at + len(view)] = view
-            at += len(view)
-        if on_gpu:
-            out = out.to(self.device, non_blocking=True)
+    columns = dict(columns)
+    ids = columns.pop(ID_COLUMN, np.empty(0, dtype=np.int64))
+    keys = columns.pop(KEY_COLUMN, [])
+    batch: Batch = {}
+    size = 0
+    for name, column in columns.items():
+        if isinstance(column, list):
+            batch[name] = column
+            continue
+        size += column.nbytes
+        tensor = torch.from_numpy(column)
         # A view: height × width × channels in memory is what PyTorch calls channels_last.
-        return out.permute(0, 3, 1, 2) if hwc else out
+        hwc = name.endswith(HWC_SUFFIX)
+        batch[name.removesuffix(HWC_SUFFIX)] = tensor.permute(0, 3, 1, 2) if hwc else tensor
+    return batch, ids, keys, size

@@ -129,6 +129,7 @@ def start_coordinator(
         remainder=config.data.remainder,
         budget=config.data.bad_record_budget,
         epochs=config.train.epochs,
+        direct=config.data.transport == "direct",
     )
     coordinator.begin.remote(coordinator, 0, workers, first_epoch, position)
     return coordinator

@@ -8,15 +8,18 @@ from typing import Any
 from stoker.data.chain import ID_COLUMN, BlockReport
 from stoker.data.ledger import EpochBooks
 from stoker.data.position import Position, Trail
-from stoker.data.splitter import Splitter
+from stoker.data.rows import Rows
+from stoker.data.splitter import Slice, Splitter
+
+SERVED_FROM_BYTES = 100 * 1024
+"""Ray keeps smaller objects with their owner, not in the shared memory of the host that made them."""
 
 
 @dataclass
 class Portion:
     """Coordinator → train worker: rows of one step."""
 
-    blocks: list[tuple[Any, int, int]]
-    """(object reference of a block, first row, row after the last)."""
+    blocks: list[Rows]
     padded: int = 0
     stop: str = ""
     """Why the run shall stop after this step; empty: it goes on."""
@@ -33,8 +36,8 @@ class Stream:
     total: int | None
     trail: Trail | None = None
     """Training passes remember what came in which order, to say where they stand."""
-    blocks: dict[int, tuple[Any, int]] = field(default_factory=dict)
-    """Blocks that are still needed: number → (object reference, bytes)."""
+    blocks: dict[int, tuple[Any, int, str]] = field(default_factory=dict)
+    """Blocks that are still needed: number → (object reference, bytes, node that holds it)."""
     steps: dict[int, int] = field(default_factory=dict)
     """Next step of each rank."""
     finished: dict[int, tuple[int, int, int]] = field(default_factory=dict)
@@ -50,14 +53,14 @@ class Stream:
             self._piece_of_task[name.partition("/")[0]] = report.piece
         return True
 
-    def arrived(self, reference: Any, rows: int, size: int) -> None:
+    def arrived(self, reference: Any, rows: int, size: int, node: str = "") -> None:
         """A block is there; its task has reported it before it gave it."""
         skip = 0
         if self.trail is not None:
             piece = self._piece_of_task.get(reference.task_id().hex(), -1)
             skip = self.trail.arrive(piece, rows)
         if skip < rows:
-            self.blocks[self.splitter.add(rows, skip)] = (reference, size)
+            self.blocks[self.splitter.add(rows, skip)] = (reference, size, node)
 
     def portion(self, step: int, rank: int) -> Portion | None:
         """A worker's rows of a step, which must be ready; None after its last."""
@@ -65,7 +68,12 @@ class Stream:
         self.steps[rank] = step + 1
         if share is None:
             return None
-        return Portion([(self.blocks[s.block][0], s.start, s.stop) for s in share.slices], share.padded)
+        return Portion([self._rows(part) for part in share.slices], share.padded)
+
+    def _rows(self, part: Slice) -> Rows:
+        reference, size, node = self.blocks[part.block]
+        # What is small travels inside Ray's own messages.
+        return Rows(reference, part.start, part.stop, node if size >= SERVED_FROM_BYTES else "")
 
     def release(self, workers: int) -> None:
         """Drop the blocks that every worker has taken."""
@@ -122,4 +130,4 @@ class Stream:
 
     def held_bytes(self) -> int:
         """Bytes of the blocks that are still needed."""
-        return sum(size for _, size in self.blocks.values())
+        return sum(size for _, size, _ in self.blocks.values())

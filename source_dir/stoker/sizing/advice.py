@@ -150,7 +150,11 @@ def _waiting(summary: Summary) -> tuple[float, Bottleneck] | None:
     if total > 0:
         waits = {side: terms.get(name, 0.0) for name, side in _WAITS.items()}
         share = sum(waits.values()) / total
-        return share, "gpu" if share < INPUT_BOUND else max(waits, key=lambda side: waits[side])
+        if share < INPUT_BOUND:
+            return share, "gpu"
+        # The run's own verdict also knows how busy the hosts were.
+        judged = summary.bottleneck if summary.bottleneck != "gpu" else None
+        return share, judged or max(waits, key=lambda side: waits[side])
     if summary.bottleneck is None:
         return None
     return summary.speed.input_wait_pct / 100, summary.bottleneck

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from stoker.data.chain import Chain
-from stoker.data.feed import Pass
+from stoker.data.feed import Pass, Prefetch
 from stoker.data.opening import Data, start_coordinator
 from stoker.data.sources import Source
 from stoker.data.transforms import as_stages
+from stoker.data.transport import open_transport
 from stoker.schema import Config
 
 
@@ -43,7 +44,8 @@ def one_pass(config: Config, source: Source, chain: list[Any], device: Any) -> I
             epoch=0,
             rank=0,
             device=device,
-            prefetch=config.data.prefetch_batches,
+            transport=open_transport(coordinator, config.data, device),
+            prefetch=Prefetch.of(config.data),
             stall_timeout_s=config.data.stall_timeout_s,
         )
     finally:

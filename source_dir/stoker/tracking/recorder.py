@@ -11,13 +11,11 @@ from typing import Any
 
 from stoker.sizing.cost import run_cost
 from stoker.sizing.prices import PriceList
-from stoker.tracking.summary import Bottleneck, Summary, less_is_better
+from stoker.tracking.bottleneck import HostLoad, bottleneck
+from stoker.tracking.summary import STEP_TERMS, Summary, less_is_better
 
 NOTABLE = ("resumed", "stop", "stopped", "note", "host_lost", "host_joined")
 """Events that the summary keeps."""
-
-INPUT_BOUND_PCT = 10.0
-"""From this input wait on, the input side and not the GPU is called the bottleneck."""
 
 
 class Recorder:
@@ -40,6 +38,7 @@ class Recorder:
         self.steady: Counter[str] = Counter()
         self.step_ms: list[float] = []
         self.worker_nodes: dict[int, str] = {}
+        self.load = HostLoad()
 
     def take(self, event: dict[str, Any]) -> None:
         """Write an event down and let the summary follow."""
@@ -47,6 +46,10 @@ class Recorder:
         if kind == "record_ids":
             self._write_ids(event)
             return
+        if kind == "host_cpu":
+            hosts = {self._host_of(node): used for node, used in event["hosts"].items()}
+            event = {**event, "hosts": hosts}
+            self.load.take(hosts, training=self.summary.steps > 0)
         self.events_file.write(json.dumps(event, default=str) + "\n")
         if kind in NOTABLE:
             self.summary.events.append(event)
@@ -116,7 +119,7 @@ class Recorder:
         if event["split"] != "train":
             return
         self.step_ms += event["step_ms"]
-        figures = {"samples": event["samples"], "elapsed_s": event["elapsed_s"], **event["times"]}
+        figures = {name: event[name] for name in ("samples", "elapsed_s", "steps")} | event["times"]
         self.totals.update(figures)
         if event["epoch"] > 0:
             self.steady.update(figures)
@@ -147,7 +150,8 @@ class Recorder:
             elapsed = max(steady["elapsed_s"], 1e-9)
             speed.steady_samples_per_s = round(steady["samples"] / elapsed, 2)
             speed.input_wait_pct = round(100 * steady["wait_s"] / elapsed, 2)
-            self.summary.bottleneck = bottleneck(speed.input_wait_pct, steady)
+            steps = max(steady["steps"], 1)
+            speed.step_terms_ms = {n: round(1000 * steady[f"{n}_s"] / steps, 3) for n in STEP_TERMS}
         if self.step_ms:
             speed.step_ms_p50 = round(statistics.median(self.step_ms), 3)
         if figures:
@@ -156,6 +160,9 @@ class Recorder:
             tasks = figures["tasks_by_node"]
             self.summary.chain_tasks_by_host = {self._host_of(n): count for n, count in tasks.items()}
             self.summary.records.epochs += figures["open"]
+        self.summary.host_cpu = self.load.rows(self.summary.cluster.hosts)
+        if seconds:
+            self.summary.bottleneck = bottleneck(self.summary, steady)
         self.summary.seconds = round(time.monotonic() - self.started, 2)
         if self.prices is not None:
             self.summary.cost = run_cost(self.summary, self.prices)
@@ -163,18 +170,6 @@ class Recorder:
         self.events_file.close()
         if self.board is not None:
             self.board.close()
-
-
-def bottleneck(input_wait_pct: float, times: Counter[str]) -> Bottleneck:
-    """Head: what binds: the GPU, or else what the feed waited for most."""
-    if input_wait_pct < INPUT_BOUND_PCT:
-        return "gpu"
-    sides: dict[Bottleneck, float] = {
-        "cpu": times["produce_s"],
-        "network": times["transfer_s"],
-        "gpu_host_cpu": times["collate_s"],
-    }
-    return max(sides, key=lambda side: sides[side])
 
 
 def _board(run_dir: Path) -> Any:

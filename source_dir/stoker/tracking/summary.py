@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 Status = Literal["running", "succeeded", "failed", "interrupted"]
 Bottleneck = Literal["gpu", "cpu", "network", "gpu_host_cpu"]
+STEP_TERMS = ("wait_production", "wait_transfer", "wait_collate", "host_to_device", "compute")
+"""Where the time of a step goes: waiting for blocks to be made, to come here, to be cut into a batch, for
+that to be copied to the device; and training."""
 
 
 def less_is_better(metric: str) -> bool:
@@ -49,6 +52,8 @@ class Speed(Part):
     steady_samples_per_s: float = 0.0
     input_wait_pct: float = 0.0
     step_ms_p50: float = 0.0
+    step_terms_ms: dict[str, float] = {}
+    """Mean ms per step by STEP_TERMS, each as far as it held training up; they add up to a step."""
     bytes_per_sample: float = 0.0
     first_step_s: float | None = None
     """Seconds from the start of the process on the head to the end of the first step."""
@@ -84,6 +89,8 @@ class Summary(BaseModel):
     train_workers_by_host: dict[str, int] = {}
     metrics: Metrics = Metrics()
     bottleneck: Bottleneck | None = None
+    host_cpu: list[dict[str, Any]] = []
+    """Per host: host, group, mean_pct and max_pct of all its CPUs while training."""
     cost: dict[str, Any] | None = None
     model: str | None = None
     events: list[dict[str, Any]] = []

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stoker.data.feed import Pass
+from stoker.data.feed import Pass, Prefetch
+from stoker.data.transport import open_transport
 from stoker.recipe import load_recipe, where_raised
 from stoker.schema import Config
 from stoker.training import checkpoint, optimizers, strategies
@@ -149,9 +150,8 @@ def train_epoch(worker: Worker, epoch: int) -> tuple[dict[str, float], str]:
     # Summed on the device: reading it there would make the GPU wait in every step.
     loss_sum = torch.zeros((), dtype=torch.float64, device=worker.device)
     steps, started = 0, time.perf_counter()
-    samples, step_times = 0, []
+    samples = 0
     for batch in feed:
-        step_started = time.perf_counter()
         batch = worker.modules["train"](batch)
         loss = loss_of(worker.recipe.training_step(worker.model, batch))
         worker.optimizer.zero_grad(set_to_none=True)
@@ -164,7 +164,6 @@ def train_epoch(worker: Worker, epoch: int) -> tuple[dict[str, float], str]:
         loss_sum += loss.detach()
         steps += 1
         samples = (feed.rows - feed.padded) * worker.world_size
-        step_times.append(time.perf_counter() - step_started)
         if worker.step == 1 or steps % log_every == 0:
             check_finite(float(loss_sum), worker, epoch)
             worker.log(
@@ -176,6 +175,7 @@ def train_epoch(worker: Worker, epoch: int) -> tuple[dict[str, float], str]:
                 epoch_samples=samples,
                 elapsed_s=time.perf_counter() - started,
                 wait_s=feed.times.wait_s,
+                terms_ms=feed.times.since_told(),
             )
         if reached(worker):
             break
@@ -191,8 +191,8 @@ def train_epoch(worker: Worker, epoch: int) -> tuple[dict[str, float], str]:
         samples=samples,
         elapsed_s=elapsed,
         steps=steps,
-        step_ms=[round(1000 * t, 3) for t in step_times[-2000:]],
-        times=vars(feed.times),
+        step_ms=list(feed.times.step_ms),
+        times=feed.times.figures(),
     )
     mean_loss = mean_over_ranks(worker, loss_sum / max(steps, 1))
     check_finite(mean_loss, worker, epoch)
@@ -243,7 +243,7 @@ def validate(worker: Worker, epoch: int) -> dict[str, float]:
         elapsed_s=time.perf_counter() - started,
         steps=0,
         step_ms=[],
-        times=vars(feed.times),
+        times=feed.times.figures(),
     )
     flags = torch.tensor([float(fed)], dtype=torch.float64)
     if worker.world_size > 1:
@@ -259,6 +259,7 @@ def validate(worker: Worker, epoch: int) -> dict[str, float]:
 def open_pass(worker: Worker, split: str, epoch: int) -> Pass:
     """Train worker: this rank's feed of one pass."""
     data = worker.config.data
+    worker.transport = worker.transport or open_transport(worker.coordinator, data, worker.device)
     return Pass(
         worker.coordinator,
         worker.attempt,
@@ -266,7 +267,8 @@ def open_pass(worker: Worker, split: str, epoch: int) -> Pass:
         epoch,
         worker.rank,
         worker.device,
-        prefetch=data.prefetch_batches,
+        worker.transport,
+        Prefetch.of(data),
         stall_timeout_s=data.stall_timeout_s,
         keep_keys=worker.config.tracking.record_ids,
     )

@@ -31,6 +31,8 @@ class Worker:
     """The gradient scaler; None unless `train.precision` is fp16."""
     modules: dict[str, Any] = field(default_factory=dict)
     """The recipe's on_device modules by split."""
+    transport: Any = None
+    """How blocks get here; opened with the first pass."""
     step: int = 0
     samples: int = 0
 

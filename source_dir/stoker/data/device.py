@@ -1,0 +1,98 @@
+"""Train worker on a GPU: copies batches to the device in a stream of its own, before they are needed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+AHEAD = 2
+"""Batches on the device that the loop has not taken yet; more wait in the host's memory."""
+
+
+class DeviceCopies:
+    """Train worker: a thread that takes loaded batches in turn and starts their copies.
+
+    Args:
+        device: the GPU.
+        take: gives the next loaded batch, None after the last, or raises.
+    """
+
+    def __init__(self, device: Any, take: Callable[[], Any]) -> None:
+        import torch
+
+        self._device, self._take = device, take
+        cuda: Any = torch.cuda
+        self._stream = cuda.Stream(device)
+        self._room = threading.Semaphore(AHEAD)
+        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._copied: dict[int, Any] = {}
+        """Copy's end of each batch in the queue."""
+        self._sources: deque[tuple[Any, Any]] = deque()
+        """Pinned memory that a copy still reads, with the event of its end."""
+        self._over = False
+        threading.Thread(target=self._work, name="feed-copies", daemon=True).start()
+
+    def take(self) -> Any:
+        """The next batch, on its way to the device; None after the last.
+
+        Raises:
+            whatever the feed failed with.
+        """
+        item = self._ready.get()
+        self._room.release()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def await_copy(self, item: Any) -> None:
+        """Let the stream that computes wait for the batch's copy, not the loop."""
+        import torch
+
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._copied.pop(id(item)))
+        for value in item.columns.values():
+            if isinstance(value, torch.Tensor):
+                # Its memory came from the copying stream's pool: it is free only when this one has used it.
+                value.record_stream(stream)
+
+    def end(self) -> None:
+        """The loop wants no more."""
+        self._over = True
+        self._room.release()
+
+    def _work(self) -> None:
+        import torch
+
+        try:
+            torch.cuda.set_device(self._device)
+            while True:
+                self._room.acquire()
+                item = None if self._over else self._take()
+                if item is not None:
+                    self._copy(item)
+                self._ready.put(item)
+                if item is None:
+                    break
+            self._stream.synchronize()
+            self._sources.clear()
+        except BaseException as error:
+            self._ready.put(error)
+
+    def _copy(self, item: Any) -> None:
+        import torch
+
+        cuda: Any = torch.cuda
+        event, source = cuda.Event(), item.columns
+        with cuda.stream(self._stream):
+            item.columns = {
+                name: value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+                for name, value in source.items()
+            }
+            event.record(self._stream)
+        self._copied[id(item)] = event
+        self._sources.append((event, source))
+        while self._sources and self._sources[0][0].query():
+            self._sources.popleft()

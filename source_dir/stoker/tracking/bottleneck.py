@@ -1,0 +1,73 @@
+"""Head: what binds a run, from where its steps' time went and how busy its hosts were. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from stoker.tracking.summary import Bottleneck, Host, Summary
+
+INPUT_BOUND_PCT = 10.0
+"""From this input wait on, the input side and not the GPU is called the bottleneck."""
+BUSY_PCT = 70.0
+"""Hosts that preprocess below this use of their CPUs are waiting themselves, for the data that they read."""
+SATURATED_PCT = 90.0
+"""From this use on a GPU host's CPUs are what receiving waits for."""
+BUSY_FETCHING = 0.7
+"""From this share of CPU time on, the threads that fetch do not wait for the network."""
+
+
+class HostLoad:
+    """Head: CPU use of each host over a run."""
+
+    def __init__(self) -> None:
+        self._samples: dict[bool, defaultdict[str, list[float]]] = {
+            training: defaultdict(list) for training in (False, True)
+        }
+
+    def take(self, hosts: Mapping[str, float], training: bool) -> None:
+        """One sample of every host; those before the first step count only where there are no others."""
+        for host, used in hosts.items():
+            self._samples[training][host].append(used)
+
+    def rows(self, hosts: list[Host]) -> list[dict[str, Any]]:
+        """As summary.json holds them."""
+        rows = []
+        for host in hosts:
+            used = self._samples[True].get(host.host) or self._samples[False].get(host.host)
+            if used:
+                mean = round(sum(used) / len(used), 1)
+                rows.append({"host": host.host, "group": host.group, "mean_pct": mean, "max_pct": max(used)})
+        return rows
+
+
+def bottleneck(summary: Summary, times: Mapping[str, float]) -> Bottleneck:
+    """Head: the GPU, or else what training waited for most.
+
+    Args:
+        summary: with its input wait, host_cpu, and who did what.
+        times: seconds over the run: STEP_TERMS with `_s`, fetch_s, fetch_cpu_s.
+    """
+    if summary.speed.input_wait_pct < INPUT_BOUND_PCT:
+        return "gpu"
+    waits = {
+        "production": times["wait_production_s"],
+        "transfer": times["wait_transfer_s"],
+        "here": times["wait_collate_s"] + times["host_to_device_s"],
+    }
+    most = max(waits, key=lambda name: waits[name])
+    if most == "production":
+        busy = _mean_pct(summary, set(summary.chain_tasks_by_host))
+        return "cpu" if busy is None or busy >= BUSY_PCT else "network"
+    if most == "transfer":
+        receiving = _mean_pct(summary, set(summary.train_workers_by_host))
+        saturated = receiving is not None and receiving >= SATURATED_PCT
+        fetching = times["fetch_cpu_s"] / max(times["fetch_s"], 1e-9)
+        return "gpu_host_cpu" if saturated or fetching >= BUSY_FETCHING else "network"
+    return "gpu_host_cpu"
+
+
+def _mean_pct(summary: Summary, names: set[str]) -> float | None:
+    used = [float(row["mean_pct"]) for row in summary.host_cpu if row["host"] in names]
+    return sum(used) / len(used) if used else None
