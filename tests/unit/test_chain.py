@@ -162,3 +162,15 @@ def test_arrays_are_images_whichever_way_round_they_lie(shape: tuple[int, ...], 
     assert columns["image"].shape[1] == channels
     plain, _ = Chain([], seed=0).run([{"key": "a", "image": pixels}], epoch=0)
     assert (HWC_SUFFIX in next(iter(plain))) == (shape[-1] == channels)
+
+
+def test_stages_say_whether_their_result_may_be_kept_across_epochs() -> None:
+    class Resize(v2.Resize):
+        """A class of the user's own may do anything, whatever its name."""
+
+    still = v2.Compose([v2.Resize(32), v2.CenterCrop(32)])
+    chain = [DecodeImage(), CheckLabel(3), ("small", v2.Resize(40)), still]
+    assert [stage.random for stage in as_stages(chain)] == [False] * 4
+    moving = v2.Compose([v2.Resize(32), v2.RandomHorizontalFlip()])
+    chain = [moving, v2.GaussianBlur(3), Resize(40), lambda batch: batch, v2.RandomResizedCrop(32)]
+    assert [stage.random for stage in as_stages(chain)] == [True] * 5

@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from stoker.config import UsageError
@@ -24,10 +24,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _BATCH_ONLY = {"MixUp", "CutMix"}
+_NEVER_RANDOM = {
+    *("CenterCrop", "ConvertImageDtype", "Grayscale", "Identity", "Normalize", "PILToTensor", "Pad", "RGB"),
+    *("Resize", "ToDtype", "ToImage", "ToPILImage", "ToPureTensor", "ToTensor"),
+}
+"""Transforms of torchvision that draw nothing; what is not listed counts as random."""
 
 
 class RecordTransform(ABC):
     """CPU task: changes one record. `rng` is seeded by (seed, epoch, record key)."""
+
+    random: bool = True
+    """False: the same record gives the same result in every epoch, so that it may be cached."""
 
     @abstractmethod
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
@@ -43,6 +51,8 @@ class Stage:
     apply: Callable[..., Any]
     """record: (record, rng) → record; batch: (dict of arrays) → dict of arrays."""
     uses_torch: bool = False
+    random: bool = True
+    """False: draws nothing, so its result may be kept across epochs. Unknown callables count as random."""
 
 
 def as_stages(chain: Sequence[Any]) -> list[Stage]:
@@ -58,36 +68,46 @@ def as_stages(chain: Sequence[Any]) -> list[Stage]:
         stage = _as_stage(entry, position)
         taken = sum(s.name.split("#")[0] == stage.name for s in stages)
         name = f"{stage.name}#{taken + 1}" if taken else stage.name
-        stages.append(Stage(name, stage.per, stage.apply, stage.uses_torch))
+        stages.append(replace(stage, name=name))
     return stages
 
 
 def _as_stage(entry: Any, position: int) -> Stage:
     if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str):
         stage = _as_stage(entry[1], position)
-        return Stage(entry[0], stage.per, stage.apply, stage.uses_torch)
+        return replace(stage, name=entry[0])
     if isinstance(entry, Stage):
         return entry
     name = getattr(entry, "__name__", None) or type(entry).__name__
     if isinstance(entry, type):
         raise UsageError(f"preprocess() entry {position + 1}: {name} is a class; write {name}()")
     if isinstance(entry, RecordTransform):
-        return Stage(name, "record", entry)
+        return Stage(name, "record", entry, random=entry.random)
     ancestors = [f"{c.__module__}.{c.__name__}" for c in type(entry).__mro__]
     if any(a.startswith("ray.data.preprocessor") and a.endswith(".Preprocessor") for a in ancestors):
         if "NOT_FITTED" in str(entry.fit_status()):
             raise UsageError(f"preprocess() entry {position + 1}: {name} is not fitted; call fit() first")
-        return Stage(name, "batch", entry.transform_batch)
+        return Stage(name, "batch", entry.transform_batch, random=False)
     if any(a.startswith("torchvision.transforms") for a in ancestors):
         if name in _BATCH_ONLY:
             raise UsageError(
                 f"preprocess() entry {position + 1}: {name} mixes the records of a batch; return it"
                 " from on_device()"
             )
-        return Stage(name, "record", ImageModule(entry), uses_torch=True)
+        return Stage(name, "record", ImageModule(entry), uses_torch=True, random=_may_draw(entry))
     if callable(entry):
         return Stage(name, "batch", entry)
     raise UsageError(f"preprocess() entry {position + 1}: {entry!r} is neither a transform nor a callable")
+
+
+def _may_draw(module: Any) -> bool:
+    """Whether a torchvision transform may draw random numbers; a class derived by the user always may."""
+    kind = type(module)
+    if not kind.__module__.startswith("torchvision.transforms"):
+        return True
+    if kind.__name__ == "Compose":
+        return any(_may_draw(part) for part in module.transforms)
+    return kind.__name__ not in _NEVER_RANDOM
 
 
 def is_hwc(shape: tuple[int, ...]) -> bool:
@@ -131,6 +151,8 @@ class DecodeImage(RecordTransform):
     Args:
         mode: "RGB" or "L" (one channel).
     """
+
+    random = False
 
     def __init__(self, mode: Literal["RGB", "L"] = "RGB") -> None:
         self.mode = mode
@@ -186,6 +208,8 @@ def _decode_with_pillow(content: bytes, mode: str) -> NDArray[Any]:
 
 class CheckLabel(RecordTransform):
     """CPU task: quarantines a record whose `label` is not in 0 … classes-1."""
+
+    random = False
 
     def __init__(self, classes: int) -> None:
         self.classes = classes
