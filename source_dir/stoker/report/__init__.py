@@ -1,0 +1,1 @@
+"""Head and laptop: report.html, a run for the eyes."""

@@ -1,0 +1,300 @@
+"""Head and laptop: charts as inline SVG, coloured by the page's CSS variables; pure functions.
+
+Every chart has a title and a description for screen readers, and never tells anything by colour alone: lines differ
+in their dashes and carry their names, areas differ in their hatching.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+Point = tuple[float, float]
+
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 420, 46, 12, 14, 34
+MOST_POINTS = 360
+DASHES = ("", "6 3", "2 3", "8 3 2 3")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One series of a line chart."""
+
+    name: str
+    points: Sequence[Point]
+
+
+@dataclass(frozen=True)
+class Event:
+    """A vertical line at x; `short` is its one-letter sign in the chart."""
+
+    x: float
+    short: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """One segment of a stacked bar."""
+
+    name: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar; `value` None: not measured."""
+
+    name: str
+    value: float | None
+    note: str = ""
+    strong: bool = False
+
+
+@dataclass
+class _Scale:
+    low: float
+    high: float
+    start: float
+    end: float
+    ticks: list[float] = field(default_factory=list)
+
+    def __call__(self, value: float) -> float:
+        span = self.high - self.low or 1.0
+        return self.start + (value - self.low) / span * (self.end - self.start)
+
+
+def figure(text: float, unit: str = "") -> str:
+    """A number for people: three digits that matter, thousands apart."""
+    size = abs(text)
+    if size >= 100 or text == int(text):
+        shown = f"{text:,.0f}"
+    elif size >= 10:
+        shown = f"{text:.1f}"
+    elif size >= 0.01:
+        shown = f"{text:.3g}"
+    else:
+        shown = f"{text:.2g}"
+    return f"{shown} {unit}".strip()
+
+
+def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round values that cover low … high, `most` steps at the most."""
+    if not high > low:
+        high = low + (abs(low) or 1.0)
+    raw = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= raw * 0.999)
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
+    return [round(i * step, 12) for i in range(first, last + 1)]
+
+
+def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """At most about `most` points: of each stretch its lowest and highest, so that no spike is lost."""
+    if len(points) <= most:
+        return list(points)
+    size = math.ceil(2 * len(points) / most)
+    kept: list[Point] = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        pair = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
+        kept += sorted(pair)
+    return kept
+
+
+def line_chart(
+    title: str,
+    description: str,
+    lines: Sequence[Line],
+    x_label: str,
+    y_label: str,
+    *,
+    events: Sequence[Event] = (),
+    y_top: float | None = None,
+    from_zero: bool = True,
+    height: int = 200,
+) -> str:
+    """Lines over one x axis, with vertical marks for events.
+
+    Args:
+        title: names the chart for screen readers.
+        description: its content in words.
+        lines: at least one with a point.
+        x_label: of the x axis, with its unit.
+        y_label: of the y axis, with its unit.
+        events: vertical marks.
+        y_top: end of the y axis; default: what the values need.
+        from_zero: begin the y axis at zero.
+        height: in the chart's own units; its width is WIDTH.
+    """
+    points = [p for line in lines for p in line.points]
+    xs = [x for x, _ in points] + [e.x for e in events]
+    ys = [y for _, y in points]
+    low = 0.0 if from_zero and min(ys) >= 0 else min(ys)
+    y_ticks = nice_ticks(low, y_top if y_top is not None else max(ys), 4)
+    y = _Scale(y_ticks[0], y_ticks[-1], height - BOTTOM, TOP, y_ticks)
+    right = RIGHT + (52 if len(lines) > 1 else 0)
+    x_low = min(xs)
+    x_high = max(xs) if max(xs) > x_low else x_low + 1
+    x = _Scale(x_low, x_high, LEFT, WIDTH - right)
+    x.ticks = [t for t in nice_ticks(x_low, x_high, 5) if x_low <= t <= x_high]
+    body = [*_axes(x, y, height, x_label, y_label, WIDTH - right)]
+    for event in events:
+        at = f"{x(event.x):.1f}"
+        body.append(
+            f'<g class="event"><title>{escape(event.text)}</title>'
+            f'<line x1="{at}" x2="{at}" y1="{TOP}" y2="{height - BOTTOM}"/>'
+            f'<text x="{at}" y="{TOP - 3}" text-anchor="middle">{escape(event.short)}</text></g>'
+        )
+    ends: list[tuple[float, int, str]] = []
+    for number, line in enumerate(lines):
+        kept = thin(sorted(line.points))
+        path = " ".join(f"{x(a):.1f},{y(min(b, y.high)):.1f}" for a, b in kept)
+        dash = f' stroke-dasharray="{DASHES[number % len(DASHES)]}"' if DASHES[number % len(DASHES)] else ""
+        if len(kept) <= 24:
+            body += [
+                f'<circle class="s{number + 1} dot" cx="{x(a):.1f}" cy="{y(min(b, y.high)):.1f}" r="2.6">'
+                f"<title>{escape(line.name)}: {figure(b)} at {figure(a)}</title></circle>"
+                for a, b in kept
+            ]
+        body.append(f'<polyline class="s{number + 1} line" points="{path}"{dash}/>')
+        ends.append((y(min(kept[-1][1], y.high)), number, line.name))
+    if len(lines) > 1:
+        for at, number, name in _apart(ends):
+            body.append(
+                f'<text class="s{number + 1} name" x="{WIDTH - right + 5}" y="{at + 4:.1f}">{escape(name)}</text>'
+            )
+    return _svg(title, description, height, body)
+
+
+def _apart(ends: list[tuple[float, int, str]], gap: float = 13.0) -> Iterator[tuple[float, int, str]]:
+    """Labels at the ends of lines, moved down where they would lie on each other."""
+    last = -math.inf
+    for at, number, name in sorted(ends):
+        last = max(at, last + gap)
+        yield last, number, name
+
+
+def _axes(x: _Scale, y: _Scale, height: int, x_label: str, y_label: str, end: float) -> Iterator[str]:
+    for tick in y.ticks:
+        at = f"{y(tick):.1f}"
+        yield f'<line class="grid" x1="{LEFT}" x2="{end}" y1="{at}" y2="{at}"/>'
+        yield f'<text class="tick" x="{LEFT - 5}" y="{float(at) + 3.6:.1f}" text-anchor="end">{figure(tick)}</text>'
+    for tick in x.ticks:
+        yield (
+            f'<text class="tick" x="{x(tick):.1f}" y="{height - BOTTOM + 14}" text-anchor="middle">'
+            f"{figure(tick)}</text>"
+        )
+    yield f'<text class="axis" x="{end}" y="{height - 4}" text-anchor="end">{escape(x_label)}</text>'
+    yield f'<text class="axis" x="2" y="{TOP - 3}">{escape(y_label)}</text>'
+
+
+def stacked_bar(title: str, description: str, parts: Sequence[Part], unit: str) -> str:
+    """One bar, its parts hatched differently; those wide enough carry their share."""
+    total = sum(part.value for part in parts) or 1.0
+    at, body = 0.0, []
+    for number, part in enumerate(parts):
+        wide = WIDTH * part.value / total
+        percent = f"{100 * part.value / total:.0f} %"
+        body.append(
+            f'<g><title>{escape(part.name)}: {figure(part.value, unit)}, {percent}</title>'
+            f'<rect class="f{number + 1}" x="{at:.1f}" y="2" width="{max(wide - 1, 0.5):.1f}" height="44" rx="3"/>'
+            f'<rect fill="url(#hatch{number + 1})" x="{at:.1f}" y="2" width="{max(wide - 1, 0.5):.1f}" height="44" rx="3"/>'
+        )
+        if wide > 42:
+            body.append(
+                f'<text class="inside" x="{at + wide / 2:.1f}" y="29" text-anchor="middle">{percent}</text>'
+            )
+        body.append("</g>")
+        at += wide
+    return _svg(title, description, 48, body)
+
+
+def bars(title: str, description: str, rows: Sequence[Bar], unit: str) -> str:
+    """Horizontal bars from zero; a bar far longer than the shortest is cut, with an arrow and its value.
+
+    Args:
+        title: names the chart for screen readers.
+        description: its content in words.
+        rows: at least one; `strong` ones stand out.
+        unit: of the values.
+    """
+    known = [row.value for row in rows if row.value]
+    end = min(max(known, default=1.0), 4 * min(known, default=1.0)) or 1.0
+    step, body = 40, []
+    for number, row in enumerate(rows):
+        top = number * step
+        strong = " strong" if row.strong else ""
+        value = "not measured" if row.value is None else figure(row.value, unit)
+        note = f" · {row.note}" if row.note else ""
+        body.append(
+            f'<text class="label{strong}" x="0" y="{top + 12}">{escape(row.name)}'
+            f'<tspan class="note"> {escape(value + note)}</tspan></text>'
+        )
+        if row.value is None:
+            body.append(f'<line class="absent" x1="0" x2="60" y1="{top + 25}" y2="{top + 25}"/>')
+            continue
+        cut = row.value > end * 1.001
+        wide = max((WIDTH - 16) * min(row.value, end) / end, 1.5)
+        kind = "f1" if row.strong else "f6"
+        body.append(f'<rect class="{kind}" x="0" y="{top + 18}" width="{wide:.1f}" height="14" rx="2"/>')
+        if row.strong:
+            body.append(f'<rect fill="url(#hatch2)" x="0" y="{top + 18}" width="{wide:.1f}" height="14" rx="2"/>')
+        if cut:
+            tip = f"{wide + 2:.1f},{top + 18} {wide + 12:.1f},{top + 25} {wide + 2:.1f},{top + 32}"
+            body.append(f'<polyline class="cut" points="{tip}"/>')
+    return _svg(title, description, len(rows) * step, body)
+
+
+def spark(title: str, description: str, points: Sequence[Point], top: float = 100.0) -> str:
+    """A small line from 0 to `top`, its area filled: one of many."""
+    wide, height = 200, 54
+    kept = thin(sorted(points), 120)
+    low, high = kept[0][0], max(kept[-1][0], kept[0][0] + 1)
+    coordinates = [
+        (2 + (a - low) / (high - low) * (wide - 4), height - 3 - min(b, top) / top * (height - 6)) for a, b in kept
+    ]
+    if len(coordinates) == 1:
+        coordinates.append((wide - 2, coordinates[0][1]))
+    path = " ".join(f"{a:.1f},{b:.1f}" for a, b in coordinates)
+    area = f"{coordinates[0][0]:.1f},{height - 3} {path} {coordinates[-1][0]:.1f},{height - 3}"
+    body = [
+        f'<line class="grid" x1="0" x2="{wide}" y1="3" y2="3"/>',
+        f'<line class="grid" x1="0" x2="{wide}" y1="{height - 3}" y2="{height - 3}"/>',
+        f'<polygon class="area" points="{area}"/>',
+        f'<polyline class="s1 line" points="{path}"/>',
+    ]
+    return _svg(title, description, height, body, wide)
+
+
+def scatter(title: str, description: str, dots: Sequence[tuple[str, float, float]], x_label: str, y_label: str) -> str:
+    """Named points, both axes from zero."""
+    height = 240
+    x_ticks = nice_ticks(0, max(a for _, a, _ in dots), 5)
+    y_ticks = nice_ticks(0, max(b for _, _, b in dots), 4)
+    x = _Scale(0, x_ticks[-1], LEFT, WIDTH - 40, x_ticks)
+    y = _Scale(0, y_ticks[-1], height - BOTTOM, TOP, y_ticks)
+    body = [*_axes(x, y, height, x_label, y_label, WIDTH - 40)]
+    for number, (name, a, b) in enumerate(dots):
+        body.append(
+            f'<g><title>{escape(name)}: {figure(a)}, {figure(b)}</title>'
+            f'<circle class="s{number % 5 + 1} dot" cx="{x(a):.1f}" cy="{y(b):.1f}" r="5"/>'
+            f'<text class="name" x="{x(a) + 8:.1f}" y="{y(b) + 4:.1f}">{escape(name)}</text></g>'
+        )
+    return _svg(title, description, height, body)
+
+
+_numbers = iter(range(1, 1 << 62))
+
+
+def _svg(title: str, description: str, height: int, body: Sequence[str], width: int = WIDTH) -> str:
+    ident = f"c{next(_numbers)}"
+    return (
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-labelledby="{ident}t {ident}d">'
+        f'<title id="{ident}t">{escape(title)}</title><desc id="{ident}d">{escape(description)}</desc>'
+        + "".join(body)
+        + "</svg>"
+    )

@@ -1,0 +1,158 @@
+"""Head and laptop: run directories → one self-contained report.html, without a network, under a megabyte.
+
+    write_report([Path("runs/latest")], Path("report.html"))
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+
+from stoker.report import charts, panels
+from stoker.report.reading import RunData, read_run
+from stoker.sizing.advice import Verdict, verdict
+from stoker.tracking.summary import Summary, less_is_better
+
+REPORT = "report.html"
+STATUS = {"succeeded": "✓ succeeded", "failed": "✗ failed", "interrupted": "‖ interrupted", "running": "… running"}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A key figure."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass
+class Page:
+    """One run, ready for the template."""
+
+    run: RunData
+    verdict: Verdict
+    status: str
+    figures: list[Figure]
+    panels: list[panels.Panel] = field(default_factory=list)
+    hosts: list[dict[str, Any]] = field(default_factory=list)
+    settings: list[tuple[str, str, str]] = field(default_factory=list)
+    """Key, value, origin of what is not a default."""
+    links: list[tuple[str, str]] = field(default_factory=list)
+
+
+def write_report(run_dirs: Sequence[Path], target: Path) -> None:
+    """Head and laptop: the report of one run, or of several side by side.
+
+    Raises:
+        UsageError: one of them is no run directory.
+        OSError: it cannot be written.
+    """
+    text = render([read_run(path) for path in run_dirs])
+    draft = target.with_name(f".{target.name}-{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(target)
+
+
+def render(runs: Sequence[RunData]) -> str:
+    """Head and laptop: the page as text."""
+    environment = Environment(
+        loader=PackageLoader("stoker.report", "."),
+        autoescape=select_autoescape(["html"]),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages = [page_of(run) for run in runs]
+    return environment.get_template("report.html").render(
+        pages=pages,
+        comparison=panels.comparison(runs) if len(runs) > 1 else None,
+        title=pages[0].run.name if len(pages) == 1 else f"{len(pages)} runs",
+        written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        hatches=Markup(panels.HATCHES),  # noqa: S704 - constant
+    )
+
+
+def page_of(run: RunData) -> Page:
+    """Head and laptop: everything about one run that the template shows."""
+    summary = run.summary
+    page = Page(run, verdict(summary), STATUS[summary.status], key_figures(summary))
+    page.panels = panels.of_run(run)
+    page.hosts = [host.model_dump() for host in summary.cluster.hosts]
+    page.settings = settings_of(run)
+    page.links = links_of(run)
+    return page
+
+
+def key_figures(summary: Summary) -> list[Figure]:
+    """Head and laptop: what one wants to know first."""
+    speed, records = summary.speed, summary.records
+    found = []
+    for name, value in summary.metrics.best.items():
+        if name.startswith("val/") and len(found) < 2:
+            percent = 0 <= value <= 1 and not less_is_better(name)
+            shown = f"{100 * value:.2f} %" if percent else charts.figure(value)
+            found.append(Figure(name, shown, "best"))
+    if speed.steady_samples_per_s:
+        found.append(Figure("samples/s", charts.figure(speed.steady_samples_per_s), "without warm-up"))
+        found.append(Figure("input wait", f"{speed.input_wait_pct:.0f} %", "of the training time"))
+    if speed.step_ms_p50:
+        found.append(Figure("step", charts.figure(speed.step_ms_p50, "ms"), "median, without waiting"))
+    if summary.seconds:
+        found.append(Figure("time", duration(summary.seconds), f"{summary.steps:,} steps"))
+    if records.read:
+        note = f"{records.quarantined:,} quarantined, {records.remainder:,} remaining"
+        found.append(Figure("records trained", f"{records.trained:,}", note))
+    if summary.cost and summary.cost.get("usd") is not None:
+        per = summary.cost.get("usd_per_million_samples")
+        note = f"estimated, prices of {summary.cost.get('prices_as_of', '?')}"
+        if per is not None:
+            note = f"${charts.figure(per)} per 1M samples; {note}"
+        found.append(Figure("cost", f"${charts.figure(summary.cost['usd'])}", note))
+    return found
+
+
+def duration(seconds: float) -> str:
+    """Head and laptop: `45 s`, `12 min 5 s`, `3 h 20 min`."""
+    whole = round(seconds)
+    if whole < 100:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def settings_of(run: RunData) -> list[tuple[str, str, str]]:
+    """Head and laptop: the keys that somebody set: (key, value, who)."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load(run.config) or {}
+    except yaml.YAMLError:
+        return []
+    found = []
+    for key, origin in run.origins.items():
+        value: Any = tree
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        found.append((key, "–" if value is None else str(value), origin))
+    return sorted(found)
+
+
+def links_of(run: RunData) -> list[tuple[str, str]]:
+    """Head and laptop: where the rest lies, beside the report: (name, relative path)."""
+    names = {
+        "summary.json": "all figures",
+        "events.jsonl": "everything that happened",
+        "quarantine.jsonl": "records that could not be used",
+        "config.yaml": "the configuration",
+        "logs/console.log": "what was on the screen",
+    }
+    return [(text, name) for name, text in names.items() if (run.run_dir / name).exists()]

@@ -1,0 +1,305 @@
+"""Head and laptop: the charts of a run with their captions and the tables behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from markupsafe import Markup
+
+from stoker.report import charts
+from stoker.report.charts import Bar, Event, Line, Part, Point, figure
+from stoker.report.reading import RunData
+
+Rows = list[list[str]]
+
+TERMS = {
+    "compute": "compute on the device",
+    "host_to_device": "copy to the device",
+    "wait_production": "wait: CPU hosts preprocess",
+    "wait_transfer": "wait: network",
+    "wait_collate": "wait: batches are cut",
+}
+SHORT = {
+    "checkpoint": "c",
+    "resumed": "r",
+    "host_lost": "L",
+    "host_joined": "J",
+    "stop": "S",
+    "stopped": "S",
+    "epoch": "e",
+}
+MOST_MARKS = 40
+MOST_HOSTS = 48
+
+HATCHES = "<svg width='0' height='0' style='position:absolute' aria-hidden='true'><defs>" + "".join(
+    f"<pattern id='hatch{number}' width='8' height='8' patternUnits='userSpaceOnUse'{turn}>{content}</pattern>"
+    for number, turn, content in (
+        (1, "", ""),
+        (2, " patternTransform='rotate(45)'", "<line x1='0' y1='0' x2='0' y2='8' class='hatch'/>"),
+        (3, "", "<circle cx='4' cy='4' r='1.3' class='hatchdot'/>"),
+        (4, " patternTransform='rotate(-45)'", "<line x1='0' y1='0' x2='0' y2='8' class='hatch'/>"),
+        (5, "", "<line x1='0' y1='4' x2='8' y2='4' class='hatch'/>"),
+    )
+) + "</defs></svg>"
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart, or several small ones, with what it says and the numbers behind it."""
+
+    title: str
+    svgs: list[Markup]
+    caption: str = ""
+    heads: list[str] = field(default_factory=list)
+    rows: Rows = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    """Of small multiples, one per svg."""
+    wide: bool = False
+    keys: list[tuple[int, str]] = field(default_factory=list)
+    """Legend: (number of the colour and hatching, text)."""
+
+
+def _panel(title: str, svg: str, **more: object) -> Panel:
+    return Panel(title, [Markup(svg)], **more)  # type: ignore[arg-type]  # noqa: S704 - made by charts, escaped
+
+
+def of_run(run: RunData) -> list[Panel]:
+    """Head and laptop: the panels that a run has data for, in the order in which they are read."""
+    makers = (throughput, waiting, step_time, limits, loss, *(), metrics, chain, host_cpu)
+    found: list[Panel] = []
+    for make in makers:
+        panel = make(run)
+        found += panel if isinstance(panel, list) else [panel] if panel else []
+    return found
+
+
+def _events(run: RunData) -> list[Event]:
+    marks = sorted([*run.marks, *run.epochs], key=lambda mark: mark.seconds)
+    if len(marks) > MOST_MARKS:  # what went wrong is kept, what is routine is thinned
+        routine = [m for m in marks if m.kind in ("epoch", "checkpoint")]
+        others = [m for m in marks if m.kind not in ("epoch", "checkpoint")][:MOST_MARKS]
+        marks = others + routine[:: max(1, len(routine) // 12)]
+    return [Event(mark.seconds, SHORT[mark.kind], mark.text) for mark in marks]
+
+
+def _table(points: Sequence[Point], most: int = 12) -> Rows:
+    step = max(1, len(points) // most)
+    return [[figure(x), figure(y)] for x, y in list(points)[::step]]
+
+
+SIGNS = "e: end of an epoch, c: checkpoint, L/J: host lost/joined, r: resumed, S: stop"
+
+
+def throughput(run: RunData) -> Panel | None:
+    """Samples/s over time."""
+    points = run.samples_per_s
+    if not points:
+        return None
+    mean = run.summary.speed.steady_samples_per_s
+    text = f"From {figure(min(y for _, y in points))} to {figure(max(y for _, y in points))} samples/s"
+    text += f"; {figure(mean)} on average without warm-up." if mean else "."
+    svg = charts.line_chart(
+        "Throughput over time", text, [Line("samples/s", points)], "seconds since the start", "samples/s",
+        events=_events(run),
+    )
+    return _panel("Throughput", svg, caption=f"{text} {SIGNS}.", heads=["s", "samples/s"], rows=_table(points))
+
+
+def waiting(run: RunData) -> Panel | None:
+    """Input wait over time."""
+    points = run.input_wait
+    if not points:
+        return None
+    text = f"{run.summary.speed.input_wait_pct:.0f} % of the training time was spent waiting for data."
+    svg = charts.line_chart(
+        "Input wait over time", text, [Line("input wait", points)], "seconds since the start", "% of the time",
+        events=_events(run), y_top=100,
+    )
+    return _panel("Input wait", svg, caption=text, heads=["s", "% waiting"], rows=_table(points))
+
+
+def step_time(run: RunData) -> Panel | None:
+    """Where the time of a step goes."""
+    terms = getattr(run.summary.speed, "step_terms_ms", None) or {}
+    parts = [Part(text, float(terms.get(name, 0.0))) for name, text in TERMS.items()]
+    total = sum(part.value for part in parts)
+    if total <= 0:
+        return None
+    largest = max(parts, key=lambda part: part.value)
+    text = f"A step takes {figure(total, 'ms')}; the largest part is {largest.name}, {figure(largest.value, 'ms')}."
+    rows = [[p.name, figure(p.value), f"{100 * p.value / total:.1f} %"] for p in parts]
+    return _panel(
+        "Where the time of a step goes", charts.stacked_bar("Where the time of a step goes", text, parts, "ms"),
+        caption=text, heads=["part", "ms", "share"], rows=rows,
+        keys=[(n + 1, f"{p.name}, {figure(p.value, 'ms')}") for n, p in enumerate(parts)],
+    )
+
+
+def limits(run: RunData) -> Panel | None:
+    """What each part alone could carry."""
+    summary = run.summary
+    rate = summary.speed.steady_samples_per_s
+    if not rate:
+        return None
+    share = min(summary.speed.input_wait_pct / 100, 0.98)
+    chain_ms = sum(float(stage.get("cpu_ms_per_sample", 0)) for stage in summary.chain)
+    cpus = sum(host.cpus for host in summary.cluster.hosts)
+    on_gpu = any(host.gpus for host in summary.cluster.hosts)
+    rows = [
+        Bar("measured", rate, strong=True),
+        Bar("GPUs, were data never late" if on_gpu else "training, were data never late", rate / (1 - share)),
+        Bar(f"chain on {figure(cpus)} CPUs", 1000 * cpus / chain_ms if chain_ms else None),
+        Bar("network", network_limit(run), "baseline of the train hosts"),
+    ]
+    text = "; ".join(
+        f"{row.name}: {figure(row.value, 'samples/s') if row.value else 'not measured'}" for row in rows
+    )
+    return _panel(
+        "What each part could carry", charts.bars("Limits in samples per second", text, rows, "samples/s"),
+        caption="The shortest bar below the measured one is what to widen first. CPUs that also train carry less.",
+        heads=["part", "samples/s"],
+        rows=[[row.name, figure(row.value) if row.value else "not measured"] for row in rows],
+    )
+
+
+def network_limit(run: RunData) -> float | None:
+    """Samples/s that the train hosts' links carry; None where their types are not known."""
+    from stoker.sizing.prices import machine
+
+    size = run.summary.speed.bytes_per_sample
+    trains = set(run.summary.train_workers_by_host)
+    types = [machine(host.type) if (host := h).type else None for h in run.summary.cluster.hosts if h.host in trains]
+    if not size or not types or len(run.summary.cluster.hosts) < 2 or None in types:
+        return None
+    return sum(m.baseline_gbps for m in types if m) * 1e9 / 8 / size
+
+
+def loss(run: RunData) -> Panel | None:
+    """The loss at logged steps and at the ends of epochs."""
+    if not run.loss:
+        return None
+    lines = [Line("step", run.loss)]
+    for name, short in (("train/loss", "train"), ("val/loss", "val")):
+        if run.metrics.get(name):
+            lines.append(Line(short, run.metrics[name]))
+    last = lines[-1].points[-1][1]
+    text = f"From {figure(run.loss[0][1])} to {figure(run.loss[-1][1])} in {len(run.loss):,} logged steps."
+    svg = charts.line_chart("Loss against the global step", text, lines, "global step", "loss", height=220)
+    caption = f"{text} {lines[-1].name.capitalize()} ends at {figure(last)}."
+    return _panel("Loss", svg, caption=caption, heads=["step", "loss"], rows=_table(run.loss))
+
+
+def metrics(run: RunData) -> list[Panel]:
+    """Validation metrics other than the loss, each a chart."""
+    found = []
+    for name, points in run.metrics.items():
+        if not name.startswith("val/") or name == "val/loss":
+            continue
+        percent = all(0 <= y <= 1 for _, y in points)
+        shown = [(x, 100 * y) for x, y in points] if percent else points
+        unit = "%" if percent else ""
+        best = run.summary.metrics.best.get(name)
+        text = f"Best {figure(100 * best if percent else best, unit)}, " if best is not None else ""
+        text += f"last {figure(shown[-1][1], unit)}."
+        svg = charts.line_chart(
+            f"{name} against the global step", text, [Line(name, shown)], "global step", unit or name,
+            from_zero=False, height=220,
+        )
+        found.append(_panel(name, svg, caption=text, heads=["step", name], rows=_table(shown)))
+    return found[:6]
+
+
+def chain(run: RunData) -> Panel | None:
+    """CPU time and bytes of each stage."""
+    stages = run.summary.chain
+    if not stages:
+        return None
+    total = sum(stage["cpu_ms_per_sample"] for stage in stages) or 1.0
+    rows = [
+        Bar(s["stage"], s["cpu_ms_per_sample"], size(s["bytes_out"]) + " out", strong=s["cpu_ms_per_sample"] > 0.4 * total)
+        for s in stages
+    ]
+    dear = max(stages, key=lambda stage: stage["cpu_ms_per_sample"])
+    text = (
+        f"{figure(total, 'ms')} of CPU time per sample; {dear['stage']} takes"
+        f" {100 * dear['cpu_ms_per_sample'] / total:.0f} % of it."
+    )
+    table = [[s["stage"], figure(s["cpu_ms_per_sample"]), size(s["bytes_out"])] for s in stages]
+    return _panel(
+        "The chain, stage by stage", charts.bars("CPU milliseconds per sample by stage", text, rows, "ms"),
+        caption=text, heads=["stage", "CPU ms per sample", "bytes out"], rows=table,
+    )
+
+
+def size(count: float) -> str:
+    """1,536 → 1.5 kB."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return figure(round(count, 1), unit)
+        count /= 1000
+    return figure(count, "GB")
+
+
+def host_cpu(run: RunData) -> Panel | None:
+    """CPU use of each host, as small multiples on one scale."""
+    if not run.host_cpu:
+        return None
+    means = {host: sum(y for _, y in p) / len(p) for host, p in run.host_cpu.items()}
+    groups = {host.host: host.group for host in run.summary.cluster.hosts}
+    order = sorted(means, key=lambda host: (groups.get(host, ""), host))
+    shown = order[:MOST_HOSTS]
+    svgs = [
+        Markup(  # noqa: S704 - made by charts, escaped
+            charts.spark(f"CPU use of {host}", f"{means[host]:.0f} % on average, from 0 to 100 %", run.host_cpu[host])
+        )
+        for host in shown
+    ]
+    caption = f"From 0 to 100 % of each host's CPUs, over the run; {len(order)} hosts."
+    if len(order) > len(shown):
+        caption += f" The first {len(shown)} are drawn, the table has all."
+    return Panel(
+        "CPU use per host", svgs, caption, ["host", "group", "mean %"],
+        [[host, groups.get(host, "?"), f"{means[host]:.0f}"] for host in order],
+        [f"{host} · {groups.get(host, '?')} · {means[host]:.0f} %" for host in shown],
+        wide=True,
+    )
+
+
+def comparison(runs: Sequence[RunData]) -> list[Panel]:
+    """Head and laptop: several runs: time and cost against the shape of the cluster."""
+    from stoker.tracking.runs import shape_of
+
+    labels = [f"{n + 1}" for n in range(len(runs))]
+    rows: Rows = []
+    for label, run in zip(labels, runs, strict=True):
+        summary, cost = run.summary, run.summary.cost or {}
+        best = next((v for k, v in summary.metrics.best.items() if k.startswith("val/") and "loss" not in k), None)
+        usd = cost.get("usd")
+        per = cost.get("usd_per_million_samples")
+        rows.append(
+            [
+                label, run.name, shape_of(summary), summary.status,
+                figure(summary.speed.steady_samples_per_s), f"{summary.speed.input_wait_pct:.0f} %",
+                figure(summary.seconds, "s"), "–" if best is None else figure(best),
+                "–" if usd is None else f"${figure(usd)}", "–" if per is None else f"${figure(per)}",
+            ]
+        )
+    heads = ["", "run", "hosts", "status", "samples/s", "wait", "time", "best", "cost", "per 1M"]
+    found = [Panel("Runs side by side", [], "Costs are estimated.", heads, rows, wide=True)]
+    speed = [Bar(f"{a} · {shape_of(r.summary)}", r.summary.speed.steady_samples_per_s or None) for a, r in zip(labels, runs, strict=True)]
+    text = "; ".join(f"{b.name}: {figure(b.value) if b.value else 'not measured'}" for b in speed)
+    found.append(_panel("Throughput by cluster shape", charts.bars("Samples per second by run", text, speed, "samples/s")))
+    time = [Bar(f"{a} · {shape_of(r.summary)}", r.summary.seconds or None) for a, r in zip(labels, runs, strict=True)]
+    text = "; ".join(f"{b.name}: {figure(b.value, 's') if b.value else 'not measured'}" for b in time)
+    found.append(_panel("Time by cluster shape", charts.bars("Seconds by run", text, time, "s")))
+    dots = [
+        (label, run.summary.seconds / 60, float(run.summary.cost["usd"]))
+        for label, run in zip(labels, runs, strict=True)
+        if run.summary.cost and run.summary.cost.get("usd") is not None
+    ]
+    if dots:
+        text = "Cost against time; further down and to the left is better."
+        svg = charts.scatter("Cost against time", text, dots, "minutes", "$, estimated")
+        found.append(_panel("Time and cost", svg, caption=text))
+    return found
