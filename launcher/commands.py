@@ -164,9 +164,45 @@ def attach(run_id: str) -> Any:
 
 
 def status(run_id: str) -> int:
-    """Laptop: print how a run stands."""
-    print(attach(run_id).status())
+    """Laptop: print how a run stands and, as far as its figures can be reached, what binds it."""
+    found = attach(run_id)
+    print(found.status())
+    run_dir = getattr(found, "run_dir", None)
+    for line in standing(run_dir) if run_dir else last_progress(found):
+        print(f"  {line}")
     return 0
+
+
+def standing(run_dir: Path) -> list[str]:
+    """Laptop: the verdict and the figures of a run on this machine, finished or under way."""
+    from pydantic import ValidationError
+
+    from stoker.sizing.advice import verdict
+    from stoker.tracking.summary import Summary
+
+    # A rehearsal's files lie with its head until it ends.
+    places = [run_dir / "summary.json", *sorted(run_dir.glob("hosts/*/ml/output/data/summary.json"))]
+    path = next((place for place in places if place.is_file()), None)
+    if path is None:
+        return []
+    try:
+        summary = Summary.model_validate_json(path.read_text())
+    except (OSError, ValidationError):
+        return []
+    if not summary.steps:
+        return [f"{len(summary.cluster.hosts)} hosts; no step yet"]
+    judged, speed = verdict(summary), summary.speed
+    lines = [judged.headline, *judged.details]
+    lines.append(f"{speed.steady_samples_per_s:.0f} samples/s, input wait {speed.input_wait_pct:.0f} %")
+    if (path.parent / "report.html").is_file():
+        lines.append(f"report: {path.parent / 'report.html'}")
+    return lines
+
+
+def last_progress(run: Any) -> list[str]:
+    """Laptop: the last line of a remote run's log that tells its throughput."""
+    lines = [line for line in run.logs(False) if "samples/s" in line]
+    return lines[-1:]
 
 
 def logs(run_id: str, follow: bool) -> int:

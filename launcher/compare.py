@@ -1,9 +1,11 @@
-"""Laptop: `submit.py compare RUN…`: runs side by side, on the terminal or as CSV."""
+"""Laptop: runs side by side: `submit.py compare RUN…` on the terminal, `submit.py report RUN…` as a page."""
 
 from __future__ import annotations
 
 import math
 import sys
+import webbrowser
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.config import UsageError
@@ -41,6 +43,35 @@ def compare(paths: list[str], csv: str | None) -> int:
         raise UsageError(f"--csv {csv}: cannot be written: {error.strerror}") from None
     if csv != "-":
         print(f"written: {csv} ({len(frame)} runs, {len(frame.columns)} columns)")
+    return 0
+
+
+def report(paths: list[Path], output: Path | None, show: bool) -> int:
+    """Laptop: write report.html of one run into its directory, or of several where it was asked for.
+
+    Args:
+        paths: run directories.
+        output: the file; default: report.html of the one run, or in this folder for several.
+        show: open it in the browser.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: a path that is no run directory, or a file that cannot be written.
+    """
+    from stoker.report.page import REPORT, write_report
+
+    target = output or (paths[0] / REPORT if len(paths) == 1 else Path(REPORT))
+    if target.is_dir():
+        target = target / REPORT
+    try:
+        write_report(paths, target)
+    except OSError as error:
+        raise UsageError(f"{target}: cannot be written: {error.strerror}") from None
+    print(f"written: {target}")
+    if show:
+        webbrowser.open(target.resolve().as_uri())
     return 0
 
 

@@ -113,6 +113,18 @@ def stop(run: Run = "runs/latest") -> None:
     raise typer.Exit(commands.stop(run))
 
 
+@app.command(epilog="Example: python launcher/submit.py report runs/a runs/b -o shapes.html")
+def report(
+    runs: Annotated[list[Path] | None, typer.Argument(help="run directories")] = None,
+    output: Annotated[Path | None, Option("--output", "-o", help="the file to write")] = None,
+    show: Annotated[bool, Option("--open", help="open it in the browser")] = False,
+) -> None:
+    """Draw a run, or several side by side, as one HTML file."""
+    from launcher.compare import report
+
+    raise typer.Exit(report(runs or [Path("runs/latest")], output, show))
+
+
 @app.command(epilog="Example: python launcher/submit.py compare runs/* --csv runs.csv")
 def compare(
     runs: Annotated[list[str] | None, typer.Argument(help="run directories; default: runs")] = None,

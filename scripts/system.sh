@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The programs that tests and rehearsals start: installs them where this is root on Debian, else names them.
 set -euo pipefail
-declare -A package=([ip]=iproute2 [tc]=iproute2 [unshare]=util-linux [nsenter]=util-linux [mount]=mount [tmux]=tmux)
+declare -A package=([ip]=iproute2 [tc]=iproute2 [unshare]=util-linux [nsenter]=util-linux [mount]=mount [tmux]=tmux [chromium]=chromium)
 missing=()
 for program in "${!package[@]}"; do
   command -v "$program" >/dev/null || missing+=("${package[$program]}")

@@ -15,7 +15,7 @@ RECIPES = Path(__file__).resolve().parent / "recipes"
 
 # Ray's worker processes import the tests' recipes too.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(RECIPES), os.environ.get("PYTHONPATH", "")])
-sys.path.insert(0, str(RECIPES))
+sys.path[:0] = [str(RECIPES), str(Path(__file__).resolve().parent)]
 for name in ("STOKER_RUN_DIR", "STOKER_BACKEND", "RAY_ADDRESS", "AWS_PROFILE"):
     os.environ.pop(name, None)
 # Prices that this machine's user has fetched must not change what tests expect.

@@ -131,8 +131,20 @@ def run(resolved: Resolved, place: Place) -> int:
         console.close()
         recorder.close(last_figures(coordinator, recorder))
     LAST_ERROR = summary.error or ""
+    draw_report(place.run_dir, console)
     report(summary, console, place.run_dir, code)
     return code
+
+
+def draw_report(run_dir: Path, console: PlainConsole) -> None:
+    """Head: report.html beside the summary; a run does not fail for want of it."""
+    from stoker.report.page import REPORT, write_report
+
+    try:
+        write_report([run_dir], run_dir / REPORT)
+    except Exception as error:
+        logging.getLogger("stoker").error("%s", traceback.format_exc())
+        console.line(f"{REPORT} could not be written: {where_raised(error)}")
 
 
 def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
@@ -260,6 +272,7 @@ def follow(fit: Fit, coordinator: Any, recorder: Recorder, console: PlainConsole
             for event in host_changes(summary):
                 recorder.take(event)
                 console.take(event)
+            recorder.refresh()
         time.sleep(POLL_S)
 
 

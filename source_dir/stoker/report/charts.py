@@ -1,7 +1,7 @@
 """Head and laptop: charts as inline SVG, coloured by the page's CSS variables; pure functions.
 
-Every chart has a title and a description for screen readers, and never tells anything by colour alone: lines differ
-in their dashes and carry their names, areas differ in their hatching.
+Every chart has a title and a description for screen readers, and never tells anything by colour alone:
+lines differ in their dashes and carry their names, areas differ in their hatching.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from html import escape
 
 Point = tuple[float, float]
 
-WIDTH, LEFT, RIGHT, TOP, BOTTOM = 420, 46, 12, 14, 34
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 420, 46, 12, 26, 34
 MOST_POINTS = 360
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
@@ -133,8 +133,8 @@ def line_chart(
     points = [p for line in lines for p in line.points]
     xs = [x for x, _ in points] + [e.x for e in events]
     ys = [y for _, y in points]
-    low = 0.0 if from_zero and min(ys) >= 0 else min(ys)
-    y_ticks = nice_ticks(low, y_top if y_top is not None else max(ys), 4)
+    least = 0.0 if from_zero and min(ys) >= 0 else min(ys)
+    y_ticks = nice_ticks(least, y_top if y_top is not None else max(ys), 4)
     y = _Scale(y_ticks[0], y_ticks[-1], height - BOTTOM, TOP, y_ticks)
     right = RIGHT + (52 if len(lines) > 1 else 0)
     x_low = min(xs)
@@ -149,7 +149,7 @@ def line_chart(
             f'<line x1="{at}" x2="{at}" y1="{TOP}" y2="{height - BOTTOM}"/>'
             f'<text x="{at}" y="{TOP - 3}" text-anchor="middle">{escape(event.short)}</text></g>'
         )
-    ends: list[tuple[float, int, str]] = []
+    ends: list[tuple[float, str]] = []
     for number, line in enumerate(lines):
         kept = thin(sorted(line.points))
         path = " ".join(f"{x(a):.1f},{y(min(b, y.high)):.1f}" for a, b in kept)
@@ -161,35 +161,33 @@ def line_chart(
                 for a, b in kept
             ]
         body.append(f'<polyline class="s{number + 1} line" points="{path}"{dash}/>')
-        ends.append((y(min(kept[-1][1], y.high)), number, line.name))
+        ends.append((y(min(kept[-1][1], y.high)), line.name))
     if len(lines) > 1:
-        for at, number, name in _apart(ends):
-            body.append(
-                f'<text class="s{number + 1} name" x="{WIDTH - right + 5}" y="{at + 4:.1f}">{escape(name)}</text>'
-            )
+        for low, name in _apart(ends, height - BOTTOM - 4):
+            body.append(f'<text class="name" x="{WIDTH - right + 5}" y="{low + 4:.1f}">{escape(name)}</text>')
     return _svg(title, description, height, body)
 
 
-def _apart(ends: list[tuple[float, int, str]], gap: float = 13.0) -> Iterator[tuple[float, int, str]]:
-    """Labels at the ends of lines, moved down where they would lie on each other."""
-    last = -math.inf
-    for at, number, name in sorted(ends):
-        last = max(at, last + gap)
-        yield last, number, name
+def _apart(ends: list[tuple[float, str]], lowest: float, gap: float = 13.0) -> Iterator[tuple[float, str]]:
+    """Labels at the ends of lines, moved up where they would lie on each other."""
+    last = lowest + gap
+    for at, name in sorted(ends, reverse=True):
+        last = min(at, last - gap)
+        yield last, name
 
 
 def _axes(x: _Scale, y: _Scale, height: int, x_label: str, y_label: str, end: float) -> Iterator[str]:
     for tick in y.ticks:
-        at = f"{y(tick):.1f}"
+        at, below = f"{y(tick):.1f}", f"{y(tick) + 3.6:.1f}"
         yield f'<line class="grid" x1="{LEFT}" x2="{end}" y1="{at}" y2="{at}"/>'
-        yield f'<text class="tick" x="{LEFT - 5}" y="{float(at) + 3.6:.1f}" text-anchor="end">{figure(tick)}</text>'
+        yield f'<text class="tick" x="{LEFT - 5}" y="{below}" text-anchor="end">{figure(tick)}</text>'
     for tick in x.ticks:
         yield (
             f'<text class="tick" x="{x(tick):.1f}" y="{height - BOTTOM + 14}" text-anchor="middle">'
             f"{figure(tick)}</text>"
         )
     yield f'<text class="axis" x="{end}" y="{height - 4}" text-anchor="end">{escape(x_label)}</text>'
-    yield f'<text class="axis" x="2" y="{TOP - 3}">{escape(y_label)}</text>'
+    yield f'<text class="axis" x="0" y="9">{escape(y_label)}</text>'
 
 
 def stacked_bar(title: str, description: str, parts: Sequence[Part], unit: str) -> str:
@@ -199,10 +197,10 @@ def stacked_bar(title: str, description: str, parts: Sequence[Part], unit: str) 
     for number, part in enumerate(parts):
         wide = WIDTH * part.value / total
         percent = f"{100 * part.value / total:.0f} %"
+        box = f'x="{at:.1f}" y="2" width="{max(wide - 1, 0.5):.1f}" height="44" rx="3"'
         body.append(
-            f'<g><title>{escape(part.name)}: {figure(part.value, unit)}, {percent}</title>'
-            f'<rect class="f{number + 1}" x="{at:.1f}" y="2" width="{max(wide - 1, 0.5):.1f}" height="44" rx="3"/>'
-            f'<rect fill="url(#hatch{number + 1})" x="{at:.1f}" y="2" width="{max(wide - 1, 0.5):.1f}" height="44" rx="3"/>'
+            f"<g><title>{escape(part.name)}: {figure(part.value, unit)}, {percent}</title>"
+            f'<rect class="f{number + 1}" {box}/><rect fill="url(#hatch{number + 1})" {box}/>'
         )
         if wide > 42:
             body.append(
@@ -213,17 +211,18 @@ def stacked_bar(title: str, description: str, parts: Sequence[Part], unit: str) 
     return _svg(title, description, 48, body)
 
 
-def bars(title: str, description: str, rows: Sequence[Bar], unit: str) -> str:
-    """Horizontal bars from zero; a bar far longer than the shortest is cut, with an arrow and its value.
+def bars(title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: float = math.inf) -> str:
+    """Horizontal bars from zero.
 
     Args:
         title: names the chart for screen readers.
         description: its content in words.
         rows: at least one; `strong` ones stand out.
         unit: of the values.
+        cut_at: bars longer than this many times the shortest are cut, with an arrow.
     """
     known = [row.value for row in rows if row.value]
-    end = min(max(known, default=1.0), 4 * min(known, default=1.0)) or 1.0
+    end = min(max(known, default=1.0), cut_at * min(known, default=1.0)) or 1.0
     step, body = 40, []
     for number, row in enumerate(rows):
         top = number * step
@@ -242,7 +241,9 @@ def bars(title: str, description: str, rows: Sequence[Bar], unit: str) -> str:
         kind = "f1" if row.strong else "f6"
         body.append(f'<rect class="{kind}" x="0" y="{top + 18}" width="{wide:.1f}" height="14" rx="2"/>')
         if row.strong:
-            body.append(f'<rect fill="url(#hatch2)" x="0" y="{top + 18}" width="{wide:.1f}" height="14" rx="2"/>')
+            body.append(
+                f'<rect fill="url(#hatch2)" x="0" y="{top + 18}" width="{wide:.1f}" height="14" rx="2"/>'
+            )
         if cut:
             tip = f"{wide + 2:.1f},{top + 18} {wide + 12:.1f},{top + 25} {wide + 2:.1f},{top + 32}"
             body.append(f'<polyline class="cut" points="{tip}"/>')
@@ -255,7 +256,8 @@ def spark(title: str, description: str, points: Sequence[Point], top: float = 10
     kept = thin(sorted(points), 120)
     low, high = kept[0][0], max(kept[-1][0], kept[0][0] + 1)
     coordinates = [
-        (2 + (a - low) / (high - low) * (wide - 4), height - 3 - min(b, top) / top * (height - 6)) for a, b in kept
+        (2 + (a - low) / (high - low) * (wide - 4), height - 3 - min(b, top) / top * (height - 6))
+        for a, b in kept
     ]
     if len(coordinates) == 1:
         coordinates.append((wide - 2, coordinates[0][1]))
@@ -270,7 +272,9 @@ def spark(title: str, description: str, points: Sequence[Point], top: float = 10
     return _svg(title, description, height, body, wide)
 
 
-def scatter(title: str, description: str, dots: Sequence[tuple[str, float, float]], x_label: str, y_label: str) -> str:
+def scatter(
+    title: str, description: str, dots: Sequence[tuple[str, float, float]], x_label: str, y_label: str
+) -> str:
     """Named points, both axes from zero."""
     height = 240
     x_ticks = nice_ticks(0, max(a for _, a, _ in dots), 5)
@@ -280,7 +284,7 @@ def scatter(title: str, description: str, dots: Sequence[tuple[str, float, float
     body = [*_axes(x, y, height, x_label, y_label, WIDTH - 40)]
     for number, (name, a, b) in enumerate(dots):
         body.append(
-            f'<g><title>{escape(name)}: {figure(a)}, {figure(b)}</title>'
+            f"<g><title>{escape(name)}: {figure(a)}, {figure(b)}</title>"
             f'<circle class="s{number % 5 + 1} dot" cx="{x(a):.1f}" cy="{y(b):.1f}" r="5"/>'
             f'<text class="name" x="{x(a) + 8:.1f}" y="{y(b) + 4:.1f}">{escape(name)}</text></g>'
         )

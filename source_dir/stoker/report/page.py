@@ -1,6 +1,6 @@
 """Head and laptop: run directories → one self-contained report.html, without a network, under a megabyte.
 
-    write_report([Path("runs/latest")], Path("report.html"))
+write_report([Path("runs/latest")], Path("report.html"))
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from stoker.sizing.advice import Verdict, verdict
 from stoker.tracking.summary import Summary, less_is_better
 
 REPORT = "report.html"
-STATUS = {"succeeded": "✓ succeeded", "failed": "✗ failed", "interrupted": "‖ interrupted", "running": "… running"}
+STATUS = {
+    "succeeded": "✓ succeeded",
+    "failed": "✗ failed",
+    "interrupted": "‖ interrupted",
+    "running": "… running",
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ def page_of(run: RunData) -> Page:
 def key_figures(summary: Summary) -> list[Figure]:
     """Head and laptop: what one wants to know first."""
     speed, records = summary.speed, summary.records
-    found = []
+    found: list[Figure] = []
     for name, value in summary.metrics.best.items():
         if name.startswith("val/") and len(found) < 2:
             percent = 0 <= value <= 1 and not less_is_better(name)

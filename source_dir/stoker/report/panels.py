@@ -32,16 +32,21 @@ SHORT = {
 MOST_MARKS = 40
 MOST_HOSTS = 48
 
-HATCHES = "<svg width='0' height='0' style='position:absolute' aria-hidden='true'><defs>" + "".join(
-    f"<pattern id='hatch{number}' width='8' height='8' patternUnits='userSpaceOnUse'{turn}>{content}</pattern>"
-    for number, turn, content in (
-        (1, "", ""),
-        (2, " patternTransform='rotate(45)'", "<line x1='0' y1='0' x2='0' y2='8' class='hatch'/>"),
-        (3, "", "<circle cx='4' cy='4' r='1.3' class='hatchdot'/>"),
-        (4, " patternTransform='rotate(-45)'", "<line x1='0' y1='0' x2='0' y2='8' class='hatch'/>"),
-        (5, "", "<line x1='0' y1='4' x2='8' y2='4' class='hatch'/>"),
+HATCHES = (
+    "<svg width='0' height='0' style='position:absolute' aria-hidden='true'><defs>"
+    + "".join(
+        f"<pattern id='hatch{number}' width='8' height='8' patternUnits='userSpaceOnUse'{turn}>"
+        f"{content}</pattern>"
+        for number, turn, content in (
+            (1, "", ""),
+            (2, " patternTransform='rotate(45)'", "<line x1='0' y1='0' x2='0' y2='8' class='hatch'/>"),
+            (3, "", "<circle cx='4' cy='4' r='1.3' class='hatchdot'/>"),
+            (4, " patternTransform='rotate(-45)'", "<line x1='0' y1='0' x2='0' y2='8' class='hatch'/>"),
+            (5, "", "<line x1='0' y1='4' x2='8' y2='4' class='hatch'/>"),
+        )
     )
-) + "</defs></svg>"
+    + "</defs></svg>"
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def _panel(title: str, svg: str, **more: object) -> Panel:
 
 def of_run(run: RunData) -> list[Panel]:
     """Head and laptop: the panels that a run has data for, in the order in which they are read."""
-    makers = (throughput, waiting, step_time, limits, loss, *(), metrics, chain, host_cpu)
+    makers = (throughput, waiting, step_time, limits, loss, metrics, chain, host_cpu)
     found: list[Panel] = []
     for make in makers:
         panel = make(run)
@@ -100,10 +105,16 @@ def throughput(run: RunData) -> Panel | None:
     text = f"From {figure(min(y for _, y in points))} to {figure(max(y for _, y in points))} samples/s"
     text += f"; {figure(mean)} on average without warm-up." if mean else "."
     svg = charts.line_chart(
-        "Throughput over time", text, [Line("samples/s", points)], "seconds since the start", "samples/s",
+        "Throughput over time",
+        text,
+        [Line("samples/s", points)],
+        "seconds since the start",
+        "samples/s",
         events=_events(run),
     )
-    return _panel("Throughput", svg, caption=f"{text} {SIGNS}.", heads=["s", "samples/s"], rows=_table(points))
+    return _panel(
+        "Throughput", svg, caption=f"{text} {SIGNS}.", heads=["s", "samples/s"], rows=_table(points)
+    )
 
 
 def waiting(run: RunData) -> Panel | None:
@@ -113,8 +124,13 @@ def waiting(run: RunData) -> Panel | None:
         return None
     text = f"{run.summary.speed.input_wait_pct:.0f} % of the training time was spent waiting for data."
     svg = charts.line_chart(
-        "Input wait over time", text, [Line("input wait", points)], "seconds since the start", "% of the time",
-        events=_events(run), y_top=100,
+        "Input wait over time",
+        text,
+        [Line("input wait", points)],
+        "seconds since the start",
+        "% of the time",
+        events=_events(run),
+        y_top=100,
     )
     return _panel("Input wait", svg, caption=text, heads=["s", "% waiting"], rows=_table(points))
 
@@ -127,11 +143,14 @@ def step_time(run: RunData) -> Panel | None:
     if total <= 0:
         return None
     largest = max(parts, key=lambda part: part.value)
-    text = f"A step takes {figure(total, 'ms')}; the largest part is {largest.name}, {figure(largest.value, 'ms')}."
+    text = f"A step takes {figure(total, 'ms')}; most of it: {largest.name}, {figure(largest.value, 'ms')}."
     rows = [[p.name, figure(p.value), f"{100 * p.value / total:.1f} %"] for p in parts]
     return _panel(
-        "Where the time of a step goes", charts.stacked_bar("Where the time of a step goes", text, parts, "ms"),
-        caption=text, heads=["part", "ms", "share"], rows=rows,
+        "Where the time of a step goes",
+        charts.stacked_bar("Where the time of a step goes", text, parts, "ms"),
+        caption=text,
+        heads=["part", "ms", "share"],
+        rows=rows,
         keys=[(n + 1, f"{p.name}, {figure(p.value, 'ms')}") for n, p in enumerate(parts)],
     )
 
@@ -156,8 +175,9 @@ def limits(run: RunData) -> Panel | None:
         f"{row.name}: {figure(row.value, 'samples/s') if row.value else 'not measured'}" for row in rows
     )
     return _panel(
-        "What each part could carry", charts.bars("Limits in samples per second", text, rows, "samples/s"),
-        caption="The shortest bar below the measured one is what to widen first. CPUs that also train carry less.",
+        "What each part could carry",
+        charts.bars("Limits in samples per second", text, rows, "samples/s", cut_at=4),
+        caption="Widen the shortest bar under the measured one first. CPUs that also train carry less.",
         heads=["part", "samples/s"],
         rows=[[row.name, figure(row.value) if row.value else "not measured"] for row in rows],
     )
@@ -169,7 +189,11 @@ def network_limit(run: RunData) -> float | None:
 
     size = run.summary.speed.bytes_per_sample
     trains = set(run.summary.train_workers_by_host)
-    types = [machine(host.type) if (host := h).type else None for h in run.summary.cluster.hosts if h.host in trains]
+    types = [
+        machine(host.type) if (host := h).type else None
+        for h in run.summary.cluster.hosts
+        if h.host in trains
+    ]
     if not size or not types or len(run.summary.cluster.hosts) < 2 or None in types:
         return None
     return sum(m.baseline_gbps for m in types if m) * 1e9 / 8 / size
@@ -203,8 +227,13 @@ def metrics(run: RunData) -> list[Panel]:
         text = f"Best {figure(100 * best if percent else best, unit)}, " if best is not None else ""
         text += f"last {figure(shown[-1][1], unit)}."
         svg = charts.line_chart(
-            f"{name} against the global step", text, [Line(name, shown)], "global step", unit or name,
-            from_zero=False, height=220,
+            f"{name} against the global step",
+            text,
+            [Line(name, shown)],
+            "global step",
+            unit or name,
+            from_zero=False,
+            height=220,
         )
         found.append(_panel(name, svg, caption=text, heads=["step", name], rows=_table(shown)))
     return found[:6]
@@ -217,7 +246,12 @@ def chain(run: RunData) -> Panel | None:
         return None
     total = sum(stage["cpu_ms_per_sample"] for stage in stages) or 1.0
     rows = [
-        Bar(s["stage"], s["cpu_ms_per_sample"], size(s["bytes_out"]) + " out", strong=s["cpu_ms_per_sample"] > 0.4 * total)
+        Bar(
+            s["stage"],
+            s["cpu_ms_per_sample"],
+            size(s["bytes_out"]) + " out",
+            strong=s["cpu_ms_per_sample"] > 0.4 * total,
+        )
         for s in stages
     ]
     dear = max(stages, key=lambda stage: stage["cpu_ms_per_sample"])
@@ -227,8 +261,11 @@ def chain(run: RunData) -> Panel | None:
     )
     table = [[s["stage"], figure(s["cpu_ms_per_sample"]), size(s["bytes_out"])] for s in stages]
     return _panel(
-        "The chain, stage by stage", charts.bars("CPU milliseconds per sample by stage", text, rows, "ms"),
-        caption=text, heads=["stage", "CPU ms per sample", "bytes out"], rows=table,
+        "The chain, stage by stage",
+        charts.bars("CPU milliseconds per sample by stage", text, rows, "ms"),
+        caption=text,
+        heads=["stage", "CPU ms per sample", "bytes out"],
+        rows=table,
     )
 
 
@@ -251,7 +288,9 @@ def host_cpu(run: RunData) -> Panel | None:
     shown = order[:MOST_HOSTS]
     svgs = [
         Markup(  # noqa: S704 - made by charts, escaped
-            charts.spark(f"CPU use of {host}", f"{means[host]:.0f} % on average, from 0 to 100 %", run.host_cpu[host])
+            charts.spark(
+                f"CPU use of {host}", f"{means[host]:.0f} % on average, from 0 to 100 %", run.host_cpu[host]
+            )
         )
         for host in shown
     ]
@@ -259,7 +298,10 @@ def host_cpu(run: RunData) -> Panel | None:
     if len(order) > len(shown):
         caption += f" The first {len(shown)} are drawn, the table has all."
     return Panel(
-        "CPU use per host", svgs, caption, ["host", "group", "mean %"],
+        "CPU use per host",
+        svgs,
+        caption,
+        ["host", "group", "mean %"],
         [[host, groups.get(host, "?"), f"{means[host]:.0f}"] for host in order],
         [f"{host} · {groups.get(host, '?')} · {means[host]:.0f} %" for host in shown],
         wide=True,
@@ -274,23 +316,41 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
     rows: Rows = []
     for label, run in zip(labels, runs, strict=True):
         summary, cost = run.summary, run.summary.cost or {}
-        best = next((v for k, v in summary.metrics.best.items() if k.startswith("val/") and "loss" not in k), None)
+        best = next(
+            (v for k, v in summary.metrics.best.items() if k.startswith("val/") and "loss" not in k), None
+        )
         usd = cost.get("usd")
         per = cost.get("usd_per_million_samples")
         rows.append(
             [
-                label, run.name, shape_of(summary), summary.status,
-                figure(summary.speed.steady_samples_per_s), f"{summary.speed.input_wait_pct:.0f} %",
-                figure(summary.seconds, "s"), "–" if best is None else figure(best),
-                "–" if usd is None else f"${figure(usd)}", "–" if per is None else f"${figure(per)}",
+                label,
+                run.name,
+                shape_of(summary),
+                summary.status,
+                figure(summary.speed.steady_samples_per_s),
+                f"{summary.speed.input_wait_pct:.0f} %",
+                figure(summary.seconds, "s"),
+                "–" if best is None else figure(best),
+                "–" if usd is None else f"${figure(usd)}",
+                "–" if per is None else f"${figure(per)}",
             ]
         )
     heads = ["", "run", "hosts", "status", "samples/s", "wait", "time", "best", "cost", "per 1M"]
     found = [Panel("Runs side by side", [], "Costs are estimated.", heads, rows, wide=True)]
-    speed = [Bar(f"{a} · {shape_of(r.summary)}", r.summary.speed.steady_samples_per_s or None) for a, r in zip(labels, runs, strict=True)]
+    speed = [
+        Bar(f"{a} · {shape_of(r.summary)}", r.summary.speed.steady_samples_per_s or None)
+        for a, r in zip(labels, runs, strict=True)
+    ]
     text = "; ".join(f"{b.name}: {figure(b.value) if b.value else 'not measured'}" for b in speed)
-    found.append(_panel("Throughput by cluster shape", charts.bars("Samples per second by run", text, speed, "samples/s")))
-    time = [Bar(f"{a} · {shape_of(r.summary)}", r.summary.seconds or None) for a, r in zip(labels, runs, strict=True)]
+    found.append(
+        _panel(
+            "Throughput by cluster shape", charts.bars("Samples per second by run", text, speed, "samples/s")
+        )
+    )
+    time = [
+        Bar(f"{a} · {shape_of(r.summary)}", r.summary.seconds or None)
+        for a, r in zip(labels, runs, strict=True)
+    ]
     text = "; ".join(f"{b.name}: {figure(b.value, 's') if b.value else 'not measured'}" for b in time)
     found.append(_panel("Time by cluster shape", charts.bars("Seconds by run", text, time, "s")))
     dots = [

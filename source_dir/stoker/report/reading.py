@@ -126,7 +126,9 @@ def _read_events(run: RunData) -> None:
             what = event.get("host") or event.get("reason") or event.get("path") or ""
             step = f" at step {event['step']}" if "step" in event else ""
             text = f"{MARKS[kind]}{step}" + (f": {Path(str(what)).name}" if kind == "checkpoint" else "")
-            run.marks.append(Mark(at, kind, text if kind == "checkpoint" else f"{MARKS[kind]} {what}".strip()))
+            run.marks.append(
+                Mark(at, kind, text if kind == "checkpoint" else f"{MARKS[kind]} {what}".strip())
+            )
 
 
 def _take_step(

@@ -183,5 +183,6 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
     if summary.model:
         rows.append(("model", summary.model))
     rows.append(("run", run_dir))
+    rows.append(("report", f"{run_dir}/report.html"))
     rows.append(("next", f"tensorboard --logdir {run_dir}/tensorboard"))
     return rows

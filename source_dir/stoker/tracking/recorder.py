@@ -37,6 +37,8 @@ class Recorder:
         self.totals: Counter[str] = Counter()
         self.steady: Counter[str] = Counter()
         self.step_ms: list[float] = []
+        self.first_pass: tuple[float, float] | None = None
+        """Samples/s and input wait (%) at the last logged step."""
         self.worker_nodes: dict[int, str] = {}
         self.load = HostLoad()
 
@@ -85,6 +87,7 @@ class Recorder:
             self.summary.startup["first step"] = self.summary.speed.first_step_s
         rate = event["epoch_samples"] / max(event["elapsed_s"], 1e-9)
         wait = 100 * event["wait_s"] / max(event["elapsed_s"], 1e-9)
+        self.first_pass = (rate, wait)
         self.scalars(
             event["step"],
             {
@@ -136,12 +139,13 @@ class Recorder:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)
 
-    def close(self, figures: dict[str, Any]) -> None:
-        """Fill in what only the end knows.
+    def refresh(self) -> None:
+        """While the run goes on: let summary.json tell how it stands."""
+        self._fill_speed()
+        self.summary.seconds = round(time.monotonic() - self.started, 2)
+        self.summary.write(self.run_dir)
 
-        Args:
-            figures: the coordinator's last figures, empty where it never started.
-        """
+    def _fill_speed(self) -> None:
         speed, seconds = self.summary.speed, self.totals["elapsed_s"]
         if seconds:
             speed.samples_per_s = round(self.totals["samples"] / seconds, 2)
@@ -152,17 +156,28 @@ class Recorder:
             speed.input_wait_pct = round(100 * steady["wait_s"] / elapsed, 2)
             steps = max(steady["steps"], 1)
             speed.step_terms_ms = {n: round(1000 * steady[f"{n}_s"] / steps, 3) for n in STEP_TERMS}
+            self.summary.host_cpu = self.load.rows(self.summary.cluster.hosts)
+            self.summary.bottleneck = bottleneck(self.summary, steady)
+        elif self.first_pass:
+            # Before the first pass has ended, its last logged step tells how it goes.
+            speed.steady_samples_per_s, speed.input_wait_pct = (round(value, 2) for value in self.first_pass)
         if self.step_ms:
             speed.step_ms_p50 = round(statistics.median(self.step_ms), 3)
+
+    def close(self, figures: dict[str, Any]) -> None:
+        """Fill in what only the end knows.
+
+        Args:
+            figures: the coordinator's last figures, empty where it never started.
+        """
         if figures:
-            speed.bytes_per_sample = round(figures["bytes_per_sample"], 1)
+            self.summary.speed.bytes_per_sample = round(figures["bytes_per_sample"], 1)
             self.summary.chain = figures["chain"]
             tasks = figures["tasks_by_node"]
             self.summary.chain_tasks_by_host = {self._host_of(n): count for n, count in tasks.items()}
             self.summary.records.epochs += figures["open"]
         self.summary.host_cpu = self.load.rows(self.summary.cluster.hosts)
-        if seconds:
-            self.summary.bottleneck = bottleneck(self.summary, steady)
+        self._fill_speed()
         self.summary.seconds = round(time.monotonic() - self.started, 2)
         if self.prices is not None:
             self.summary.cost = run_cost(self.summary, self.prices)

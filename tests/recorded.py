@@ -1,0 +1,100 @@
+"""Run directories as the head leaves them, made by its own Recorder from events of our choice."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from stoker.config import load, resolved_yaml
+from stoker.tracking.recorder import Recorder
+from stoker.tracking.summary import Cluster, Host, Summary
+
+PIXEL = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAFklEQVR4nGP8z4APMOGVHbHSDAwMAABd0QEPw0nFfQAAAABJRU5E"
+    "rkJggg=="
+)
+
+
+def record(
+    folder: Path,
+    steps: int,
+    *,
+    epochs: int = 2,
+    hosts: int = 3,
+    wait: float = 0.38,
+    status: Any = "succeeded",
+    gpu: bool = True,
+    extra: tuple[dict[str, Any], ...] = (),
+) -> Path:
+    """A run of `steps` steps in `epochs` epochs, of which `wait` (0…1) was spent waiting for data."""
+    folder.mkdir(parents=True)
+    job = folder.parent / "job.yaml"
+    job.write_text("name: flowers\nparams: {data: '<b>rows</b>'}\ntrain: {epochs: 2}\n")
+    (folder / "config.yaml").write_text(resolved_yaml(load(job, ["train.lr=0.1"])))
+    kinds = ["gpu", *["cpu"] * (hosts - 1)] if gpu else ["cpu"] * hosts
+    summary = Summary(name="flowers", backend="rehearsal", status="running", train_workers=1)
+    summary.cluster = Cluster(
+        hosts=[
+            Host(host=f"algo-{i + 1}", group=kind, cpus=4, gpus=float(kind == "gpu"), ip=f"10.77.0.{i + 2}")
+            for i, kind in enumerate(kinds)
+        ]
+    )
+    recorder = Recorder(folder, summary, 0.0, tensorboard=False)
+    recorder.take({"time": 0.0, "event": "phase", "phase": "cluster formed"})
+    recorder.take({"time": 0.1, "event": "train_worker", "rank": 0, "node": "algo-1"})
+    pictures = [{"png": PIXEL, "label": str(n)} for n in range(3)]
+    recorder.take({"time": 0.2, "event": "samples", "images": pictures})
+    per_epoch = max(1, steps // epochs)
+    for step in range(1, steps + 1):
+        epoch, inside = divmod(step - 1, per_epoch)
+        elapsed = 0.1 * (inside + 1)
+        figures = {"epoch_samples": 64 * (inside + 1), "elapsed_s": elapsed, "wait_s": wait * elapsed}
+        loss = 2.3 * math.exp(-step / steps) if step % 7 else float("nan")
+        now = 10 + 0.1 * step
+        recorder.take(
+            {"time": now, "event": "step", "epoch": epoch, "step": step, "loss": loss, "lr": 0.1, **figures}
+        )
+        if step % 20 == 0:
+            use = {f"algo-{i + 1}": 30.0 + 10 * (i % 7) for i in range(hosts)}
+            recorder.take({"time": now, "event": "host_cpu", "hosts": use})
+        if step % per_epoch == 0:
+            times = {"wait_s": wait * elapsed, "produce_s": elapsed, "transfer_s": 0.1, "collate_s": 0.1}
+            done = {"samples": figures["epoch_samples"], "elapsed_s": elapsed, "steps": per_epoch}
+            recorder.take(
+                {"time": now, "event": "pass", "split": "train", "epoch": epoch, "step_ms": [62.0], **done}
+                | {"times": times}
+            )
+            metrics = {
+                "train/loss": 1 / (epoch + 1),
+                "val/loss": 1.2 / (epoch + 1),
+                "val/acc1": 1 - 0.5 / (epoch + 1),
+            }
+            recorder.take({"time": now, "event": "epoch", "epoch": epoch, "step": step, "metrics": metrics})
+            recorder.take(
+                {
+                    "time": now,
+                    "event": "checkpoint",
+                    "epoch": epoch,
+                    "step": step,
+                    "path": f"c/step-{step:08d}",
+                }
+            )
+    for event in extra:
+        recorder.take(event)
+    summary.status = status
+    summary.cost = {"usd": 1.25, "usd_per_million_samples": 0.4, "prices_as_of": "2026-11", "estimated": True}
+    summary.error = "the loss is NaN at step 12" if status == "failed" else None
+    stages = [("read", 0.2, 110_000), ("DecodeImage", 1.1, 562_000), ("RandomResizedCrop", 0.8, 150_000)]
+    chain = [{"stage": name, "cpu_ms_per_sample": ms, "bytes_out": size} for name, ms, size in stages]
+    recorder.close({"bytes_per_sample": 150_528, "chain": chain, "tasks_by_node": {"algo-2": 7}, "open": []})
+    # The terms are the train workers' own: set as they report them.
+    summary.speed.step_terms_ms = {  # type: ignore[attr-defined]
+        "compute": 60.0,
+        "host_to_device": 2.0,
+        "wait_production": 30.0,
+        "wait_transfer": 6.0,
+        "wait_collate": 2.0,
+    }
+    summary.write(folder)
+    return folder
