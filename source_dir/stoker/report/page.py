@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 
 from stoker.report import charts, panels
+from stoker.report.comparison import comparison
 from stoker.report.reading import RunData, read_run
 from stoker.sizing.advice import Verdict, verdict
 from stoker.tracking.summary import Summary, less_is_better
@@ -78,7 +79,7 @@ def render(runs: Sequence[RunData]) -> str:
     pages = [page_of(run) for run in runs]
     return environment.get_template("report.html").render(
         pages=pages,
-        comparison=panels.comparison(runs) if len(runs) > 1 else None,
+        comparison=comparison(runs) if len(runs) > 1 else None,
         title=pages[0].run.name if len(pages) == 1 else f"{len(pages)} runs",
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         hatches=Markup(panels.HATCHES),  # noqa: S704 - constant

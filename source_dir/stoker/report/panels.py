@@ -65,7 +65,8 @@ class Panel:
     """Legend: (number of the colour and hatching, text)."""
 
 
-def _panel(title: str, svg: str, **more: object) -> Panel:
+def panel(title: str, svg: str, **more: object) -> Panel:
+    """Head and laptop: a panel of one chart."""
     return Panel(title, [Markup(svg)], **more)  # type: ignore[arg-type]  # noqa: S704 - made by charts, escaped
 
 
@@ -74,8 +75,8 @@ def of_run(run: RunData) -> list[Panel]:
     makers = (throughput, waiting, step_time, limits, loss, metrics, chain, host_cpu)
     found: list[Panel] = []
     for make in makers:
-        panel = make(run)
-        found += panel if isinstance(panel, list) else [panel] if panel else []
+        made = make(run)
+        found += made if isinstance(made, list) else [made] if made else []
     return found
 
 
@@ -112,9 +113,7 @@ def throughput(run: RunData) -> Panel | None:
         "samples/s",
         events=_events(run),
     )
-    return _panel(
-        "Throughput", svg, caption=f"{text} {SIGNS}.", heads=["s", "samples/s"], rows=_table(points)
-    )
+    return panel("Throughput", svg, caption=f"{text} {SIGNS}.", heads=["s", "samples/s"], rows=_table(points))
 
 
 def waiting(run: RunData) -> Panel | None:
@@ -132,7 +131,7 @@ def waiting(run: RunData) -> Panel | None:
         events=_events(run),
         y_top=100,
     )
-    return _panel("Input wait", svg, caption=text, heads=["s", "% waiting"], rows=_table(points))
+    return panel("Input wait", svg, caption=text, heads=["s", "% waiting"], rows=_table(points))
 
 
 def step_time(run: RunData) -> Panel | None:
@@ -145,7 +144,7 @@ def step_time(run: RunData) -> Panel | None:
     largest = max(parts, key=lambda part: part.value)
     text = f"A step takes {figure(total, 'ms')}; most of it: {largest.name}, {figure(largest.value, 'ms')}."
     rows = [[p.name, figure(p.value), f"{100 * p.value / total:.1f} %"] for p in parts]
-    return _panel(
+    return panel(
         "Where the time of a step goes",
         charts.stacked_bar("Where the time of a step goes", text, parts, "ms"),
         caption=text,
@@ -174,7 +173,7 @@ def limits(run: RunData) -> Panel | None:
     text = "; ".join(
         f"{row.name}: {figure(row.value, 'samples/s') if row.value else 'not measured'}" for row in rows
     )
-    return _panel(
+    return panel(
         "What each part could carry",
         charts.bars("Limits in samples per second", text, rows, "samples/s", cut_at=4),
         caption="Widen the shortest bar under the measured one first. CPUs that also train carry less.",
@@ -211,7 +210,7 @@ def loss(run: RunData) -> Panel | None:
     text = f"From {figure(run.loss[0][1])} to {figure(run.loss[-1][1])} in {len(run.loss):,} logged steps."
     svg = charts.line_chart("Loss against the global step", text, lines, "global step", "loss", height=220)
     caption = f"{text} {lines[-1].name.capitalize()} ends at {figure(last)}."
-    return _panel("Loss", svg, caption=caption, heads=["step", "loss"], rows=_table(run.loss))
+    return panel("Loss", svg, caption=caption, heads=["step", "loss"], rows=_table(run.loss))
 
 
 def metrics(run: RunData) -> list[Panel]:
@@ -235,7 +234,7 @@ def metrics(run: RunData) -> list[Panel]:
             from_zero=False,
             height=220,
         )
-        found.append(_panel(name, svg, caption=text, heads=["step", name], rows=_table(shown)))
+        found.append(panel(name, svg, caption=text, heads=["step", name], rows=_table(shown)))
     return found[:6]
 
 
@@ -260,7 +259,7 @@ def chain(run: RunData) -> Panel | None:
         f" {100 * dear['cpu_ms_per_sample'] / total:.0f} % of it."
     )
     table = [[s["stage"], figure(s["cpu_ms_per_sample"]), size(s["bytes_out"])] for s in stages]
-    return _panel(
+    return panel(
         "The chain, stage by stage",
         charts.bars("CPU milliseconds per sample by stage", text, rows, "ms"),
         caption=text,
@@ -306,60 +305,3 @@ def host_cpu(run: RunData) -> Panel | None:
         [f"{host} · {groups.get(host, '?')} · {means[host]:.0f} %" for host in shown],
         wide=True,
     )
-
-
-def comparison(runs: Sequence[RunData]) -> list[Panel]:
-    """Head and laptop: several runs: time and cost against the shape of the cluster."""
-    from stoker.tracking.runs import shape_of
-
-    labels = [f"{n + 1}" for n in range(len(runs))]
-    rows: Rows = []
-    for label, run in zip(labels, runs, strict=True):
-        summary, cost = run.summary, run.summary.cost or {}
-        best = next(
-            (v for k, v in summary.metrics.best.items() if k.startswith("val/") and "loss" not in k), None
-        )
-        usd = cost.get("usd")
-        per = cost.get("usd_per_million_samples")
-        rows.append(
-            [
-                label,
-                run.name,
-                shape_of(summary),
-                summary.status,
-                figure(summary.speed.steady_samples_per_s),
-                f"{summary.speed.input_wait_pct:.0f} %",
-                figure(summary.seconds, "s"),
-                "–" if best is None else figure(best),
-                "–" if usd is None else f"${figure(usd)}",
-                "–" if per is None else f"${figure(per)}",
-            ]
-        )
-    heads = ["", "run", "hosts", "status", "samples/s", "wait", "time", "best", "cost", "per 1M"]
-    found = [Panel("Runs side by side", [], "Costs are estimated.", heads, rows, wide=True)]
-    speed = [
-        Bar(f"{a} · {shape_of(r.summary)}", r.summary.speed.steady_samples_per_s or None)
-        for a, r in zip(labels, runs, strict=True)
-    ]
-    text = "; ".join(f"{b.name}: {figure(b.value) if b.value else 'not measured'}" for b in speed)
-    found.append(
-        _panel(
-            "Throughput by cluster shape", charts.bars("Samples per second by run", text, speed, "samples/s")
-        )
-    )
-    time = [
-        Bar(f"{a} · {shape_of(r.summary)}", r.summary.seconds or None)
-        for a, r in zip(labels, runs, strict=True)
-    ]
-    text = "; ".join(f"{b.name}: {figure(b.value, 's') if b.value else 'not measured'}" for b in time)
-    found.append(_panel("Time by cluster shape", charts.bars("Seconds by run", text, time, "s")))
-    dots = [
-        (label, run.summary.seconds / 60, float(run.summary.cost["usd"]))
-        for label, run in zip(labels, runs, strict=True)
-        if run.summary.cost and run.summary.cost.get("usd") is not None
-    ]
-    if dots:
-        text = "Cost against time; further down and to the left is better."
-        svg = charts.scatter("Cost against time", text, dots, "minutes", "$, estimated")
-        found.append(_panel("Time and cost", svg, caption=text))
-    return found

@@ -1,0 +1,67 @@
+"""Head and laptop: several runs as charts: time and cost against the shape of the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stoker.report import charts
+from stoker.report.charts import Bar, figure
+from stoker.report.panels import Panel, Rows, panel
+from stoker.report.reading import RunData
+
+
+def comparison(runs: Sequence[RunData]) -> list[Panel]:
+    """Head and laptop: several runs: time and cost against the shape of the cluster."""
+    from stoker.tracking.runs import shape_of
+
+    labels = [f"{n + 1}" for n in range(len(runs))]
+    rows: Rows = []
+    for label, run in zip(labels, runs, strict=True):
+        summary, cost = run.summary, run.summary.cost or {}
+        best = next(
+            (v for k, v in summary.metrics.best.items() if k.startswith("val/") and "loss" not in k), None
+        )
+        usd = cost.get("usd")
+        per = cost.get("usd_per_million_samples")
+        rows.append(
+            [
+                label,
+                run.name,
+                shape_of(summary),
+                summary.status,
+                figure(summary.speed.steady_samples_per_s),
+                f"{summary.speed.input_wait_pct:.0f} %",
+                figure(summary.seconds, "s"),
+                "–" if best is None else figure(best),
+                "–" if usd is None else f"${figure(usd)}",
+                "–" if per is None else f"${figure(per)}",
+            ]
+        )
+    heads = ["", "run", "hosts", "status", "samples/s", "wait", "time", "best", "cost", "per 1M"]
+    found = [Panel("Runs side by side", [], "Costs are estimated.", heads, rows, wide=True)]
+    speed = [
+        Bar(f"{a} · {shape_of(r.summary)}", r.summary.speed.steady_samples_per_s or None)
+        for a, r in zip(labels, runs, strict=True)
+    ]
+    text = "; ".join(f"{b.name}: {figure(b.value) if b.value else 'not measured'}" for b in speed)
+    found.append(
+        panel(
+            "Throughput by cluster shape", charts.bars("Samples per second by run", text, speed, "samples/s")
+        )
+    )
+    time = [
+        Bar(f"{a} · {shape_of(r.summary)}", r.summary.seconds or None)
+        for a, r in zip(labels, runs, strict=True)
+    ]
+    text = "; ".join(f"{b.name}: {figure(b.value, 's') if b.value else 'not measured'}" for b in time)
+    found.append(panel("Time by cluster shape", charts.bars("Seconds by run", text, time, "s")))
+    dots = [
+        (label, run.summary.seconds / 60, float(run.summary.cost["usd"]))
+        for label, run in zip(labels, runs, strict=True)
+        if run.summary.cost and run.summary.cost.get("usd") is not None
+    ]
+    if dots:
+        text = "Cost against time; further down and to the left is better."
+        svg = charts.scatter("Cost against time", text, dots, "minutes", "$, estimated")
+        found.append(panel("Time and cost", svg, caption=text))
+    return found
