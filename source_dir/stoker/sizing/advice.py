@@ -153,10 +153,9 @@ def _waiting(summary: Summary) -> tuple[float, Bottleneck] | None:
         if share < INPUT_BOUND:
             return share, "gpu"
         # The run's own verdict also knows how busy the hosts were.
-        judged = summary.bottleneck
-        if judged is None or judged == "gpu":
-            judged = max(waits, key=lambda side: waits[side])
-        return share, judged
+        if summary.bottleneck is not None and summary.bottleneck != "gpu":
+            return share, summary.bottleneck
+        return share, max(waits, key=lambda side: waits[side])
     if summary.bottleneck is None:
         return None
     return summary.speed.input_wait_pct / 100, summary.bottleneck
