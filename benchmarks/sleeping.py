@@ -8,9 +8,10 @@ tasks and batches. It is aborted where its own CPU use could disturb the measure
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -20,11 +21,11 @@ import psutil
 
 from benchmarks.harness import Measure
 from stoker.config import load
-from stoker.data import feed
+from stoker.data import transport
 from stoker.data.sources import read_range
 from stoker.schema import Config
 from stoker.sizing import model
-from stoker.sizing.nodes import Nodes, ray_nodes
+from stoker.sizing.nodes import ray_nodes
 from stoker.sizing.stream import one_pass
 
 HEAD_CPUS, HOST_CPUS, MAX_HOSTS = 2, 3, 6
@@ -118,7 +119,7 @@ def run() -> list[Measure]:
             wake_all_slots(HEAD_CPUS + count * HOST_CPUS)
             for case in [*SWEEP, *SHAPES]:
                 if case.hosts == count:
-                    found.append(measure(case, nodes))
+                    found.append(measure(case))
                     show(found[-1])
     return rows(found)
 
@@ -165,7 +166,7 @@ def show(one: Found) -> None:
     )
 
 
-def measure(case: Case, nodes: Nodes) -> Found:
+def measure(case: Case) -> Found:
     """Run one case on the nodes there are.
 
     Raises:
@@ -180,29 +181,29 @@ def measure(case: Case, nodes: Nodes) -> Found:
     arrivals: list[tuple[float, int]] = []
     chain = [("sleep", Sleep(case.cpu_s, case.bytes_per_sample))]
     with (
-        slow_cutting(case.serial_s),
+        slow_receiving(case.serial_s),
         one_pass(config, read_range(total), chain, torch.device("cpu")) as stream,
     ):
-        before, began = None, 0.0
+        before, began = {}, 0.0
         free_at = time.perf_counter()
         for batch in stream:
             count = len(batch["index"])
             now = time.perf_counter()
             arrivals.append((now, stream.rows))
-            if before is None and stream.rows > WINDOW[0] * total:
-                before, began = real_cpu_seconds(nodes), now
+            if not before and stream.rows > WINDOW[0] * total:
+                before, began = real_cpu_seconds(), now
             # What the operating system oversleeps shall not add up.
             free_at = max(free_at, now) + count / case.gpu_samples_per_s
             time.sleep(max(free_at - time.perf_counter(), 0))
-    assert before is not None
-    real = (real_cpu_seconds(nodes) - before) / (time.perf_counter() - began)
+    used = sum(seconds - before.get(pid, 0.0) for pid, seconds in real_cpu_seconds().items())
+    real = used / (time.perf_counter() - began)
     if real > MAX_REAL_CPUS:
         raise RuntimeError(
             f"{case.name}: {real:.2f} real CPUs in use, more than {MAX_REAL_CPUS}; sleep longer"
         )
     first, last = (next(i for i, (_, n) in enumerate(arrivals) if n >= part * total) for part in WINDOW)
     rate = (arrivals[last][1] - arrivals[first][1]) / (arrivals[last][0] - arrivals[first][0])
-    return Found(case, rate, vars(stream.times), real)
+    return Found(case, rate, stream.times.figures(), real)
 
 
 def config_of(case: Case) -> Config:
@@ -219,15 +220,16 @@ def config_of(case: Case) -> Config:
 
 
 @contextmanager
-def slow_cutting(seconds_per_row: float) -> Iterator[None]:
-    """The feed's thread takes so long per row: what a slow receiver is."""
-    cut = feed.BatchCutter.cut
+def slow_receiving(seconds_per_row: float) -> Iterator[None]:
+    """Receiving takes so long per row, one batch after the other: what a receiver at its limit is."""
+    fetch, one_at_a_time = transport.Transport.fetch, threading.Lock()
 
     def slow(self: Any, parts: Any) -> Any:
-        time.sleep(seconds_per_row * sum(stop - start for _, start, stop in parts))
-        return cut(self, parts)
+        with one_at_a_time:
+            time.sleep(seconds_per_row * sum(part.stop - part.start for part in parts))
+        return fetch(self, parts)
 
-    with mock.patch.object(feed.BatchCutter, "cut", slow):
+    with mock.patch.object(transport.Transport, "fetch", slow):
         yield
 
 
@@ -249,14 +251,12 @@ def wake_all_slots(slots: int) -> None:
     ray.get([wake.remote() for _ in range(slots)], timeout=300)
 
 
-def real_cpu_seconds(nodes: Nodes) -> float:
-    """CPU seconds that this process and all nodes have used."""
-    total = 0.0
+def real_cpu_seconds() -> dict[int, float]:
+    """CPU seconds that this process and those of all nodes have used, by process."""
+    found = {}
     own = psutil.Process()
     for process in [own, *own.children(recursive=True)]:
-        try:
+        with suppress(psutil.NoSuchProcess):
             times = process.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        total += times.user + times.system
-    return total
+            found[process.pid] = times.user + times.system
+    return found

@@ -119,7 +119,7 @@ class TestFedWell:
         used = [
             {"host": f"algo-{n}", "group": "cpu", "mean_pct": 20.0, "max_pct": 60.0} for n in (2, 3, 4, 5)
         ]
-        found = judged(hosts=hosts, speed={"host_cpu": used})
+        found = judged(hosts=hosts, host_cpu=used)
         assert found.details == [
             "the CPU hosts were busy for 20 % only: 1 instead of 4 would do and save $2.45 an hour"
             " (estimated, prices of 2026-11)"
@@ -127,7 +127,7 @@ class TestFedWell:
 
     def test_no_word_of_fewer_where_all_are_needed(self) -> None:
         used = [{"host": "algo-2", "group": "cpu", "mean_pct": 92.0, "max_pct": 99.0}]
-        assert judged(speed={"host_cpu": used}).details == []
+        assert judged(host_cpu=used).details == []
 
     def test_without_gpus_it_does_not_speak_of_gpus(self) -> None:
         here = {"host": "algo-1", "group": "local", "cpus": 2, "gpus": 0, "ip": ""}

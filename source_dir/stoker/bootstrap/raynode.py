@@ -154,6 +154,10 @@ class RayNode:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def stop(self) -> None:
         """Every host: end the daemons and their tasks; whatever has not left in 3 s is killed."""
         import psutil

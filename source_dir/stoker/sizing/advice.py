@@ -12,7 +12,6 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from stoker.sizing import prices
 from stoker.tracking.summary import Bottleneck, Host, Summary
@@ -40,6 +39,7 @@ _WAITS: dict[str, Bottleneck] = {
     "wait_production": "cpu",
     "wait_transfer": "network",
     "wait_collate": "gpu_host_cpu",
+    "host_to_device": "gpu_host_cpu",
 }
 
 
@@ -145,15 +145,17 @@ def _facts(summary: Summary) -> _Facts | None:
 
 def _waiting(summary: Summary) -> tuple[float, Bottleneck] | None:
     """(share of a step that waits, what binds), from the terms of a step or, without, from the totals."""
-    terms: dict[str, float] = summary.speed.model_dump().get("step_terms_ms") or {}
+    terms = summary.speed.step_terms_ms
     total = sum(terms.values())
     if total > 0:
-        waits = {side: terms.get(name, 0.0) for name, side in _WAITS.items()}
+        waits: dict[Bottleneck, float] = {}
+        for name, side in _WAITS.items():
+            waits[side] = waits.get(side, 0.0) + terms.get(name, 0.0)
         share = sum(waits.values()) / total
         if share < INPUT_BOUND:
             return share, "gpu"
-        # The run's own verdict also knows how busy the hosts were.
         if summary.bottleneck is not None and summary.bottleneck != "gpu":
+            # The run's own verdict also knows how busy the hosts were.
             return share, summary.bottleneck
         return share, max(waits, key=lambda side: waits[side])
     if summary.bottleneck is None:
@@ -229,8 +231,7 @@ def _fewer_hosts(summary: Summary, facts: _Facts) -> list[str]:
     if not count:
         return []
     names = {host.host for host in facts.cpu_hosts}
-    rows: list[Any] = getattr(summary, "host_cpu", None) or getattr(summary.speed, "host_cpu", None) or []
-    used = [float(row["mean_pct"]) / 100 for row in map(dict, rows) if row["host"] in names]
+    used = [float(row["mean_pct"]) / 100 for row in summary.host_cpu if row["host"] in names]
     if used:
         busy = sum(used) / len(used)
     elif facts.chain_s > 0:

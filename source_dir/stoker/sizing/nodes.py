@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import shutil
 import tempfile
@@ -62,6 +63,11 @@ class Nodes:
         return node
 
 
+def prepare() -> None:
+    """Laptop: what Ray must find in the environment when it is imported; again has no effect."""
+    cluster.set_environment(os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32))
+
+
 @contextmanager
 def ray_nodes(head_cpus: int, store_mb: int = STORE_MB) -> Iterator[Nodes]:
     """Laptop: a cluster of one node, group `gpu`, to which this process is connected; gone at the end.
@@ -70,7 +76,7 @@ def ray_nodes(head_cpus: int, store_mb: int = STORE_MB) -> Iterator[Nodes]:
         head_cpus: CPUs that its head declares.
         store_mb: size of the head's object store.
     """
-    cluster.set_environment(secrets.token_hex(32))
+    prepare()
     import ray
 
     # Paths of Ray's sockets must stay short.

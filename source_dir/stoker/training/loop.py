@@ -136,8 +136,13 @@ def build(worker: Worker, steps_per_epoch: int | None) -> None:
     torch.manual_seed(config.seed + worker.rank)
 
 
-def train_epoch(worker: Worker, epoch: int) -> tuple[dict[str, float], str]:
+def train_epoch(worker: Worker, epoch: int, feed: Any = None) -> tuple[dict[str, float], str]:
     """Train worker: one pass over the training records.
+
+    Args:
+        worker: its state.
+        epoch: which pass.
+        feed: what stands in for the job's data, to measure the loop alone; default: the job's data.
 
     Returns:
         (metrics by conventional name, why the run shall stop or "").
@@ -145,7 +150,7 @@ def train_epoch(worker: Worker, epoch: int) -> tuple[dict[str, float], str]:
     import torch
 
     worker.model.train()
-    feed = open_pass(worker, "train", epoch)
+    feed = feed or open_pass(worker, "train", epoch)
     log_every = worker.config.tracking.log_every_steps
     # Summed on the device: reading it there would make the GPU wait in every step.
     loss_sum = torch.zeros((), dtype=torch.float64, device=worker.device)

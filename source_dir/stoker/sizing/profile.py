@@ -1,0 +1,216 @@
+"""Laptop: what a job's chain costs per sample, measured on its own records with every core busy.
+
+A vCPU is a hyper-thread: what a chain costs while the neighbouring one idles is not what it will cost on a
+host that is full of chain tasks. So one process per core runs the real chain, all at the same time.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import queue
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from stoker.config import UsageError
+from stoker.data.chain import HWC_SUFFIX, ID_COLUMN, BlockReport, Chain, ChainError, StageCost
+from stoker.data.opening import Data
+from stoker.data.sources import Source
+
+START_TIMEOUT_S = 90.0
+GROUP_SECONDS = 0.5
+"""A group of records is one measurement; its size follows from this."""
+KEPT_ROWS = 64
+SMALLEST_SPREAD = 0.06
+"""CPU time of the same work differs by so much between runs on a shared machine (docs/performance.md)."""
+MAX_BAD = 0.5
+
+
+@dataclass(frozen=True)
+class ChainProfile:
+    """Laptop: the chain measured."""
+
+    cpu_s: float
+    """CPU-seconds per sample: reading, every stage, and packing into a block."""
+    spread: float
+    """Half the width of the 95 % interval of `cpu_s`, as a share of it."""
+    bytes_per_sample: float
+    stages: list[dict[str, Any]]
+    """As `chain` in summary.json: stage, cpu_ms_per_sample, bytes_out."""
+    samples: int
+    processes: int
+    columns: dict[str, Any] = field(default_factory=dict, repr=False)
+    """A few preprocessed rows as the chain packs them, to be replayed."""
+
+
+@dataclass
+class _Group:
+    """One measurement in one process."""
+
+    records: int
+    cpu_s: float
+    report: BlockReport
+
+
+def measure_chain(
+    data: Data, block_records: int, seconds: float, processes: int | None = None
+) -> ChainProfile:
+    """Laptop: run the training chain on real records in `processes` processes for so many seconds.
+
+    Args:
+        data: the job's data, opened.
+        block_records: `data.block_records`; a group is never larger.
+        seconds: how long all of them run at the same time.
+        processes: default: one per core that this process may use.
+
+    Raises:
+        UsageError: the source is a Ray Dataset, the chain fails, or most records are bad.
+    """
+    source = data.sources["train"]
+    if not isinstance(source, Source):
+        raise UsageError(
+            "size: this recipe reads through ray.data, which a profile cannot cut into pieces; run the job"
+            " for an epoch and give its run directory: --from RUN"
+        )
+    count = processes or len(os.sched_getaffinity(0))
+    answers = _run_everywhere(source, data.chains["train"], block_records, seconds, count)
+    groups = [group for answer in answers for group in answer[0]]
+    _refuse_bad(groups)
+    return _summed(groups, count, next((columns for _, columns in answers if columns), {}))
+
+
+def _run_everywhere(
+    source: Source, chain: Chain, block_records: int, seconds: float, count: int
+) -> list[tuple[list[_Group], dict[str, Any]]]:
+    """One process per core; they begin together once all have started."""
+    from ray import cloudpickle
+
+    payload = cloudpickle.dumps((source.for_tasks(), source.pieces(block_records, None), chain))
+    context = multiprocessing.get_context("spawn")
+    answers: Any = context.Queue()
+    barrier = context.Barrier(count)
+    workers = [
+        context.Process(
+            target=_work, args=(payload, number, count, block_records, seconds, barrier, answers), daemon=True
+        )
+        for number in range(count)
+    ]
+    for worker in workers:
+        worker.start()
+    found: list[tuple[list[_Group], dict[str, Any]]] = []
+    deadline = time.monotonic() + START_TIMEOUT_S + 4 * seconds
+    try:
+        while len(found) < count:
+            try:
+                answer = answers.get(timeout=0.5)
+            except queue.Empty:
+                dead = [w.exitcode for w in workers if w.exitcode not in (None, 0)]
+                if dead:
+                    raise UsageError(f"size: a profile process died with exit code {dead[0]}") from None
+                if time.monotonic() > deadline:
+                    raise UsageError(f"size: the profile did not end within {deadline:.0f} s") from None
+                continue
+            if isinstance(answer, str):
+                raise UsageError(f"size: the chain failed: {answer}")
+            found.append(answer)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join(timeout=5)
+    return found
+
+
+def _work(
+    payload: bytes, number: int, count: int, block_records: int, seconds: float, barrier: Any, answers: Any
+) -> None:
+    """Profile process: its share of the pieces, again and again until the time is over."""
+    import pickle
+
+    from stoker.data.pipeline import use_one_thread
+    from stoker.recipe import where_raised
+
+    try:
+        source, pieces, chain = pickle.loads(payload)  # noqa: S301 - written by the parent
+        records = _records(source, pieces[number % len(pieces) :] + pieces[: number % len(pieces)])
+        # Imports, caches and lazily made tables are start-up, not the cost of a sample.
+        chain.run(list(islice(records, 2)), 0)
+        use_one_thread()
+        barrier.wait(START_TIMEOUT_S)
+        groups, columns, size = [], {}, 1
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            started, began = time.process_time(), time.monotonic()
+            columns, report = chain.run(islice(records, size), 0)
+            groups.append(_Group(report.records, time.process_time() - started, report))
+            took = max(time.monotonic() - began, 1e-6)
+            size = max(1, min(block_records, round(size * min(GROUP_SECONDS / took, 8))))
+        # The first ones were small, to learn how large a group may be.
+        answers.put((groups[2:] or groups, _few(columns) if number == 0 else {}))
+    except ChainError as error:
+        answers.put(str(error))
+    except Exception as error:
+        answers.put(where_raised(error))
+
+
+def _records(source: Source, pieces: list[Any]) -> Iterator[Any]:
+    while True:
+        for piece in pieces:
+            yield from source.read(piece, None)
+
+
+def _few(columns: dict[str, Any]) -> dict[str, Any]:
+    """Rows to replay, under the names that the recipe knows."""
+    kept = {name.removesuffix(HWC_SUFFIX): column[:KEPT_ROWS].copy() for name, column in columns.items()}
+    kept.pop(ID_COLUMN, None)
+    return kept
+
+
+def _refuse_bad(groups: list[_Group]) -> None:
+    records = sum(group.records for group in groups)
+    bad = [one for group in groups for one in group.report.bad]
+    if not records:
+        raise UsageError("size: the profile read no record")
+    if len(bad) > MAX_BAD * records:
+        raise UsageError(f"size: {len(bad)} of {records} records cannot be preprocessed: {bad[0].reason}")
+
+
+def _summed(groups: list[_Group], processes: int, columns: dict[str, Any]) -> ChainProfile:
+    samples = sum(group.records for group in groups)
+    total = sum(group.cpu_s for group in groups)
+    costs: dict[str, StageCost] = {}
+    for group in groups:
+        for name, cost in group.report.costs.items():
+            mine = costs.setdefault(name, StageCost())
+            mine.cpu_s += cost.cpu_s
+            mine.bytes_out += cost.bytes_out
+    known = sum(cost.cpu_s for cost in costs.values())
+    costs["pack"] = StageCost(max(total - known, 0.0), sum(group.report.bytes_out for group in groups))
+    mean = total / samples
+    return ChainProfile(
+        cpu_s=mean,
+        spread=max(_spread([group.cpu_s / group.records for group in groups], mean), SMALLEST_SPREAD),
+        bytes_per_sample=sum(group.report.bytes_out for group in groups) / samples,
+        stages=[
+            {
+                "stage": name,
+                "cpu_ms_per_sample": round(1000 * cost.cpu_s / samples, 4),
+                "bytes_out": round(cost.bytes_out / samples),
+            }
+            for name, cost in costs.items()
+        ],
+        samples=samples,
+        processes=processes,
+        columns=columns,
+    )
+
+
+def _spread(values: list[float], mean: float) -> float:
+    """Two standard errors of the mean, as a share of it; wide where there are few values."""
+    if len(values) < 3:
+        return 0.25
+    return 2 * statistics.stdev(values) / math.sqrt(len(values)) / mean
