@@ -35,6 +35,7 @@ class Options:
     offline: bool = False
     request: Path | None = None
     install: bool = False
+    resume: str | None = None
 
     def overrides(self) -> list[str]:
         """The options that are keys of the configuration."""
@@ -87,8 +88,11 @@ def run(config: Path | None, overrides: list[str], options: Options) -> int:
     if config is None:
         raise UsageError("no configuration file given; try source_dir/configs/digits.yaml")
     from launcher.job import open_job
+    from launcher.resuming import resolve
 
-    job = open_job(load(config, [*overrides, *options.overrides()]), options.source_dir)
+    given = [*overrides, *options.overrides()]
+    resume = resolve(options.resume, options.on, load(config, given).config)
+    job = open_job(load(config, [*given, *resume.overrides()]), options.source_dir)
     if options.on != "local":
         check_recipe(job)
     if options.on == "sagemaker":
@@ -96,14 +100,14 @@ def run(config: Path | None, overrides: list[str], options: Options) -> int:
     if options.on == "ray":
         return _on_ray(job, options)
     if options.on == "rehearsal":
-        from launcher.backends import rehearsal as backend
-    else:
-        from launcher.backends import local as backend  # type: ignore[no-redef]
-    request = backend.plan(job)
-    if options.dry_run:
-        print(request.render())
-        return 0
-    return int(backend.submit(request).wait())
+        from launcher.backends import rehearsal
+
+        rehearsed = rehearsal.plan(job, resume.checkpoints)
+        return 0 if _only_shown(rehearsed, options) else rehearsal.submit(rehearsed).wait()
+    from launcher.backends import local
+
+    request = local.plan(job, resume.run_dir)
+    return 0 if _only_shown(request, options) else local.submit(request).wait()
 
 
 def check_recipe(job: Job) -> None:

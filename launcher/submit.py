@@ -58,6 +58,7 @@ def run(
     address: Annotated[str | None, Option(help="ray: http://head:8265")] = None,
     offline: Annotated[bool, Option("--offline", help="with --dry-run: ask no network")] = False,
     request: Annotated[Path | None, Option(help="ray, sagemaker: write it, do not send")] = None,
+    resume: Annotated[str | None, Option(help="auto, never, or a run or checkpoint")] = None,
     install: Annotated[bool, Option("--install", help="ray: pip install on the hosts")] = False,
 ) -> None:
     """Run a job from its YAML file, with single keys changed on the command line."""
@@ -77,6 +78,7 @@ def run(
         offline,
         request,
         install,
+        resume,
     )
     if show_config:
         raise typer.Exit(commands.show(config, overrides or [], source_dir))

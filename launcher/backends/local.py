@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,14 +74,15 @@ class LocalRun:
         self.process.send_signal(signal.SIGTERM)
 
 
-def plan(job: Job) -> LocalRequest:
-    """Laptop: where the run will lie; nothing is written."""
-    return LocalRequest(job, runs.new_run_dir(job))
+def plan(job: Job, run_dir: Path | None = None) -> LocalRequest:
+    """Laptop: where the run will lie, or an earlier run that goes on; nothing is written."""
+    return LocalRequest(job, run_dir or runs.new_run_dir(job))
 
 
 def submit(request: LocalRequest) -> LocalRun:
     """Laptop: stage the source and start the job's process."""
     run_dir = request.run_dir
+    shutil.rmtree(run_dir / "code", ignore_errors=True)  # of a run that goes on
     request.job.stage(run_dir / "code")
     runs.point_latest(run_dir)
     command = [sys.executable, *COMMAND[1:]]
@@ -115,6 +118,10 @@ class PastRun:
             os.kill(number, 0)
         except (OSError, ValueError):
             return None
+        with contextlib.suppress(OSError):
+            # Numbers of processes are used again.
+            command = Path(f"/proc/{number}/cmdline").read_bytes()
+            return number if COMMAND[1].encode() in command else None
         return number
 
     def status(self) -> str:

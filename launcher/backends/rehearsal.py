@@ -32,6 +32,8 @@ class RehearsalRequest:
     faults: tuple[faults.Fault, ...]
     head: str
     run_dir: Path
+    checkpoints: tuple[Path, ...] = ()
+    """Checkpoint folders that the hosts find, as SageMaker brings them back after a restart."""
 
     @property
     def entry(self) -> str:
@@ -55,13 +57,18 @@ class RehearsalRequest:
             lines.append("  " + "".join(f"{column:<18}" for column in columns).rstrip())
         lines += [f"  entry      {starter}", f"  link       {rate}; cpu quota {quota} per host"]
         lines += [f"  channel    {c.parameter}: {c.source} → {c.path_on_host}" for c in self.channels]
+        lines += [f"  checkpoint {path}" for path in self.checkpoints]
         lines += [f"  fault      {text}" for text in settings.faults]
         lines.append(f"  results    {self.run_dir}")
         return "\n".join(lines)
 
 
-def plan(job: Job) -> RehearsalRequest:
+def plan(job: Job, checkpoints: tuple[Path, ...] = ()) -> RehearsalRequest:
     """Laptop: check everything that can be checked without starting a host.
+
+    Args:
+        job: what to rehearse.
+        checkpoints: of an earlier run, to go on from.
 
     Raises:
         UsageError: every problem found in the `rehearsal` section.
@@ -75,7 +82,8 @@ def plan(job: Job) -> RehearsalRequest:
     )
     if any(channel.parameter == planning.CODE_CHANNEL for channel in channels):
         raise UsageError("params.code: `code` is the name of the channel that carries the source")
-    return RehearsalRequest(job, hosts, channels, planned_faults, topology.head, runs.new_run_dir(job))
+    run_dir = runs.new_run_dir(job)
+    return RehearsalRequest(job, hosts, channels, planned_faults, topology.head, run_dir, checkpoints)
 
 
 def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:

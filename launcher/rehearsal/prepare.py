@@ -35,6 +35,8 @@ def prepare_host(
     ml = own / "ml"
     for part in ("input/config", "input/data", "model", "output/data", "checkpoints"):
         (ml / part).mkdir(parents=True)
+    for checkpoint in request.checkpoints:
+        shutil.copytree(checkpoint, ml / "checkpoints" / checkpoint.name)
     settings = {
         "resourceconfig": planning.resource_config(request.hosts, host),
         "hyperparameters": planning.hyperparameters(request.job, request.entry),

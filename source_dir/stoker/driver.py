@@ -25,8 +25,9 @@ from stoker.recipe import Recipe, load_recipe, where_raised
 from stoker.schema import Config
 from stoker.sizing.prices import price_list
 from stoker.tracking.console import PlainConsole, closing_rows, make_console
-from stoker.tracking.recorder import Recorder
+from stoker.tracking.recorder import Recorder, teller
 from stoker.tracking.summary import Cluster, Host, Summary
+from stoker.training import resuming
 
 POLL_S = 0.2
 STOP_DEADLINE_S = 90.0
@@ -67,6 +68,7 @@ def check(resolved: Resolved) -> Recipe:
         from stoker.training.optimizers import check_optimizer
 
         check_optimizer(resolved.config.train.optimizer)
+    resuming.check_path(resolved.config)
     return recipe
 
 
@@ -112,10 +114,11 @@ def run(resolved: Resolved, place: Place) -> int:
         workers, use_gpu = plan_workers(config, data)
         steps = steps_per_epoch(config, data, workers)
         summary.train_workers = workers
-        coordinator = start_coordinator(config, data, workers)
         console = make_console(config.train.epochs, steps, screen_log)
+        start = resuming.prepare(config, place, data, workers, summary, teller(recorder, console))
+        coordinator = start_coordinator(config, data, workers, start.first_epoch, start.position)
         console.line(opening_line(data, workers, use_gpu))
-        fit = Fit(config, place, coordinator, workers, use_gpu, steps, "val" in data.sources)
+        fit = Fit(config, place, coordinator, workers, use_gpu, steps, "val" in data.sources, start)
         follow(fit, coordinator, recorder, console, summary)
         code = conclude(fit, summary)
         if code == 0:
@@ -216,19 +219,20 @@ class Fit:
         use_gpu: bool,
         steps: int | None,
         has_val: bool,
+        start: resuming.Start,
     ) -> None:
         self.error: BaseException | None = None
         self.reason = ""
         settings = {
             "config": config,
             "coordinator": coordinator,
-            "checkpoint_dir": str(place.checkpoint_dir),
+            "checkpoints": (start.where, start.synced),
+            "resume": start.chosen,
             "model_dir": str(place.model_dir),
             "steps_per_epoch": steps,
             "has_val": has_val,
         }
-        for folder in (place.checkpoint_dir, place.run_dir / "logs"):
-            folder.mkdir(parents=True, exist_ok=True)
+        (place.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         selector = {GROUP_LABEL: place.train_group} if place.train_group else None
         self.args = (config, settings, place.run_dir / "logs", workers, use_gpu, selector)
         self.thread = threading.Thread(target=self._run, name="fit", daemon=True)

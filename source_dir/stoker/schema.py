@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 
@@ -50,6 +50,28 @@ class DataConfig(Section):
     )
 
 
+class EarlyStoppingConfig(Section):
+    monitor: str | None = Field(
+        None, description="metric to watch after each epoch, val/loss say; null: train all epochs"
+    )
+    mode: Literal["auto", "min", "max"] = Field(
+        "auto", description="whether less or more of it is better; auto: by the metric's name"
+    )
+    min_delta: float = Field(0.0, ge=0, description="an improvement must be larger than this")
+    patience: int = Field(3, ge=0, description="epochs without improvement before the run stops")
+    stopping_threshold: float | None = Field(
+        None, description="stop as soon as the metric is better than this"
+    )
+
+    @model_validator(mode="after")
+    def _needs_a_metric(self) -> EarlyStoppingConfig:
+        rest = {name: value for name, value in self.model_dump().items() if name != "monitor"}
+        defaults = {name: type(self).model_fields[name].default for name in rest}
+        if self.monitor is None and rest != defaults:
+            raise ValueError("monitor is needed, too: the metric to watch, for example val/loss")
+        return self
+
+
 class TrainConfig(Section):
     epochs: int = Field(10, ge=1, description="passes over the training records")
     max_steps: int | None = Field(None, ge=1, description="stop after this many steps, whatever the epoch")
@@ -74,6 +96,9 @@ class TrainConfig(Section):
     max_failures: int = Field(
         0, ge=0, description="restarts from the last checkpoint after a train worker has died"
     )
+    early_stopping: EarlyStoppingConfig = Field(
+        EarlyStoppingConfig(), description="end before the last epoch where nothing improves any more"
+    )
 
 
 class ClusterConfig(Section):
@@ -94,7 +119,23 @@ class ClusterConfig(Section):
 
 
 class CheckpointConfig(Section):
-    keep: int = Field(2, ge=1, description="newest checkpoints kept beside the best one")
+    dir: str | None = Field(
+        None, description="folder or s3:// prefix for checkpoints; default: checkpoints/ of the run"
+    )
+    resume: str = Field(
+        "auto",
+        description="auto: go on from the newest whole checkpoint in dir; never; or a path, s3:// prefix",
+    )
+    every_steps: int | None = Field(
+        None, ge=1, description="also within an epoch: one checkpoint each so many steps"
+    )
+    every_minutes: float | None = Field(
+        None, gt=0, description="also within an epoch: one checkpoint each so many minutes"
+    )
+    keep: int = Field(2, ge=1, description="newest checkpoints kept, to go on from")
+    save_top_k: int = Field(
+        1, ge=-1, description="best checkpoints by `monitor` kept besides; 0: none, -1: all that have it"
+    )
     monitor: str = Field(
         "auto", description="metric that chooses the best; auto: val/acc1, val/loss or train/loss"
     )

@@ -78,6 +78,7 @@ def measure_gpu(config: Config, recipe: Recipe, columns: dict[str, Any], seconds
     import torch
 
     from stoker.training import loop
+    from stoker.training.snapshot import Progress
     from stoker.training.worker import Worker
 
     on_gpu = torch.cuda.is_available()
@@ -88,7 +89,7 @@ def measure_gpu(config: Config, recipe: Recipe, columns: dict[str, Any], seconds
     batches = [_batch(columns, size, number, device) for number in range(CACHED_BATCHES)]
     wait = torch.cuda.synchronize if on_gpu else (lambda: None)
     cached = CachedPass(batches, size, seconds, wait)
-    loop.train_epoch(worker, 0, cached)
+    loop.train_epoch(worker, None, Progress(0, feed=cached))
     rates = [
         (rows - before) / (at - since)
         for (since, before), (at, rows) in zip(cached.marks[1:], cached.marks[2:], strict=False)

@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,16 @@ class Recorder:
         self.scalars(event["step"], {k: v for k, v in metrics.items() if k.startswith(("val/", "train/"))})
 
     def _on_records(self, event: dict[str, Any]) -> None:
-        records = self.summary.records
         counts = {k: v for k, v in event.items() if k not in ("time", "event", "remainder_ids")}
-        records.epochs.append(counts)
-        for name in ("read", "quarantined", "remainder", "trained", "validated"):
-            if event["split"] == "train" or name == "validated":
-                setattr(records, name, getattr(records, name) + counts.get(name, 0))
+        self.summary.records.add(counts)
         self.scalars(self.summary.steps, {f"data/quarantined_{event['split']}": counts["quarantined"]})
+
+    def _on_resumed(self, event: dict[str, Any]) -> None:
+        self.summary.records.rewind(event["epoch"])
+        if self.board is not None:
+            # What was drawn beyond the checkpoint comes again.
+            self.board.close()
+            self.board = _board(self.run_dir, event["step"] + 1)
 
     def _on_pass(self, event: dict[str, Any]) -> None:
         if event["split"] != "train":
@@ -187,7 +191,18 @@ class Recorder:
             self.board.close()
 
 
-def _board(run_dir: Path) -> Any:
+def teller(recorder: Recorder, console: Any) -> Callable[[str], None]:
+    """Head: takes a line for the screen, the log and the summary."""
+
+    def tell(text: str) -> None:
+        event = {"time": round(time.time(), 3), "event": "note", "text": text}
+        recorder.take(event)
+        console.take(event)
+
+    return tell
+
+
+def _board(run_dir: Path, purge_step: int | None = None) -> Any:
     from tensorboardX import SummaryWriter
 
-    return SummaryWriter(str(run_dir / "tensorboard"))
+    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)

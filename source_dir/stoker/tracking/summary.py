@@ -46,6 +46,20 @@ class Records(Part):
     validated: int = 0
     epochs: list[dict[str, Any]] = []
 
+    def add(self, counts: dict[str, Any]) -> None:
+        """Take in the books of one pass over one split."""
+        self.epochs.append(counts)
+        for name in ("read", "quarantined", "remainder", "trained", "validated"):
+            if counts["split"] == "train" or name == "validated":
+                setattr(self, name, getattr(self, name) + counts.get(name, 0))
+
+    def rewind(self, epoch: int) -> None:
+        """Forget the passes from an epoch on: it is trained again, from a checkpoint within it or before."""
+        before = [counts for counts in self.epochs if counts["epoch"] < epoch]
+        self.__dict__.update(Records().__dict__)
+        for counts in before:
+            self.add(counts)
+
 
 class Speed(Part):
     samples_per_s: float = 0.0

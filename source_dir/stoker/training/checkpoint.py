@@ -1,134 +1,178 @@
-"""Train worker (rank 0): checkpoints that are whole or not there.
+"""Train worker (rank 0) and head: what a checkpoint holds, and which one is the newest that is whole.
 
-A checkpoint is a folder `step-00000123/` with `model.safetensors`, `state.pt` (optimiser, scheduler),
-`meta.json` (epoch, step, metrics) and, written last, `manifest.json` with the SHA-256 of each file.
+step-00000123/
+    model.safetensors    the weights
+    ema.safetensors      their moving average, where there is one
+    state.pt             optimiser, scheduler, scaler, and per rank: random states, running sums
+    meta.json            epoch, step, data position, metrics, configuration, history
+    manifest.json        SHA-256 of each of them, written last
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
-import os
 import shutil
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-MANIFEST = "manifest.json"
+from stoker.training.store import Store, name_of, step_of, verify, write_manifest
+
+WEIGHTS, EMA, STATE, META = "model.safetensors", "ema.safetensors", "state.pt", "meta.json"
 BEST = "best.json"
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """Train worker: a whole checkpoint on disk."""
+class Content:
+    """Train worker: all of a checkpoint, tensors on the CPU."""
 
-    path: Path
+    weights: dict[str, Any]
+    state: dict[str, Any]
+    """Plain values and tensors only: it is read back with `weights_only`."""
+    meta: dict[str, Any]
+    """JSON; `step` names the checkpoint."""
+    ema: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Every host: a whole checkpoint and what it says of itself."""
+
+    store: Store
+    name: str
     meta: dict[str, Any]
 
+    @property
+    def path(self) -> str:
+        """Folder or URI."""
+        return f"{self.store.where.rstrip('/')}/{self.name}"
 
-def save(
-    folder: Path, step: int, weights: dict[str, Any], state: dict[str, Any], meta: dict[str, Any]
-) -> Checkpoint:
-    """Train worker: write a checkpoint; it appears under its name only when it is whole.
+
+def save(store: Store, content: Content) -> Checkpoint:
+    """Train worker (rank 0, the writer's thread): write a checkpoint; it is valid only when it is whole.
 
     Raises:
-        OSError: naming the folder, e.g. when its disk is full; earlier checkpoints stay as they are.
+        OSError: naming the checkpoint and its disk; earlier checkpoints stay as they are.
     """
     import torch
     from safetensors.torch import save_file
 
-    final = folder / f"step-{step:08d}"
-    draft = folder / f".draft-{step:08d}-{os.getpid()}"
+    name = name_of(content.meta["step"])
+    draft = None
     try:
-        draft.mkdir(parents=True)
-        save_file(weights, draft / "model.safetensors")
-        torch.save(state, draft / "state.pt")
-        (draft / "meta.json").write_text(json.dumps(meta, indent=1))
-        sums = {path.name: _sha256(path) for path in sorted(draft.iterdir())}
-        (draft / MANIFEST).write_text(json.dumps(sums, indent=1))
-        for path in draft.iterdir():
-            _sync(path)
-        if final.exists():
-            shutil.rmtree(final)
-        draft.rename(final)
-        _sync(folder)
+        draft = store.draft()
+        save_file(content.weights, draft / WEIGHTS)
+        if content.ema is not None:
+            save_file(content.ema, draft / EMA)
+        torch.save(content.state, draft / STATE)
+        (draft / META).write_text(json.dumps(content.meta, indent=1))
+        write_manifest(draft)
+        store.publish(draft, name)
     except Exception as error:
         # safetensors reports a full disk as an error of its own, so the type says little.
-        shutil.rmtree(draft, ignore_errors=True)
-        free = shutil.disk_usage(folder).free if folder.exists() else 0
+        if draft is not None:
+            shutil.rmtree(draft, ignore_errors=True)
+        parts = [" ".join(str(error).split()) or type(error).__name__, store.free_text()]
         raise OSError(
-            f"cannot write the checkpoint {final}: {error} ({free / 2**20:.0f} MB free on that disk)"
+            f"cannot write the checkpoint {store.where.rstrip('/')}/{name}: {'; '.join(filter(None, parts))}"
         ) from error
-    return Checkpoint(final, meta)
+    return Checkpoint(store, name, content.meta)
 
 
-def newest_valid(folder: Path, log: Any = None) -> Checkpoint | None:
+def newest_valid(store: Store, log: Callable[[str], Any] | None = None) -> Checkpoint | None:
     """Every host: the newest checkpoint whose files are whole; says why others were passed over."""
-    for path in sorted(folder.glob("step-*"), reverse=True):
-        problem = verify(path)
+    for name in store.names():
+        problem = verify(store, name)
         if problem is None:
-            return Checkpoint(path, json.loads((path / "meta.json").read_text()))
+            return describe(store, name)
         if log:
-            log(f"checkpoint {path.name} is passed over: {problem}")
+            log(f"checkpoint {name} is passed over: {problem}")
     return None
 
 
-def verify(path: Path) -> str | None:
-    """Every host: what is wrong with a checkpoint, None where nothing is."""
+def describe(store: Store, name: str) -> Checkpoint:
+    """Every host: a checkpoint with its `meta.json`, unchecked.
+
+    Raises:
+        OSError: this host does not see it.
+    """
     try:
-        sums = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return "it was not finished (no readable manifest)"
-    for name, expected in sums.items():
-        if not (path / name).is_file():
-            return f"{name} is absent"
-        if _sha256(path / name) != expected:
-            return f"{name} is damaged (its SHA-256 differs from the manifest)"
-    return None
+        return Checkpoint(store, name, json.loads(store.read(name, META)))
+    except FileNotFoundError:
+        raise OSError(
+            f"{store.where}/{name}: not on this host; with several hosts that train, checkpoint.dir must"
+            " be a folder that they share, or s3://"
+        ) from None
 
 
-def load(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Train worker: (weights, state) of a checkpoint, on the CPU."""
+def load(checkpoint: Checkpoint) -> Content:
+    """Train worker: a checkpoint's content, on the CPU."""
     import torch
     from safetensors.torch import load_file
 
-    weights = load_file(checkpoint.path / "model.safetensors")
-    state = torch.load(checkpoint.path / "state.pt", weights_only=True, map_location="cpu")
-    return weights, state
+    with checkpoint.store.local(checkpoint.name) as folder:
+        ema = folder / EMA
+        return Content(
+            load_file(folder / WEIGHTS),
+            torch.load(folder / STATE, weights_only=True, map_location="cpu"),
+            checkpoint.meta,
+            load_file(ema) if ema.is_file() else None,
+        )
 
 
-def mark_best(folder: Path, checkpoint: Checkpoint, metric: str, value: float) -> None:
-    """Train worker: note which checkpoint is the best so far."""
-    draft = folder / f".{BEST}"
-    draft.write_text(json.dumps({"checkpoint": checkpoint.path.name, "metric": metric, "value": value}))
-    draft.replace(folder / BEST)
+@dataclass
+class Shelf:
+    """Train worker (rank 0): the checkpoints of this run, and which of them stay.
 
+    `newest` are kept to continue from, `top_k` for their metric; the best one becomes the model.
+    """
 
-def best(folder: Path) -> dict[str, Any] | None:
-    """Every host: the note of `mark_best`, if there is one."""
-    try:
-        note: dict[str, Any] = json.loads((folder / BEST).read_text())
-    except (OSError, ValueError):
-        return None
-    return note
+    store: Store
+    newest: int
+    top_k: int
+    """As Lightning has it: 0 keeps none for its metric, -1 all that have one."""
+    monitored: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Checkpoint → its metric, mode and value; empty for those in the middle of an epoch."""
 
+    def fill(self, upto: int) -> None:
+        """Take in what an earlier start of this run has left.
 
-def prune(folder: Path, keep: int) -> None:
-    """Train worker: remove all but the newest `keep` checkpoints and the best one."""
-    note = best(folder)
-    for path in sorted(folder.glob("step-*"), reverse=True)[keep:]:
-        if not note or path.name != note["checkpoint"]:
-            shutil.rmtree(path, ignore_errors=True)
+        Args:
+            upto: the step that was continued from. Later checkpoints were found damaged: they are not
+                counted, and replaced when their step comes again.
+        """
+        for name in self.store.names():
+            if step_of(name) <= upto:
+                with contextlib.suppress(OSError, ValueError):
+                    self.monitored[name] = describe(self.store, name).meta["monitored"] or {}
 
+    def best(self) -> list[str]:
+        """Those that stay for their metric, the best first; of equals the earlier."""
+        having = [name for name, entry in self.monitored.items() if entry]
+        if not having:
+            return []
+        # A run that goes on may watch another metric than before: those values do not compare.
+        watched = self.monitored[max(having, key=step_of)]
+        sign = -1.0 if watched["mode"] == "max" else 1.0
+        ranked = sorted(
+            (sign * self.monitored[name]["value"], step_of(name), name)
+            for name in having
+            if self.monitored[name]["metric"] == watched["metric"]
+        )
+        names = [name for _, _, name in ranked]
+        return names if self.top_k < 0 else names[: self.top_k]
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    def add(self, saved: Checkpoint) -> None:
+        """Take in a new checkpoint, remove what need not stay, note the best for whoever looks."""
+        self.monitored[saved.name] = saved.meta["monitored"] or {}
+        best = self.best()
+        newest = sorted(self.monitored, key=step_of, reverse=True)[: self.newest]
+        for name in [n for n in self.monitored if n not in best and n not in newest]:
+            self.store.remove(name)
+            del self.monitored[name]
+        if best:
+            first = self.monitored[best[0]]
+            ranks = {name: self.monitored[name]["value"] for name in best}
+            note = {"checkpoint": best[0], **first, "best_k": ranks}
+            self.store.write_note(BEST, json.dumps(note, indent=1))

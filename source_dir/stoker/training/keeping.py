@@ -1,82 +1,237 @@
-"""Train worker: which checkpoints are kept, continued from, and made into the model."""
+"""Train worker: when checkpoints are taken, what goes into them, and how a run goes on from one."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stoker.config import UsageError
-from stoker.schema import Config
-from stoker.tracking.summary import less_is_better
-from stoker.training import checkpoint, strategies
+from stoker.training import checkpoint, snapshot
+from stoker.training.checkpoint import Checkpoint, Content, Shelf
+from stoker.training.snapshot import Progress
+from stoker.training.stopping import EarlyStopping, mode_of, monitored
+from stoker.training.store import Store, verify
 from stoker.training.worker import Worker
+from stoker.training.writer import Writer
+
+CALL_TIMEOUT_S = 120.0
 
 
-def keep_checkpoint(worker: Worker, folder: Path, epoch: int, metrics: dict[str, float]) -> None:
-    """Train worker: rank 0 writes the checkpoint of an epoch and marks the best one."""
-    weights, optimizer = strategies.full_state(worker.model, worker.optimizer)
-    if worker.rank:
-        return
-    name, sign = monitored(worker.config, metrics)
-    meta = {"epoch": epoch, "step": worker.step, "samples": worker.samples, "metrics": metrics}
-    state = {
-        "optimizer": optimizer,
-        "scheduler": worker.scheduler.state_dict() if worker.scheduler else None,
-    }
-    saved = checkpoint.save(folder, worker.step, weights, state, meta)
-    note = checkpoint.best(folder)
-    if name in metrics and (note is None or sign * metrics[name] > sign * note["value"]):
-        checkpoint.mark_best(folder, saved, name, metrics[name])
-    checkpoint.prune(folder, worker.config.checkpoint.keep)
-    worker.log("checkpoint", epoch=epoch, step=worker.step, path=str(saved.path))
+class Keeper:
+    """Train worker: one per rank; rank 0 writes for all."""
+
+    def __init__(self, worker: Worker, store: Store) -> None:
+        self.worker, self.store = worker, store
+        config = worker.config
+        self.every_steps = config.checkpoint.every_steps
+        self.every_s = 60 * config.checkpoint.every_minutes if config.checkpoint.every_minutes else None
+        self.early_stopping = EarlyStopping.of(config.train.early_stopping)
+        self.history: list[dict[str, Any]] = []
+        """Finished epochs: epoch, step, metrics, books; for the summary of a run that goes on."""
+        self.resumed: Checkpoint | None = None
+        self.writer = Writer(self._note)
+        self.shelf = Shelf(store, config.checkpoint.keep, config.checkpoint.save_top_k)
+        self._copier = snapshot.Copier()
+        self._config = config.model_dump(mode="json")
+        self._saved_at = time.monotonic()
+        self._asked = False
+        self._position: Any = None
+
+    def after_step(self, progress: Progress) -> None:
+        """Between two steps: take a checkpoint where one is due; the same decision on all ranks.
+
+        Raises:
+            OSError: the last checkpoint could not be written.
+        """
+        worker = self.worker
+        if worker.rank == 0:
+            self.writer.check()
+            late = self.every_s is not None and time.monotonic() - self._saved_at > self.every_s
+            if late and not self._asked:
+                # Clocks differ between hosts: the coordinator names one step to all ranks.
+                self._asked = True
+                worker.coordinator.request_checkpoint.remote(worker.attempt)
+        due = self.every_steps is not None and worker.step % self.every_steps == 0
+        if due or progress.feed.checkpoint:
+            self.take(progress, {})
+
+    def after_epoch(self, epoch: int, metrics: dict[str, float], books: list[dict[str, Any]]) -> str:
+        """A checkpoint at the end of an epoch, with early stopping's word. Collective.
+
+        Args:
+            epoch: the finished one.
+            metrics: its metrics.
+            books: its records by split, as the coordinator settled them.
+
+        Returns:
+            Why training shall stop, or "".
+        """
+        reason = ""
+        if self.early_stopping:
+            self.early_stopping.update(metrics)
+            # Figures such as samples/s differ between ranks: rank 0 decides.
+            reason = snapshot.from_rank_0(self.worker, self.early_stopping.reason)
+            self.early_stopping.reason = reason
+        self.history.append({"epoch": epoch, "step": self.worker.step, "metrics": metrics, "books": books})
+        self.take(Progress(epoch + 1), metrics)
+        return reason
+
+    def take(self, progress: Progress, metrics: dict[str, float]) -> None:
+        """A checkpoint now; what is slow about it happens beside the training. Collective.
+
+        Args:
+            progress: of the epoch that follows from it: its rest, or the whole.
+            metrics: what is known of the model; empty: it does not compete for being the best.
+        """
+        worker, started = self.worker, time.perf_counter()
+        if worker.rank == 0:
+            self.writer.make_room()  # the copies of the one before are overwritten now
+        parts = snapshot.gather(worker, snapshot.rank_part(worker, progress))
+        live = snapshot.live_state(worker)
+        self._saved_at, self._asked = time.monotonic(), False
+        if worker.rank:
+            return
+        copies = self._copier.copy(live)
+        state = {
+            "optimizer": copies["optimizer"],
+            "scheduler": copy.deepcopy(worker.scheduler.state_dict()) if worker.scheduler else None,
+            "scaler": copies["scaler"],
+            "ranks": parts,
+        }
+        content = Content(copies["weights"], state, self._meta(progress, metrics), copies["ema"])
+        self._position = self._ask_position(progress, parts)
+        paused_s = time.perf_counter() - started
+        write = self._write_later(content, self._position, paused_s)
+        self.writer.submit(f"the checkpoint of step {worker.step}", write)
+
+    def before_settling(self) -> None:
+        """Before the books of an epoch are closed: where its last checkpoint stands must be known."""
+        import ray
+
+        if self._position is not None:
+            ray.wait([self._position], timeout=CALL_TIMEOUT_S)
+
+    def _meta(self, progress: Progress, metrics: dict[str, float]) -> dict[str, Any]:
+        worker, config = self.worker, self.worker.config
+        watched = None
+        if metrics:
+            name = monitored(config, metrics)
+            mode = mode_of(name, config.checkpoint.mode)
+            watched = {"metric": name, "mode": mode, "value": metrics[name]}
+        return {
+            "step": worker.step,
+            "samples": worker.samples + progress.samples,
+            "epoch": progress.epoch if progress.steps else progress.epoch - 1,
+            "next_epoch": progress.epoch,
+            "epoch_steps": progress.steps,
+            "epoch_samples": progress.samples,
+            "workers": worker.world_size,
+            "global_batch": worker.global_batch,
+            "metrics": metrics,
+            "monitored": watched,
+            "early_stopping": self.early_stopping.state() if self.early_stopping else None,
+            "history": list(self.history),
+            "config": self._config,
+            "time": time.time(),
+        }
+
+    def _ask_position(self, progress: Progress, parts: list[dict[str, Any]]) -> Any:
+        """Where the data stands: asked now, waited for by the writer."""
+        worker, steps = self.worker, progress.steps - progress.carried_steps
+        if progress.feed is None:
+            # Of an epoch whose books are closed: where the next one begins.
+            return worker.coordinator.position.remote(worker.attempt, progress.epoch - 1, 0, 0)
+        ids = snapshot.id_sum_of(parts)
+        return worker.coordinator.position.remote(worker.attempt, progress.epoch, steps, ids)
+
+    def _write_later(self, content: Content, position: Any, paused_s: float) -> Callable[[], None]:
+        def write() -> None:
+            import ray
+
+            started, meta = time.perf_counter(), content.meta
+            meta["position"] = ray.get(position, timeout=CALL_TIMEOUT_S)
+            saved = checkpoint.save(self.store, content)
+            self.shelf.add(saved)
+            self.worker.log(
+                "checkpoint",
+                epoch=meta["epoch"],
+                step=meta["step"],
+                path=saved.path,
+                seconds=round(time.perf_counter() - started, 4),
+                paused_s=round(paused_s, 4),
+            )
+
+        return write
+
+    def restore(self, saved: Checkpoint) -> Progress | None:
+        """Go on from a checkpoint, which rank 0 reads for all: only its host may have it. Collective.
+
+        Returns:
+            How far the interrupted epoch was; None where it stands between two epochs.
+        """
+        worker, meta = self.worker, saved.meta
+        content = checkpoint.load(saved) if worker.rank == 0 else None
+        ranks = snapshot.put_back(worker, content)
+        progress = snapshot.carried_progress(worker, meta, ranks)
+        worker.step, worker.samples = meta["step"], meta["samples"] - meta["epoch_samples"]
+        self.history, self.resumed = list(meta["history"]), saved
+        if self.early_stopping:
+            self.early_stopping.restore(meta["early_stopping"])
+        if worker.rank == 0 and saved.store.where == self.store.where:
+            self.shelf.fill(meta["step"])
+        worker.log("resumed", epoch=meta["next_epoch"], step=worker.step, path=saved.path)
+        # Last: nothing between here and the next step may draw a random number.
+        if worker.rank < len(ranks):
+            snapshot.set_rng_state(ranks[worker.rank]["rng"], worker.device)
+        return progress
+
+    def newest(self) -> Checkpoint | None:
+        """Rank 0: the newest whole checkpoint of this run."""
+        return checkpoint.newest_valid(self.store, self._note)
+
+    def write_model(self, target: Path) -> None:
+        """Rank 0, at the end: the best whole checkpoint's weights become the run's model."""
+        self.writer.wait()
+        whole = (name for name in self.shelf.best() if self._whole(name))
+        best = next(whole, None)
+        chosen = checkpoint.describe(self.store, best) if best else self.newest() or self.resumed
+        if chosen is None:
+            raise OSError(f"{self.store.where}: holds no whole checkpoint to make the model from")
+        write_model(self.worker, chosen, target)
+
+    def close(self) -> None:
+        """However the run ends: a checkpoint that is being written shall be finished."""
+        with contextlib.suppress(OSError):  # what went wrong before is worth more
+            self.writer.wait(CALL_TIMEOUT_S)
+
+    def _whole(self, name: str) -> bool:
+        problem = verify(self.store, name)
+        if problem:
+            self._note(f"checkpoint {name} is passed over: {problem}")
+        return problem is None
+
+    def _note(self, text: str) -> None:
+        self.worker.log("note", text=text)
 
 
-def restore(worker: Worker, saved: checkpoint.Checkpoint) -> None:
-    """Train worker: continue from a checkpoint, which rank 0 reads for all: only its host may have it."""
-    import torch.distributed as dist
-
-    weights, state = checkpoint.load(saved) if worker.rank == 0 else ({}, {})
-    strategies.load_full_state(worker.model, worker.optimizer, weights, state.pop("optimizer", None))
-    rest: list[Any] = [state]
-    if worker.world_size > 1:
-        dist.broadcast_object_list(rest, src=0)
-    if worker.scheduler and rest[0]["scheduler"]:
-        worker.scheduler.load_state_dict(rest[0]["scheduler"])
-    worker.step, worker.samples = saved.meta["step"], saved.meta["samples"]
-    worker.log("resumed", epoch=saved.meta["epoch"] + 1, step=worker.step, path=str(saved.path))
-
-
-def write_model(worker: Worker, folder: Path, target: Path) -> None:
-    """Train worker: the best checkpoint's weights become the run's model."""
-    note = checkpoint.best(folder)
-    path = folder / note["checkpoint"] if note else None
-    if path is None or checkpoint.verify(path):
-        newest = checkpoint.newest_valid(folder)
-        if newest is None:
-            raise OSError(f"{folder}: holds no whole checkpoint to make the model from")
-        path = newest.path
+def write_model(worker: Worker, chosen: Checkpoint, target: Path) -> None:
+    """Train worker (rank 0): a checkpoint's weights, the averaged ones where there are, as the model."""
     target.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(path / "model.safetensors", target / "model.safetensors")
-    meta = json.loads((path / "meta.json").read_text())
-    about = {"recipe": worker.config.recipe, "params": worker.config.params, "checkpoint": path.name, **meta}
+    with chosen.store.local(chosen.name) as folder:
+        averaged = (folder / checkpoint.EMA).is_file()
+        source = folder / (checkpoint.EMA if averaged else checkpoint.WEIGHTS)
+        shutil.copy2(source, target / checkpoint.WEIGHTS)
+    about = {
+        "recipe": worker.config.recipe,
+        "params": worker.config.params,
+        "checkpoint": chosen.name,
+        "weights": "ema" if averaged else "model",
+        **{key: chosen.meta[key] for key in ("epoch", "step", "samples", "metrics")},
+    }
     (target / "model.json").write_text(json.dumps(about, indent=1, default=str))
-    worker.log("model", path=str(target), checkpoint=path.name)
-
-
-def monitored(config: Config, metrics: dict[str, float]) -> tuple[str, int]:
-    """Train worker: (name of the metric that chooses the best, +1 where more is better).
-
-    Raises:
-        UsageError: `checkpoint.monitor` names no metric of this run.
-    """
-    name = config.checkpoint.monitor
-    if name == "auto":
-        name = next((n for n in ("val/acc1", "val/loss") if n in metrics), "train/loss")
-    elif name not in metrics and any(key.startswith("val/") for key in metrics):
-        raise UsageError(f"checkpoint.monitor: no metric {name!r}; there are: {', '.join(metrics)}")
-    mode = config.checkpoint.mode
-    if mode == "auto":
-        mode = "min" if less_is_better(name) else "max"
-    return name, 1 if mode == "max" else -1
+    worker.log("model", path=str(target), checkpoint=chosen.name)

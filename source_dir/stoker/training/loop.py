@@ -12,8 +12,11 @@ from stoker.data.feed import Pass, Prefetch
 from stoker.data.transport import open_transport
 from stoker.recipe import load_recipe, where_raised
 from stoker.schema import Config
-from stoker.training import checkpoint, optimizers, strategies
-from stoker.training.keeping import keep_checkpoint, restore, write_model
+from stoker.training import optimizers, strategies
+from stoker.training.keeping import Keeper
+from stoker.training.snapshot import Progress
+from stoker.training.starting import begin, nothing_left
+from stoker.training.store import open_store
 from stoker.training.worker import (
     Worker,
     check_finite,
@@ -21,6 +24,7 @@ from stoker.training.worker import (
     import_quietly,
     loss_of,
     mean_over_ranks,
+    reached,
     tee_prints,
     to_device,
 )
@@ -43,7 +47,8 @@ def train(settings: dict[str, Any]) -> None:
     """Train worker: all epochs, from the first weights to the written model.
 
     Args:
-        settings: config, params, coordinator, checkpoint_dir, model_dir, steps_per_epoch, has_val.
+        settings: config, coordinator, checkpoints (where, synced), resume (where, synced, name) or None,
+            model_dir, steps_per_epoch, has_val.
     """
     import ray
     import ray.train.torch
@@ -64,61 +69,55 @@ def train(settings: dict[str, Any]) -> None:
         tee_prints(worker)
     threads = config.train.threads or max(1, (os.cpu_count() or 1) // context.get_local_world_size())
     torch.set_num_threads(threads)
-    folder = Path(settings["checkpoint_dir"])
     node = ray.get_runtime_context().get_node_id()
     worker.coordinator.log.remote("train_worker", {"rank": worker.rank, "node": node})
     worker.log("phase", phase="train workers started")
-    resumed = begin(worker, folder)
-    first_epoch = resumed.meta["epoch"] + 1 if resumed else 0
-    build(worker, settings["steps_per_epoch"])
-    worker.log("phase", phase="model built")
-    if resumed:
-        restore(worker, resumed)
-    # torchmetrics takes seconds to import and is first needed after an epoch.
-    threading.Thread(target=import_quietly, args=("torchmetrics.classification",), daemon=True).start()
-    for epoch in range(first_epoch, config.train.epochs):
-        metrics, stop = train_epoch(worker, epoch)
-        if not stop:
-            if settings["has_val"]:
-                metrics |= validate(worker, epoch)
-            worker.log("epoch", epoch=epoch, step=worker.step, metrics=metrics)
-        # An epoch that was cut short is trained again from its start after a restart.
-        keep_checkpoint(worker, folder, epoch - bool(stop), metrics)
-        ray.train.report(metrics)
-        if stop or reached(worker):
-            worker.log("stopped", reason=stop or f"train.max_steps reached at step {worker.step}")
-            break
-    if worker.rank == 0:
-        write_model(worker, folder, Path(settings["model_dir"]))
+    keeper = Keeper(worker, open_store(*settings["checkpoints"]))
+    try:
+        resumed = begin(worker, keeper, settings["resume"])
+        build(worker, settings["steps_per_epoch"])
+        worker.log("phase", phase="model built")
+        carried = keeper.restore(resumed) if resumed else None
+        # torchmetrics takes seconds to import and is first needed after an epoch.
+        threading.Thread(target=import_quietly, args=("torchmetrics.classification",), daemon=True).start()
+        run_epochs(worker, keeper, resumed.meta["next_epoch"] if resumed else 0, carried, settings["has_val"])
+        if worker.rank == 0:
+            keeper.write_model(Path(settings["model_dir"]))
+    finally:
+        keeper.close()
 
 
-def begin(worker: Worker, folder: Path) -> checkpoint.Checkpoint | None:
-    """Train worker: agree on the attempt and on where it starts, then let the data flow.
+def run_epochs(worker: Worker, keeper: Keeper, first: int, carried: Progress | None, has_val: bool) -> None:
+    """Train worker: the epochs from `first` on, each with its validation and checkpoint.
 
-    Returns:
-        The checkpoint to continue from after a restart; None for a first attempt.
+    Args:
+        worker: model and all.
+        keeper: the run's checkpoints.
+        first: the first epoch.
+        carried: what of it was done before this start.
+        has_val: whether there is a validation split.
     """
-    import ray
-    import torch.distributed as dist
+    import ray.train
 
-    plan: list[Any] = [None, None]
-    if worker.rank == 0:
-        attempt = ray.get(worker.coordinator.new_attempt.remote())
-        found = None
-        if attempt:
-            found = checkpoint.newest_valid(folder, lambda text: worker.log("note", text=text))
-        plan = [attempt, found]
-    if worker.world_size > 1:
-        dist.broadcast_object_list(plan, src=0)
-    worker.attempt = plan[0]
-    saved: checkpoint.Checkpoint | None = plan[1]
-    first = saved.meta["epoch"] + 1 if saved else 0
-    if worker.rank == 0:
-        call = worker.coordinator.begin.remote(worker.coordinator, worker.attempt, worker.world_size, first)
-        ray.get(call)
-    if worker.world_size > 1:
-        dist.barrier()
-    return saved
+    stop = nothing_left(worker, keeper, first)
+    for epoch in range(first, worker.config.train.epochs):
+        if stop:
+            break
+        progress = carried if carried and carried.epoch == epoch else Progress(epoch)
+        metrics, stop, books = train_epoch(worker, keeper, progress)
+        asked = bool(progress.feed.stop)
+        if has_val and not asked:
+            more, counts = validate(worker, epoch)
+            metrics, books = metrics | more, [*books, counts]
+        if not asked:
+            worker.log("epoch", epoch=epoch, step=worker.step, metrics=metrics)
+        if stop:
+            keeper.take(progress, {} if asked else metrics)
+        else:
+            stop = keeper.after_epoch(epoch, metrics, books)
+        ray.train.report(metrics)
+    if stop:
+        worker.log("stopped", reason=stop)
 
 
 def build(worker: Worker, steps_per_epoch: int | None) -> None:
@@ -136,26 +135,30 @@ def build(worker: Worker, steps_per_epoch: int | None) -> None:
     torch.manual_seed(config.seed + worker.rank)
 
 
-def train_epoch(worker: Worker, epoch: int, feed: Any = None) -> tuple[dict[str, float], str]:
-    """Train worker: one pass over the training records.
+def train_epoch(
+    worker: Worker, keeper: Keeper | None, progress: Progress
+) -> tuple[dict[str, float], str, list[dict[str, Any]]]:
+    """Train worker: one pass over the training records, or the rest of one.
 
     Args:
-        worker: its state.
-        epoch: which pass.
-        feed: what stands in for the job's data, to measure the loop alone; default: the job's data.
+        worker: model and all.
+        keeper: takes checkpoints between steps; None measures the loop alone.
+        progress: of this epoch; follows the pass. Its feed may stand in for the job's data.
 
     Returns:
-        (metrics by conventional name, why the run shall stop or "").
+        (metrics by conventional name, why the run shall stop within the epoch or "", the epoch's books).
     """
     import torch
 
     worker.model.train()
-    feed = feed or open_pass(worker, "train", epoch)
+    epoch = progress.epoch
+    feed = progress.feed = progress.feed or open_pass(worker, "train", epoch)
+    feed.keys += progress.carried_keys
     log_every = worker.config.tracking.log_every_steps
-    # Summed on the device: reading it there would make the GPU wait in every step.
-    loss_sum = torch.zeros((), dtype=torch.float64, device=worker.device)
-    steps, started = 0, time.perf_counter()
-    samples = 0
+    if progress.loss_sum is None:
+        # Summed on the device: reading it there would make the GPU wait in every step.
+        progress.loss_sum = torch.zeros((), dtype=torch.float64, device=worker.device)
+    started = time.perf_counter()
     for batch in feed:
         batch = worker.modules["train"](batch)
         loss = loss_of(worker.recipe.training_step(worker.model, batch))
@@ -166,40 +169,45 @@ def train_epoch(worker: Worker, epoch: int, feed: Any = None) -> tuple[dict[str,
         if worker.scheduler is not None:
             worker.scheduler.step_update(worker.step)
 
-        loss_sum += loss.detach()
-        steps += 1
-        samples = (feed.rows - feed.padded) * worker.world_size
-        if worker.step == 1 or steps % log_every == 0:
-            check_finite(float(loss_sum), worker, epoch)
+        progress.loss_sum += loss.detach()
+        progress.steps += 1
+        progress.samples = progress.carried_samples + (feed.rows - feed.padded) * worker.world_size
+        if worker.step == 1 or progress.steps % log_every == 0:
+            check_finite(float(progress.loss_sum), worker, epoch)
             worker.log(
                 "step",
                 epoch=epoch,
                 step=worker.step,
                 loss=float(loss.detach()),
                 lr=worker.optimizer.param_groups[0]["lr"],
-                epoch_samples=samples,
+                epoch_samples=progress.samples - progress.carried_samples,
                 elapsed_s=time.perf_counter() - started,
                 wait_s=feed.times.wait_s,
                 terms_ms=feed.times.since_told(),
             )
         if reached(worker):
             break
+        if keeper and not feed.stop:
+            keeper.after_step(progress)
     elapsed = time.perf_counter() - started
-    worker.samples += samples
-    stopped_early = feed.stop or ("max_steps" if reached(worker) else "")
-    if not stopped_early:
-        settle(worker, feed)
+    samples = progress.samples - progress.carried_samples
+    stop = feed.stop or (f"train.max_steps reached at step {worker.step}" if reached(worker) else "")
+    books = []
+    if keeper and not stop:
+        keeper.before_settling()
+        books = [settle(worker, feed)]
+        worker.samples += progress.samples
     worker.log(
         "pass",
         split="train",
         epoch=epoch,
         samples=samples,
         elapsed_s=elapsed,
-        steps=steps,
+        steps=progress.steps - progress.carried_steps,
         step_ms=list(feed.times.step_ms),
         times=feed.times.figures(),
     )
-    mean_loss = mean_over_ranks(worker, loss_sum / max(steps, 1))
+    mean_loss = mean_over_ranks(worker, progress.loss_sum / max(progress.steps, 1))
     check_finite(mean_loss, worker, epoch)
     metrics = {
         "train/loss": mean_loss,
@@ -207,11 +215,11 @@ def train_epoch(worker: Worker, epoch: int, feed: Any = None) -> tuple[dict[str,
         "perf/samples_per_s": samples / elapsed,
         "perf/input_wait_pct": 100 * feed.times.wait_s / elapsed,
     }
-    return metrics, feed.stop
+    return metrics, stop, books
 
 
-def validate(worker: Worker, epoch: int) -> dict[str, float]:
-    """Train worker: every validation record exactly once, metrics over all ranks."""
+def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, Any]]:
+    """Train worker: every validation record exactly once; (metrics over all ranks, books)."""
     import torch
     import torch.distributed as dist
 
@@ -239,7 +247,7 @@ def validate(worker: Worker, epoch: int) -> dict[str, float]:
                 fed = True
                 for metric in metrics.values():
                     metric.update(result["preds"], result["target"])
-    settle(worker, feed)
+    books = settle(worker, feed)
     worker.log(
         "pass",
         split="val",
@@ -258,7 +266,7 @@ def validate(worker: Worker, epoch: int) -> dict[str, float]:
     values = {"val/loss": float(sums[0] / sums[1])}
     if float(flags[0]):
         values |= {f"val/{name}": float(metric.compute()) for name, metric in metrics.items()}
-    return values
+    return values, books
 
 
 def open_pass(worker: Worker, split: str, epoch: int) -> Pass:
@@ -279,8 +287,8 @@ def open_pass(worker: Worker, split: str, epoch: int) -> Pass:
     )
 
 
-def settle(worker: Worker, feed: Pass) -> None:
-    """Train worker: hand in this rank's count and ids; fails where records were lost."""
+def settle(worker: Worker, feed: Pass) -> dict[str, Any]:
+    """Train worker: hand in this rank's count and ids, get the books; fails where records were lost."""
     import ray
 
     from stoker.data.ledger import DataError
@@ -294,9 +302,4 @@ def settle(worker: Worker, feed: Pass) -> None:
     answer = ray.get(call, timeout=worker.config.data.stall_timeout_s)
     if isinstance(answer, str):
         raise DataError(answer)
-
-
-def reached(worker: Worker) -> bool:
-    """Train worker: whether `train.max_steps` is reached."""
-    limit = worker.config.train.max_steps
-    return limit is not None and worker.step >= limit
+    return {"split": feed.split, **answer}

@@ -36,6 +36,11 @@ class Worker:
     step: int = 0
     samples: int = 0
 
+    @property
+    def global_batch(self) -> int:
+        """Records per step over all ranks."""
+        return self.config.train.batch_size * self.world_size
+
     def log(self, event: str, **values: Any) -> None:
         if self.rank == 0:
             self.coordinator.log.remote(event, values)
@@ -72,8 +77,14 @@ def check_finite(value: float, worker: Worker, epoch: int) -> None:
     if not math.isfinite(value):
         raise FloatingPointError(
             f"the loss is {value} by step {worker.step} (epoch {epoch}); lower train.lr or look at the"
-            " records of this step; checkpoints of earlier epochs are kept"
+            " records of this step; earlier checkpoints are kept"
         )
+
+
+def reached(worker: Worker) -> bool:
+    """Train worker: whether `train.max_steps` is reached."""
+    limit = worker.config.train.max_steps
+    return limit is not None and worker.step >= limit
 
 
 def count_records(batch: Batch) -> int:

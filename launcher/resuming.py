@@ -1,0 +1,147 @@
+"""Laptop: what `--resume` means where the job runs.
+
+The key `checkpoint.resume` is read on the head. What only the laptop can know is which run directory a
+local run continues in, and which files a rehearsal's hosts find.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.backends.local import PastRun
+from stoker.config import UsageError
+from stoker.schema import Config
+
+_STEP = re.compile(r"step-\d{8,}")
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Laptop: how a job starts."""
+
+    value: str | None = None
+    """For `checkpoint.resume`; None leaves the key as it is."""
+    run_dir: Path | None = None
+    """A run directory to continue in, instead of a new one."""
+    checkpoints: tuple[Path, ...] = ()
+    """Rehearsal: checkpoint folders that hosts find in `/opt/ml/checkpoints`, as after a restart."""
+
+    def overrides(self) -> list[str]:
+        """The key's new value, as typed."""
+        return [] if self.value is None else [f"checkpoint.resume={self.value}"]
+
+
+def resolve(asked: str | None, on: str, config: Config) -> Resume:
+    """Laptop: the option `--resume` for a place.
+
+    Args:
+        asked: auto, never, a path or an `s3://` URI; None: not given.
+        on: local, ray, rehearsal or sagemaker.
+        config: the job.
+
+    Raises:
+        UsageError: nothing to go on from lies there.
+    """
+    if asked is None:
+        return Resume()
+    if asked == "never" or "://" in asked:
+        return Resume(asked)
+    if on in ("ray", "sagemaker"):
+        return _elsewhere(asked, on, config)
+    if asked == "auto":
+        found = newest_unfinished(config)
+        if found is None:
+            print(f"no unfinished run of {config.name} in {config.output_dir}/: a new one begins")
+            return Resume("auto")
+        return _run(found, on, config)
+    path = Path(asked)
+    if not path.exists():
+        raise UsageError(f"--resume {asked}: no such folder{_nearest(path)}")
+    path = path.resolve()
+    if _STEP.fullmatch(path.name):
+        return Resume(checkpoints=(path,)) if on == "rehearsal" else Resume(str(path))
+    if path.name == "checkpoints" and _is_run(path.parent):
+        path = path.parent
+    if _is_run(path):
+        return _run(path, on, config)
+    steps = steps_in(path)
+    if not steps:
+        raise UsageError(f"--resume {asked}: neither a run directory nor a folder with step-… in it")
+    return Resume(checkpoints=tuple(steps)) if on == "rehearsal" else Resume(str(path))
+
+
+def newest_unfinished(config: Config) -> Path | None:
+    """Laptop: the newest run of the job's name in `output_dir` that has not succeeded and left a checkpoint.
+
+    Raises:
+        UsageError: it still runs.
+    """
+    form = re.compile(re.escape(config.name) + r"-\d{8}-\d{6}(-\d+)?")
+    root = Path(config.output_dir)
+    folders = [path for path in root.iterdir() if form.fullmatch(path.name)] if root.is_dir() else []
+    for folder in sorted(folders, key=lambda path: _order(path.name), reverse=True):
+        run = PastRun(folder.resolve())
+        if run.summary()["status"] != "succeeded" and (config.checkpoint.dir or steps_in(folder)):
+            return run.run_dir
+    return None
+
+
+def steps_in(folder: Path) -> list[Path]:
+    """Laptop: the checkpoints in a folder or in its `checkpoints/`, the newest first."""
+    for place in (folder, folder / "checkpoints"):
+        if place.is_dir():
+            found = [path for path in place.iterdir() if _STEP.fullmatch(path.name)]
+            if found:
+                return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+    return []
+
+
+def _run(run_dir: Path, on: str, config: Config) -> Resume:
+    run = PastRun(run_dir)
+    if run.process_id() is not None:
+        raise UsageError(f"--resume: {run_dir} is still running; stop it first: stoker stop {run_dir}")
+    steps = steps_in(run_dir)
+    if on == "rehearsal":
+        if not steps:
+            raise UsageError(f"--resume: {run_dir} holds no checkpoint")
+        return Resume("auto", checkpoints=tuple(steps))
+    if not steps and config.checkpoint.dir is None:
+        raise UsageError(f"--resume: {run_dir} holds no checkpoint")
+    print(f"going on in {run_dir}", file=sys.stderr)
+    return Resume("auto", run_dir=run_dir)
+
+
+def _elsewhere(asked: str, on: str, config: Config) -> Resume:
+    if asked == "auto":
+        if config.checkpoint.dir is None:
+            raise UsageError(
+                f"--resume auto: with --on {on} each launch has checkpoints of its own; name them:"
+                " checkpoint.dir=s3://… for all launches, or --resume with an earlier run's"
+            )
+        return Resume("auto")
+    if on == "sagemaker" or not Path(asked).is_absolute():
+        remedy = (
+            "s3://" if on == "sagemaker" else "an absolute folder that the cluster's hosts share, or s3://"
+        )
+        raise UsageError(f"--resume {asked}: the hosts do not see a folder of this machine; name {remedy}")
+    return Resume(asked)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "summary.json").is_file() or (folder / "code").is_dir()
+
+
+def _order(name: str) -> tuple[str, int]:
+    """Runs of the same second are numbered from the second one on."""
+    found = re.search(r"-(\d{8}-\d{6})(?:-(\d+))?$", name)
+    return (found[1], int(found[2] or 1)) if found else (name, 0)
+
+
+def _nearest(path: Path) -> str:
+    there = path.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    return f" ({there} exists)" if there != there.parent else ""

@@ -1,0 +1,217 @@
+"""Train worker: the state of a run at one step, taken between two steps and put back bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoker.data.ledger import ID_MODULUS
+from stoker.training import strategies
+from stoker.training.checkpoint import Content
+from stoker.training.worker import Worker
+
+
+@dataclass
+class Progress:
+    """Train worker: how far this rank is in an epoch, what an earlier start has done included."""
+
+    epoch: int
+    steps: int = 0
+    """Batches of the epoch so far."""
+    samples: int = 0
+    """Records of the epoch so far, over all ranks."""
+    loss_sum: Any = None
+    """Sum of this rank's losses, one number (float64) on the device."""
+    carried_steps: int = 0
+    """Batches and, below, records that were done before this start."""
+    carried_samples: int = 0
+    carried_keys: list[str] = field(default_factory=list)
+    """Their keys on this rank, with `tracking.record_ids`."""
+    feed: Any = None
+    """The pass that gives the batches; None between two epochs."""
+
+
+class Copier:
+    """Train worker (rank 0): copies tensors to CPU buffers that it keeps for the next time.
+
+    Fresh memory costs page faults, and pinned memory, which a GPU copies into at full speed, costs
+    far more to allocate than to fill.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: list[Any] = []
+
+    def copy(self, tree: Any) -> Any:
+        """The same nesting of dicts, lists and values with independent CPU tensors.
+
+        The copies are overwritten by the next call.
+        """
+        import torch
+        from torch.utils._pytree import tree_map
+
+        position = 0
+        on_gpu = False
+
+        def one(leaf: Any) -> Any:
+            nonlocal position, on_gpu
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            on_gpu |= leaf.is_cuda
+            buffer = self._buffer(position, leaf)
+            position += 1
+            return buffer.copy_(leaf.detach(), non_blocking=leaf.is_cuda)
+
+        copied = tree_map(one, tree)
+        del self.buffers[position:]
+        if on_gpu:
+            # The next step changes the weights: the copies must be complete before.
+            torch.cuda.synchronize()
+        return copied
+
+    def _buffer(self, position: int, like: Any) -> Any:
+        import torch
+
+        if position < len(self.buffers):
+            found = self.buffers[position]
+            if found.shape == like.shape and found.dtype == like.dtype:
+                return found
+        made = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        self.buffers[position : position + 1] = [made]
+        return made
+
+
+def rng_state(device: Any) -> dict[str, Any]:
+    """Train worker: the state of every generator of this process, as tensors and plain values."""
+    import random
+
+    import numpy as np
+    import torch
+
+    version, internal, gauss = random.getstate()
+    numpy: dict[str, Any] = np.random.get_state(legacy=False)
+    keys = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "numpy": [keys, int(numpy["state"]["pos"]), int(numpy["has_gauss"]), float(numpy["gauss"])],
+        "python": [version, torch.tensor(internal, dtype=torch.int64), gauss],
+    }
+
+
+def set_rng_state(state: dict[str, Any], device: Any) -> None:
+    """Train worker: the reverse of `rng_state`."""
+    import random
+
+    import numpy as np
+    import torch
+
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    keys, *rest = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal.tolist()), gauss))
+
+
+def gather(worker: Worker, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """Train worker: every rank's part at rank 0, in order of ranks; empty elsewhere. Collective."""
+    import torch.distributed as dist
+
+    if worker.world_size == 1:
+        return [mine]
+    parts: list[Any] | None = [None] * worker.world_size if worker.rank == 0 else None
+    dist.gather_object(mine, parts, dst=0)
+    return parts or []
+
+
+def rank_part(worker: Worker, progress: Progress) -> dict[str, Any]:
+    """Train worker: what only this rank knows: random states, sums and ids of the epoch so far."""
+    feed = progress.feed
+    return {
+        "rng": rng_state(worker.device),
+        "loss_sum": float(progress.loss_sum) if progress.loss_sum is not None else 0.0,
+        "id_sum": feed.id_sum if feed is not None else 0,
+        "keys": list(feed.keys) if feed is not None else [],
+    }
+
+
+def id_sum_of(parts: list[dict[str, Any]]) -> int:
+    """Train worker (rank 0): over all ranks, as the coordinator's books count it."""
+    return sum(int(part["id_sum"]) for part in parts) % ID_MODULUS
+
+
+def from_rank_0(worker: Worker, value: Any) -> Any:
+    """Train worker: rank 0's value, on all ranks. Collective."""
+    import torch.distributed as dist
+
+    box = [value]
+    if worker.world_size > 1:
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def live_state(worker: Worker) -> dict[str, Any]:
+    """Train worker: weights, optimiser, scaler and EMA as they are; only rank 0's is whole. Collective."""
+    weights, optimizer = strategies.full_state(worker.model, worker.optimizer)
+    return {
+        "weights": weights,
+        "optimizer": optimizer,
+        "scaler": worker.scaler.state_dict() if worker.scaler is not None else None,
+        "ema": worker.ema.module.state_dict() if worker.ema is not None else None,
+    }
+
+
+def put_back(worker: Worker, content: Content | None) -> list[dict[str, Any]]:
+    """Train worker: a checkpoint's state into model, optimiser and the rest. Collective.
+
+    Args:
+        worker: whose.
+        content: on rank 0; None elsewhere.
+
+    Returns:
+        The parts of the ranks that wrote it.
+    """
+    weights, optimizer, small = {}, {}, None
+    if content is not None:
+        weights, optimizer = content.weights, content.state["optimizer"]
+        small = {**{k: v for k, v in content.state.items() if k != "optimizer"}, "ema": content.ema}
+    strategies.load_full_state(worker.model, worker.optimizer, weights, optimizer)
+    small = from_rank_0(worker, small)
+    if worker.scheduler and small["scheduler"]:
+        worker.scheduler.load_state_dict(small["scheduler"])
+    if worker.scaler is not None and small["scaler"]:
+        worker.scaler.load_state_dict(small["scaler"])
+    if worker.ema is not None and small["ema"]:
+        worker.ema.module.load_state_dict(small["ema"])
+    ranks: list[dict[str, Any]] = small["ranks"]
+    return ranks
+
+
+def carried_progress(worker: Worker, meta: dict[str, Any], ranks: list[dict[str, Any]]) -> Progress | None:
+    """Train worker: this rank's progress in the epoch that a checkpoint interrupted, if it did.
+
+    With as many ranks as before, every rank goes on with its own sums; with others the mean is kept
+    and the steps are counted in the new size of a global batch.
+    """
+    import torch
+
+    steps, before = int(meta["epoch_steps"]), len(ranks)
+    if not steps:
+        return None
+    if before == worker.world_size and meta["global_batch"] == worker.global_batch:
+        loss_sum, keys = ranks[worker.rank]["loss_sum"], list(ranks[worker.rank]["keys"])
+    else:
+        mean = sum(part["loss_sum"] for part in ranks) / (steps * before)
+        steps = max(1, round(steps * meta["global_batch"] / worker.global_batch))
+        loss_sum, keys = mean * steps, []
+    samples = int(meta["epoch_samples"])
+    return Progress(
+        epoch=int(meta["next_epoch"]),
+        steps=steps,
+        samples=samples,
+        loss_sum=torch.tensor(loss_sum, dtype=torch.float64, device=worker.device),
+        carried_steps=steps,
+        carried_samples=samples,
+        carried_keys=keys,
+    )

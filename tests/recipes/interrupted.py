@@ -1,0 +1,87 @@
+"""A recipe that is interrupted at a given step by itself, so that no test depends on timing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from rows import Counting, Numbers
+
+
+class Rows(Numbers):
+    """Records that carry their number into the batch."""
+
+    def read(self, piece: Any, order: Any) -> Any:
+        for record in super().read(piece, order):
+            yield {**record, "row": float(record["key"])} if isinstance(record, dict) else record
+
+
+class Interrupted(Counting):
+    """Regression with dropout. Every start notes the rows of each step; some starts end with a signal."""
+
+    trace: str
+    """Folder for the notes, one file per start and rank."""
+    ends: tuple[str, ...] = ()
+    """How the first, second, … start ends: `worker@17`, `term@5` or `kill@8`, steps counted over the run."""
+    process: str = ""
+    """File that holds the number of the job's process, for term and kill."""
+    pause_s: float = 0.02
+
+    def read(self, split: str) -> Any:
+        return Rows(self.train_records, self.bad) if split == "train" else Rows(self.val_records)
+
+    def model(self) -> Any:
+        from torch import nn
+
+        return nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
+
+    def training_step(self, model: Any, batch: Any) -> Any:
+        loss = super().training_step(model, batch)
+        if model.training:
+            self._note(batch, loss)
+        return loss
+
+    def _note(self, batch: Any, loss: Any) -> None:
+        import torch.distributed as dist
+
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        notes = _notes_of_this_process(Path(self.trace), rank)
+        rows = " ".join(str(int(row)) for row in batch["row"])
+        with notes.open("a") as file:
+            file.write(f"{float(loss):.17g} {rows}\n")
+        start = int(notes.name.split("-")[1])
+        done = len(notes.read_text().splitlines())
+        time.sleep(self.pause_s)
+        if rank == 0 and start < len(self.ends):
+            how, _, step = self.ends[start].partition("@")
+            if done == int(step):
+                _end(how, self.process)
+
+
+def _notes_of_this_process(folder: Path, rank: int) -> Path:
+    """`rank0-2-4711.txt`: rank, number of the start, process."""
+    found = list(folder.glob(f"rank{rank}-*-{os.getpid()}.txt"))
+    if found:
+        return found[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    start = len(list(folder.glob(f"rank{rank}-*")))
+    return folder / f"rank{rank}-{start}-{os.getpid()}.txt"
+
+
+def _end(how: str, process: str) -> None:
+    if how == "worker":
+        os.kill(os.getpid(), signal.SIGKILL)
+    import psutil
+
+    job = psutil.Process(int(Path(process).read_text()))
+    if how == "term":
+        job.terminate()
+    else:
+        everything = [job, *job.children(recursive=True)]
+        for other in everything:
+            if other.pid != os.getpid():
+                other.kill()
+        os.kill(os.getpid(), signal.SIGKILL)
