@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
 from rows import Counting, Numbers
 
 
@@ -25,10 +26,16 @@ class Interrupted(Counting):
     trace: str
     """Folder for the notes, one file per start and rank."""
     ends: tuple[str, ...] = ()
-    """How the first, second, … start ends: `worker@17`, `term@5` or `kill@8`, steps counted over the run."""
+    """How the first, second, … start ends, after how many of its own steps: `worker@17`, `term@5`, …"""
     process: str = ""
     """File that holds the number of the job's process, for term and kill."""
     pause_s: float = 0.02
+    width: int = 16
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Set in every process that makes the recipe."""
+
+    def model_post_init(self, context: Any) -> None:
+        os.environ.update(self.environment)
 
     def read(self, split: str) -> Any:
         return Rows(self.train_records, self.bad) if split == "train" else Rows(self.val_records)
@@ -36,7 +43,7 @@ class Interrupted(Counting):
     def model(self) -> Any:
         from torch import nn
 
-        return nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
+        return nn.Sequential(nn.Linear(2, self.width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(self.width, 1))
 
     def training_step(self, model: Any, batch: Any) -> Any:
         loss = super().training_step(model, batch)

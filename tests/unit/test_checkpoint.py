@@ -2,34 +2,51 @@
 
 from __future__ import annotations
 
+import json
+import random
+import threading
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from stoker.training import checkpoint
+from stoker.training import checkpoint, snapshot
+from stoker.training.checkpoint import Content, Shelf
+from stoker.training.store import MANIFEST, Store, open_store, verify
+from stoker.training.writer import Writer
 
 
-def save(folder: Path, step: int) -> checkpoint.Checkpoint:
+def save(store: Store, step: int, value: float | None = None, **meta: Any) -> checkpoint.Checkpoint:
+    monitored = None if value is None else {"metric": "val/loss", "mode": "min", "value": value}
     weights = {"w": torch.full((64,), float(step))}
-    return checkpoint.save(folder, step, weights, {"optimizer": {"lr": 0.1}}, {"step": step, "epoch": step})
+    about = {"step": step, "epoch": step, "monitored": monitored, **meta}
+    return checkpoint.save(store, Content(weights, {"optimizer": {"lr": 0.1}}, about))
 
 
-def test_the_newest_comes_back_as_it_was(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    save(tmp_path, 2)
-    found = checkpoint.newest_valid(tmp_path)
+@pytest.fixture(params=["folder", "synced"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    """A folder, and one that someone copies elsewhere as files appear."""
+    return open_store(str(tmp_path / "kept"), synced=request.param == "synced")
+
+
+def test_the_newest_comes_back_as_it_was(store: Store) -> None:
+    save(store, 1)
+    save(store, 2, note="two")
+    found = checkpoint.newest_valid(store)
     assert found is not None
-    assert found.meta["step"] == 2
-    weights, state = checkpoint.load(found)
-    assert torch.equal(weights["w"], torch.full((64,), 2.0))
-    assert state["optimizer"] == {"lr": 0.1}
+    assert (found.meta["step"], found.meta["note"]) == (2, "two")
+    content = checkpoint.load(found)
+    assert torch.equal(content.weights["w"], torch.full((64,), 2.0))
+    assert content.state["optimizer"] == {"lr": 0.1}
+    assert content.ema is None
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "unfinished"])
-def test_a_damaged_one_is_passed_over_and_named(tmp_path: Path, damage: str) -> None:
-    save(tmp_path, 1)
-    newest = save(tmp_path, 2).path
+def test_a_damaged_one_is_passed_over_and_named(store: Store, damage: str) -> None:
+    save(store, 1)
+    newest = Path(store.where) / save(store, 2).name
     file = newest / "model.safetensors"
     content = bytearray(file.read_bytes())
     if damage == "flip":
@@ -40,17 +57,171 @@ def test_a_damaged_one_is_passed_over_and_named(tmp_path: Path, damage: str) -> 
     elif damage == "remove":
         file.unlink()
     else:
-        (newest / checkpoint.MANIFEST).unlink()
+        (newest / MANIFEST).unlink()
     said: list[str] = []
-    found = checkpoint.newest_valid(tmp_path, said.append)
+    found = checkpoint.newest_valid(store, said.append)
     assert found is not None
     assert found.meta["step"] == 1
     assert len(said) == 1
     assert "step-00000002 is passed over" in said[0]
 
 
-def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
-    saved = [save(tmp_path, step) for step in range(1, 6)]
-    checkpoint.mark_best(tmp_path, saved[0], "val/acc1", 0.9)
-    checkpoint.prune(tmp_path, keep=2)
-    assert sorted(p.name for p in tmp_path.glob("step-*")) == [saved[i].path.name for i in (0, 3, 4)]
+def test_one_that_is_written_again_is_replaced_whole(store: Store) -> None:
+    save(store, 1, note="first")
+    save(store, 1, note="again")
+    assert store.names() == ["step-00000001"]
+    assert verify(store, "step-00000001") is None
+    assert checkpoint.describe(store, "step-00000001").meta["note"] == "again"
+    assert {path.name for path in Path(store.where).iterdir()} == {"step-00000001"}, "no draft stays"
+
+
+def test_in_a_synced_folder_the_manifest_appears_last(tmp_path: Path, monkeypatch: Any) -> None:
+    kept = tmp_path / "kept"
+    store = open_store(str(kept), synced=True)
+    seen: list[list[str]] = []
+    whole = type(store.filesystem).open_output_stream  # type: ignore[attr-defined]
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+        def open_output_stream(self, path: str) -> Any:
+            seen.append(sorted(p.name for p in kept.rglob("*") if p.is_file()))
+            return whole(real, path)
+
+    real = store.filesystem  # type: ignore[attr-defined]
+    monkeypatch.setattr(store, "filesystem", Watched())
+    save(store, 1)
+    assert [MANIFEST in files for files in seen] == [False] * 4
+    assert len(seen[-1]) == 3, "all other files stood before the manifest came"
+
+
+def test_a_full_disk_is_named_and_nothing_half_stays(tmp_path: Path, monkeypatch: Any) -> None:
+    store = open_store(str(tmp_path))
+    save(store, 1)
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"step-00000002: .*No space left.*the disk mounted at /.* MB free"):
+        save(store, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-00000001"}
+
+
+def test_the_newest_and_the_best_stay(store: Store) -> None:
+    shelf = Shelf(store, newest=2, top_k=2)
+    for step, value in enumerate([0.5, 0.2, None, 0.9, 0.2, 0.7, None], start=1):
+        shelf.add(save(store, step, value))
+    # The newest two, and the two best: of equals the earlier comes first.
+    assert shelf.best() == ["step-00000002", "step-00000005"]
+    assert [name[-1] for name in store.names()] == ["7", "6", "5", "2"]
+    note = json.loads((Path(store.where) / checkpoint.BEST).read_text())
+    assert (note["checkpoint"], note["metric"], note["value"]) == ("step-00000002", "val/loss", 0.2)
+
+
+@pytest.mark.parametrize(("top_k", "left"), [(0, "54"), (-1, "54321"), (1, "541")])
+def test_save_top_k_as_lightning_has_it(tmp_path: Path, top_k: int, left: str) -> None:
+    store = open_store(str(tmp_path))
+    shelf = Shelf(store, newest=2, top_k=top_k)
+    for step in range(1, 6):
+        shelf.add(save(store, step, float(step)))
+    assert "".join(name[-1] for name in store.names()) == left
+
+
+def test_a_run_that_goes_on_knows_what_it_kept_and_leaves_damaged_ones_out(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    for step, value in ((1, 0.1), (2, 0.5), (3, 0.4)):
+        save(store, step, value)
+    shelf = Shelf(store, newest=2, top_k=1)
+    shelf.fill(upto=2)  # step 3 was passed over
+    shelf.add(save(store, 4, 0.6))
+    assert shelf.best() == ["step-00000001"]
+    assert [name[-1] for name in store.names()] == ["4", "3", "2", "1"]
+    shelf.add(save(store, 5, 0.6))
+    assert [name[-1] for name in store.names()] == ["5", "4", "3", "1"], "2 made room, 3 was not counted"
+
+
+def test_a_checkpoint_of_another_monitored_metric_does_not_compete(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    shelf = Shelf(store, newest=3, top_k=1)
+    shelf.add(save(store, 1, 0.1))
+    accuracy = {"metric": "val/acc1", "mode": "max", "value": 0.7}
+    other = Content({"w": torch.zeros(1)}, {}, {"step": 2, "monitored": accuracy})
+    shelf.add(checkpoint.save(store, other))
+    assert shelf.best() == ["step-00000002"]
+
+
+def test_one_write_is_in_flight_and_the_next_waits_and_says_so_once(monkeypatch: Any) -> None:
+    monkeypatch.setattr("stoker.training.writer.WORTH_SAYING_S", 0.0)
+    said: list[str] = []
+    writer = Writer(said.append)
+    running: list[int] = []
+    most = []
+
+    def write() -> None:
+        running.append(1)
+        most.append(len(running))
+        threading.Event().wait(0.05)
+        running.pop()
+
+    for step in range(4):
+        writer.make_room()
+        writer.submit(f"the checkpoint of step {step}", write)
+    writer.wait()
+    assert most == [1, 1, 1, 1]
+    assert len(said) == 1
+    assert "checkpoint.every_steps" in said[0]
+
+
+def test_a_failed_write_comes_up_at_the_next_look_and_only_then() -> None:
+    writer = Writer(print)
+
+    def write() -> None:
+        raise OSError("disk /data is full")
+
+    writer.submit("the checkpoint of step 1", write)
+    assert writer.thread is not None
+    writer.thread.join()
+    with pytest.raises(OSError, match="disk /data is full"):
+        writer.check()
+    writer.wait()
+
+
+def test_a_write_that_hangs_has_a_deadline() -> None:
+    writer = Writer(print)
+    over = threading.Event()
+    writer.submit("the checkpoint of step 7", lambda: over.wait() and None)
+    with pytest.raises(OSError, match="step 7 is not written after 0 s"):
+        writer.wait(deadline_s=0.05)
+    over.set()
+
+
+def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
+    device = torch.device("cpu")
+
+    def draw() -> list[float]:
+        plain = [random.random(), random.gauss(0, 1)]
+        return [*plain, torch.rand(1).item(), np.random.rand(), np.random.randn()]
+
+    draw()
+    state = snapshot.rng_state(device)
+    path = tmp_path / "state.pt"
+    torch.save(state, path)
+    expected = [draw() for _ in range(3)]
+    snapshot.set_rng_state(torch.load(path, weights_only=True), device)
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_copies_are_independent_and_their_memory_is_used_again() -> None:
+    copier = snapshot.Copier()
+    channels_last = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    tree = {"w": channels_last, "state": {0: {"step": torch.tensor(3.0), "lr": 0.1}}, "none": None}
+    copied = copier.copy(tree)
+    tree["w"].add_(1)
+    assert torch.equal(copied["w"], torch.arange(24.0).reshape(1, 2, 3, 4))
+    assert copied["w"].is_contiguous()
+    assert copied["state"] == {0: {"step": torch.tensor(3.0), "lr": 0.1}}
+    again = copier.copy(tree)
+    assert again["w"].data_ptr() == copied["w"].data_ptr()
+    assert torch.equal(again["w"], tree["w"])

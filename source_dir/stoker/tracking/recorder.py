@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import time
@@ -200,6 +201,17 @@ def teller(recorder: Recorder, console: Any) -> Callable[[str], None]:
         console.take(event)
 
     return tell
+
+
+def notable_events(run_dir: Path) -> list[dict[str, Any]]:
+    """Head: those events in the files of a run that its summary keeps, from all of its starts."""
+    path, found = run_dir / "events.jsonl", []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):  # the last line before a kill may be cut
+            event = json.loads(line)
+            if event["event"] in NOTABLE:
+                found.append(event)
+    return found
 
 
 def _board(run_dir: Path, purge_step: int | None = None) -> Any:

@@ -11,6 +11,7 @@ from stoker.config import UsageError
 from stoker.place import Place
 from stoker.recipe import load_recipe
 from stoker.schema import Config
+from stoker.tracking.recorder import notable_events
 from stoker.tracking.summary import Summary, less_is_better
 from stoker.training.checkpoint import Checkpoint, describe, newest_valid
 from stoker.training.stopping import check_monitors
@@ -230,7 +231,7 @@ def fill_summary(summary: Summary, start: Checkpoint, run_dir: Path) -> None:
     Args:
         summary: the new one.
         start: holds each finished epoch's metrics and books.
-        run_dir: may hold the summary of an earlier start, whose events stay.
+        run_dir: may hold the events of an earlier start.
     """
     best, records = summary.metrics.best, summary.records
     for entry in start.meta["history"]:
@@ -242,9 +243,9 @@ def fill_summary(summary: Summary, start: Checkpoint, run_dir: Path) -> None:
         for books in entry["books"]:
             records.add(books)
     summary.steps = start.meta["step"]
-    earlier = run_dir / "summary.json"
-    if earlier.is_file():
-        summary.events += Summary.model_validate_json(earlier.read_text()).events
+    earlier = notable_events(run_dir)
+    summary.events[:0] = [event for event in earlier if event not in summary.events]
+    summary.write(run_dir)
 
 
 def _at(tree: dict[str, Any], key: str) -> Any:

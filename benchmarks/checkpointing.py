@@ -1,0 +1,75 @@
+"""Laptop: what a checkpoint every 50 steps costs the training.
+
+One real job takes a checkpoint every 100 steps. Of each 100 steps, the first 50 bear a checkpoint (the
+copy in memory, then the writing beside them) and the next 50 bear none, so that both cases take turns in
+one process and drift hits both alike. The training has one thread, as on a GPU host, where the writer finds
+a core of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import yaml
+
+from benchmarks.harness import Measure
+
+ROOT = Path(__file__).resolve().parent.parent
+EVERY, PAIRS = 50, 6
+GOAL = 0.98
+"""Throughput with checkpoints over throughput without."""
+
+
+def run() -> list[Measure]:
+    """The rows of this benchmark."""
+    steps = 2 * EVERY * (PAIRS + 1) + 1
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        clock = folder / "clock"
+        job = {
+            "name": "checkpointing",
+            "recipe": "steady:Steady",
+            "params": {"clock": str(clock), "steps": steps},
+            "train": {"epochs": 1, "batch_size": 8, "threads": 1, "lr": 1e-3},
+            "checkpoint": {"every_steps": 2 * EVERY},
+            "tracking": {"tensorboard": False},
+        }
+        (folder / "job.yaml").write_text(yaml.safe_dump(job))
+        command = [sys.executable, str(ROOT / "launcher/submit.py"), "job.yaml"]
+        command += ["--source-dir", str(ROOT / "benchmarks/recipes")]
+        subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL, timeout=900)
+        times = [tuple(map(float, line.split())) for line in clock.read_text().splitlines()]
+        lines = (folder / "runs/latest/events.jsonl").read_text().splitlines()
+    events = [event for event in map(json.loads, lines) if event["event"] == "checkpoint"]
+    taken = [event for event in events if event["step"] % (2 * EVERY) == 0][:PAIRS]
+    wall, cpu = ([b[i] - a[i] for a, b in itertools.pairwise(times)] for i in (0, 1))
+    rows = [ratio("checkpoint every 50 steps: samples/s", wall), ratio("  CPU time of the process", cpu)]
+    for key, what in (
+        ("paused_s", "training waits for the copy"),
+        ("seconds", "writing beside the training"),
+    ):
+        value = 1000 * statistics.median(event[key] for event in taken)
+        rows.append(Measure(f"  {what}", value, None, "–", None, None, None, "ms/checkpoint"))
+    return rows
+
+
+def ratio(name: str, seconds: list[float]) -> Measure:
+    """Steps per second with a checkpoint in 50 steps over those without, the median over pairs.
+
+    Args:
+        name: of the row.
+        seconds: of each step, the first step being the run's first.
+    """
+    # The checkpoint of step n falls into what is noted as step n's time, the writing into those after.
+    windows = [seconds[at - 1 : at - 1 + EVERY] for at in range(2 * EVERY, len(seconds), EVERY)]
+    with_, without = windows[: 2 * PAIRS : 2], windows[1 : 2 * PAIRS : 2]
+    pairs = [sum(b) / sum(a) for a, b in zip(with_, without, strict=True)]
+    ours, peer = (statistics.median(EVERY / sum(w) for w in ws) for ws in (with_, without))
+    found = statistics.median(pairs)
+    return Measure(name, ours, peer, "without", found, GOAL, found >= GOAL, "steps/s")

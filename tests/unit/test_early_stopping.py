@@ -1,0 +1,86 @@
+"""Early stopping means what Lightning's EarlyStopping means, and an unknown metric is refused early."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from rows import Counting
+
+from stoker.config import UsageError, load
+from stoker.training.stopping import EarlyStopping, check_monitors
+
+
+def stops_after(values: list[float], **limits: object) -> int | None:
+    """The epoch (from 1) after which training stops."""
+    overrides = [f"train.early_stopping.{key}={value}" for key, value in limits.items()]
+    config = load(None, ["train.early_stopping.monitor=val/loss", *overrides]).config
+    stopping = EarlyStopping.of(config.train.early_stopping)
+    assert stopping is not None
+    for epoch, value in enumerate(values, start=1):
+        stopping.update({"val/loss": value})
+        if stopping.reason:
+            return epoch
+    return None
+
+
+@pytest.mark.parametrize(
+    ("values", "limits", "epoch"),
+    [
+        ([3, 2, 1, 1, 1, 1], {"patience": 3}, 6),
+        ([3, 2, 1, 1, 0.9, 1, 1], {"patience": 3}, None),
+        ([3, 2, 2], {"patience": 0}, 3),
+        ([1.0, 0.95, 0.9], {"patience": 2, "min_delta": 0.1}, 3),
+        ([1.0, 0.75, 0.5, 0.5], {"patience": 1, "min_delta": 0.25}, 2),  # exactly min_delta is no improvement
+        ([1.0, 0.5, 0.2], {"stopping_threshold": 0.5}, 3),  # must be passed, not reached
+        ([1, math.nan], {}, 2),
+        ([1, 2, 3, 3], {"mode": "max", "patience": 1}, 4),
+    ],
+)
+def test_when_it_stops(values: list[float], limits: dict[str, object], epoch: int | None) -> None:
+    assert stops_after(values, **limits) == epoch
+
+
+def test_it_goes_on_counting_after_a_restart() -> None:
+    config = load(None, ["train.early_stopping.monitor=val/loss", "train.early_stopping.patience=3"]).config
+    first, second = (EarlyStopping.of(config.train.early_stopping) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    for value in (1, 2, 2):
+        first.update({"val/loss": value})
+    second.restore(first.state())
+    second.update({"val/loss": 2})
+    assert "has not improved by more than 0 for 3 epoch(s); best 1" in second.reason
+
+
+def test_a_limit_without_a_metric_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"train.early_stopping: monitor is needed, too"):
+        load(None, ["train.early_stopping.patience=5"])
+    assert EarlyStopping.of(load(None).config.train.early_stopping) is None
+
+
+@pytest.mark.parametrize("key", ["train.early_stopping.monitor", "checkpoint.monitor"])
+@pytest.mark.parametrize(
+    ("metric", "has_val", "says"),
+    [
+        ("val/lss", True, "no metric 'val/lss'; did you mean val/loss?"),
+        ("loss", True, "no metric 'loss'; "),
+        ("val/loss", False, "(no validation)"),
+        ("val/acc1", True, ""),
+        ("val/loss", True, ""),
+        ("train/loss", False, ""),
+        ("perf/anything", True, ""),
+    ],
+)
+def test_an_unknown_metric_is_refused_before_training(
+    key: str, metric: str, has_val: bool, says: str
+) -> None:
+    config = load(None, [f"{key}={metric}"]).config
+    if not says:
+        check_monitors(config, Counting(), has_val)
+        return
+    with pytest.raises(UsageError) as caught:
+        check_monitors(config, Counting(), has_val)
+    assert len(caught.value.problems) == 1
+    assert caught.value.problems[0].startswith(f"{key}: ")
+    assert says in caught.value.problems[0]

@@ -1,0 +1,218 @@
+"""From which checkpoint a run goes on, whether it is still the same run, and in which run directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from launcher import resuming as launcher
+from stoker.config import UsageError, load
+from stoker.place import Place
+from stoker.schema import Config
+from stoker.training import checkpoint, resuming
+from stoker.training.checkpoint import Content
+from stoker.training.store import open_store
+
+
+def save(folder: Path, step: int, config: Config | None = None, **meta: Any) -> Path:
+    about = {"step": step, "next_epoch": 0, "monitored": None, "global_batch": 64, "workers": 1, **meta}
+    about["config"] = (config or load(None).config).model_dump(mode="json")
+    saved = checkpoint.save(open_store(str(folder)), Content({"w": torch.zeros(9)}, {}, about))
+    return folder / saved.name
+
+
+def plan(run_dir: Path, *overrides: str, backend: str = "local") -> tuple[resuming.Start, list[str]]:
+    place = Place(backend, run_dir, run_dir / "checkpoints", run_dir / "model")
+    said: list[str] = []
+    return resuming.plan(load(None, overrides).config, place, said.append), said
+
+
+def started_from(start: resuming.Start) -> str:
+    return start.start.path if start.start else ""
+
+
+def test_auto_takes_the_runs_newest_whole_checkpoint(tmp_path: Path) -> None:
+    assert started_from(plan(tmp_path)[0]) == ""
+    first = save(tmp_path / "checkpoints", 5)
+    newest = save(tmp_path / "checkpoints", 10)
+    assert started_from(plan(tmp_path)[0]) == str(newest)
+    (newest / "meta.json").write_text("{}")
+    start, said = plan(tmp_path)
+    assert started_from(start) == str(first)
+    problem = "meta.json is damaged (its SHA-256 differs from the manifest)"
+    assert said == [f"checkpoint step-00000010 is passed over: {problem}"]
+
+
+def test_when_none_is_whole_the_run_begins_anew_and_says_so(tmp_path: Path) -> None:
+    (save(tmp_path / "checkpoints", 5) / "manifest.json").unlink()
+    start, said = plan(tmp_path)
+    assert start.start is None
+    assert "was not finished" in said[0]
+    assert "begins anew" in said[1]
+
+
+def test_a_path_names_a_run_a_folder_or_one_checkpoint(tmp_path: Path) -> None:
+    early = save(tmp_path / "old/checkpoints", 5)
+    late = save(tmp_path / "old/checkpoints", 10)
+    for path, expected in ((late.parent.parent, late), (late.parent, late), (early, early)):
+        start, _ = plan(tmp_path / "new", f"checkpoint.resume={path}")
+        assert started_from(start) == str(expected)
+        assert start.where == str(tmp_path / "new/checkpoints"), "new ones go to the new run"
+
+
+def test_after_a_restart_the_runs_own_come_before_the_path(tmp_path: Path) -> None:
+    old = save(tmp_path / "old", 5)
+    own = save(tmp_path / "new/checkpoints", 7)
+    start, said = plan(tmp_path / "new", f"checkpoint.resume={old}")
+    assert started_from(start) == str(own)
+    assert "holds checkpoints of this run" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("{tmp}/nowhere", "--resume {tmp}/nowhere: no checkpoint there"),
+        ("{tmp}/kept/step-00000099", "--resume {tmp}/kept/step-00000099: there is no such checkpoint"),
+        ("{tmp}/broken/step-00000003", "step-00000003: model.safetensors is absent"),
+        ("{tmp}/broken", "no checkpoint in {tmp}/broken is whole"),
+        ("never", "checkpoint.dir: {tmp}/kept holds checkpoints of an earlier run (step-00000010)"),
+        ("{tmp}/kept/step-00000005", "also holds the later step-00000010"),
+        ("ftp://host/x", "cannot read ftp:// addresses"),
+    ],
+)
+def test_what_cannot_be_gone_on_from_is_refused_in_one_line(tmp_path: Path, value: str, says: str) -> None:
+    save(tmp_path / "kept", 5)
+    save(tmp_path / "kept", 10)
+    (save(tmp_path / "broken", 3) / "model.safetensors").unlink()
+    own = tmp_path / ("kept" if value == "never" or "step-00000005" in value else "own")
+    with pytest.raises(UsageError) as caught:
+        plan(tmp_path, f"checkpoint.resume={value.format(tmp=tmp_path)}", f"checkpoint.dir={own}")
+    assert len(caught.value.problems) == 1
+    assert says.format(tmp=tmp_path) in caught.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "refused", "said"),
+    [
+        ("seed=1", "seed: 1 here, 0 in step-00000005", ""),
+        ("params.width=8", "params.width: 8 here, 4 in step-00000005", ""),
+        ("params.depth=2", "params.depth: 2 here, None in step-00000005", ""),
+        ("train.optimizer=adamw", "train.optimizer: 'adamw' here, 'sgd' in", ""),
+        ("recipe=a:B", "recipe: 'a:B' here", ""),
+        ("params.data=/mnt/b", "", "params.data: '/mnt/b' here, '/mnt/a' in step-00000005; the records are"),
+        ("train.batch_size=32", "", "a step takes 32 records here"),
+        ("train.lr=1", "", "train.lr: 1.0 has no effect"),
+        ("train.epochs=20", "", ""),
+        ("train.threads=1", "", ""),
+    ],
+)
+def test_another_run_is_refused_and_a_different_one_is_said(
+    tmp_path: Path, override: str, refused: str, said: str
+) -> None:
+    base = ["params.width=4", "params.data=/mnt/a"]
+    save(tmp_path / "checkpoints", 5, load(None, base).config)
+    start = plan(tmp_path)[0].start
+    assert start is not None
+    lines: list[str] = []
+    config = load(None, [*base, override]).config
+    if refused:
+        with pytest.raises(UsageError) as caught:
+            resuming.check_same_run(config, 1, start, lines.append)
+        assert len(caught.value.problems) == 1
+        assert refused in caught.value.problems[0]
+        assert "--resume never" in caught.value.problems[0]
+    else:
+        resuming.check_same_run(config, 1, start, lines.append)
+        assert [line for line in lines if said not in line] == []
+        assert len(lines) == bool(said)
+
+
+# ---- on the laptop ----
+
+
+def a_run(root: Path, name: str, status: str, steps: tuple[int, ...] = (5,)) -> Path:
+    folder = root / name
+    (folder / "code").mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps({"schema": 1, "status": status}))
+    for step in steps:
+        (folder / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Config:
+    a_run(tmp_path, "digits-20260101-000000", "failed")
+    a_run(tmp_path, "digits-20260102-000000", "interrupted")
+    a_run(tmp_path, "digits-20260103-000000", "succeeded")
+    a_run(tmp_path, "digits-20260104-000000", "failed", steps=())
+    a_run(tmp_path, "digits-large-20260105-000000", "failed")
+    (tmp_path / "latest").symlink_to("digits-20260103-000000")
+    return load(None, ["name=digits", f"output_dir={tmp_path}"]).config
+
+
+def test_typed_auto_goes_on_with_the_newest_unfinished_run_of_the_name(runs: Config) -> None:
+    found = launcher.resolve("auto", "local", runs)
+    assert found.run_dir == Path(runs.output_dir) / "digits-20260102-000000"
+    assert found.value == "auto"
+    other = runs.model_copy(update={"name": "new"})
+    assert launcher.resolve("auto", "local", other) == launcher.Resume("auto")
+    assert launcher.resolve(None, "local", runs) == launcher.Resume()
+
+
+def test_a_named_run_goes_on_where_it_lies_and_one_checkpoint_begins_a_new_run(runs: Config) -> None:
+    root = Path(runs.output_dir)
+    for asked in ("latest", "digits-20260103-000000", "digits-20260103-000000/checkpoints"):
+        found = launcher.resolve(str(root / asked), "local", runs)
+        assert found.run_dir == root / "digits-20260103-000000"
+    step = root / "digits-20260101-000000/checkpoints/step-00000005"
+    assert launcher.resolve(str(step), "local", runs) == launcher.Resume(str(step))
+
+
+def test_a_run_that_still_runs_is_left_alone(runs: Config) -> None:
+    import subprocess
+    import sys
+
+    run = Path(runs.output_dir) / "digits-20260102-000000"
+    (run / "process.id").write_text(str(os.getpid()))
+    assert launcher.resolve(str(run), "local", runs).run_dir == run, "the number belongs to another program"
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "train.py"])
+    try:
+        (run / "process.id").write_text(str(process.pid))
+        time.sleep(0.1)
+        with pytest.raises(UsageError, match="is still running; stop it first"):
+            launcher.resolve("auto", "local", runs)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("asked", "on", "says"),
+    [
+        ("{root}/nowhere", "local", r"no such folder \({root} exists\)"),
+        ("{root}/digits-20260104-000000", "local", "holds no checkpoint"),
+        ("{root}", "local", "neither a run directory nor a folder with step-"),
+        ("{root}/latest", "sagemaker", "name s3://"),
+        ("runs/latest", "ray", "an absolute folder that the cluster's hosts share"),
+        ("auto", "sagemaker", "each launch has checkpoints of its own"),
+    ],
+)
+def test_a_wrong_path_is_one_line(runs: Config, asked: str, on: str, says: str) -> None:
+    root = runs.output_dir
+    with pytest.raises(UsageError, match=says.format(root=root)) as caught:
+        launcher.resolve(asked.format(root=root), on, runs)
+    assert len(caught.value.problems) == 1
+
+
+def test_a_rehearsals_hosts_are_given_the_checkpoints(runs: Config) -> None:
+    run = Path(runs.output_dir) / "digits-20260102-000000"
+    found = launcher.resolve("auto", "rehearsal", runs)
+    assert found.checkpoints == (run / "checkpoints/step-00000005",)
+    assert found.run_dir is None
+    assert launcher.resolve("s3://b/run/checkpoints", "sagemaker", runs).value == "s3://b/run/checkpoints"
