@@ -227,6 +227,21 @@ class Coordinator:
             self.changed.notify_all()
             return portion
 
+    def ahead(
+        self, attempt: int, split: str, epoch: int, rank: int, step: int, most: int
+    ) -> list[Portion] | str:
+        """Train worker's call: as `next`, and the steps after it, up to `most`, as far as they are there."""
+        given: list[Portion] = []
+        with self.changed:
+            for at in range(step, step + most):
+                if given and not self.streams[split, epoch].splitter.ready(at):
+                    break
+                portion = self.next(attempt, split, epoch, rank, at)
+                if not isinstance(portion, Portion):
+                    return given if portion is None else portion
+                given.append(portion)
+        return given
+
     def position(self, attempt: int, epoch: int, steps: int, id_sum: int) -> dict[str, Any]:
         """Train worker's call: where the training pass stands, for a checkpoint.
 
