@@ -164,7 +164,9 @@ class Coordinator:
         given: list[Portion] = []
         with self.changed:
             for at in range(step, step + most):
-                if given and not self.streams[split, epoch].splitter.ready(at):
+                current = self._current(attempt)
+                stream = current.streams.get((split, epoch)) if current else None
+                if given and (stream is None or not stream.splitter.ready(at)):
                     break
                 portion = self.next(attempt, split, epoch, rank, at)
                 if not isinstance(portion, Portion):
