@@ -109,9 +109,7 @@ class BlockServer:
 
 
 def columns_of(block: Any) -> dict[str, Any]:
-    """Every host: a block as NumPy columns; our own blocks are that, Ray Data's give views where they can."""
-    if isinstance(block, dict):
-        return block
+    """CPU host and train worker: a Ray Data block as NumPy columns, views where its layout allows."""
     from ray.data.block import BlockAccessor
 
     accessor = BlockAccessor.for_block(block)
