@@ -18,7 +18,8 @@ from typing import Any
 from stoker.bootstrap.topology import label
 from stoker.config import Resolved, UsageError, resolved_yaml
 from stoker.data.ledger import DataError
-from stoker.data.opening import GROUP_LABEL, Data, discover, open_data, start_coordinator
+from stoker.data.opening import Data, discover, open_data, start_coordinator
+from stoker.data.pipeline import GROUP_LABEL
 from stoker.hosts import host_changes, hosts
 from stoker.place import Place
 from stoker.recipe import Recipe, load_recipe, where_raised

@@ -8,6 +8,7 @@ from typing import Any
 
 from stoker.data.chain import ID_COLUMN
 from stoker.data.opening import open_data, start_coordinator
+from stoker.data.serving import columns_of
 from stoker.data.sources import ID_MODULUS
 from stoker.data.streams import Portion
 from stoker.schema import Config
@@ -64,7 +65,7 @@ class Train:
                 assert isinstance(answer, Portion), answer
                 self.portions.append(answer)
                 for block, start, stop, _ in answer.blocks:
-                    ids += self.ray.get(block)[ID_COLUMN].to_pylist()[start:stop]
+                    ids += columns_of(self.ray.get(block))[ID_COLUMN][start:stop].tolist()
             yield ids
             step += 1
 

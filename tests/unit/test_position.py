@@ -24,19 +24,6 @@ EPOCH = st.lists(st.lists(st.booleans(), min_size=1, max_size=11), min_size=1, m
 """Pieces of records; True: the record is good."""
 
 
-class Reference:
-    """Stands for Ray's object reference, which knows its task."""
-
-    def __init__(self, piece: int, ids: list[int]) -> None:
-        self.piece, self.ids = piece, ids
-
-    def task_id(self) -> Reference:
-        return self
-
-    def hex(self) -> str:
-        return f"task-{self.piece}"
-
-
 @dataclass
 class Run:
     """One attempt at the epoch: tasks report groups, blocks arrive, rows are consumed."""
@@ -61,7 +48,7 @@ class Run:
         self.stream.splitter.end()
 
     def task(self, piece: int, records: list[bool], skip: int):
-        """Groups of four records; some of its blocks hold the rows of two groups, as Ray Data's may."""
+        """Groups of four records; a block may hold the rows of several groups."""
         groups = [records[i : i + 4] for i in range(0, len(records), 4)]
         waiting: list[int] = []
         for nth, group in enumerate(groups):
@@ -74,18 +61,17 @@ class Run:
                 piece=piece, nth=nth, last=nth == len(groups) - 1, rows=len(ids), records=len(group),
                 id_sum=sum(map(record_id, keys)), bad=bad, bad_id_sum=sum(record_id(b.key) for b in bad),
             )  # fmt: skip
-            self.stream.reported(f"task-{piece}/{nth}", report)
-            # A task that Ray runs again reports again.
-            assert not self.stream.reported(f"task-{piece}/{nth}", report)
+            self.stream.reported(f"{piece}/{nth}", report)
+            assert not self.stream.reported(f"{piece}/{nth}", report), "booked once"
             waiting += ids
             if waiting and (report.last or self.chance.random() < 0.6):
-                self.stream.arrived(Reference(piece, waiting), len(waiting), 1)
+                self.stream.arrived(waiting, len(waiting), 1, piece=piece)
                 waiting = []
             yield True
 
     def ids(self, rows: range) -> list[int]:
         return [
-            self.stream.blocks[s.block][0].ids[i]
+            self.stream.blocks[s.block][0][i]
             for s in self.stream.splitter.slices_of(rows)
             for i in range(s.start, s.stop)
         ]

@@ -44,6 +44,8 @@ class BlockReport:
     """Whether the piece ends with it."""
     rows: int = 0
     """Rows that leave the chain."""
+    seconds: float = 0.0
+    """Wall time of reading and preprocessing."""
     records: int = 0
     id_sum: int = 0
     bad: list[BadRecord] = field(default_factory=list)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import ceil
@@ -18,9 +19,11 @@ from stoker.data.transport import Transport
 from stoker.recipe import Batch
 from stoker.schema import DataConfig
 
-FETCHERS = 3
+FETCHERS = 2
 """Threads that fetch: as many steps are under way at once, over as many connections to each host."""
 LEAST_BATCHES, MOST_BATCHES = 2, 512
+ASKED_AT_ONCE = 8
+"""Steps in one call to the coordinator, where so many are wanted: a call costs about a millisecond of CPU."""
 
 
 class Prefetch(NamedTuple):
@@ -130,11 +133,13 @@ class Fetching:
         self._turn = threading.Lock()
         """Held by the thread that asks the coordinator for the next step."""
         self._changed = threading.Condition()
+        self._given: deque[tuple[int, Portion, float]] = deque()
+        """Steps that the coordinator has given and nobody fetches yet, and since when."""
         self._loaded: dict[int, Any] = {}
         self._next = self._asked = owner.first_step
         """The step that the loop takes next, and the one that is asked for next."""
         self._limit = LEAST_BATCHES + FETCHERS
-        self._over = False
+        self._over = self._ended = False
         for number in range(FETCHERS):
             name = f"feed-{owner.split}-{number}"
             threading.Thread(target=self._work, name=name, daemon=True).start()
@@ -188,27 +193,35 @@ class Fetching:
             step = -1
             try:
                 with self._turn:
-                    step = self._await_room()
-                    if step < 0:
+                    step = self._asked
+                    if not self._given and not self._ask():
                         return
-                    portion = self._ask(step)
-                    self._asked = step + 1
-                    if portion is None:
-                        self._put(step, None)
-                        self._asked = -1
-                        return
-                item = self._fetch(portion)
+                    step, portion, since = self._given.popleft()
+                item = self._fetch(portion, since)
             except BaseException as error:
                 self._put(step, error)
                 return
             self._put(step, item)
 
-    def _await_room(self) -> int:
-        """The step to ask for, once there is room for it; -1 where none is wanted any more."""
+    def _ask(self) -> bool:
+        """Get further steps, once there is room for them; False where none is wanted or left."""
         with self._changed:
-            while not self._over and self._asked >= 0 and self._asked - self._next >= self._limit:
+            while not self._over and not self._ended and self._room() < min(ASKED_AT_ONCE, self._limit // 2):
                 self._changed.wait(1.0)
-            return -1 if self._over else self._asked
+            if self._over or self._ended:
+                return False
+            first, most = self._asked, min(ASKED_AT_ONCE, self._room())
+        portions = self._call(first, most)
+        now = time.perf_counter()
+        self._given += [(first + i, portion, now) for i, portion in enumerate(portions)]
+        self._asked += len(portions)
+        if not portions:
+            self._ended = True
+            self._put(first, None)
+        return bool(portions)
+
+    def _room(self) -> int:
+        return self._limit - (self._asked - self._next)
 
     def _put(self, step: int, item: Any) -> None:
         with self._changed:
@@ -216,13 +229,13 @@ class Fetching:
                 self._loaded[step] = item
             self._changed.notify_all()
 
-    def _ask(self, step: int) -> Portion | None:
+    def _call(self, step: int, most: int) -> list[Portion]:
         import ray
 
         owner = self.owner
-        call = owner.coordinator.next.remote(owner.attempt, owner.split, owner.epoch, owner.rank, step)
+        call = owner.coordinator.ahead.remote(owner.attempt, owner.split, owner.epoch, owner.rank, step, most)
         try:
-            answer: Portion | str | None = ray.get(call, timeout=owner.stall_timeout_s)
+            answer: list[Portion] | str = ray.get(call, timeout=owner.stall_timeout_s)
         except ray.exceptions.GetTimeoutError:
             raise DataError(
                 f"step {step}: no {owner.split} data for {owner.stall_timeout_s:.0f} s (data.stall_timeout_s)"
@@ -231,13 +244,13 @@ class Fetching:
             raise DataError(answer)
         return answer
 
-    def _fetch(self, portion: Portion) -> Loaded:
-        produced, cpu = time.perf_counter(), time.thread_time()
+    def _fetch(self, portion: Portion, produced: float) -> Loaded:
+        began, cpu = time.perf_counter(), time.thread_time()
         fetched = self.owner.transport.fetch(portion.blocks)
         batch, ids, keys, size = as_tensors(fetched.columns)
         now = time.perf_counter()
         with self._changed:
-            self.owner.times.fetch_s += now - produced
+            self.owner.times.fetch_s += now - began
             self.owner.times.fetch_cpu_s += time.thread_time() - cpu
         return Loaded(batch, ids, keys, portion, Stamps(produced, fetched.arrived, now), size)
 

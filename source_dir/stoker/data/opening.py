@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,15 @@ from typing import Any
 from stoker.bootstrap.topology import label
 from stoker.config import Resolved, UsageError
 from stoker.data.coordinator import Coordinator
-from stoker.data.position import Plan, Position
+from stoker.data.pipeline import GROUP_LABEL, Passes
+from stoker.data.placement import ChainHost, chain_hosts
+from stoker.data.position import Position
 from stoker.recipe import Recipe, load_recipe, where_raised
 from stoker.schema import Config
 
-GROUP_LABEL = "stoker.group"
+BUFFER_SHARE = 0.25
+"""Preprocessed data kept ready beyond the next two steps, as a share of the cluster's object stores."""
+LEAST_BUFFER_BYTES = 64 * 2**20
 SOURCE_FOLDER = Path(__file__).resolve().parents[2]
 
 
@@ -108,72 +113,52 @@ def start_coordinator(
     """
     import ray
 
-    from stoker.data.sources import Source
-
-    plan = plan_of(config, data)
+    chains = {split: ray.cloudpickle.dumps(chain) for split, chain in data.chains.items()}
+    passes = Passes(config, data.sources, chains)
+    source = data.sources["train"]
+    fingerprint = source.fingerprint() if passes.has_pieces("train") else type(source).__name__
     if position is not None:
-        Position.model_validate(position).check(plan)
+        Position.model_validate(position).check(passes.identity(fingerprint))
     node = ray.get_runtime_context().get_node_id()
-    tasks = int(ray.cluster_resources().get("CPU", 1))
+    resources = ray.cluster_resources()
     actor = ray.remote(Coordinator).options(
         num_cpus=0,
-        max_concurrency=2 * workers + tasks + 16,
+        max_concurrency=2 * workers + int(resources.get("CPU", 1)) + 16,
         label_selector={ray._raylet.RAY_NODE_ID_KEY: node},
     )
     coordinator = actor.remote(
-        EpochDatasets(config, data.sources, {k: ray.cloudpickle.dumps(v) for k, v in data.chains.items()}),
+        passes,
         data.totals,
-        plan=plan,
-        by_row=not isinstance(data.sources["train"], Source),
-        batch_size=config.train.batch_size,
-        remainder=config.data.remainder,
-        budget=config.data.bad_record_budget,
-        epochs=config.train.epochs,
-        direct=config.data.transport == "direct",
+        Hosts(config, node),
+        fingerprint,
+        max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0))),
+        config.data.transport == "direct",
     )
     coordinator.begin.remote(coordinator, 0, workers, first_epoch, position)
     return coordinator
 
 
-def plan_of(config: Config, data: Data) -> Plan:
-    """Head: what fixes the order of the training records of an epoch."""
-    from stoker.data.sources import Source
+class Hosts:
+    """Head: the hosts that preprocess, as they are now.
 
-    source = data.sources["train"]
-    return Plan(
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        order=config.data.order,
-        block_records=config.data.block_records,
-        fingerprint=source.fingerprint() if isinstance(source, Source) else type(source).__name__,
-    )
+    Args:
+        config: `data.preprocess_on` restricts them.
+        own_node: this host's Ray node.
+    """
 
+    def __init__(self, config: Config, own_node: str) -> None:
+        self.groups = [label(group) for group in config.data.preprocess_on]
+        self.own_node = own_node
 
-class EpochDatasets:
-    """Head: (split, epoch) → the Ray Data execution that produces it."""
+    def __call__(self, training: Counter[str]) -> list[ChainHost]:
+        import ray
 
-    def __init__(self, config: Config, sources: dict[str, Any], chains: dict[str, bytes]) -> None:
-        self.config, self.sources, self.chains = config, sources, chains
-
-    def __call__(
-        self, split: str, epoch: int, attempt: int, reporter: Any, start: Position | None = None
-    ) -> Any:
-        from stoker.data.pipeline import EpochPlan, configure_ray_data, epoch_dataset
-
-        config = self.config.data
-        configure_ray_data(exact=config.order == "exact")
-        groups = [label(group) for group in config.preprocess_on]
-        selector = {GROUP_LABEL: f"in({','.join(groups)})"} if groups else None
-        plan = EpochPlan(
-            chain=self.chains[split],
-            seed=self.config.seed,
-            # Validation is the same in every epoch.
-            epoch=epoch if split == "train" else 0,
-            split=split,
-            shuffle=config.shuffle and split == "train",
-            # An epoch that goes on is cut as it was when it began.
-            block_records=start.plan.block_records if start else config.block_records,
-            books=(attempt, split, epoch),
+        nodes = ray.nodes()
+        own: dict[str, str] = next((n["Labels"] for n in nodes if n["NodeID"] == self.own_node), {})
+        return chain_hosts(
+            nodes,
+            groups=self.groups,
+            group_label=GROUP_LABEL,
+            own_group=own.get(GROUP_LABEL),
+            training=training,
         )
-        options = {"label_selector": selector} if selector else {}
-        return epoch_dataset(plan, self.sources[split], reporter, options, start)

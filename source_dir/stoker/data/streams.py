@@ -9,6 +9,7 @@ from stoker.data.chain import ID_COLUMN, BlockReport
 from stoker.data.ledger import EpochBooks
 from stoker.data.position import Position, Trail
 from stoker.data.rows import Rows
+from stoker.data.serving import columns_of
 from stoker.data.splitter import Slice, Splitter
 
 SERVED_FROM_BYTES = 100 * 1024
@@ -42,7 +43,10 @@ class Stream:
     """Next step of each rank."""
     finished: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     settled: bool = False
-    _piece_of_task: dict[str, int] = field(default_factory=dict)
+    held_bytes: int = 0
+    """Bytes of the blocks that are still needed."""
+    slowest: int = 0
+    """The step that the slowest rank asks for next."""
 
     def reported(self, name: str, report: BlockReport) -> bool:
         """A task has preprocessed a group of records; False where that was booked before."""
@@ -50,22 +54,26 @@ class Stream:
             return False
         if self.trail is not None:
             self.trail.report(report)
-            self._piece_of_task[name.partition("/")[0]] = report.piece
         return True
 
-    def arrived(self, reference: Any, rows: int, size: int, node: str = "") -> None:
-        """A block is there; its task has reported it before it gave it."""
-        skip = 0
-        if self.trail is not None:
-            piece = self._piece_of_task.get(reference.task_id().hex(), -1)
-            skip = self.trail.arrive(piece, rows)
+    def arrived(self, reference: Any, rows: int, size: int, node: str = "", piece: int = -1) -> None:
+        """A block is there, and its report was taken before."""
+        skip = self.trail.arrive(piece, rows) if self.trail is not None else 0
         if skip < rows:
             self.blocks[self.splitter.add(rows, skip)] = (reference, size, node)
+            self.held_bytes += size
+
+    @property
+    def rows_ahead(self) -> int:
+        """Rows beyond what every rank has asked for."""
+        return self.splitter.rows - self.slowest * self.splitter.step_rows
 
     def portion(self, step: int, rank: int) -> Portion | None:
         """A worker's rows of a step, which must be ready; None after its last."""
         share = self.splitter.share(step, rank)
         self.steps[rank] = step + 1
+        if len(self.steps) == self.splitter.workers:
+            self.slowest = min(self.steps.values())
         if share is None:
             return None
         return Portion([self._rows(part) for part in share.slices], share.padded)
@@ -75,15 +83,13 @@ class Stream:
         # What is small travels inside Ray's own messages.
         return Rows(reference, part.start, part.stop, node if size >= SERVED_FROM_BYTES else "")
 
-    def release(self, workers: int) -> None:
+    def release(self) -> None:
         """Drop the blocks that every worker has taken."""
-        if len(self.steps) < workers:
-            return
         # The step before may still be under way to a worker: keep its blocks one step longer.
-        step = min(self.steps.values()) - 1
+        step = self.slowest - 1
         for number in [n for n in self.blocks if self.splitter.block_done(n, step)]:
             if not self.splitter.may_remain(number):
-                del self.blocks[number]
+                self.held_bytes -= self.blocks.pop(number)[1]
 
     def position(self, steps: int, id_sum: int) -> Position:
         """Where a training pass stands after some steps of this attempt.
@@ -116,6 +122,7 @@ class Stream:
         counts = self.books.settle()
         self.settled = True
         self.blocks.clear()
+        self.held_bytes = 0
         return {"split": self.books.split, "remainder_ids": remaining, **counts}
 
     def _ids(self, rows: range) -> list[int]:
@@ -124,10 +131,6 @@ class Stream:
 
         ids: list[int] = []
         for piece in self.splitter.slices_of(rows):
-            table = ray.get(self.blocks[piece.block][0], timeout=60)
-            ids += table[ID_COLUMN].to_pylist()[piece.start : piece.stop]
+            columns = columns_of(ray.get(self.blocks[piece.block][0], timeout=60))
+            ids += columns[ID_COLUMN][piece.start : piece.stop].tolist()
         return ids
-
-    def held_bytes(self) -> int:
-        """Bytes of the blocks that are still needed."""
-        return sum(size for _, size, _ in self.blocks.values())

@@ -131,7 +131,7 @@ def _work(
     """Profile process: its share of the pieces, again and again until the time is over."""
     import pickle
 
-    from stoker.data.pipeline import use_one_thread
+    from stoker.data.tasks import use_one_thread
     from stoker.recipe import where_raised
 
     try:

@@ -1,0 +1,209 @@
+"""Head: one start of training: its passes, from their production to their closed books."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from stoker.data.chain import BlockReport
+from stoker.data.dispatch import Dispatcher
+from stoker.data.ledger import ChainBooks, DataError, EpochBooks, explain
+from stoker.data.pipeline import Passes
+from stoker.data.placement import ChainHost
+from stoker.data.position import CarriedBooks, Position, Trail
+from stoker.data.signals import OneTimeSignal, Pace, Signal
+from stoker.data.splitter import Splitter
+from stoker.data.streams import Stream
+
+STREAMS_AHEAD = 2
+"""How many passes may be produced beyond the one that is consumed: small data would else run ahead for
+all epochs and take the CPUs from training."""
+
+
+class Attempt:
+    """Head: see the module. Part of the coordinator, whose lock guards it.
+
+    Args:
+        number: from 0 on.
+        workers: how many train workers there are.
+        passes: what to read.
+        totals: records of each split, None where nobody knows.
+        start: where training starts.
+        changed: the coordinator's lock.
+        chain: takes what the chain costs, by split.
+        event: takes (event, values).
+    """
+
+    def __init__(
+        self,
+        number: int,
+        workers: int,
+        passes: Passes,
+        totals: dict[str, int | None],
+        start: Position,
+        changed: threading.Condition,
+        chain: dict[str, ChainBooks],
+        event: Callable[..., None],
+    ) -> None:
+        self.number, self.workers, self.passes, self.totals = number, workers, passes, totals
+        self.changed, self.chain, self.event = changed, chain, event
+        self.failure = ""
+        self.replaced = False
+        """Whether a later attempt has begun."""
+        self.pace, self.stop, self.checkpoint = Pace(), Signal(), OneTimeSignal(workers)
+        self.streams: dict[tuple[str, int], Stream] = {}
+        """Passes that are produced or consumed now, in order; those before are settled."""
+        self._coming = self._passes(start)
+        self._open()
+
+    @property
+    def over(self) -> bool:
+        return self.replaced or bool(self.failure)
+
+    @property
+    def why_over(self) -> str:
+        return self.failure or "this attempt is over"
+
+    def fail(self, reason: str) -> None:
+        """End this attempt; the first reason counts."""
+        with self.changed:
+            self.failure = self.failure or reason
+            self.changed.notify_all()
+
+    def _passes(self, start: Position) -> Iterator[Stream]:
+        config = self.passes.config
+        pad = config.data.remainder == "pad"
+        for epoch in range(start.epoch, config.train.epochs):
+            for split, total in self.totals.items():
+                train = split == "train"
+                splitter = Splitter(self.workers, config.train.batch_size, equal=train, pad=pad)
+                if not train:
+                    yield Stream(splitter, EpochBooks(split, epoch), total)
+                    continue
+                if epoch != start.epoch:
+                    start = start.model_copy(
+                        update={
+                            "epoch": epoch, "rows": 0, "done": [], "partial": {}, "books": CarriedBooks(),
+                            "plan": self.passes.identity(start.plan.fingerprint),
+                        }
+                    )  # fmt: skip
+                yield Stream(splitter, EpochBooks(split, epoch, carried=start.books), total, Trail(start))
+
+    def _open(self) -> None:
+        """Open the passes that may be produced now."""
+        while len(self.streams) <= STREAMS_AHEAD:
+            stream = next(self._coming, None)
+            if stream is None:
+                return
+            self.streams[stream.books.split, stream.books.epoch] = stream
+
+    def settle(self, stream: Stream) -> None:
+        """Every rank has handed in what it used: close the books and go on to the next pass."""
+        try:
+            self.event("records", **stream.settle())
+        except DataError as error:
+            self.fail(str(error))
+            return
+        del self.streams[stream.books.split, stream.books.epoch]
+        self._open()
+
+    def produce(self, me: Any, hosts: Callable[[], list[ChainHost]], buffer_bytes: int) -> None:
+        """Start the threads that produce.
+
+        Args:
+            me: handle of the coordinator.
+            hosts: the hosts that preprocess, as they are now.
+            buffer_bytes: of blocks that are kept ready.
+        """
+        dispatcher = Dispatcher(
+            self.passes,
+            self.changed,
+            streams=lambda: list(self.streams.values()),
+            deliver=self._deliver,
+            produced=self._produced,
+            over=lambda: self.over,
+            hosts=hosts,
+            budget_bytes=buffer_bytes,
+        )
+        threads = [("pieces", dispatcher.run)]
+        if not all(map(self.passes.has_pieces, self.totals)):
+            threads.append(("rows", lambda: self._execute_rows(me, buffer_bytes)))
+        for name, run in threads:
+            threading.Thread(target=self._guard, args=(run,), name=name, daemon=True).start()
+
+    def _guard(self, run: Callable[[], None]) -> None:
+        """Thread: what goes wrong in it ends the attempt."""
+        try:
+            run()
+        except BaseException as error:
+            self.fail(explain(error))
+
+    def _deliver(self, stream: Stream, block: Any, report: BlockReport, node: str) -> None:
+        with self.changed:
+            if self.over:
+                return
+            self.book(stream, f"{report.piece}/{report.nth}", report, node)
+            if report.rows:
+                stream.arrived(block, report.rows, report.bytes_out, node, report.piece)
+            self.changed.notify_all()
+
+    def _produced(self, stream: Stream) -> None:
+        """A pass has given all its blocks."""
+        with self.changed:
+            stream.splitter.end()
+            stream.books.check_budget(self.passes.config.data.bad_record_budget, None)
+            if stream.splitter.rows == 0 and stream.books.carried.trained == 0:
+                raise DataError(f"the {stream.books.split} split gave no record")
+            self.changed.notify_all()
+
+    def book(self, stream: Stream, block: str, report: BlockReport, node: str) -> None:
+        """Take in the report of a block."""
+        split, epoch = stream.books.split, stream.books.epoch
+        if not stream.reported(block, report):
+            return
+        self.chain[split].take(report, node)
+        for bad in report.bad:
+            self.event("quarantined", split=split, epoch=epoch, key=bad.key, reason=bad.reason)
+        if stream.total is not None:
+            try:
+                stream.books.check_budget(self.passes.config.data.bad_record_budget, stream.total)
+            except DataError as error:
+                self.fail(str(error))
+
+    def _execute_rows(self, me: Any, buffer_bytes: int) -> None:
+        """Thread: executions of Ray Data, one after the other, for datasets of the recipe's own."""
+        executed: set[tuple[str, int]] = set()
+        while not self.over:
+            with self.changed:
+                new = [key for key in self.streams if key not in executed]
+                if not new:
+                    self.changed.wait(1.0)
+                    continue
+                stream = self.streams[new[0]]
+            executed.add(new[0])
+            if not self.passes.has_pieces(stream.books.split):
+                self._execute(stream, me, buffer_bytes)
+
+    def _execute(self, stream: Stream, me: Any, buffer_bytes: int) -> None:
+        books = stream.books
+        plan = self.passes.plan(books.split, books.epoch, None)
+        dataset = self.passes.rows(plan, (self.number, books.split, books.epoch), me)
+        for bundle in dataset.iter_internal_ref_bundles():
+            for entry in bundle.blocks:
+                about = entry.metadata
+                node = about.exec_stats.node_id if about.exec_stats else ""
+                with self.changed:
+                    if about.num_rows:
+                        stream.arrived(entry.ref, about.num_rows, about.size_bytes or 0, node)
+                    self.changed.notify_all()
+                    while self._full(stream, buffer_bytes) and not self.over:
+                        self.changed.wait(1.0)
+                    if self.over:
+                        return
+        self._produced(stream)
+
+    def _full(self, stream: Stream, buffer_bytes: int) -> bool:
+        if stream.rows_ahead < 2 * stream.splitter.step_rows:
+            return False
+        return sum(s.held_bytes for s in self.streams.values()) > buffer_bytes
