@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config import Resolved, UsageError, resolved_yaml
+from stoker.extras import requirement_lines
 from stoker.sizing import prices
 
 COMMAND = ("python", "train.py", "--config", "job.yaml")
@@ -54,6 +55,10 @@ class Job:
             (folder / "train.py").write_text(_ENTRY)
         if (own / "requirements.txt").is_file():
             shutil.copy2(own / "requirements.txt", folder / "requirements.txt")
+        extras = requirement_lines(self.resolved.config)
+        if extras:
+            with (folder / "requirements.txt").open("a") as file:
+                file.write("\n# what this job needs besides\n" + "".join(f"{line}\n" for line in extras))
         if self.source_dir is not None:
             self._stage_user_source(folder, self.source_dir)
         else:

@@ -20,6 +20,7 @@ from stoker.config import Resolved, UsageError, resolved_yaml
 from stoker.data.ledger import DataError
 from stoker.data.opening import Data, discover, open_data, start_coordinator
 from stoker.data.pipeline import GROUP_LABEL
+from stoker.extras import refuse_missing
 from stoker.hosts import host_changes, hosts
 from stoker.place import Place
 from stoker.recipe import Recipe, load_recipe, where_raised
@@ -64,6 +65,7 @@ def check(resolved: Resolved) -> Recipe:
     Raises:
         UsageError: the recipe, its parameters or the optimiser.
     """
+    refuse_missing(resolved.config)
     recipe = load_recipe(resolved.config.recipe, resolved.config.params, SOURCE_FOLDER)
     if type(recipe).optimizer is Recipe.optimizer and resolved.config.train.optimizer not in ("sgd", "adamw"):
         from stoker.training.optimizers import check_optimizer
@@ -292,6 +294,10 @@ def conclude(fit: Fit, summary: Summary) -> int:
     if _stop_reason:
         summary.status, summary.error = "interrupted", _stop_reason
         return _stop_code
+    failed = [done["error"] for done in summary.exports if done["error"]]
+    if failed:
+        summary.status, summary.error = "failed", f"export failed; {'; '.join(failed)}"
+        return 1
     summary.status = "succeeded"
     return 0
 

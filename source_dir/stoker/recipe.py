@@ -85,6 +85,19 @@ class Recipe(BaseModel):
         loss = F.cross_entropy(preds, batch["label"])
         return {"loss": loss, "preds": preds, "target": batch["label"]}
 
+    def predict(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, ...] | dict[str, Tensor]:
+        """Train worker: the model's answer to a batch that `on_device("val")` has seen.
+
+        Exported models do both, so this is what they answer. The default is `model(batch["image"])`.
+        """
+        answer: Tensor = model(batch["image"])
+        return answer
+
+    def export_inputs(self) -> list[str]:
+        """Train worker: the columns of a batch that `on_device("val")` and `predict` need: what an
+        exported model takes, in this order."""
+        return ["image"]
+
     def metrics(self) -> dict[str, Any]:
         """Train worker: torchmetrics fed with validation_step's `preds` and `target`.
 

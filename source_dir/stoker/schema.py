@@ -144,8 +144,26 @@ class CheckpointConfig(Section):
     )
 
 
+class MlflowConfig(Section):
+    uri: str | None = Field(
+        None, description="MLflow tracking server: http(s)://…, databricks, an ARN; null: MLflow is off"
+    )
+    experiment: str | None = Field(None, description="experiment; default: the job's name")
+    run_name: str | None = Field(None, description="name of the run; default: the run directory's")
+    registered_model: str | None = Field(
+        None, description="register the final model under this name; it is exported with torch_export"
+    )
+    system_metrics: bool = Field(True, description="send the CPU use of every host")
+    tags: dict[str, str] = Field({}, description="tags of the run")
+    timeout_s: int = Field(10, ge=1, description="deadline of one request; training never waits for it")
+    close_timeout_s: float = Field(
+        120, gt=0, description="how long the end of a run waits for MLflow to take what is left"
+    )
+
+
 class TrackingConfig(Section):
     tensorboard: bool = Field(True, description="write TensorBoard event files")
+    mlflow: MlflowConfig = Field(MlflowConfig(), description="MLflow")
     log_every_steps: int = Field(10, ge=1, description="steps between two logged training metrics")
     record_ids: bool = Field(
         False, description="write the ids of all read, trained and remaining records (large)"
@@ -269,8 +287,9 @@ class Config(Section):
     cluster: ClusterConfig = Field(ClusterConfig(), description="forming the Ray cluster")
     checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="what is kept")
     tracking: TrackingConfig = Field(TrackingConfig(), description="metrics and logs")
-    export: list[Literal["safetensors"]] = Field(
-        ["safetensors"], description="forms in which the final model is written"
+    export: list[Literal["safetensors", "torch_export", "onnx", "torchscript"]] = Field(
+        ["safetensors"],
+        description="forms in which the final model is written, loaded again and compared",
     )
     sagemaker: SageMakerConfig = Field(SageMakerConfig(), description="--on sagemaker")
     rehearsal: RehearsalConfig = Field(RehearsalConfig(), description="--on rehearsal")

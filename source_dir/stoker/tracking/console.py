@@ -67,6 +67,8 @@ class PlainConsole:
             self.line(event.get("text") or f"{kind}: {event['reason']}")
         elif kind == "resumed":
             self.line(f"resumed from {event['path']} at epoch {event['epoch'] + 1}, step {event['step']}")
+        elif kind == "export" and not event["error"]:
+            self.line(export_text(event))
         elif kind == "host_lost":
             self.line(f"host lost: {event['host']}")
         elif kind == "host_joined":
@@ -157,6 +159,14 @@ def metrics_text(metrics: dict[str, float]) -> str:
         elif name != "lr":
             parts.append(f"{name} {value:.4f}")
     return "  ".join(parts)
+
+
+def export_text(event: dict[str, Any]) -> str:
+    """Head: an export that was loaded again and compared, in one line."""
+    if event["max_abs_diff"] is None:
+        return f"exported {event['path']}: loaded again, {event['note']}"
+    sizes = " and ".join(map(str, event["batch_sizes"]))
+    return f"exported {event['path']}: max abs difference {event['max_abs_diff']:.2g} (batches of {sizes})"
 
 
 def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:

@@ -111,6 +111,11 @@ class Recorder:
                 best[name] = pick(best.get(name, value), value)
         self.scalars(event["step"], {k: v for k, v in metrics.items() if k.startswith(("val/", "train/"))})
 
+    def _on_export(self, event: dict[str, Any]) -> None:
+        result = {k: v for k, v in event.items() if k not in ("time", "event")}
+        others = [done for done in self.summary.exports if done["format"] != result["format"]]
+        self.summary.exports = [*others, result]
+
     def _on_records(self, event: dict[str, Any]) -> None:
         counts = {k: v for k, v in event.items() if k not in ("time", "event", "remainder_ids")}
         self.summary.records.add(counts)

@@ -13,6 +13,7 @@ from stoker.data.transport import open_transport
 from stoker.recipe import load_recipe, where_raised
 from stoker.schema import Config
 from stoker.training import optimizers, strategies
+from stoker.training.export import export_model, keep_example
 from stoker.training.keeping import Keeper
 from stoker.training.snapshot import Progress
 from stoker.training.starting import begin, nothing_left
@@ -80,14 +81,17 @@ def train(settings: dict[str, Any]) -> None:
         carried = keeper.restore(resumed) if resumed else None
         # torchmetrics takes seconds to import and is first needed after an epoch.
         threading.Thread(target=import_quietly, args=("torchmetrics.classification",), daemon=True).start()
-        run_epochs(worker, keeper, resumed.meta["next_epoch"] if resumed else 0, carried, settings["has_val"])
+        asked = run_epochs(worker, keeper, resumed.meta["next_epoch"] if resumed else 0, carried, settings["has_val"])
         if worker.rank == 0:
             keeper.write_model(Path(settings["model_dir"]))
+            # A host that is about to go has no time for it.
+            if not asked:
+                export_model(worker, Path(settings["model_dir"]))
     finally:
         keeper.close()
 
 
-def run_epochs(worker: Worker, keeper: Keeper, first: int, carried: Progress | None, has_val: bool) -> None:
+def run_epochs(worker: Worker, keeper: Keeper, first: int, carried: Progress | None, has_val: bool) -> bool:
     """Train worker: the epochs from `first` on, each with its validation and checkpoint.
 
     Args:
@@ -96,9 +100,13 @@ def run_epochs(worker: Worker, keeper: Keeper, first: int, carried: Progress | N
         first: the first epoch.
         carried: what of it was done before this start.
         has_val: whether there is a validation split.
+
+    Returns:
+        Whether somebody asked the run to stop.
     """
     import ray.train
 
+    asked = False
     stop = nothing_left(worker, keeper, first)
     for epoch in range(first, worker.config.train.epochs):
         if stop:
@@ -118,6 +126,7 @@ def run_epochs(worker: Worker, keeper: Keeper, first: int, carried: Progress | N
         ray.train.report(metrics)
     if stop:
         worker.log("stopped", reason=stop)
+    return asked
 
 
 def build(worker: Worker, steps_per_epoch: int | None) -> None:
@@ -160,6 +169,7 @@ def train_epoch(
         progress.loss_sum = torch.zeros((), dtype=torch.float64, device=worker.device)
     started = time.perf_counter()
     for batch in feed:
+        keep_example(worker, "train", batch)
         batch = worker.modules["train"](batch)
         loss = loss_of(worker.recipe.training_step(worker.model, batch))
         worker.optimizer.zero_grad(set_to_none=True)
@@ -233,6 +243,7 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
     started = time.perf_counter()
     with torch.no_grad():
         for batch in feed:
+            keep_example(worker, "val", batch)
             records = count_records(batch)
             if sharded and spare is None:
                 spare = to_device(strategies.first_record(batch), worker.device)

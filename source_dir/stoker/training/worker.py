@@ -33,6 +33,8 @@ class Worker:
     """The recipe's on_device modules by split."""
     transport: Any = None
     """How blocks get here; opened with the first pass."""
+    example: Any = None
+    """Rank 0: a few records as the feed gave them, for checking exports; `stoker.training.export.Example`."""
     step: int = 0
     samples: int = 0
 

@@ -1,0 +1,47 @@
+"""Anywhere: packages that only some jobs need. Loads none of them."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from stoker.config import UsageError
+from stoker.schema import Config
+
+ONNX = {"onnx": "onnx>=1.19", "onnxscript": "onnxscript>=0.5", "onnxruntime": "onnxruntime>=1.22"}
+MLFLOW = {"mlflow": "mlflow-skinny>=3"}
+
+
+def needed(config: Config) -> dict[str, dict[str, str]]:
+    """Anywhere: what a job needs beyond `requirements.txt`.
+
+    Returns:
+        Name of the extra → module → the line for `requirements.txt`.
+    """
+    wanted = {}
+    if "onnx" in config.export:
+        wanted["onnx"] = ONNX
+    if config.tracking.mlflow.uri:
+        wanted["mlflow"] = MLFLOW
+    return wanted
+
+
+def requirement_lines(config: Config) -> list[str]:
+    """Laptop: the lines that a staged `requirements.txt` gets for this job."""
+    return [line for modules in needed(config).values() for line in modules.values()]
+
+
+def refuse_missing(config: Config) -> None:
+    """Head: refuse, before any cluster forms, what this environment cannot do.
+
+    Raises:
+        UsageError: one line per extra, with what to type.
+    """
+    keys = {"onnx": "export: onnx", "mlflow": "tracking.mlflow.uri"}
+    problems = []
+    for extra, modules in needed(config).items():
+        absent = [line for module, line in modules.items() if importlib.util.find_spec(module) is None]
+        if absent:
+            words = " ".join(f"'{line}'" for line in absent)
+            problems.append(f"{keys[extra]} needs packages that are not installed here: pip install {words}")
+    if problems:
+        raise UsageError(*problems)

@@ -1,0 +1,215 @@
+"""Train worker (rank 0): the final model in other forms, each loaded again and compared before it counts.
+
+An exported model takes what the feed gives (images as uint8, records × channels × height × width), for
+the recipe's `on_device("val")` is part of it, and answers as the recipe's `predict`. It is made on the CPU
+from the written weights, so neither the device nor the way in which training was spread matters.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stoker.config import UsageError
+from stoker.recipe import Batch, Recipe, Split, where_raised
+from stoker.schema import Config
+from stoker.training.forms import (
+    FILES,
+    TRACED_RECORDS,
+    Example,
+    Exports,
+    MismatchError,
+    as_module,
+    flat,
+    fresh_model,
+    write_one,
+)
+from stoker.training.worker import Worker, count_records
+
+EXAMPLE_RECORDS = 16
+"""Largest batch with which an export is compared."""
+
+
+def wanted(config: Config) -> list[str]:
+    """Anywhere: the forms in which the model is written; a registered MLflow model is a torch_export."""
+    formats = ["safetensors", *config.export]
+    if config.tracking.mlflow.uri and config.tracking.mlflow.registered_model:
+        formats.append("torch_export")
+    return [name for name in FILES if name in formats]
+
+
+def keep_example(worker: Worker, split: Split, batch: Batch) -> None:
+    """Train worker: rank 0 keeps a few records of the first batch; of validation where there is any.
+
+    Called with every batch, and at once done but for the first of a split.
+
+    Raises:
+        UsageError: it cannot be exported as configured; said at the first step, not after the last.
+    """
+    kept: Example | None = worker.example
+    if worker.rank or (kept is not None and split in ("train", kept.split)) or not count_records(batch):
+        return
+    import torch
+
+    recipe = worker.recipe
+    tensors = sorted(name for name, value in batch.items() if isinstance(value, torch.Tensor))
+    rows = {name: batch[name][:EXAMPLE_RECORDS] for name in recipe.export_inputs() if name in tensors}
+    worker.example = Example({name: value.cpu().contiguous() for name, value in rows.items()}, split)
+    if kept is None and wanted(worker.config) != ["safetensors"]:
+        refuse_absent(recipe, tensors)
+        try_predict(recipe, worker.example)
+
+
+def try_predict(recipe: Recipe, example: Example) -> None:
+    """Train worker: call `predict` as an export will, on a new model that is thrown away.
+
+    Raises:
+        UsageError: it does not work, in one line.
+    """
+    import torch
+
+    names = recipe.export_inputs()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        module = as_module(recipe, recipe.model().eval(), names, [])
+        try:
+            module(*example.take(names, TRACED_RECORDS))
+        except Exception as error:
+            raise UsageError(
+                f"export: {type(recipe).__name__}'s on_device('val') and predict(model, batch) do not work on"
+                f" {', '.join(names)} alone, on the CPU: {where_raised(error)}"
+            ) from error
+
+
+def refuse_absent(recipe: Recipe, columns: list[str]) -> None:
+    """Train worker: check a recipe's `export_inputs` against the columns there are.
+
+    Raises:
+        UsageError: naming what is absent and what to define.
+    """
+    absent = [name for name in recipe.export_inputs() if name not in columns]
+    if absent:
+        raise UsageError(
+            f"export: {type(recipe).__name__} has no tensor column {', '.join(absent)} in its batches (there"
+            f" are: {', '.join(columns)}); define export_inputs() and predict(model, batch) in the recipe"
+        )
+
+
+def export_model(worker: Worker, folder: Path) -> None:
+    """Train worker: write the configured forms of the model and tell the head of each.
+
+    What fails is an event, which the head makes the run's error: a restart of the train workers would
+    only fail the same way.
+
+    Args:
+        worker: rank 0, after `write_model`.
+        folder: holds model.safetensors and model.json.
+    """
+    import ray
+
+    def tell(result: dict[str, Any]) -> None:
+        # Waited for: what the head does not hear of counts as done.
+        ray.get(worker.coordinator.log.remote("export", result), timeout=60)
+
+    write_forms(worker.recipe, wanted(worker.config), worker.example, folder, tell)
+
+
+def write_forms(
+    recipe: Recipe,
+    forms: list[str],
+    example: Example | None,
+    folder: Path,
+    tell: Callable[[dict[str, Any]], Any],
+) -> None:
+    """Train worker: write, load again and compare each form; model.json says what came of it.
+
+    A file appears in `folder` only when it has been compared; one that fails does not hinder the others.
+
+    Args:
+        recipe: makes the model and says what it takes and answers.
+        forms: of `FILES`.
+        example: a few records; without it only the weights can be checked.
+        folder: holds model.safetensors and model.json.
+        tell: takes each form's result: format, path, max_abs_diff, batch_sizes, bytes, seconds, error.
+    """
+    draft = folder / ".draft"
+    results = []
+    exports: Exports | None = None
+    for form in forms:
+        started = time.perf_counter()
+        result: dict[str, Any] = {"format": form, "path": FILES[form], "max_abs_diff": None, "error": None}
+        try:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            ready = exports or prepare(recipe, forms, example, folder)
+            if isinstance(ready, str):
+                result["note"] = ready
+            else:
+                exports = ready
+                result |= {"batch_sizes": exports.sizes, "max_abs_diff": write_one(exports, form, draft)}
+            for path in draft.iterdir():
+                path.replace(folder / path.name)
+            result["bytes"] = (folder / FILES[form]).stat().st_size
+        except Exception as error:
+            cause = str(error) if isinstance(error, MismatchError) else where_raised(error)
+            result["error"] = f"{FILES[form]}: {cause}"[:600]
+        result["seconds"] = round(time.perf_counter() - started, 3)
+        results.append(result)
+        tell(result)
+    shutil.rmtree(draft, ignore_errors=True)
+    describe(folder, exports, results)
+
+
+def prepare(recipe: Recipe, forms: list[str], example: Example | None, folder: Path) -> Exports | str:
+    """Train worker: the reference and its answers.
+
+    Returns:
+        Why there are none, where only safetensors is asked for and the recipe cannot predict: the weights
+        then have been loaded into a new model, which is all that can be checked.
+
+    Raises:
+        UsageError: no batch was seen.
+    """
+    import torch
+
+    model = fresh_model(recipe, folder / FILES["safetensors"])
+    try:
+        if example is None:
+            raise UsageError("this start of the run saw no batch to compare with")
+        refuse_absent(recipe, sorted(example.batch))
+        names = recipe.export_inputs()
+        exports = Exports(
+            recipe, folder, names, example, sizes=[1, max(count_records(example.batch), TRACED_RECORDS + 1)]
+        )
+        exports.reference = as_module(recipe, model, names, exports.outputs)
+        with torch.no_grad():
+            for size in exports.sizes:
+                exports.answers[size] = flat(exports.reference(*example.take(names, size)))
+    except Exception as error:
+        if forms != ["safetensors"]:
+            raise
+        cause = str(error) if isinstance(error, UsageError) else where_raised(error)
+        return f"the weights alone were checked ({cause})"
+    return exports
+
+
+def describe(folder: Path, exports: Exports | None, results: list[dict[str, Any]]) -> None:
+    """Train worker: add to model.json what goes in and what comes out, and how the files compared."""
+    about = json.loads((folder / "model.json").read_text())
+    if exports is not None and exports.answers:
+        size = exports.sizes[-1]
+        given = exports.example.take(exports.names, size)
+        about["inputs"] = [_spec(name, value) for name, value in zip(exports.names, given, strict=True)]
+        answers = exports.answers[size]
+        about["outputs"] = [_spec(name, value) for name, value in zip(exports.outputs, answers, strict=True)]
+        about["includes"] = 'the recipe\'s on_device("val")' if exports.reference.before is not None else ""
+    about["exports"] = results
+    (folder / "model.json").write_text(json.dumps(about, indent=1, default=str))
+
+
+def _spec(name: str, tensor: Any) -> dict[str, Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"name": name, "dtype": dtype, "shape": ["batch", *tensor.shape[1:]]}
