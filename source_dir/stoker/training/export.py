@@ -58,7 +58,10 @@ def keep_example(worker: Worker, split: Split, batch: Batch) -> None:
     recipe = worker.recipe
     tensors = sorted(name for name, value in batch.items() if isinstance(value, torch.Tensor))
     rows = {name: batch[name][:EXAMPLE_RECORDS] for name in recipe.export_inputs() if name in tensors}
-    worker.example = Example({name: value.cpu().contiguous() for name, value in rows.items()}, split)
+    # Copies: the feed may use its buffers again.
+    contiguous = torch.contiguous_format
+    own = {name: value.cpu().clone(memory_format=contiguous) for name, value in rows.items()}
+    worker.example = Example(own, split)
     if kept is None and wanted(worker.config) != ["safetensors"]:
         refuse_absent(recipe, tensors)
         try_predict(recipe, worker.example)
