@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from stoker.config import Resolved, UsageError, resolved_yaml
 from stoker.extras import requirement_lines
+from stoker.place import COMMIT_FILE
 from stoker.sizing import prices
 
 COMMAND = ("python", "train.py", "--config", "job.yaml")
@@ -69,6 +71,9 @@ class Job:
         params = {**config.params, **self.data, **(data_at or {})}
         staged = Resolved(config.model_copy(update={"params": params}), self.resolved.origins)
         (folder / "job.yaml").write_text(resolved_yaml(staged), encoding="utf-8")
+        commit = git_commit(self.source_dir or own)
+        if commit:
+            (folder / COMMIT_FILE).write_text(commit + "\n")
         (folder / "job.origins.json").write_text(json.dumps(self.resolved.origins, indent=1))
         if prices.user_file().is_file():
             # Newer than the table in the package, so that the run's cost is that of today's prices.
@@ -86,6 +91,21 @@ class Job:
                 shutil.copytree(item, target, ignore=_IGNORED)
             else:
                 shutil.copy2(item, target)
+
+
+def git_commit(folder: Path) -> str | None:
+    """Laptop: the commit checked out in a folder, "-dirty" after it where files differ; None without git."""
+    git = ["git", "-C", str(folder)]
+    try:
+        done = [
+            subprocess.run([*git, *words], capture_output=True, text=True, timeout=10)
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--", "."])
+        ]
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if any(result.returncode for result in done):
+        return None
+    return done[0].stdout.strip() + ("-dirty" if done[1].stdout.strip() else "")
 
 
 def source_root() -> Path:

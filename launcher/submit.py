@@ -138,6 +138,18 @@ def compare(
     raise typer.Exit(compare(runs or ["runs"], csv))
 
 
+@app.command(epilog="Example: python launcher/submit.py replay runs/latest --uri http://localhost:5000")
+def replay(
+    run: Annotated[str, typer.Argument(help="a run directory")] = "runs/latest",
+    uri: Annotated[str | None, Option(help="MLflow server; default: the run's own")] = None,
+    registered_model: Annotated[str | None, Option(help="register the model under this name")] = None,
+) -> None:
+    """Send a finished run to MLflow: what the server missed, or all of it."""
+    from launcher.replay import replay
+
+    raise typer.Exit(replay(run, uri, registered_model))
+
+
 @app.command(epilog="Example: python launcher/submit.py prices --update --region eu-west-1")
 def prices(
     update: Annotated[bool, Option("--update", help="fetch today's list from AWS")] = False,

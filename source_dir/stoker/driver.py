@@ -27,6 +27,7 @@ from stoker.recipe import Recipe, load_recipe, where_raised
 from stoker.schema import Config
 from stoker.sizing.prices import price_list
 from stoker.tracking.console import PlainConsole, closing_rows, make_console
+from stoker.tracking.mlflow_sender import MlflowSender, start_sender
 from stoker.tracking.recorder import Recorder, teller
 from stoker.tracking.summary import Cluster, Host, Summary
 from stoker.training import resuming
@@ -106,7 +107,7 @@ def run(resolved: Resolved, place: Place) -> int:
     )
     screen_log = place.run_dir / "logs" / "console.log"
     console: PlainConsole = PlainConsole(config.train.epochs, None, screen_log)
-    coordinator = None
+    coordinator, sender = None, None
     code = 1
     try:
         recorder.phase("cluster formed")
@@ -122,7 +123,8 @@ def run(resolved: Resolved, place: Place) -> int:
         coordinator = start_coordinator(config, data, workers, start.first_epoch, start.position)
         console.line(opening_line(data, workers, use_gpu))
         fit = Fit(config, place, coordinator, workers, use_gpu, steps, "val" in data.sources, start)
-        follow(fit, coordinator, recorder, console, summary)
+        sender = start_sender(config, place)
+        follow(fit, coordinator, recorder, console, summary, sender)
         code = conclude(fit, summary)
         if code == 0:
             summary.model = str(place.model_dir)
@@ -135,9 +137,13 @@ def run(resolved: Resolved, place: Place) -> int:
         log.error("%s", traceback.format_exc())
     finally:
         console.close()
+        summary.tracking = sender.about() if sender is not None else {}
         recorder.close(last_figures(coordinator, recorder))
     LAST_ERROR = summary.error or ""
     draw_report(place.run_dir, console)
+    if sender is not None:
+        for line in sender.close(summary):
+            console.line(line)
     report(summary, console, place.run_dir, code)
     return code
 
@@ -255,7 +261,14 @@ class Fit:
         return self.thread.is_alive()
 
 
-def follow(fit: Fit, coordinator: Any, recorder: Recorder, console: PlainConsole, summary: Summary) -> None:
+def follow(
+    fit: Fit,
+    coordinator: Any,
+    recorder: Recorder,
+    console: PlainConsole,
+    summary: Summary,
+    sender: MlflowSender | None = None,
+) -> None:
     """Head: until fit() returns, show events, notice lost hosts, pass on a request to stop."""
     import ray
 
@@ -263,7 +276,8 @@ def follow(fit: Fit, coordinator: Any, recorder: Recorder, console: PlainConsole
     next_hosts = time.monotonic() + 2
     while True:
         alive = fit.alive
-        for event in ray.get(coordinator.drain.remote(), timeout=60):
+        notes = sender.notes() if sender is not None else []
+        for event in [*ray.get(coordinator.drain.remote(), timeout=60), *notes]:
             recorder.take(event)
             console.take(event)
         if not alive:

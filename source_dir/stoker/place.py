@@ -8,6 +8,8 @@ from pathlib import Path
 
 RUN_DIR_VARIABLE = "STOKER_RUN_DIR"
 BACKEND_VARIABLE = "STOKER_BACKEND"
+COMMIT_FILE = "job.commit"
+"""In the staged source: the git commit that it was copied from, where there was one."""
 LAUNCH_DIR_VARIABLE = "STOKER_LAUNCH_DIR"
 """Local runs: the folder in which the command was typed; relative paths of data mean that one."""
 

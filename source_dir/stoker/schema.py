@@ -7,9 +7,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
+
+
+def without_password(uri: str) -> str:
+    """Anywhere: refuse an address that carries credentials: it is written to files and logs."""
+    if "@" in uri.partition("://")[2].partition("/")[0]:
+        raise ValueError(
+            "holds a user name or password; leave them out and set MLFLOW_TRACKING_USERNAME and"
+            " MLFLOW_TRACKING_PASSWORD in the environment"
+        )
+    return uri
 
 
 class Section(BaseModel):
@@ -145,7 +155,7 @@ class CheckpointConfig(Section):
 
 
 class MlflowConfig(Section):
-    uri: str | None = Field(
+    uri: Annotated[str, AfterValidator(without_password)] | None = Field(
         None, description="MLflow tracking server: http(s)://…, databricks, an ARN; null: MLflow is off"
     )
     experiment: str | None = Field(None, description="experiment; default: the job's name")

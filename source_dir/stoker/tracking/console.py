@@ -192,6 +192,8 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         rows.append(cost)
     if summary.model:
         rows.append(("model", summary.model))
+    if "url" in summary.tracking.get("mlflow", {}):
+        rows.append(("mlflow", summary.tracking["mlflow"]["url"]))
     rows.append(("run", run_dir))
     rows.append(("report", f"{run_dir}/report.html"))
     rows.append(("next", f"tensorboard --logdir {run_dir}/tensorboard"))

@@ -13,6 +13,7 @@ from typing import Any
 
 from stoker.sizing.cost import run_cost
 from stoker.sizing.prices import PriceList
+from stoker.tracking.board import Board
 from stoker.tracking.bottleneck import HostLoad, bottleneck
 from stoker.tracking.summary import STEP_TERMS, Summary, less_is_better
 
@@ -35,7 +36,7 @@ class Recorder:
         self.process_started = process_started
         self.started = time.monotonic()
         self.events_file = (run_dir / "events.jsonl").open("a", buffering=1)
-        self.board = _board(run_dir) if tensorboard else None
+        self.board = Board(run_dir) if tensorboard else None
         self.totals: Counter[str] = Counter()
         self.steady: Counter[str] = Counter()
         self.step_ms: list[float] = []
@@ -60,6 +61,8 @@ class Recorder:
         handler = getattr(self, f"_on_{kind}", None)
         if handler is not None:
             handler(event)
+        if self.board is not None:
+            self.board.take(event)
 
     def _host_of(self, node: str) -> str:
         hosts = (host.model_dump() for host in self.summary.cluster.hosts)
@@ -90,15 +93,6 @@ class Recorder:
         rate = event["epoch_samples"] / max(event["elapsed_s"], 1e-9)
         wait = 100 * event["wait_s"] / max(event["elapsed_s"], 1e-9)
         self.first_pass = (rate, wait)
-        self.scalars(
-            event["step"],
-            {
-                "train/step_loss": event["loss"],
-                "lr": event["lr"],
-                "perf/samples_per_s": rate,
-                "perf/input_wait_pct": wait,
-            },
-        )
 
     def _on_epoch(self, event: dict[str, Any]) -> None:
         metrics = event["metrics"]
@@ -109,7 +103,6 @@ class Recorder:
             if name.startswith(("val/", "train/")):
                 pick = min if less_is_better(name) else max
                 best[name] = pick(best.get(name, value), value)
-        self.scalars(event["step"], {k: v for k, v in metrics.items() if k.startswith(("val/", "train/"))})
 
     def _on_export(self, event: dict[str, Any]) -> None:
         result = {k: v for k, v in event.items() if k not in ("time", "event")}
@@ -119,14 +112,9 @@ class Recorder:
     def _on_records(self, event: dict[str, Any]) -> None:
         counts = {k: v for k, v in event.items() if k not in ("time", "event", "remainder_ids")}
         self.summary.records.add(counts)
-        self.scalars(self.summary.steps, {f"data/quarantined_{event['split']}": counts["quarantined"]})
 
     def _on_resumed(self, event: dict[str, Any]) -> None:
         self.summary.records.rewind(event["epoch"])
-        if self.board is not None:
-            # What was drawn beyond the checkpoint comes again.
-            self.board.close()
-            self.board = _board(self.run_dir, event["step"] + 1)
 
     def _on_pass(self, event: dict[str, Any]) -> None:
         if event["split"] != "train":
@@ -142,12 +130,6 @@ class Recorder:
         folder.mkdir(exist_ok=True)
         name = f"{event['split']}-epoch-{event['epoch']:03d}-rank-{event['rank']}.txt"
         (folder / name).write_text("".join(f"{key}\n" for key in event["keys"]))
-
-    def scalars(self, step: int, values: dict[str, float]) -> None:
-        """Write values for TensorBoard against the global step."""
-        if self.board is not None:
-            for name, value in values.items():
-                self.board.add_scalar(name, value, step)
 
     def refresh(self) -> None:
         """While the run goes on: let summary.json tell how it stands."""
@@ -194,7 +176,7 @@ class Recorder:
         self.summary.write(self.run_dir)
         self.events_file.close()
         if self.board is not None:
-            self.board.close()
+            self.board.close(self.summary)
 
 
 def teller(recorder: Recorder, console: Any) -> Callable[[str], None]:
@@ -217,9 +199,3 @@ def notable_events(run_dir: Path) -> list[dict[str, Any]]:
             if event["event"] in NOTABLE:
                 found.append(event)
     return found
-
-
-def _board(run_dir: Path, purge_step: int | None = None) -> Any:
-    from tensorboardX import SummaryWriter
-
-    return SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)

@@ -107,6 +107,8 @@ class Summary(BaseModel):
     """Per host: host, group, mean_pct and max_pct of all its CPUs while training."""
     cost: dict[str, Any] | None = None
     model: str | None = None
+    tracking: dict[str, Any] = {}
+    """Where the run is found elsewhere: mlflow.run_id, mlflow.url, …"""
     exports: list[dict[str, Any]] = []
     """Forms of the model: format, path below `model/`, max_abs_diff to the model, error."""
     events: list[dict[str, Any]] = []

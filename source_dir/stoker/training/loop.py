@@ -81,7 +81,8 @@ def train(settings: dict[str, Any]) -> None:
         carried = keeper.restore(resumed) if resumed else None
         # torchmetrics takes seconds to import and is first needed after an epoch.
         threading.Thread(target=import_quietly, args=("torchmetrics.classification",), daemon=True).start()
-        asked = run_epochs(worker, keeper, resumed.meta["next_epoch"] if resumed else 0, carried, settings["has_val"])
+        first = resumed.meta["next_epoch"] if resumed else 0
+        asked = run_epochs(worker, keeper, first, carried, settings["has_val"])
         if worker.rank == 0:
             keeper.write_model(Path(settings["model_dir"]))
             # A host that is about to go has no time for it.

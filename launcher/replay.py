@@ -1,0 +1,71 @@
+"""Laptop: `submit.py replay RUN`: send a finished run to MLflow, whole or what the server still lacks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from stoker.config import UsageError, describe
+from stoker.extras import refuse_missing
+from stoker.schema import Config, MlflowConfig, TrackingConfig
+from stoker.tracking.mlflow_sender import MlflowSender, run_tags
+from stoker.tracking.runs import flat_config
+from stoker.tracking.summary import Summary
+
+SECTION = "tracking.mlflow."
+
+
+def replay(run: str, uri: str | None, registered_model: str | None) -> int:
+    """Laptop: bring MLflow up to date with a run directory.
+
+    Args:
+        run: the run directory.
+        uri: the server; default: the run's own `tracking.mlflow.uri`.
+        registered_model: register the model under this name; default: the run's own.
+
+    Returns:
+        The exit code: 1 where the server did not take everything.
+
+    Raises:
+        UsageError: no such run, it still runs, or nobody says which server.
+    """
+    run_dir = Path(run).resolve()
+    summary = _summary(run_dir)
+    config = flat_config(run_dir)
+    settings = _settings(config, uri, registered_model)
+    if not settings.uri:
+        raise UsageError(f"{run}: was not tracked by MLflow; name a server: --uri http://…")
+    refuse_missing(Config(tracking=TrackingConfig(mlflow=settings)))
+    tags = run_tags(config["recipe"], summary.backend, run_dir / "code")
+    sender = MlflowSender(settings, config["name"], run_dir, tags, run_dir / "model")
+    sender.start()
+    for line in sender.close(summary):
+        print(line, file=sys.stderr)
+    if sender.done:
+        print(f"sent: {summary.tracking['mlflow'].get('url') or summary.tracking['mlflow']['run_id']}")
+    return 0 if sender.done else 1
+
+
+def _summary(run_dir: Path) -> Summary:
+    try:
+        summary = Summary.model_validate_json((run_dir / "summary.json").read_text())
+    except (OSError, ValidationError) as error:
+        raise UsageError(f"{run_dir}: is no run directory: {str(error).splitlines()[0]}") from None
+    if summary.status == "running":
+        raise UsageError(f"{run_dir}: still runs, or ended without a word; replay is for finished runs")
+    return summary
+
+
+def _settings(config: dict[str, Any], uri: str | None, registered_model: str | None) -> MlflowConfig:
+    given = {"uri": uri, "registered_model": registered_model}
+    # Not the whole configuration: a run of an earlier version may hold keys that are no more.
+    known = {name: config[SECTION + name] for name in MlflowConfig.model_fields if SECTION + name in config}
+    tags = SECTION + "tags."
+    known["tags"] = {key.removeprefix(tags): config[key] for key in config if key.startswith(tags)}
+    try:
+        return MlflowConfig(**{**known, **{key: value for key, value in given.items() if value}})
+    except ValidationError as error:
+        raise UsageError(*(describe(e, MlflowConfig, "tracking.mlflow") for e in error.errors())) from None

@@ -1,0 +1,313 @@
+"""Head, or laptop for a replay: carries a run's events to MLflow without ever making training wait.
+
+`events.jsonl` is the queue: a thread reads what has been appended and sends it in batches; how far the
+server has got stands in `mlflow.json`. While the server does not answer nothing is lost, the place just
+stays where it is, and what is missing is sent when it answers again, at the end of the run, or later by
+`submit.py replay RUN`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import stoker
+from stoker.place import COMMIT_FILE, Place
+from stoker.schema import Config, MlflowConfig
+from stoker.tracking import mlflow_run
+from stoker.tracking.mlflow_run import MlflowRun
+from stoker.tracking.runs import flat_config
+from stoker.tracking.scalars import Scalars
+from stoker.tracking.summary import Summary
+
+SEND_EVERY_S = 2.0
+RETRY_EVERY_S = 15.0
+INTERRUPTED_S = 20.0
+"""A host that is about to go does not wait longer than this, whatever `close_timeout_s` says."""
+STATE = "mlflow.json"
+ELSEWHERE = ("sagemaker.", "rehearsal.")
+"""Sections that say nothing of a run in another place."""
+
+
+@dataclass
+class State:
+    """Head: what `mlflow.json` remembers."""
+
+    run_id: str | None = None
+    sent: int = 0
+    """Bytes of events.jsonl that the server has taken."""
+    model_version: str | None = None
+    model_sent: bool = False
+
+    @classmethod
+    def read(cls, folder: Path, uri: str, experiment: str) -> State:
+        """Head: what an earlier start left; nothing where it wrote to another server or experiment."""
+        try:
+            content = json.loads((folder / STATE).read_text())
+        except (OSError, ValueError):
+            return cls()
+        if (content.pop("uri", None), content.pop("experiment", None)) != (uri, experiment):
+            return cls()
+        return cls(**content)
+
+    def write(self, folder: Path, uri: str, experiment: str) -> None:
+        draft = folder / f".{STATE}"
+        draft.write_text(json.dumps({"uri": uri, "experiment": experiment, **vars(self)}, indent=1))
+        draft.replace(folder / STATE)
+
+
+class MlflowSender:
+    """Head: one per run; everything that talks to the server happens in its thread."""
+
+    def __init__(
+        self,
+        settings: MlflowConfig,
+        name: str,
+        run_dir: Path,
+        tags: dict[str, str],
+        model_dir: Path | None = None,
+        kept_dir: Path | None = None,
+    ) -> None:
+        """
+        Args:
+            settings: `tracking.mlflow`, with a uri.
+            name: of the job; names the experiment where `settings` does not.
+            run_dir: holds events.jsonl and config.yaml.
+            tags: of the run, besides `settings.tags`.
+            model_dir: where the exported model lies; None: no model is sent.
+            kept_dir: a folder that outlives this host (checkpoints), where the run's id is kept, too.
+        """
+        self.settings, self.run_dir, self.model_dir = settings, run_dir, model_dir
+        self.uri, self.experiment = str(settings.uri), settings.experiment or name
+        self.tags = {**tags, **settings.tags}
+        self.kept_dir = kept_dir if kept_dir is not None and kept_dir != run_dir else None
+        self.state = State.read(run_dir, self.uri, self.experiment)
+        if self.state.run_id is None and self.kept_dir is not None:
+            self.state.run_id = State.read(self.kept_dir, self.uri, self.experiment).run_id
+        self.scalars = Scalars()
+        self.run: MlflowRun | None = None
+        self.failing: str | None = None
+        """What went wrong last; None while the server takes what is sent."""
+        self.done = False
+        """Whether the server has everything, the end of the run included."""
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._summary: Summary | None = None
+        self._read_before()
+        self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
+
+    def start(self) -> None:
+        """Begin to send."""
+        mlflow_run.prepare_client(self.settings.timeout_s)
+        self._thread.start()
+
+    def notes(self) -> list[dict[str, Any]]:
+        """What there is to tell the user since the last call, as events of the run."""
+        return [{"time": round(time.time(), 3), "event": "note", "text": text} for text in self._lines()]
+
+    def _lines(self) -> list[str]:
+        found = []
+        while not self._said.empty():
+            found.append(self._said.get())
+        return found
+
+    def close(self, summary: Summary) -> list[str]:
+        """Send the rest, the model, the files and the end of the run, for `close_timeout_s` at most.
+
+        Args:
+            summary: complete; gets the run's address, and is written again with it.
+
+        Returns:
+            What there is to tell the user.
+        """
+        self._summary = summary
+        self._closing.set()
+        limit = self.settings.close_timeout_s
+        if summary.status == "interrupted":
+            limit = min(limit, INTERRUPTED_S)
+        self._thread.join(limit)
+        if self._thread.is_alive():
+            self.failing = f"not done within {limit:.0f} s"
+        if not self.done:
+            self._said.put(
+                f"MLflow at {self.uri} lacks a part of this run ({self.failing}); nothing is lost, send it"
+                f" later: python launcher/submit.py replay {self.run_dir}"
+            )
+        return self._lines()
+
+    def about(self) -> dict[str, Any]:
+        """For `summary.tracking`: where the run is found; without run_id and url while nobody answered."""
+        about = {
+            "uri": self.uri,
+            "experiment": self.experiment,
+            "run_id": self.state.run_id,
+            "url": self.run.url if self.run else None,
+            "registered_model": self.settings.registered_model if self.state.model_version else None,
+            "model_version": self.state.model_version,
+        }
+        return {"mlflow": {key: value for key, value in about.items() if value is not None}}
+
+    def _work(self) -> None:
+        pause = SEND_EVERY_S
+        while True:
+            closing = self._closing.wait(pause)
+            try:
+                self._send()
+                if closing and self._summary is not None:
+                    self._end(self._summary)
+                self._answers()
+                pause = SEND_EVERY_S
+            except Exception as error:
+                self._fails(error)
+                pause = RETRY_EVERY_S
+            if closing:
+                return
+
+    def _fails(self, error: Exception) -> None:
+        text = " ".join(str(error).split()) or type(error).__name__
+        text = f"{type(error).__name__}: {text}" if len(text) < 300 else text[:300]
+        if self.failing is None and not self._closing.is_set():
+            self._said.put(f"MLflow at {self.uri} does not take what is sent ({text}); training goes on")
+        self.failing = text
+
+    def _answers(self) -> None:
+        if self.failing is not None:
+            self._said.put(f"MLflow at {self.uri} answers again; what it missed has been sent")
+        self.failing = None
+
+    def _opened(self) -> MlflowRun:
+        if self.run is None:
+            run = mlflow_run.open_run(
+                self.settings,
+                self.experiment,
+                self.settings.run_name or self.run_dir.name,
+                self.state.run_id,
+                self.tags,
+            )
+            if run.run_id != self.state.run_id:
+                self.state = State(run.run_id)
+                self._save()
+            backend = self.tags.get("stoker.backend", "")
+            params = flat_config(self.run_dir)
+            run.set_params({k: v for k, v in params.items() if not k.startswith(ELSEWHERE) or backend in k})
+            self.run = run
+        return self.run
+
+    def _save(self) -> None:
+        for folder in (self.run_dir, self.kept_dir):
+            if folder is not None and folder.is_dir():
+                self.state.write(folder, self.uri, self.experiment)
+
+    def _read_before(self) -> None:
+        """Let the counters know the events of an earlier start, which have been sent."""
+        for _, event in self._events(0, self.state.sent):
+            self.scalars.of(event)
+
+    def _events(self, start: int, end: int | None = None) -> list[tuple[int, dict[str, Any]]]:
+        """Whole lines of events.jsonl as (place of the next line, event)."""
+        try:
+            with (self.run_dir / "events.jsonl").open("rb") as file:
+                file.seek(start)
+                content = file.read() if end is None else file.read(end - start)
+        except OSError:
+            return []
+        found, place = [], start
+        for line in content.splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break
+            place += len(line)
+            with contextlib.suppress(ValueError):  # a kill may have cut a line, to which a restart appended
+                found.append((place, json.loads(line)))
+        return found
+
+    def _send(self) -> None:
+        """Everything that events.jsonl holds and the server does not have."""
+        run = self._opened()
+        batch: list[tuple[str, float, int, int]] = []
+        place = self.state.sent
+        for after, event in self._events(self.state.sent):
+            if event["event"] != "host_cpu" or self.settings.system_metrics:
+                at = round(1000 * event["time"])
+                values = self.scalars.of(event)
+                batch += [(name, float(value), at, self.scalars.step) for name, value in values.items()]
+            place = after
+            if len(batch) >= mlflow_run.METRICS_PER_BATCH:
+                self._taken(run, batch, place)
+                batch = []
+        if place != self.state.sent:
+            self._taken(run, batch, place)
+
+    def _taken(self, run: MlflowRun, batch: list[tuple[str, float, int, int]], place: int) -> None:
+        try:
+            run.log(batch)
+        except Exception as error:
+            if mlflow_run.is_unknown(error):
+                # The server has lost its runs: the next attempt makes a new one and sends everything.
+                self.run, self.state, self.scalars = None, State(), Scalars()
+            if not mlflow_run.is_refused(error):
+                raise
+            self._said.put(f"MLflow refuses {len(batch)} metrics up to step {batch[-1][3]}: {error}"[:300])
+        self.state.sent = place
+        self._save()
+
+    def _end(self, summary: Summary) -> None:
+        run = self._opened()
+        now = round(1000 * time.time())
+        best = {f"best/{name}": value for name, value in summary.metrics.best.items()}
+        run.log((name, value, now, summary.steps) for name, value in best.items())
+        run.set_tags(mlflow_run.end_tags(summary))
+        exported = any(e["format"] == "torch_export" and not e["error"] for e in summary.exports)
+        if summary.status == "succeeded" and exported and self.model_dir and not self.state.model_sent:
+            if (self.model_dir / "model.pt2").is_file():
+                self.state.model_version = run.log_model(self.model_dir, self.settings.registered_model)
+                self.state.model_sent = True
+                self._save()
+            else:
+                self._said.put("MLflow: the model lies on the host of train worker 0, and is not sent")
+        summary.tracking |= self.about()
+        summary.write(self.run_dir)
+        run.log_files(self.run_dir)
+        run.end(summary.status)
+        self.done = True
+
+
+def run_tags(recipe: str, backend: str, code: Path) -> dict[str, str]:
+    """Head: what a run is told apart by.
+
+    Args:
+        recipe: its import path.
+        backend: where it runs.
+        code: the staged source, which knows its git commit.
+    """
+    tags = {
+        "mlflow.source.name": recipe,
+        "mlflow.source.type": "JOB",
+        "stoker.version": stoker.__version__,
+        "stoker.backend": backend,
+    }
+    with contextlib.suppress(OSError):
+        tags["mlflow.source.git.commit"] = (code / COMMIT_FILE).read_text().strip()
+    return tags
+
+
+def start_sender(config: Config, place: Place) -> MlflowSender | None:
+    """Head: begin to send a run to MLflow; None where that is not asked for.
+
+    Args:
+        config: the job.
+        place: its folders, in which config.yaml lies already.
+    """
+    if not config.tracking.mlflow.uri:
+        return None
+    tags = run_tags(config.recipe, place.backend, Path(stoker.__file__).resolve().parents[1])
+    sender = MlflowSender(
+        config.tracking.mlflow, config.name, place.run_dir, tags, place.model_dir, place.checkpoint_dir
+    )
+    sender.start()
+    return sender

@@ -1,0 +1,96 @@
+"""A real MLflow server on loopback, with SQLite and a folder for artefacts; it can be stopped and started."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import requests
+
+START_S = 90.0
+
+
+class MlflowServer:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it on the same port and database, and wait until it answers."""
+        options = {
+            "--backend-store-uri": f"sqlite:///{self.folder / 'mlflow.db'}",
+            "--artifacts-destination": str(self.folder / "artifacts"),
+            "--host": "127.0.0.1",
+            "--port": str(self.port),
+            "--workers": "1",
+        }
+        quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        with (self.folder / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mlflow", "server", *[w for pair in options.items() for w in pair]],
+                cwd=self.folder,
+                env={**os.environ, **quiet},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if requests.get(f"{self.uri}/health", timeout=2).ok:
+                    return
+            except requests.RequestException:
+                time.sleep(0.2)
+        raise RuntimeError((self.folder / "server.log").read_text()[-2000:])
+
+    def stop(self) -> None:
+        """End it and its workers at once, as a crash would."""
+        if self.process is not None:
+            os.killpg(self.process.pid, 9)
+            self.process.wait()
+            self.process = None
+
+    def ask(self, call: str, **body: Any) -> dict[str, Any]:
+        """One call of its REST interface: GET with the parameters, POST for searches."""
+        url = f"{self.uri}/api/2.0/mlflow/{call}"
+        answer = (
+            requests.post(url, json=body, timeout=20)
+            if call.endswith("search")
+            else requests.get(url, params=body, timeout=20)
+        )
+        answer.raise_for_status()
+        content: dict[str, Any] = answer.json()
+        return content
+
+    def runs(self, experiment: str) -> list[dict[str, Any]]:
+        """The runs of an experiment, the newest first."""
+        found = self.ask("experiments/get-by-name", experiment_name=experiment)
+        ids = [found["experiment"]["experiment_id"]]
+        runs: list[dict[str, Any]] = self.ask("runs/search", experiment_ids=ids).get("runs", [])
+        return runs
+
+    def history(self, run: dict[str, Any], metric: str) -> list[tuple[int, float]]:
+        """(global step, value) of a metric, as they were sent."""
+        call = self.ask(
+            "metrics/get-history", run_id=run["info"]["run_id"], metric_key=metric, max_results=5000
+        )
+        return [(int(m["step"]), float(m["value"])) for m in call.get("metrics", [])]
+
+
+def latest(run: dict[str, Any]) -> dict[str, float]:
+    """A run's metrics as MLflow's pages show them."""
+    return {m["key"]: float(m["value"]) for m in run["data"]["metrics"]}
+
+
+def pairs(run: dict[str, Any], what: str) -> dict[str, str]:
+    """A run's params or tags."""
+    return {entry["key"]: entry["value"] for entry in run["data"][what]}

@@ -1,0 +1,248 @@
+"""Metrics, files and models in MLflow: a real server on loopback, which is also down, slow and forgetful."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from running import run_job
+
+from launcher.replay import replay
+from stoker.schema import MlflowConfig
+from stoker.tracking import mlflow_sender
+from stoker.tracking.mlflow_sender import MlflowSender
+from stoker.tracking.summary import Metrics, Summary
+from tests.fakes.mlflow_server import MlflowServer, latest, pairs
+
+LOAD = """
+import sys, mlflow, numpy as np, torch
+mlflow.set_tracking_uri(sys.argv[1])
+images = np.load(sys.argv[2])
+answer = mlflow.pyfunc.load_model(sys.argv[3]).predict(images)
+program = mlflow.pytorch.load_model(sys.argv[3])
+assert np.array_equal(program(torch.from_numpy(images)).detach().numpy(), answer)
+assert "stoker" not in sys.modules
+np.save(sys.argv[4], answer)
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowServer]:
+    made = MlflowServer(tmp_path_factory.mktemp("mlflow"))
+    made.start()
+    yield made
+    made.stop()
+
+
+def test_a_run_with_its_model_stands_in_mlflow_and_tensorboard(
+    server: MlflowServer, ray_cluster: None, digits: Path, tmp_path: Path
+) -> None:
+    mlflow = {"uri": server.uri, "registered_model": "digits", "tags": {"team": "numbers"}}
+    outcome = run_job(
+        tmp_path,
+        name="digits",
+        recipe="recipes.digits:Digits",
+        params={"data": str(digits / "webdataset")},
+        train={"epochs": 2, "batch_size": 64, "optimizer": "adamw", "lr": 0.003, "scheduler": "cosine"},
+        tracking={"log_every_steps": 5, "mlflow": mlflow},
+        export=["safetensors", "torch_export", "onnx", "torchscript"],
+    )
+    assert outcome.code == 0, outcome.summary.error
+    summary = outcome.summary
+
+    # The four files answered like the model.
+    assert [e["format"] for e in summary.exports] == ["safetensors", "torch_export", "onnx", "torchscript"]
+    for entry in summary.exports:
+        print(f"{entry['path']}: max abs difference {entry['max_abs_diff']:.3g}")
+        assert entry["error"] is None
+        assert entry["max_abs_diff"] < 1e-4
+        assert (outcome.run_dir / "model" / entry["path"]).stat().st_size == entry["bytes"]
+
+    # MLflow: metrics against the global step, parameters, tags, files.
+    (run,) = server.runs("digits")
+    assert run["info"]["status"] == "FINISHED"
+    assert run["info"]["run_name"] == outcome.run_dir.name
+    assert summary.tracking["mlflow"]["run_id"] == run["info"]["run_id"]
+    shown = latest(run)
+    for name, value in summary.metrics.last.items():
+        assert shown[name] == pytest.approx(value), name
+    assert {name: shown[f"best/{name}"] for name in summary.metrics.best} == pytest.approx(
+        summary.metrics.best
+    )
+    assert shown["data/quarantined"] == 0
+    assert any(name.startswith("system/") and "cpu_utilization" in name for name in shown)
+    events = [json.loads(line) for line in (outcome.run_dir / "events.jsonl").read_text().splitlines()]
+    steps = [(e["step"], e["loss"]) for e in events if e["event"] == "step"]
+    assert server.history(run, "train/step_loss") == steps
+    epochs = [(e["step"], e["metrics"]["val/acc1"]) for e in events if e["event"] == "epoch"]
+    assert server.history(run, "val/acc1") == epochs
+    assert len(epochs) == 2
+    params, tags = pairs(run, "params"), pairs(run, "tags")
+    assert params["train.lr"] == "0.003"
+    assert params["recipe"] == "recipes.digits:Digits"
+    assert tags["team"] == "numbers"
+    assert tags["stoker.backend"] == "local"
+    assert tags["stoker.status"] == "succeeded"
+    files = server.ask("artifacts/list", run_id=run["info"]["run_id"])["files"]
+    assert {"config.yaml", "summary.json"} <= {file["path"] for file in files}
+
+    # The registered model predicts in a process that knows neither Stoker nor the recipe.
+    import numpy as np
+    import torch
+
+    registered = server.ask("registered-models/get", name="digits")["registered_model"]
+    assert [v["version"] for v in registered["latest_versions"]] == ["1"]
+    images = np.random.default_rng(0).integers(0, 256, (7, 1, 32, 32), dtype=np.uint8)
+    np.save(tmp_path / "images.npy", images)
+    words = [server.uri, str(tmp_path / "images.npy"), "models:/digits/1", str(tmp_path / "answer.npy")]
+    done = subprocess.run([sys.executable, "-c", LOAD, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    program = torch.export.load(outcome.run_dir / "model/model.pt2").module()
+    expected = program(torch.from_numpy(images)).detach().numpy()
+    np.testing.assert_allclose(np.load(tmp_path / "answer.npy"), expected, rtol=1e-4, atol=1e-4)
+
+    # TensorBoard: the same names, steps and values.
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(outcome.run_dir / "tensorboard")).Reload()
+    drawn = [(e.step, e.value) for e in board.Scalars("train/step_loss")]
+    assert drawn == [(step, pytest.approx(loss, rel=1e-5)) for step, loss in steps]
+    for name, value in summary.metrics.last.items():
+        assert board.Scalars(name)[-1].value == pytest.approx(value, rel=1e-5), name
+        assert board.Scalars(name)[-1].step == summary.steps
+    assert {"data/quarantined", "perf/input_wait_pct"} <= set(board.Tags()["scalars"])
+    assert "config/text_summary" in board.Tags()["tensors"]
+    assert "_hparams_/session_start_info" in board.summary_metadata
+
+
+def test_a_job_whose_server_is_down_ends_well_and_is_sent_later(
+    server: MlflowServer, ray_cluster: None, tmp_path: Path
+) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound, but nobody listens: the connection is refused
+        nowhere = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        outcome = run_job(
+            tmp_path,
+            name="later",
+            recipe="rows:Counting",
+            train={"epochs": 2, "batch_size": 20},
+            tracking={"mlflow": {"uri": nowhere}},
+        )
+    assert outcome.code == 0
+    assert outcome.summary.status == "succeeded"
+    log = (outcome.run_dir / "logs/console.log").read_text()
+    assert "\n".join(line for line in log.splitlines() if "MLflow" in line).count("submit.py replay") == 1
+    assert "Traceback" not in log
+    assert replay(str(outcome.run_dir), server.uri, None) == 0
+    assert replay(str(outcome.run_dir), server.uri, None) == 0, "what the server has is not sent twice"
+    (run,) = server.runs("later")
+    assert run["info"]["status"] == "FINISHED"
+    assert {name: latest(run)[name] for name in outcome.summary.metrics.last} == pytest.approx(
+        outcome.summary.metrics.last
+    )
+    assert [step for step, _ in server.history(run, "val/loss")] == [6, 12]
+
+
+def recorded(folder: Path, name: str) -> Path:
+    """A run directory with a configuration and no events yet."""
+    run_dir = folder / name
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(yaml.safe_dump({"name": "recorded", "train": {"epochs": 9}}))
+    return run_dir
+
+
+def append(run_dir: Path, steps: range) -> None:
+    """Steps as training records them."""
+    with (run_dir / "events.jsonl").open("a") as file:
+        for step in steps:
+            event = {
+                "time": 1_700_000_000 + step,
+                "event": "step",
+                "epoch": 0,
+                "step": step,
+                "loss": 1 / step,
+            }
+            rates = {"lr": 0.1, "epoch_samples": 10 * step, "elapsed_s": 1.0 * step, "wait_s": 0.1 * step}
+            file.write(json.dumps(event | rates) + "\n")
+
+
+def until(condition: Callable[[], Any], what: str, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.1)
+
+
+def finished(steps: int, status: str = "succeeded") -> Summary:
+    return Summary(status=status, steps=steps, metrics=Metrics(best={"train/loss": 0.5}))  # type: ignore[arg-type]
+
+
+def test_what_a_server_missed_in_mid_run_is_sent_when_it_is_back_and_the_same_run_goes_on(
+    server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mlflow_sender, "SEND_EVERY_S", 0.2)
+    monkeypatch.setattr(mlflow_sender, "RETRY_EVERY_S", 0.5)
+    settings = MlflowConfig(uri=server.uri, run_name="restarted")
+    run_dir, kept = recorded(tmp_path, "first"), tmp_path / "checkpoints"
+    kept.mkdir()
+    sender = MlflowSender(settings, "recorded", run_dir, {}, kept_dir=kept)
+    append(run_dir, range(1, 801))
+    sender.start()
+    until(lambda: sender.state.sent == (run_dir / "events.jsonl").stat().st_size, "the first half is sent")
+    said: list[str] = []
+
+    def told() -> str:
+        said.extend(note["text"] for note in sender.notes())
+        return "\n".join(said)
+
+    server.stop()
+    append(run_dir, range(801, 1201))
+    until(lambda: "does not take" in told(), "the failure is said")
+    time.sleep(2)  # several attempts more
+    assert told().count("does not take") == 1
+    server.start()
+    until(lambda: "answers again" in told(), "it goes on")
+    # Half a line is not an event yet.
+    with (run_dir / "events.jsonl").open("a") as file:
+        file.write('{"time": 1700009999, "event": "st')
+    assert sender.close(finished(1200, "interrupted")) == []
+    (run,) = server.runs("recorded")
+    assert run["info"]["status"] == "KILLED"
+    assert server.history(run, "train/step_loss") == [(s, 1 / s) for s in range(1, 1201)]
+    assert len(said) == 2
+
+    # A restart on another host finds the run through the folder that was kept.
+    again = recorded(tmp_path, "second")
+    (again / "config.yaml").write_text(yaml.safe_dump({"name": "recorded", "train": {"epochs": 12}}))
+    append(again, range(1201, 1211))
+    second = MlflowSender(settings, "recorded", again, {}, kept_dir=kept)
+    second.start()
+    assert second.close(finished(1210)) == []
+    (run,) = server.runs("recorded")
+    assert run["info"]["status"] == "FINISHED"
+    assert len(server.history(run, "train/step_loss")) == 1210
+    assert pairs(run, "params")["train.epochs"] == "9"
+    assert pairs(run, "tags")["stoker.changed.train.epochs"] == "12"
+
+
+def test_a_server_that_never_answers_costs_the_end_no_more_than_its_deadline(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        run_dir = recorded(tmp_path, "silent")
+        append(run_dir, range(1, 50))
+        settings = MlflowConfig(uri=uri, timeout_s=30, close_timeout_s=1.5)
+        sender = MlflowSender(settings, "recorded", run_dir, {})
+        sender.start()
+        started = time.monotonic()
+        (said,) = sender.close(finished(49))
+        assert time.monotonic() - started < 4
+        assert said.startswith(f"MLflow at {uri} lacks a part of this run (not done within 2 s)")
+        assert not sender.done
