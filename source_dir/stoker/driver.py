@@ -26,7 +26,7 @@ from stoker.place import Place
 from stoker.recipe import Recipe, load_recipe, where_raised
 from stoker.schema import Config
 from stoker.sizing.prices import price_list
-from stoker.tracking.console import PlainConsole, closing_rows, make_console
+from stoker.tracking.console import PlainConsole, make_console, report
 from stoker.tracking.mlflow_sender import MlflowSender, start_sender
 from stoker.tracking.recorder import Recorder, teller
 from stoker.tracking.summary import Cluster, Host, Summary
@@ -343,16 +343,3 @@ def open_log(run_dir: Path) -> logging.Logger:
         logger.propagate = False
         logger.setLevel(logging.INFO)
     return logging.getLogger("stoker")
-
-
-def report(summary: Summary, console: PlainConsole, run_dir: Path, code: int) -> None:
-    """Head: the closing words."""
-    if code == 0:
-        console.line(f"{summary.name}: done in {summary.seconds:.0f} s")
-        console.table(closing_rows(summary, str(run_dir)))
-        return
-    kind = "stopped" if summary.status == "interrupted" else "error"
-    for problem in (summary.error or "unknown").splitlines():
-        console.line(f"{kind}: {problem}")
-    if code != 2:
-        console.line(f"details: {run_dir}/logs/driver.log")

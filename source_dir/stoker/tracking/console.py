@@ -198,3 +198,16 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
     rows.append(("report", f"{run_dir}/report.html"))
     rows.append(("next", f"tensorboard --logdir {run_dir}/tensorboard"))
     return rows
+
+
+def report(summary: Summary, console: PlainConsole, run_dir: Path, code: int) -> None:
+    """Head: the closing words."""
+    if code == 0:
+        console.line(f"{summary.name}: done in {summary.seconds:.0f} s")
+        console.table(closing_rows(summary, str(run_dir)))
+        return
+    kind = "stopped" if summary.status == "interrupted" else "error"
+    for problem in (summary.error or "unknown").splitlines():
+        console.line(f"{kind}: {problem}")
+    if code != 2:
+        console.line(f"details: {run_dir}/logs/driver.log")
