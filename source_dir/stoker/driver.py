@@ -31,6 +31,7 @@ from stoker.tracking.mlflow_sender import MlflowSender, start_sender
 from stoker.tracking.recorder import Recorder, teller
 from stoker.tracking.summary import Cluster, Host, Summary
 from stoker.training import resuming
+from stoker.training.plan import blocks_note, plan_workers, refuse_impossible, steps_per_epoch
 
 POLL_S = 0.2
 STOP_DEADLINE_S = 90.0
@@ -68,6 +69,7 @@ def check(resolved: Resolved) -> Recipe:
     """
     refuse_missing(resolved.config)
     recipe = load_recipe(resolved.config.recipe, resolved.config.params, SOURCE_FOLDER)
+    refuse_impossible(recipe, resolved.config.train)
     if type(recipe).optimizer is Recipe.optimizer and resolved.config.train.optimizer not in ("sgd", "adamw"):
         from stoker.training.optimizers import check_optimizer
 
@@ -122,6 +124,9 @@ def run(resolved: Resolved, place: Place) -> int:
         start = resuming.prepare(config, place, data, workers, summary, teller(recorder, console))
         coordinator = start_coordinator(config, data, workers, start.first_epoch, start.position)
         console.line(opening_line(data, workers, use_gpu))
+        if note := blocks_note(config, data, workers):
+            recorder.take({"time": time.time(), "event": "note", "text": note})
+            console.line(f"note: {note}")
         fit = Fit(config, place, coordinator, workers, use_gpu, steps, "val" in data.sources, start)
         sender = start_sender(config, place)
         follow(fit, coordinator, recorder, console, summary, sender)
@@ -159,27 +164,6 @@ def draw_report(run_dir: Path, console: PlainConsole) -> None:
         console.line(f"{REPORT} could not be written: {where_raised(error)}")
 
 
-def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
-    """Head: (train workers, whether they use GPUs).
-
-    Raises:
-        UsageError: the batches are larger than the data.
-    """
-    import ray
-
-    from stoker.training.trainer import count_workers
-
-    gpus = int(ray.cluster_resources().get("GPU", 0))
-    workers = count_workers(config, gpus)
-    total = data.totals["train"]
-    if total is not None and config.train.batch_size * workers > total:
-        raise UsageError(
-            f"train.batch_size: {config.train.batch_size} records × {workers} train workers are more than"
-            f" the {total} training records; lower it"
-        )
-    return workers, gpus > 0
-
-
 def check_groups(config: Config, hosts: list[Host]) -> None:
     """Head: refuse groups that no host belongs to; their tasks would wait for ever.
 
@@ -199,21 +183,6 @@ def opening_line(data: Data, workers: int, use_gpu: bool) -> str:
     counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in data.totals.items()]
     kind = "GPU" if use_gpu else "CPU"
     return f"{' + '.join(counts)} records; starting {workers} train worker(s) on {kind} …"
-
-
-def steps_per_epoch(config: Config, data: Data, workers: int) -> int | None:
-    """Head: steps of an epoch, None where the number of records is not known before.
-
-    Raises:
-        UsageError: a schedule is asked for that needs it.
-    """
-    total = data.totals["train"]
-    if total is None and config.train.scheduler != "none":
-        raise UsageError(
-            f"train.scheduler: {config.train.scheduler} needs the number of records, which this source does"
-            " not know before reading them; use none"
-        )
-    return None if total is None else -(-total // (config.train.batch_size * workers))
 
 
 class Fit:

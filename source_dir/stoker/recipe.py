@@ -70,9 +70,7 @@ class Recipe(BaseModel):
         The default classifies `batch["image"]` (records × channels × height × width) into
         `batch["label"]` (records) by cross-entropy.
         """
-        import torch.nn.functional as F
-
-        return F.cross_entropy(model(batch["image"]), batch["label"])
+        return classification_loss(model, batch)
 
     def validation_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Train worker: `loss` (mean over the batch's records) and, for metrics, `preds`, `target`."""
@@ -110,6 +108,13 @@ class Recipe(BaseModel):
     def optimizer(self, model: nn.Module) -> Any:
         """Train worker: an optimiser of the recipe's own, or None for the configured one."""
         return None
+
+
+def classification_loss(model: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
+    """Train worker: the mean cross-entropy of `image` against `label`, class numbers or shares of classes."""
+    import torch.nn.functional as F
+
+    return F.cross_entropy(model(batch["image"]), batch["label"], label_smoothing=label_smoothing)
 
 
 def load_recipe(path: str, params: dict[str, Any], source: Path) -> Recipe:

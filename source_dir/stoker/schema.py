@@ -95,14 +95,39 @@ class TrainConfig(Section):
     threads: int | None = Field(
         None, ge=1, description="CPU threads of a train worker; default: the host's cores, shared"
     )
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="arithmetic of forward and backward (autocast); fp16 with a gradient scaler"
+    )
+    accumulate_steps: int = Field(
+        1, ge=1, description="batches per optimiser step: their gradients are averaged"
+    )
+    clip_grad_norm: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
+    channels_last: bool = Field(False, description="images and convolutions in channels-last memory order")
+    compile: bool = Field(False, description="torch.compile the model; minutes of start for faster steps")
+    ema_decay: float | None = Field(
+        None, gt=0, lt=1, description="average the weights over steps; validate and export the average"
+    )
     optimizer: str = Field("sgd", description="a timm optimiser: sgd, adamw, lamb, …")
     lr: float = Field(0.01, gt=0, description="learning rate")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum, where the optimiser has one")
     weight_decay: float = Field(0.0, ge=0, description="weight decay")
+    layer_decay: float | None = Field(
+        None, gt=0, le=1, description="learning rate of a layer, as a fraction of the next layer's"
+    )
+    scale_lr: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="multiply lr by train workers × accumulate_steps, or by its square root"
+    )
     scheduler: Literal["none", "cosine", "step", "linear"] = Field(
         "none", description="learning rate schedule, per step"
     )
-    warmup_epochs: float = Field(0, ge=0, description="epochs of linear warm-up, with a scheduler")
+    warmup_epochs: float = Field(
+        0, ge=0, description="epochs of linear warm-up; with scale_lr from lr to the scaled rate"
+    )
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of each target given to all classes")
+    mixup: float = Field(0.0, ge=0, description="alpha of mixup on the device; 0: none; 0.2 is usual")
+    cutmix: float = Field(
+        0.0, ge=0, description="alpha of CutMix on the device; 0: none; with mixup, one of both per batch"
+    )
     max_failures: int = Field(
         0, ge=0, description="restarts from the last checkpoint after a train worker has died"
     )

@@ -150,7 +150,9 @@ class Coordinator:
             portion = stream.portion(step, rank)
             if split == "train":
                 current.pace.ask(rank, epoch, step)
-                if portion is not None:
+                # Between two steps of the optimiser only: accumulated gradients are not kept.
+                whole = (step + 1) % self.passes.config.train.accumulate_steps == 0
+                if portion is not None and whole:
                     portion.stop = self.stop_reason if current.stop.due(epoch, step) else ""
                     portion.checkpoint = current.checkpoint.take(rank, epoch, step)
             stream.release()

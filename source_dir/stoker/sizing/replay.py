@@ -78,13 +78,14 @@ def measure_gpu(config: Config, recipe: Recipe, columns: dict[str, Any], seconds
     import torch
 
     from stoker.training import loop
+    from stoker.training.build import build
     from stoker.training.snapshot import Progress
     from stoker.training.worker import Worker
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda:0" if on_gpu else "cpu")
     worker = Worker(config, recipe, _Nobody(), attempt=0, rank=0, world_size=1, device=device)
-    loop.build(worker, steps_per_epoch=1000)
+    build(worker, steps_per_epoch=1000)
     size = config.train.batch_size
     batches = [_batch(columns, size, number, device) for number in range(CACHED_BATCHES)]
     wait = torch.cuda.synchronize if on_gpu else (lambda: None)

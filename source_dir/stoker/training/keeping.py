@@ -142,12 +142,12 @@ class Keeper:
 
     def _ask_position(self, progress: Progress, parts: list[dict[str, Any]]) -> Any:
         """Where the data stands: asked now, waited for by the writer."""
-        worker, steps = self.worker, progress.steps - progress.carried_steps
+        worker = self.worker
         if progress.feed is None:
             # Of an epoch whose books are closed: where the next one begins.
             return worker.coordinator.position.remote(worker.attempt, progress.epoch - 1, 0, 0)
         ids = snapshot.id_sum_of(parts)
-        return worker.coordinator.position.remote(worker.attempt, progress.epoch, steps, ids)
+        return worker.coordinator.position.remote(worker.attempt, progress.epoch, worker.feed_step, ids)
 
     def _write_later(self, content: Content, position: Any, paused_s: float) -> Callable[[], None]:
         def write() -> None:

@@ -12,18 +12,22 @@ from stoker.data.feed import Pass, Prefetch
 from stoker.data.transport import open_transport
 from stoker.recipe import load_recipe, where_raised
 from stoker.schema import Config
-from stoker.training import optimizers, strategies
+from stoker.training import strategies
+from stoker.training.build import build
 from stoker.training.export import export_model, keep_example
 from stoker.training.keeping import Keeper
+from stoker.training.optimizers import learning_rate
 from stoker.training.snapshot import Progress
 from stoker.training.starting import begin, nothing_left
+from stoker.training.step import Step, autocast, windows
 from stoker.training.store import open_store
 from stoker.training.worker import (
     Worker,
+    at_least_float32,
     check_finite,
     count_records,
+    finite,
     import_quietly,
-    loss_of,
     mean_over_ranks,
     reached,
     tee_prints,
@@ -130,21 +134,6 @@ def run_epochs(worker: Worker, keeper: Keeper, first: int, carried: Progress | N
     return asked
 
 
-def build(worker: Worker, steps_per_epoch: int | None) -> None:
-    """Train worker: model, optimiser and scheduler, the same weights on every rank."""
-    import torch
-
-    config = worker.config
-    torch.manual_seed(config.seed)
-    worker.model = strategies.prepare_model(worker.recipe.model(), worker.device, config.train.strategy)
-    worker.optimizer = optimizers.make_optimizer(worker.recipe, worker.model, config.train)
-    worker.scheduler = optimizers.make_scheduler(worker.optimizer, config, steps_per_epoch)
-    for split in ("train", "val"):
-        module = worker.recipe.on_device(split)
-        worker.modules[split] = module.to(worker.device) if module is not None else (lambda batch: batch)
-    torch.manual_seed(config.seed + worker.rank)
-
-
 def train_epoch(
     worker: Worker, keeper: Keeper | None, progress: Progress
 ) -> tuple[dict[str, float], str, list[dict[str, Any]]]:
@@ -168,19 +157,15 @@ def train_epoch(
     if progress.loss_sum is None:
         # Summed on the device: reading it there would make the GPU wait in every step.
         progress.loss_sum = torch.zeros((), dtype=torch.float64, device=worker.device)
+    step, worker.feed_step = Step(worker), 0
     started = time.perf_counter()
-    for batch in feed:
-        keep_example(worker, "train", batch)
-        batch = worker.modules["train"](batch)
-        loss = loss_of(worker.recipe.training_step(worker.model, batch))
-        worker.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        worker.optimizer.step()
-        worker.step += 1
-        if worker.scheduler is not None:
-            worker.scheduler.step_update(worker.step)
+    for window in windows(feed, worker.config.train.accumulate_steps):
+        for batch in window:
+            keep_example(worker, "train", batch)
+            step.accumulate(batch)
+        step.update()
 
-        progress.loss_sum += loss.detach()
+        progress.loss_sum += step.loss
         progress.steps += 1
         progress.samples = progress.carried_samples + (feed.rows - feed.padded) * worker.world_size
         if worker.step == 1 or progress.steps % log_every == 0:
@@ -189,8 +174,9 @@ def train_epoch(
                 "step",
                 epoch=epoch,
                 step=worker.step,
-                loss=float(loss.detach()),
-                lr=worker.optimizer.param_groups[0]["lr"],
+                loss=float(step.loss),
+                lr=learning_rate(worker.optimizer),
+                grad_norm=finite(step.grad_norm),
                 epoch_samples=progress.samples - progress.carried_samples,
                 elapsed_s=time.perf_counter() - started,
                 wait_s=feed.times.wait_s,
@@ -222,7 +208,7 @@ def train_epoch(
     check_finite(mean_loss, worker, epoch)
     metrics = {
         "train/loss": mean_loss,
-        "lr": worker.optimizer.param_groups[0]["lr"],
+        "lr": learning_rate(worker.optimizer),
         "perf/samples_per_s": samples / elapsed,
         "perf/input_wait_pct": 100 * feed.times.wait_s / elapsed,
     }
@@ -234,8 +220,9 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
     import torch
     import torch.distributed as dist
 
-    strategies.share_buffers(worker.model)
-    model = strategies.plain(worker.model).eval()
+    model = worker.model if worker.ema is None else worker.ema.module
+    strategies.share_buffers(model)
+    model = strategies.plain(model).eval()
     sharded, spare = strategies.is_sharded(model), None
     metrics = {name: metric.to(worker.device) for name, metric in worker.recipe.metrics().items()}
     sums = torch.zeros(2, dtype=torch.float64)
@@ -251,14 +238,17 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
             if not records:
                 if sharded:
                     # The other ranks' forward needs this one's part of the weights.
-                    worker.recipe.validation_step(model, worker.modules["val"](spare))
+                    with autocast(worker):
+                        worker.recipe.validation_step(model, worker.modules["val"](spare))
                 continue
-            result = worker.recipe.validation_step(model, worker.modules["val"](batch))
+            batch = worker.modules["val"](batch)
+            with autocast(worker):
+                result = worker.recipe.validation_step(model, batch)
             sums += torch.tensor([float(result["loss"]) * records, records], dtype=torch.float64)
             if "preds" in result and "target" in result:
                 fed = True
                 for metric in metrics.values():
-                    metric.update(result["preds"], result["target"])
+                    metric.update(at_least_float32(result["preds"]), result["target"])
     books = settle(worker, feed)
     worker.log(
         "pass",

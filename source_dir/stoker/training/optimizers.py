@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from stoker.config import UsageError
@@ -9,12 +10,26 @@ from stoker.recipe import Recipe
 from stoker.schema import Config, TrainConfig
 from stoker.training.strategies import plain
 
+WARMUP_LR = 1e-5
+"""Where a warm-up starts, unless `train.scale_lr` gives it a rate to start from."""
 
-def make_optimizer(recipe: Recipe, model: Any, config: TrainConfig) -> Any:
+
+def scaled_lr(config: TrainConfig, workers: int) -> float:
+    """Train worker: the learning rate for batches that are larger than one worker's `batch_size`.
+
+    A step averages over train workers × accumulate_steps batches. "linear" is the rule of Goyal et al.,
+    "Accurate, Large Minibatch SGD" (arXiv 1706.02677), "sqrt" that of Krizhevsky (arXiv 1404.5997).
+    """
+    batches = float(workers * config.accumulate_steps)
+    factors = {"none": 1.0, "linear": batches, "sqrt": math.sqrt(batches)}
+    return config.lr * factors[config.scale_lr]
+
+
+def make_optimizer(recipe: Recipe, model: Any, config: TrainConfig, workers: int) -> Any:
     """Train worker: the recipe's optimiser, or the configured one of timm's.
 
     Raises:
-        UsageError: timm has no such optimiser.
+        UsageError: timm has no such optimiser, or cannot tell the model's layers apart.
     """
     own = recipe.optimizer(plain(model))
     if own is not None:
@@ -22,15 +37,22 @@ def make_optimizer(recipe: Recipe, model: Any, config: TrainConfig) -> Any:
     from timm.optim import create_optimizer_v2
 
     try:
-        return create_optimizer_v2(
-            model,
+        optimizer = create_optimizer_v2(
+            plain(model),
             opt=config.optimizer,
-            lr=config.lr,
+            lr=scaled_lr(config, workers),
             weight_decay=config.weight_decay,
+            layer_decay=config.layer_decay,
             **({"momentum": config.momentum} if config.optimizer in MOMENTUM_OPTIMIZERS else {}),
         )
     except (AssertionError, KeyError, ValueError, TypeError) as error:
         raise UsageError(f"train.optimizer: timm cannot make {config.optimizer!r}: {error}") from None
+    if config.layer_decay is not None and len({g["lr_scale"] for g in optimizer.param_groups}) == 1:
+        raise UsageError(
+            f"train.layer_decay: {type(plain(model)).__name__} does not say which parameters make a layer;"
+            " give it timm's method group_matcher, or leave layer_decay out"
+        )
+    return optimizer
 
 
 MOMENTUM_OPTIMIZERS = {"sgd", "nesterov", "momentum", "sgdp", "rmsprop", "lars", "sgdw"}
@@ -54,45 +76,41 @@ def check_optimizer(name: str) -> None:
 
 
 def make_scheduler(optimizer: Any, config: Config, steps_per_epoch: int | None) -> Any:
-    """Train worker: timm's scheduler, stepped once per optimiser step; None without one.
+    """Train worker: timm's scheduler, stepped once per optimiser step; None where the rate is constant.
 
     Args:
         optimizer: what it schedules.
         config: `train.scheduler`, `train.warmup_epochs`, `train.epochs`.
-        steps_per_epoch: turns epochs into steps; the head refuses a schedule where it is not known.
+        steps_per_epoch: optimiser steps, which turn epochs into steps; the head refuses a schedule where
+            they are not known.
     """
-    if config.train.scheduler == "none" or steps_per_epoch is None:
+    from timm.scheduler import CosineLRScheduler, PolyLRScheduler, StepLRScheduler
+
+    train = config.train
+    if train.scheduler == "none" and not train.warmup_epochs and train.layer_decay is None:
         return None
-    from timm.scheduler import create_scheduler_v2
-
-    if config.train.scheduler == "linear":
-        from torch.optim.lr_scheduler import LinearLR
-
-        return _PerStep(LinearLR(optimizer, 1.0, 0.0, total_iters=steps_per_epoch * config.train.epochs))
-    scheduler, _ = create_scheduler_v2(
-        optimizer,
-        sched=config.train.scheduler,
-        num_epochs=config.train.epochs,
-        warmup_epochs=config.train.warmup_epochs,  # type: ignore[arg-type, unused-ignore]
-        decay_epochs=max(config.train.epochs // 3, 1),
-        step_on_epochs=False,
-        updates_per_epoch=steps_per_epoch,
-    )
+    per_epoch = steps_per_epoch or 1
+    common: dict[str, Any] = {
+        "warmup_t": round(train.warmup_epochs * per_epoch),
+        "warmup_lr_init": min(WARMUP_LR, train.lr) if train.scale_lr == "none" else train.lr,
+        "t_in_epochs": False,
+    }
+    total = train.epochs * per_epoch
+    scheduler: Any
+    if train.scheduler == "cosine":
+        scheduler = CosineLRScheduler(optimizer, t_initial=total, **common)
+    elif train.scheduler == "linear":
+        scheduler = PolyLRScheduler(optimizer, t_initial=total, power=1.0, **common)
+    elif train.scheduler == "step":
+        every = max(train.epochs // 3, 1) * per_epoch
+        scheduler = StepLRScheduler(optimizer, decay_t=every, decay_rate=0.1, **common)
+    else:
+        # Never decays: warm-up and layer decay, which timm's schedulers apply, are what is wanted.
+        scheduler = StepLRScheduler(optimizer, decay_t=1, decay_rate=1.0, **common)
+    scheduler.step_update(0)
     return scheduler
 
 
-class _PerStep:
-    """Gives a torch scheduler the interface of timm's."""
-
-    def __init__(self, scheduler: Any) -> None:
-        self.scheduler = scheduler
-
-    def step_update(self, num_updates: int) -> None:
-        self.scheduler.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.scheduler.state_dict()
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.scheduler.load_state_dict(state)
+def learning_rate(optimizer: Any) -> float:
+    """Train worker: the present rate; with layer decay that of the last layers, which is the largest."""
+    return float(max(group["lr"] for group in optimizer.param_groups))

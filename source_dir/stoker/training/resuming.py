@@ -207,11 +207,13 @@ def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callabl
             problems.append(f"{text}; go on with the same, or start anew with --resume never")
     if problems:
         raise UsageError(*problems)
-    batch, old_batch = config.train.batch_size * workers, start.meta["global_batch"]
+    train = config.train
+    batch, old_batch = train.batch_size * train.accumulate_steps * workers, start.meta["global_batch"]
     if batch != old_batch:
         log(
-            f"a step takes {batch} records here (train.batch_size × train workers), {old_batch} in"
-            f" {start.name}: the run goes on, but not as it would have without the interruption"
+            f"a step takes {batch} records here (train.batch_size × accumulate_steps × train workers),"
+            f" {old_batch} in {start.name}: the run goes on, but not as it would have without the"
+            " interruption"
         )
     elif workers != start.meta["workers"]:
         log(

@@ -17,13 +17,13 @@ class Progress:
 
     epoch: int
     steps: int = 0
-    """Batches of the epoch so far."""
+    """Optimiser steps of the epoch so far."""
     samples: int = 0
     """Records of the epoch so far, over all ranks."""
     loss_sum: Any = None
     """Sum of this rank's losses, one number (float64) on the device."""
     carried_steps: int = 0
-    """Batches and, below, records that were done before this start."""
+    """Steps and, below, records that were done before this start."""
     carried_samples: int = 0
     carried_keys: list[str] = field(default_factory=list)
     """Their keys on this rank, with `tracking.record_ids`."""
@@ -153,12 +153,15 @@ def from_rank_0(worker: Worker, value: Any) -> Any:
 
 def live_state(worker: Worker) -> dict[str, Any]:
     """Train worker: weights, optimiser, scaler and EMA as they are; only rank 0's is whole. Collective."""
-    weights, optimizer = strategies.full_state(worker.model, worker.optimizer)
+    weights, optimizer = strategies.full_state(worker.model, worker.optimizer, copy=False)
+    averaged = None
+    if worker.ema is not None:
+        averaged = strategies.full_state(worker.ema.module, None, copy=False)[0]
     return {
         "weights": weights,
         "optimizer": optimizer,
         "scaler": worker.scaler.state_dict() if worker.scaler is not None else None,
-        "ema": worker.ema.module.state_dict() if worker.ema is not None else None,
+        "ema": averaged,
     }
 
 
@@ -172,18 +175,20 @@ def put_back(worker: Worker, content: Content | None) -> list[dict[str, Any]]:
     Returns:
         The parts of the ranks that wrote it.
     """
-    weights, optimizer, small = {}, {}, None
+    weights: dict[str, Any] = {}
+    optimizer, averaged, small = None, None, None
     if content is not None:
-        weights, optimizer = content.weights, content.state["optimizer"]
-        small = {**{k: v for k, v in content.state.items() if k != "optimizer"}, "ema": content.ema}
+        weights, optimizer, averaged = content.weights, content.state["optimizer"], content.ema
+        small = {k: v for k, v in content.state.items() if k != "optimizer"}
     strategies.load_full_state(worker.model, worker.optimizer, weights, optimizer)
+    if worker.ema is not None:
+        # A run that begins to average only now begins with its weights.
+        strategies.load_full_state(worker.ema.module, None, averaged or weights, None)
     small = from_rank_0(worker, small)
     if worker.scheduler and small["scheduler"]:
         worker.scheduler.load_state_dict(small["scheduler"])
     if worker.scaler is not None and small["scaler"]:
         worker.scaler.load_state_dict(small["scaler"])
-    if worker.ema is not None and small["ema"]:
-        worker.ema.module.load_state_dict(small["ema"])
     ranks: list[dict[str, Any]] = small["ranks"]
     return ranks
 

@@ -7,6 +7,7 @@ while that block computes. Both use Ray Train's process group.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from stoker.recipe import Batch
@@ -39,7 +40,12 @@ def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
         return shard(model, device)
     devices = [device] if device.type == "cuda" else None
     # Buffers are made equal before they are used or saved (share_buffers), not before each forward.
-    return DistributedDataParallel(model.to(device), device_ids=devices, broadcast_buffers=False)
+    options: dict[str, Any] = {"broadcast_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+        options = {"forward_sync_buffers": False}
+    wrapped = DistributedDataParallel(model.to(device), device_ids=devices, **options)
+    share_buffers(wrapped)
+    return wrapped
 
 
 def shard(model: Any, device: Any) -> Any:
@@ -101,9 +107,28 @@ def _shared_parameters(model: Any) -> set[int]:
 
 def plain(model: Any) -> Any:
     """Train worker: the model without its wrapper; a sharded model is its own."""
+    return model.module if is_ddp(model) else model
+
+
+def is_ddp(model: Any) -> bool:
+    """Train worker: whether it is wrapped to average gradients over ranks in backward."""
     from torch.nn.parallel import DistributedDataParallel
 
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    return isinstance(model, DistributedDataParallel)
+
+
+def average_gradients(parameters: list[Any]) -> None:
+    """Train worker: what ddp does in backward, for gradients that were accumulated without it."""
+    import torch
+    import torch.distributed as dist
+
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    pending = [dist.all_reduce(p.grad, async_op=True) for p in parameters]
+    for work in pending:
+        work.wait()
+    torch._foreach_div_([p.grad for p in parameters], dist.get_world_size())
 
 
 def is_sharded(model: Any) -> bool:
@@ -113,7 +138,7 @@ def is_sharded(model: Any) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def full_state(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def full_state(model: Any, optimizer: Any, copy: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
     """Train worker: weights and optimiser state, whole and by parameter name, whatever the strategy.
 
     A collective call: all ranks must make it; it makes their buffers equal first. The tensors are copies
@@ -122,17 +147,25 @@ def full_state(model: Any, optimizer: Any) -> tuple[dict[str, Any], dict[str, An
     Args:
         model: from `prepare_model`.
         optimizer: its optimiser, or None for the weights alone.
+        copy: False gives the tensors as they are where a rank has them whole, on their device and still
+            changing, for a caller that copies them at once by itself.
 
     Returns:
-        (weights, optimiser state) on rank 0; two empty dicts elsewhere where there are several ranks.
+        (weights, optimiser state) on rank 0; two empty dicts elsewhere.
     """
+    import torch.distributed as dist
     from torch.distributed.checkpoint import state_dict as dcp
 
     share_buffers(model)
-    options = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = dcp.get_model_state_dict(model, options=options)
-    state = dcp.get_optimizer_state_dict(model, optimizer, options=options) if optimizer is not None else {}
-    return _copied(weights), _copied(state)
+    whole = is_sharded(model)
+    if not whole and dist.is_initialized() and dist.get_rank():
+        return {}, {}
+    options = dcp.StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+    weights: dict[str, Any] = dcp.get_model_state_dict(model, options=options)
+    state: dict[str, Any] = {}
+    if optimizer is not None:
+        state = dict(dcp.get_optimizer_state_dict(model, optimizer, options=options))
+    return (_copied(weights), _copied(state)) if copy else (weights, state)
 
 
 def load_full_state(model: Any, optimizer: Any, weights: dict[str, Any], state: Any) -> None:

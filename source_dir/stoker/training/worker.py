@@ -36,12 +36,16 @@ class Worker:
     example: Any = None
     """Rank 0: a few records as the feed gave them, for checking exports; `stoker.training.export.Example`."""
     step: int = 0
+    """Optimiser steps since training began: what metrics, max_steps and the schedule count."""
+    feed_step: int = 0
+    """Batches that each rank took out of this attempt's pass over the present epoch: what the data's place
+    counts. With train.accumulate_steps several make a step."""
     samples: int = 0
 
     @property
     def global_batch(self) -> int:
-        """Records per step over all ranks."""
-        return self.config.train.batch_size * self.world_size
+        """Records per optimiser step over all ranks."""
+        return self.config.train.batch_size * self.config.train.accumulate_steps * self.world_size
 
     def log(self, event: str, **values: Any) -> None:
         if self.rank == 0:
@@ -99,6 +103,22 @@ def to_device(batch: Batch, device: Any) -> Batch:
     import torch
 
     return {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+
+
+def at_least_float32(values: Any) -> Any:
+    """Train worker: predictions as metrics take them: 16-bit floats widened, all else as it is."""
+    import torch
+
+    low = torch.is_tensor(values) and values.dtype in (torch.bfloat16, torch.float16)
+    return values.float() if low else values
+
+
+def finite(value: Any) -> float | None:
+    """Train worker: a number for the log; None where there is none, or fp16 has overflowed in this step."""
+    import math
+
+    number = None if value is None else float(value)
+    return number if number is not None and math.isfinite(number) else None
 
 
 def import_quietly(name: str) -> None:

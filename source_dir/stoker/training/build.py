@@ -1,0 +1,109 @@
+"""Train worker: everything a step needs, made once: model, averaged model, optimiser, schedule, scaler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.config import UsageError
+from stoker.schema import TrainConfig
+from stoker.training import optimizers, strategies
+from stoker.training.worker import Worker
+
+
+def build(worker: Worker, steps_per_epoch: int | None) -> None:
+    """Train worker: fill in the worker; the same weights on every rank.
+
+    Args:
+        worker: its configuration and recipe say what to make.
+        steps_per_epoch: optimiser steps, None where they are not known.
+
+    Raises:
+        UsageError: this host cannot compute as the configuration asks.
+    """
+    import torch
+
+    config, train = worker.config, worker.config.train
+    check_device(train, worker.device)
+    torch.manual_seed(config.seed)
+    model = worker.recipe.model()
+    sharded = train.strategy == "fsdp" and worker.world_size > 1
+    if not sharded:
+        model = model.to(worker.device)
+        if train.channels_last:
+            # Sharded weights must be contiguous; convolutions follow their input's order anyway.
+            model = model.to(memory_format=torch.channels_last)
+    if train.ema_decay is not None:
+        worker.ema = make_ema(model, train.ema_decay, sharded, worker.device)
+    if train.compile:
+        compile_forward(model, sharded)
+    worker.model = strategies.prepare_model(model, worker.device, train.strategy)
+    worker.optimizer = optimizers.make_optimizer(worker.recipe, worker.model, train, worker.world_size)
+    worker.scheduler = optimizers.make_scheduler(worker.optimizer, config, steps_per_epoch)
+    if train.precision == "fp16":
+        worker.scaler = torch.amp.GradScaler(worker.device.type)
+    for split in ("train", "val"):
+        module = worker.recipe.on_device(split)
+        worker.modules[split] = module.to(worker.device) if module is not None else (lambda batch: batch)
+    torch.manual_seed(config.seed + worker.rank)
+
+
+def make_ema(model: Any, decay: float, sharded: bool, device: Any) -> Any:
+    """Train worker: timm's keeper of a copy whose weights follow the model's as a moving average.
+
+    Its decay grows with the steps up to `decay`, so that a short run is not averaged with its first weights.
+
+    Args:
+        model: before it is wrapped, sharded or compiled.
+        decay: `train.ema_decay`.
+        sharded: shard the copy like the model.
+        device: for the shards.
+    """
+    from timm.utils import ModelEmaV3
+
+    keeper = ModelEmaV3(model, decay=decay, use_warmup=True, stochastic_rounding=not sharded)
+    if sharded:
+        keeper.module = strategies.shard(keeper.module, device)
+    return keeper
+
+
+def compile_forward(model: Any, sharded: bool) -> None:
+    """Train worker: torch.compile in place, which leaves the parameters' names as they are.
+
+    The calls that gather a shard cannot be compiled and would end the graph of what contains them: a model
+    to be sharded is compiled block by block, inside of these calls.
+    """
+    import torch
+
+    if not sharded:
+        model.compile()
+        return
+    for block in strategies.blocks(model) or [model]:
+        block.forward = torch.compile(block.forward)
+
+
+def check_device(train: TrainConfig, device: Any) -> None:
+    """Train worker: whether this host can do what precision and compile ask.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    import torch
+
+    wants_bf16 = train.precision == "bf16" and device.type == "cuda"
+    if wants_bf16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(device)
+        raise UsageError(f"train.precision: {name} has no bf16 arithmetic; use fp16")
+    if train.compile:
+        import shutil
+
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            compiler = get_cpp_compiler()
+        except Exception:
+            compiler = ""
+        if not shutil.which(compiler):
+            raise UsageError(
+                "train.compile: torch.compile needs a C++ compiler on the hosts that train, and there is"
+                " none; install g++ or set train.compile=false"
+            )

@@ -1,0 +1,114 @@
+"""Head: what a job's training asks for, checked before train workers start."""
+
+from __future__ import annotations
+
+from stoker.config import UsageError
+from stoker.data.opening import Data
+from stoker.recipe import Recipe
+from stoker.schema import Config, TrainConfig
+
+
+def refuse_impossible(recipe: Recipe, train: TrainConfig) -> None:
+    """Head: options that this recipe cannot honour, refused before any cluster forms.
+
+    Raises:
+        UsageError: all of them, one line each.
+    """
+    name, problems = type(recipe).__name__, []
+    if type(recipe).training_step is not Recipe.training_step:
+        for key in ("label_smoothing", "mixup", "cutmix"):
+            if getattr(train, key):
+                problems.append(
+                    f"train.{key}: {name} has a training_step of its own, which decides on its loss and"
+                    " targets; do it there, or leave training_step out"
+                )
+    if type(recipe).optimizer is not Recipe.optimizer:
+        for key, value in (("layer_decay", train.layer_decay), ("scale_lr", train.scale_lr != "none")):
+            if value:
+                problems.append(
+                    f"train.{key}: {name} makes its own optimiser; do it there, or leave optimizer() out"
+                )
+    if problems:
+        raise UsageError(*problems)
+
+
+def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
+    """Head: (train workers, whether they use GPUs).
+
+    Raises:
+        UsageError: the batches are larger than the data.
+    """
+    import ray
+
+    from stoker.training.trainer import count_workers
+
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    workers = count_workers(config, gpus)
+    total = data.totals["train"]
+    train = config.train
+    if total is not None and train.batch_size * workers * train.accumulate_steps > total:
+        batches = f" × {train.accumulate_steps} accumulate_steps" if train.accumulate_steps > 1 else ""
+        raise UsageError(
+            f"train.batch_size: {train.batch_size} records × {workers} train workers{batches} are more than"
+            f" the {total} training records; lower it"
+        )
+    return workers, gpus > 0
+
+
+def steps_per_epoch(config: Config, data: Data, workers: int) -> int | None:
+    """Head: optimiser steps of an epoch, None where the number of records is not known before.
+
+    Raises:
+        UsageError: a schedule is asked for that needs it.
+    """
+    total = data.totals["train"]
+    train = config.train
+    if total is None:
+        if train.scheduler != "none":
+            key, remedy = f"train.scheduler: {train.scheduler}", "use none"
+        elif train.warmup_epochs:
+            key, remedy = "train.warmup_epochs:", "use 0"
+        else:
+            return None
+        raise UsageError(
+            f"{key} needs the number of records, which this source does"
+            f" not know before reading them; {remedy}"
+        )
+    each = train.batch_size * workers
+    batches, left = divmod(total, each)
+    if left >= (workers if config.data.remainder == "drop" else 1):
+        batches += 1
+    return -(-batches // train.accumulate_steps)
+
+
+def blocks_note(config: Config, data: Data, workers: int) -> str:
+    """Head: what to say where the training data comes in too few pieces to keep every CPU at work.
+
+    Rows are shared evenly whatever the pieces, so no train worker starves while another is fed; but one
+    piece is one CPU task, and with few of them CPUs stand idle and each train worker waits longer.
+
+    Returns:
+        One line; empty where there are enough.
+    """
+    import ray
+
+    from stoker.data.sources import Source
+
+    source = data.sources["train"]
+    if not isinstance(source, Source):
+        return ""
+    cpus = int(ray.cluster_resources().get("CPU", 1))
+    records, wanted = config.data.block_records, max(cpus, workers)
+    pieces = len(source.pieces(records, None))
+    if pieces >= wanted:
+        return ""
+    total = data.totals["train"]
+    smaller = max(total // wanted, 1) if total else 1
+    if smaller < records and len(source.pieces(smaller, None)) > pieces:
+        remedy = f"data.block_records={smaller} would"
+    else:
+        remedy = "the data would have to lie in more files"
+    return (
+        f"{pieces} piece(s) of about {records} training records cannot keep {cpus} CPU(s) and {workers}"
+        f" train worker(s) at work; {remedy}"
+    )
