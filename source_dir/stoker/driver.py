@@ -23,7 +23,7 @@ from stoker.data.pipeline import GROUP_LABEL
 from stoker.extras import refuse_missing
 from stoker.hosts import host_changes, hosts
 from stoker.place import Place
-from stoker.recipe import Recipe, load_recipe, where_raised
+from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe, where_raised
 from stoker.schema import Config
 from stoker.sizing.prices import price_list
 from stoker.tracking.console import PlainConsole, make_console, report
@@ -35,7 +35,6 @@ from stoker.training.plan import blocks_note, plan_workers, refuse_impossible, s
 
 POLL_S = 0.2
 STOP_DEADLINE_S = 90.0
-SOURCE_FOLDER = Path(__file__).resolve().parent.parent
 
 LAST_ERROR = ""
 """The cause of the last run's failure in one line; the bootstrap puts it into the failure file."""
@@ -69,6 +68,7 @@ def check(resolved: Resolved) -> Recipe:
     """
     refuse_missing(resolved.config)
     recipe = load_recipe(resolved.config.recipe, resolved.config.params, SOURCE_FOLDER)
+    recipe.check(resolved)
     refuse_impossible(recipe, resolved.config.train)
     if type(recipe).optimizer is Recipe.optimizer and resolved.config.train.optimizer not in ("sgd", "adamw"):
         from stoker.training.optimizers import check_optimizer

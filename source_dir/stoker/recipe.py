@@ -16,11 +16,11 @@ import inspect
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from stoker.config import UsageError, describe
+from stoker.config import Resolved, UsageError, describe
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 Split = Literal["train", "val"]
 Batch = dict[str, Any]
 """Columns of one batch: tensors whose first dimension counts the records."""
+
+SOURCE_FOLDER = Path(__file__).resolve().parent.parent
+"""Where `stoker` lies and, in a staged job, the user's modules beside it."""
 
 ALIASES = {"ImageClassification": "stoker.image_classification:ImageClassification"}
 
@@ -39,6 +42,16 @@ class Recipe(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    own_loop: ClassVar[str] = ""
+    """A module whose `build` and `run_epochs` take the place of those of `stoker.training.loop`."""
+
+    def check(self, resolved: Resolved) -> None:
+        """Head: refuse what cannot work before any cluster forms.
+
+        Raises:
+            UsageError: one line per problem.
+        """
 
     def read(self, split: Split) -> Any:
         """Head: the records of a split, lazily.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from stoker.bootstrap.topology import label
@@ -13,13 +12,12 @@ from stoker.data.coordinator import Coordinator
 from stoker.data.pipeline import GROUP_LABEL, Passes
 from stoker.data.placement import ChainHost, chain_hosts
 from stoker.data.position import Position
-from stoker.recipe import Recipe, load_recipe, where_raised
+from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe, where_raised
 from stoker.schema import Config
 
 BUFFER_SHARE = 0.25
 """Preprocessed data kept ready beyond the next two steps, as a share of the cluster's object stores."""
 LEAST_BUFFER_BYTES = 64 * 2**20
-SOURCE_FOLDER = Path(__file__).resolve().parents[2]
 
 
 @dataclass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from stoker.config import UsageError
+from stoker.recipe import Recipe
 from stoker.schema import TrainConfig
 from stoker.training import optimizers, strategies
 from stoker.training.worker import Worker
@@ -22,9 +24,29 @@ def build(worker: Worker, steps_per_epoch: int | None) -> None:
     """
     import torch
 
+    config = worker.config
+    torch.manual_seed(config.seed)
+    if worker.recipe.own_loop:
+        own_loop(worker.recipe).build(worker)
+    else:
+        build_model(worker, steps_per_epoch)
+    for split in ("train", "val"):
+        module = worker.recipe.on_device(split)
+        worker.modules[split] = module.to(worker.device) if module is not None else (lambda batch: batch)
+    torch.manual_seed(config.seed + worker.rank)
+
+
+def own_loop(recipe: Recipe) -> Any:
+    """Train worker: the module that a recipe names to build and train in place of Stoker's own."""
+    return importlib.import_module(recipe.own_loop)
+
+
+def build_model(worker: Worker, steps_per_epoch: int | None) -> None:
+    """Train worker: model, averaged model, optimiser, schedule and scaler; see `build`."""
+    import torch
+
     config, train = worker.config, worker.config.train
     check_device(train, worker.device)
-    torch.manual_seed(config.seed)
     model = worker.recipe.model()
     sharded = train.strategy == "fsdp" and worker.world_size > 1
     if not sharded:
@@ -41,10 +63,6 @@ def build(worker: Worker, steps_per_epoch: int | None) -> None:
     worker.scheduler = optimizers.make_scheduler(worker.optimizer, config, steps_per_epoch)
     if train.precision == "fp16":
         worker.scaler = torch.amp.GradScaler(worker.device.type)
-    for split in ("train", "val"):
-        module = worker.recipe.on_device(split)
-        worker.modules[split] = module.to(worker.device) if module is not None else (lambda batch: batch)
-    torch.manual_seed(config.seed + worker.rank)
 
 
 def make_ema(model: Any, decay: float, sharded: bool, device: Any) -> Any:

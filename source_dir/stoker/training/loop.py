@@ -13,7 +13,7 @@ from stoker.data.transport import open_transport
 from stoker.recipe import load_recipe, where_raised
 from stoker.schema import Config
 from stoker.training import strategies
-from stoker.training.build import build
+from stoker.training.build import build, own_loop
 from stoker.training.export import export_model, keep_example
 from stoker.training.keeping import Keeper
 from stoker.training.optimizers import learning_rate
@@ -86,7 +86,8 @@ def train(settings: dict[str, Any]) -> None:
         # torchmetrics takes seconds to import and is first needed after an epoch.
         threading.Thread(target=import_quietly, args=("torchmetrics.classification",), daemon=True).start()
         first = resumed.meta["next_epoch"] if resumed else 0
-        asked = run_epochs(worker, keeper, first, carried, settings["has_val"])
+        run = own_loop(worker.recipe).run_epochs if worker.recipe.own_loop else run_epochs
+        asked = run(worker, keeper, first, carried, settings["has_val"])
         if worker.rank == 0:
             keeper.write_model(Path(settings["model_dir"]))
             # A host that is about to go has no time for it.

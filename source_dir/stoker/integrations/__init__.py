@@ -1,0 +1,1 @@
+"""Every host: models and loops of other frameworks on Stoker's data."""

@@ -1,0 +1,318 @@
+"""Train worker: lightning.Trainer in place of the loop; batches, checkpoints and events stay Stoker's."""
+
+from __future__ import annotations
+
+import io
+import re
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import ray.train
+import torch
+from ray.train.lightning import (
+    RayDDPStrategy,
+    RayLightningEnvironment,
+    RayTrainReportCallback,
+    prepare_trainer,
+)
+
+from stoker.data.feed import Pass
+from stoker.training.export import keep_example
+from stoker.training.keeping import Keeper
+from stoker.training.loop import open_pass, settle
+from stoker.training.snapshot import Progress
+from stoker.training.starting import nothing_left
+from stoker.training.worker import Worker, check_finite, count_records, mean_over_ranks
+
+
+def build(worker: Worker) -> None:
+    """Train worker: the module, as its author made it; the trainer wraps it for DDP."""
+    worker.model = worker.recipe.model().to(worker.device)
+    worker.scheduler = TrainerState()
+
+
+def run_epochs(worker: Worker, keeper: Keeper, first: int, carried: Progress | None, has_val: bool) -> bool:
+    """Train worker: all epochs, by Lightning.
+
+    Args:
+        worker: its model is the LightningModule.
+        keeper: the run's checkpoints.
+        first: the first epoch.
+        carried: what of it was done before this start.
+        has_val: whether there is a validation split.
+
+    Returns:
+        Whether somebody asked the run to stop.
+    """
+    stop = nothing_left(worker, keeper, first)
+    if stop:
+        worker.log("stopped", reason=stop)
+        return False
+    config, module = worker.config, worker.model
+    reports = Reports(worker, keeper, carried)
+    recipe: Any = worker.recipe
+    trainer = pl.Trainer(
+        max_epochs=config.train.epochs,
+        max_steps=config.train.max_steps or -1,
+        accelerator="gpu" if worker.device.type == "cuda" else "cpu",
+        devices="auto" if worker.device.type == "cuda" else 1,
+        strategy=RayDDPStrategy(),
+        plugins=[RayLightningEnvironment()],
+        callbacks=[reports],
+        logger=recipe.loggers() if worker.rank == 0 else [],
+        log_every_n_steps=config.tracking.log_every_steps,
+        num_sanity_val_steps=0,
+        limit_val_batches=None if has_val else 0,
+        use_distributed_sampler=False,
+        enable_checkpointing=False,
+        **{"enable_progress_bar": False, "enable_model_summary": False} | recipe.trainer,
+    )
+    reports.trainer = trainer = prepare_trainer(trainer)
+    state: TrainerState = worker.scheduler
+    state.trainer = trainer
+    val = [ValBatches(reports)] if has_val else None
+    with state.as_file(module) as path:
+        trainer.fit(module, TrainBatches(reports), val, ckpt_path=path, weights_only=False if path else None)
+    if reports.stop:
+        worker.log("stopped", reason=reports.stop)
+    elif trainer.current_epoch < config.train.epochs:
+        worker.log("stopped", reason="the module's callbacks asked for it")
+    return reports.asked
+
+
+class TrainerState:
+    """Train worker: the trainer's optimisers, schedulers, loops and callbacks, for a checkpoint."""
+
+    def __init__(self) -> None:
+        self.trainer: pl.Trainer | None = None
+        self.loaded: bytes = b""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The trainer's checkpoint without the weights, as bytes in a tensor.
+
+        Callbacks may keep objects of any type, which a checkpoint that is read with `weights_only` cannot.
+        """
+        if self.trainer is None:
+            return {}
+        content = self.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        content.pop("state_dict")
+        file = io.BytesIO()
+        torch.save(content, file)
+        return {"lightning": torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "lightning" in state:
+            self.loaded = state["lightning"].numpy().tobytes()
+
+    def as_file(self, module: Any) -> Any:
+        """What `Trainer.fit` continues from: a context with a path, or None."""
+        return _CheckpointFile(self.loaded, module)
+
+
+class _CheckpointFile:
+    def __init__(self, content: bytes, module: Any) -> None:
+        self.content, self.module = content, module
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> str | None:
+        if not self.content:
+            return None
+        self.folder = tempfile.TemporaryDirectory()
+        # Written by this job's own train worker; the manifest's checksum has been verified.
+        state = torch.load(io.BytesIO(self.content), weights_only=False)
+        state["state_dict"] = self.module.state_dict()
+        path = Path(self.folder.name) / "resume.ckpt"
+        torch.save(state, path)
+        return str(path)
+
+    def __exit__(self, *_: object) -> None:
+        if self.folder is not None:
+            self.folder.cleanup()
+
+
+class Given(NamedTuple):
+    """Train worker: how far the feed was when it gave a batch; Lightning asks for one more than it trains."""
+
+    rows: int
+    padded: int
+    id_sum: int
+    keys: list[str]
+    stop: str
+    checkpoint: bool
+
+
+class TrainBatches:
+    """Train worker: the training batches of each epoch, as Lightning's dataloader."""
+
+    def __init__(self, reports: Reports) -> None:
+        self.reports = reports
+
+    def __iter__(self) -> Iterator[Any]:
+        reports = self.reports
+        feed = reports.open_epoch()
+        for columns in feed:
+            keep_example(reports.worker, "train", columns)
+            keys = list(feed.keys) if feed.keep_keys else []
+            seen = Given(feed.rows, feed.padded, feed.id_sum, keys, feed.stop, feed.checkpoint)
+            reports.given.append(seen)
+            yield reports.batch_of("train", columns)
+        reports.exhausted = not feed.stop
+
+
+class ValBatches:
+    """Train worker: this rank's share of the validation records."""
+
+    def __init__(self, reports: Reports) -> None:
+        self.reports = reports
+
+    def __iter__(self) -> Iterator[Any]:
+        reports = self.reports
+        if reports.stop:
+            return  # Lightning validates once more when it stops within an epoch
+        reports.val = feed = open_pass(reports.worker, "val", reports.progress.epoch)
+        for columns in feed:
+            if count_records(columns):
+                yield reports.batch_of("val", columns)
+
+
+class Reports(RayTrainReportCallback):  # type: ignore[misc]
+    """Train worker: turns Lightning's hooks into the run's events, checkpoints and books.
+
+    As Ray's callback it reports every epoch to Ray Train; the checkpoint goes where the job keeps its own.
+    """
+
+    def __init__(self, worker: Worker, keeper: Keeper, carried: Progress | None) -> None:
+        super().__init__()
+        self.worker, self.keeper, self.carried = worker, keeper, carried
+        self.trainer: pl.Trainer | None = None
+        self.progress = Progress(0)
+        self.train: Pass | None = None
+        self.val: Pass | None = None
+        self.given: deque[Given] = deque()
+        self.exhausted = False
+        self.books: list[dict[str, Any]] = []
+        self.stop = ""
+        self.asked = False
+        self.started = self.elapsed = 0.0
+
+    def batch_of(self, split: str, columns: dict[str, Any]) -> Any:
+        """Columns on the device → what the module's steps take."""
+        recipe: Any = self.worker.recipe
+        return recipe.batch_of(self.worker.modules[split](columns))
+
+    def open_epoch(self) -> Pass:
+        """The feed of the epoch that begins, or of the rest of the interrupted one."""
+        assert self.trainer is not None  # noqa: S101 - set before fit
+        epoch = self.trainer.current_epoch
+        carried, self.carried = self.carried, None
+        self.progress = carried if carried and carried.epoch == epoch else Progress(epoch)
+        if self.progress.loss_sum is None:
+            self.progress.loss_sum = torch.zeros((), dtype=torch.float64, device=self.worker.device)
+        self.train, self.val = open_pass(self.worker, "train", epoch), None
+        self.train.keys += self.progress.carried_keys
+        self.given.clear()
+        self.exhausted, self.books = False, []
+        self.started = time.perf_counter()
+        return self.train
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        worker, progress, given = self.worker, self.progress, self.given.popleft()
+        worker.step = trainer.global_step
+        progress.feed = given
+        progress.steps += 1
+        progress.samples = progress.carried_samples + (given.rows - given.padded) * worker.world_size
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is not None:  # a module that optimises by hand returns none
+            progress.loss_sum += loss.detach()
+        if progress.steps == 1 or progress.steps % worker.config.tracking.log_every_steps == 0:
+            assert self.train is not None  # noqa: S101
+            mean = float(progress.loss_sum) / progress.steps
+            check_finite(mean, worker, progress.epoch)
+            worker.log(
+                "step",
+                epoch=progress.epoch,
+                step=worker.step,
+                loss=mean if loss is None else float(loss.detach()),
+                lr=learning_rate(trainer),
+                epoch_samples=progress.samples - progress.carried_samples,
+                elapsed_s=time.perf_counter() - self.started,
+                wait_s=self.train.times.wait_s,
+                terms_ms=self.train.times.since_told(),
+            )
+        limit = worker.config.train.max_steps
+        if given.stop or (worker.step == limit and not self.exhausted):
+            # Here and not at the end of the epoch, which Lightning would count as done.
+            self.stop = given.stop or f"train.max_steps reached at step {worker.step}"
+            self.asked = bool(given.stop)
+            trainer.should_stop = True
+            self.keeper.take(progress, {})
+        elif worker.step != limit:
+            self.keeper.after_step(progress)
+
+    def on_validation_start(self, trainer: pl.Trainer, module: Any) -> None:
+        self._settle_train()
+        _sync_buffers(trainer, False)
+
+    def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
+        _sync_buffers(trainer, True)
+        if self.val is not None:
+            self.books.append(settle(self.worker, self.val))
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
+        worker, progress = self.worker, self.progress
+        if self.stop:
+            return
+        self._settle_train()
+        metrics = {conventional(name): float(value) for name, value in trainer.callback_metrics.items()}
+        loss = mean_over_ranks(worker, progress.loss_sum / max(progress.steps, 1))
+        assert self.train is not None  # noqa: S101
+        metrics = {"train/loss": loss, "lr": learning_rate(trainer)} | metrics
+        metrics["perf/samples_per_s"] = (progress.samples - progress.carried_samples) / self.elapsed
+        metrics["perf/input_wait_pct"] = 100 * self.train.times.wait_s / self.elapsed
+        worker.log("epoch", epoch=progress.epoch, step=worker.step, metrics=metrics)
+        worker.samples += progress.samples
+        reason = self.keeper.after_epoch(progress.epoch, metrics, self.books)
+        if reason:
+            self.stop, trainer.should_stop = reason, True
+        ray.train.report(metrics)
+
+    def _settle_train(self) -> None:
+        """Once per epoch, when its last batch has been trained: the books and the figures of the pass."""
+        if self.train is None or not self.exhausted or self.books:
+            return
+        self.elapsed = time.perf_counter() - self.started
+        self.keeper.before_settling()
+        self.books.append(settle(self.worker, self.train))
+        self.worker.log(
+            "pass",
+            split="train",
+            epoch=self.progress.epoch,
+            samples=self.progress.samples - self.progress.carried_samples,
+            elapsed_s=self.elapsed,
+            steps=self.progress.steps - self.progress.carried_steps,
+            step_ms=list(self.train.times.step_ms),
+            times=self.train.times.figures(),
+        )
+
+
+def conventional(name: str) -> str:
+    """Train worker: `val_loss`, as Lightning users write it, as `val/loss`, as runs are compared by."""
+    return re.sub(r"^(?:(train)|val|valid|validation)[_/]", lambda m: f"{m[1] or 'val'}/", name)
+
+
+def learning_rate(trainer: pl.Trainer) -> float:
+    """Train worker: of the first group of the first optimiser."""
+    return float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else 0.0
+
+
+def _sync_buffers(trainer: pl.Trainer, on: bool) -> None:
+    """DDP broadcasts buffers before each forward; ranks that validate different numbers of batches would
+    wait for each other for ever."""
+    model = trainer.strategy.model
+    if hasattr(model, "require_forward_param_sync"):
+        model.require_forward_param_sync = on
