@@ -1,0 +1,71 @@
+"""What training cannot honour is refused before train workers start; steps are counted as they will be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rows import Numbers, Regression
+
+from stoker.config import UsageError
+from stoker.data.opening import Data
+from stoker.recipe import Recipe
+from stoker.schema import Config, TrainConfig
+from stoker.training.optimizers import scaled_lr
+from stoker.training.plan import refuse_impossible, steps_per_epoch
+
+
+class OwnOptimizer(Recipe):
+    def optimizer(self, model: Any) -> Any:
+        return object()
+
+
+@pytest.mark.parametrize("key", ["label_smoothing", "mixup", "cutmix"])
+def test_a_recipe_with_its_own_loss_keeps_it(key: str) -> None:
+    train = TrainConfig.model_validate({key: 0.1})
+    with pytest.raises(UsageError, match=f"train.{key}: Regression has a training_step of its own"):
+        refuse_impossible(Regression(data=""), train)
+    refuse_impossible(Recipe(), train)
+
+
+def test_a_recipe_with_its_own_optimiser_keeps_it_and_all_problems_are_said_at_once() -> None:
+    with pytest.raises(UsageError) as refused:
+        refuse_impossible(OwnOptimizer(), TrainConfig(layer_decay=0.7, scale_lr="linear"))
+    lines = str(refused.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["train.layer_decay", "train.scale_lr"]
+
+
+@pytest.mark.parametrize(
+    ("records", "accumulate", "remainder", "steps"),
+    [
+        (64, 1, "drop", 4),
+        (66, 1, "drop", 5),
+        (65, 1, "drop", 4),
+        (65, 1, "pad", 5),
+        (66, 2, "drop", 3),
+        (64, 2, "drop", 2),
+    ],
+)
+def test_steps_of_an_epoch_are_those_of_the_optimiser(
+    records: int, accumulate: int, remainder: str, steps: int
+) -> None:
+    config = Config.model_validate(
+        {"train": {"batch_size": 8, "accumulate_steps": accumulate}, "data": {"remainder": remainder}}
+    )
+    data = Data({"train": Numbers(records)}, {}, {"train": records})
+    assert steps_per_epoch(config, data, workers=2) == steps
+
+
+@pytest.mark.parametrize(
+    "train", [{"scheduler": "cosine"}, {"warmup_epochs": 1}], ids=["scheduler", "warmup_epochs"]
+)
+def test_a_schedule_needs_to_know_the_number_of_records(train: dict[str, Any]) -> None:
+    config = Config.model_validate({"train": train})
+    with pytest.raises(UsageError, match=f"train.{next(iter(train))}: .*needs the number of records"):
+        steps_per_epoch(config, Data({}, {}, {"train": None}), workers=1)
+
+
+@pytest.mark.parametrize(("rule", "rate"), [("none", 0.1), ("linear", 0.8), ("sqrt", 0.1 * 8**0.5)])
+def test_the_rate_follows_workers_times_accumulated_batches(rule: str, rate: float) -> None:
+    train = TrainConfig.model_validate({"lr": 0.1, "scale_lr": rule, "accumulate_steps": 2})
+    assert scaled_lr(train, workers=4) == pytest.approx(rate)
