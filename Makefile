@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SYSTEM := $(VENV)/.system
 
-.PHONY: help setup demo test check lint types unit integration rehearsal e2e bench clean
+.PHONY: help setup demo test check lint types unit integration rehearsal e2e bench bench-gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -35,11 +35,17 @@ lint: $(READY)  ## ruff, style and format rules
 types: $(READY)  ## mypy --strict
 	@$(BIN)/mypy
 
-unit integration rehearsal e2e: setup
+unit: setup
+	@$(BIN)/python -m pytest -q -n 2 tests/unit
+
+integration rehearsal e2e: setup
 	@$(BIN)/python -m pytest -q tests/$@
 
 bench: setup  ## benchmarks against peers, as tables and benchmarks/results/latest.json
 	@$(BIN)/python -m benchmarks
+
+bench-gpu: setup  ## training that waits for data, on the GPU at hand; skipped where there is none
+	@$(BIN)/python -m benchmarks gpu
 
 clean:  ## remove the environment, caches and example data, never runs/
 	rm -rf $(VENV) .data .pytest_cache .mypy_cache .ruff_cache
