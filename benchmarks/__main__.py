@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.harness import publish
 
-ALL = ("per_core", "start_up", "sleeping")
+ALL = ("per_core", "start_up", "sleeping", "receiver")
 
 if __name__ == "__main__":
     chosen = sys.argv[1:] or ALL

@@ -43,6 +43,27 @@ def cpu_seconds(cases: dict[str, Callable[[], Any]], rounds: int) -> dict[str, f
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def merged(earlier: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows by measure: what was measured now in place of what was before, the rest as it was.
+
+    Raises:
+        ValueError: two new rows have one name.
+    """
+    rows = {row["measure"]: row for row in earlier}
+    names = [row["measure"] for row in new]
+    if doubled := {name for name in names if names.count(name) > 1}:
+        raise ValueError(f"measures that share a name: {', '.join(sorted(doubled))}")
+    return list((rows | {row["measure"]: row for row in new}).values())
+
+
+def _earlier() -> list[dict[str, Any]]:
+    try:
+        rows: list[dict[str, Any]] = json.loads(RESULTS.read_text())
+    except (OSError, ValueError):
+        return []
+    return rows
+
+
 def publish(measures: list[Measure]) -> None:
     """Print the table and write `benchmarks/results/latest.json`."""
     for m in measures:
@@ -57,5 +78,8 @@ def publish(measures: list[Measure]) -> None:
         "python": platform.python_version(),
         "date": date.today().isoformat(),
     }
-    RESULTS.write_text(json.dumps([asdict(m) | machine for m in measures], indent=1) + "\n")
+    rows = merged(_earlier(), [asdict(m) | machine for m in measures])
+    draft = RESULTS.with_suffix(".draft")
+    draft.write_text(json.dumps(rows, indent=1) + "\n")
+    draft.replace(RESULTS)
     print(f"written: {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")
