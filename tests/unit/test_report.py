@@ -126,7 +126,7 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
 
 def test_status_tells_the_verdict(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["status", str(record(tmp_path / "run", 100))])
-    assert shown.exit_code == 0 and "input-bound: 38 %" in shown.output
+    assert shown.exit_code == 0 and "input-bound: 40 %" in shown.output
 
 
 def test_a_wrong_path_is_one_line(tmp_path: Path) -> None:
