@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SYSTEM := $(VENV)/.system
 
-.PHONY: help setup demo test check lint types unit integration rehearsal e2e bench bench-gpu clean
+.PHONY: help setup demo test check lint types unit integration rehearsal e2e bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -43,9 +43,6 @@ integration rehearsal e2e: setup
 
 bench: setup  ## benchmarks against peers, as tables and benchmarks/results/latest.json
 	@$(BIN)/python -m benchmarks
-
-bench-gpu: setup  ## training that waits for data, on the GPU at hand; skipped where there is none
-	@$(BIN)/python -m benchmarks gpu
 
 clean:  ## remove the environment, caches and example data, never runs/
 	rm -rf $(VENV) .data .pytest_cache .mypy_cache .ruff_cache

@@ -150,6 +150,39 @@ def replay(
     raise typer.Exit(replay(run, uri, registered_model))
 
 
+@app.command(epilog=f"Example: {EXAMPLE.replace('submit.py ', 'submit.py size ')} --gpu-samples-per-s 4000")
+def size(
+    config: Annotated[Path | None, typer.Argument(help="the job's YAML file")] = None,
+    overrides: Overrides = None,
+    gpu: Annotated[list[str] | None, Option(help="GPU host type, ml.g5.xlarge; again for more")] = None,
+    cpu: Annotated[list[str] | None, Option(help="CPU host type, ml.c5.xlarge; again for more")] = None,
+    from_run: Annotated[Path | None, Option("--from", help="a run's figures, no profile")] = None,
+    gpu_samples_per_s: Annotated[
+        list[str] | None, Option(help="what one GPU trains if never late: 400, A10G=400")
+    ] = None,
+    max_cpu_hosts: Annotated[int, Option(help="look at so many CPU hosts at most")] = 32,
+    cpu_speed: Annotated[float, Option(help="a vCPU there against a core here")] = 1.0,
+    source_dir: Annotated[Path | None, Option(help="your own folder with recipes")] = None,
+    write: Annotated[bool, Option("--write", help="put the choice into CONFIG")] = False,
+    as_json: Annotated[bool, Option("--json", help="print everything as JSON")] = False,
+) -> None:
+    """Measure a job for a minute; say which hosts, how many, how fast, at what cost."""
+    from launcher import sizing
+
+    options = sizing.SizeOptions(
+        gpu or [],
+        cpu or [],
+        from_run,
+        gpu_samples_per_s or [],
+        max_cpu_hosts,
+        cpu_speed,
+        source_dir,
+        write,
+        as_json,
+    )
+    raise typer.Exit(sizing.size(config, overrides or [], options))
+
+
 @app.command(epilog="Example: python launcher/submit.py prices --update --region eu-west-1")
 def prices(
     update: Annotated[bool, Option("--update", help="fetch today's list from AWS")] = False,

@@ -199,6 +199,7 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(
 ) -> None:
     # 1 million weights and their momentum: 8 MB, of which one fits.
     job = sections(tmp_path / "trace", 1, width=250_000)
+    job["train"]["lr"] = 1e-9
     outcome = run_job(tmp_path, **job, checkpoint={"dir": str(small_disk / "kept"), "every_steps": 5})
     assert outcome.code == 1
     assert f"cannot write the checkpoint {small_disk}/kept/step-000000" in (outcome.summary.error or "")

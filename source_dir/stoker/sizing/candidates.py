@@ -1,13 +1,13 @@
 """Anywhere: every cluster that could run a job, with speed, cost and what binds. Pure.
 
-    table = evaluate(measured, wanted, price_list())
-    best = table[0]
+table = evaluate(measured, wanted, price_list())
+best = table[0]
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.sizing import prices
@@ -112,8 +112,8 @@ class Wanted:
     cpu_types: tuple[str, ...]
     gpu_hosts: int = 1
     max_cpu_hosts: int = MAX_CPU_HOSTS
-    configured: tuple[str, int] | None = None
-    """CPU type and count that the configuration asks for now: always in the table."""
+    configured: tuple[str, str | None, int] | None = None
+    """GPU type, CPU type and count that the configuration asks for now: always in the table."""
     speed: float = 1.0
     """Of the instances' vCPUs against a core of the machine that measured."""
 
@@ -178,9 +178,7 @@ def judge(
     )
 
 
-def shape_of(
-    wanted: Wanted, known: PriceList, gpu: Machine, cpu: Machine | None, count: int
-) -> Shape | None:
+def shape_of(wanted: Wanted, known: PriceList, gpu: Machine, cpu: Machine | None, count: int) -> Shape | None:
     """Anywhere: the model's cluster; None without a price."""
     gpu_price = known.usd_per_hour(gpu.type)
     cpu_price = known.usd_per_hour(cpu.type) if cpu else 0.0
@@ -215,8 +213,8 @@ def counts_worth_a_look(
     full = knee(work, shape)
     if 0 < full <= wanted.max_cpu_hosts:
         counts |= {int(full), -int(-full // 1)}
-    if wanted.configured and wanted.configured[0] == cpu.type:
-        counts.add(wanted.configured[1])
+    if wanted.configured and wanted.configured[:2] == (gpu.type, cpu.type):
+        counts.add(wanted.configured[2])
     return sorted(count for count in counts if 0 < count <= max(wanted.max_cpu_hosts, 1))
 
 
@@ -232,11 +230,6 @@ def larger_hosts(name: str) -> list[Machine]:
         return []
     same = [m for m in prices.MACHINES.values() if (m.gpu_name, m.gpus) == (own.gpu_name, own.gpus)]
     return sorted((m for m in same if m.vcpus > own.vcpus), key=lambda m: m.vcpus)
-
-
-def faster_chain(measured: Measured, factor: float) -> Measured:
-    """Anywhere: the same job with a chain that costs a `factor` of what it costs now."""
-    return replace(measured, cpu_s=measured.cpu_s * factor)
 
 
 def _hours(samples: int | None, prediction: Prediction) -> float | None:

@@ -41,7 +41,7 @@ class ChainProfile:
     """Half the width of the 95 % interval of `cpu_s`, as a share of it."""
     bytes_per_sample: float
     stages: list[dict[str, Any]]
-    """As `chain` in summary.json: stage, cpu_ms_per_sample, bytes_out."""
+    """As `chain` in summary.json: stage, cpu_ms_per_sample, bytes_out; besides, random."""
     samples: int
     processes: int
     columns: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -81,7 +81,10 @@ def measure_chain(
     answers = _run_everywhere(source, data.chains["train"], block_records, seconds, count)
     groups = [group for answer in answers for group in answer[0]]
     _refuse_bad(groups)
-    return _summed(groups, count, next((columns for _, columns in answers if columns), {}))
+    columns = next((columns for _, columns in answers if columns), {})
+    # Reading draws nothing; packing and all else that is not listed must be done anew.
+    fixed = {"read", *(stage.name for stage in data.chains["train"].stages if not stage.random)}
+    return _summed(groups, count, columns, fixed)
 
 
 def _run_everywhere(
@@ -179,7 +182,7 @@ def _refuse_bad(groups: list[_Group]) -> None:
         raise UsageError(f"size: {len(bad)} of {records} records cannot be preprocessed: {bad[0].reason}")
 
 
-def _summed(groups: list[_Group], processes: int, columns: dict[str, Any]) -> ChainProfile:
+def _summed(groups: list[_Group], processes: int, columns: dict[str, Any], fixed: set[str]) -> ChainProfile:
     samples = sum(group.records for group in groups)
     total = sum(group.cpu_s for group in groups)
     costs: dict[str, StageCost] = {}
@@ -200,6 +203,7 @@ def _summed(groups: list[_Group], processes: int, columns: dict[str, Any]) -> Ch
                 "stage": name,
                 "cpu_ms_per_sample": round(1000 * cost.cpu_s / samples, 4),
                 "bytes_out": round(cost.bytes_out / samples),
+                "random": name not in fixed,
             }
             for name, cost in costs.items()
         ],

@@ -1,0 +1,208 @@
+"""Anywhere: the table of candidates with its recommendation, in plain words. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from stoker.sizing import prices
+from stoker.sizing.candidates import Candidate, Measured, Wanted, evaluate, judge, machines, recommend
+from stoker.sizing.hints import needed_chain_ms, stage_hints
+from stoker.sizing.model import Term
+from stoker.sizing.prices import PriceList
+
+BINDS: dict[Term, str] = {
+    "gpu": "GPU",
+    "cpu": "CPUs",
+    "network": "network",
+    "gpu_host_cpu": "GPU host's CPUs",
+    "receiver": "receiving thread",
+}
+CAPACITY_HOSTS = (0, 1, 2, 4, 8)
+"""Numbers of CPU hosts for which the CPU side alone is shown where no GPU's rate is known."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Anywhere: what `size` has to say."""
+
+    measured: Measured
+    wanted: Wanted
+    prices: PriceList
+    table: list[Candidate]
+    best: Candidate | None
+    """None where no GPU's rate is known: then the table is the CPU side's capacity alone."""
+    lines: list[str]
+    """The recommendation with its reason, then what else would help."""
+    notes: list[str]
+
+    @property
+    def title(self) -> str:
+        if self.best is None:
+            return "what the CPU side can feed (no GPU's rate is known)"
+        return "hosts for this job, the cheapest per sample first"
+
+    def shown(self, limit: int) -> list[Candidate]:
+        """Anywhere: the first rows, and in any case the recommended, the configured and the bare ones."""
+        rows = self.table[:limit]
+        must = [
+            one for one in self.table if one == self.best or self.is_configured(one) or _is_bare(one, self)
+        ]
+        return [one for one in self.table if one in rows or one in must]
+
+    def is_configured(self, one: Candidate) -> bool:
+        """Anywhere: whether the configuration asks for this one now."""
+        count = one.cpu_hosts
+        return self.wanted.configured == (one.gpu_type, one.cpu_type if count else None, count)
+
+    def binds(self, one: Candidate) -> str:
+        """Anywhere: the limit that binds; the GPU cannot be it where its rate is not known."""
+        return BINDS[one.binds]
+
+
+def advise(measured: Measured, wanted: Wanted, known: PriceList) -> Advice:
+    """Anywhere: judge all candidates and say which one to take and why."""
+    notes = [known.label, *measured.notes]
+    hints = stage_hints(measured.stages)
+    rated = [
+        name
+        for name in wanted.gpu_types
+        if any(measured.work(gpu.gpu_name) is not None for gpu in machines([name]))
+    ]
+    unrated = [name for name in wanted.gpu_types if name not in rated]
+    if unrated and rated:
+        notes.append(f"left out, for the rate of its GPU is not known: {', '.join(unrated)}")
+    if not rated:
+        table = capacity(measured, wanted, known)
+        lines = [
+            "no recommendation: how fast a GPU trains this model is not known. This machine has none of the"
+            " kind: give its samples per second, --gpu-samples-per-s 400 (or A10G=400), or a run on it,"
+            " --from RUN",
+            *hints,
+        ]
+        return Advice(measured, wanted, known, table, None, lines, notes)
+    table = evaluate(measured, replace(wanted, gpu_types=tuple(rated)), known)
+    best = recommend(table)
+    lines = [
+        _reason(table, best),
+        *_instead(table, best, wanted),
+        *_cheaper_chain(measured, wanted, known, best),
+    ]
+    return Advice(measured, wanted, known, table, best, [*lines, *hints], notes)
+
+
+def capacity(measured: Measured, wanted: Wanted, known: PriceList) -> list[Candidate]:
+    """Anywhere: what GPU hosts with a few CPU hosts could feed, were their GPUs infinitely fast."""
+    free = replace(measured, gpu_samples_per_s={"": math.inf}, gpu_spread=0.0)
+    counts = [count for count in CAPACITY_HOSTS if count <= wanted.max_cpu_hosts]
+    found = []
+    for gpu in machines(wanted.gpu_types):
+        for cpu in machines(wanted.cpu_types[:2]):
+            found += [judge(free, wanted, known, gpu, cpu if count else None, count) for count in counts]
+    unique = {(one.gpu_type, one.cpu_type, one.cpu_hosts): one for one in found if one is not None}
+    return sorted(unique.values(), key=lambda one: (one.gpu_type, one.cpu_type or "", one.cpu_hosts))
+
+
+def _reason(table: list[Candidate], best: Candidate) -> str:
+    """The recommendation against the same GPU host alone."""
+    head = f"recommended: {best.hosts}, ${best.usd_per_million_samples:.2f} per 1M samples"
+    alone = _alone(table, best)
+    if best.cpu_hosts and alone is not None:
+        saved = 1 - best.usd_per_million_samples / alone.usd_per_million_samples
+        gain = best.samples_per_s / alone.samples_per_s
+        reason = f"{100 * saved:.0f} % less than {alone.hosts} alone and {gain:.1f} times as fast"
+        return f"{head}: {reason}; then {_then(best)}{_doubt(best, alone)}"
+    others = [one for one in table if one.cpu_hosts and one.gpu_type == best.gpu_type]
+    if others:
+        cheapest = min(others, key=lambda one: one.usd_per_million_samples)
+        more = cheapest.usd_per_million_samples / best.usd_per_million_samples - 1
+        why = "no CPU hosts: " + (
+            "the GPU is fed by its own host"
+            if best.binds == "gpu"
+            else "they would cost more than they bring"
+        )
+        cost = f"the best with them, {cheapest.hosts}, costs {100 * more:.0f} % more per sample"
+        return f"{head}: {why}; {cost}{_doubt(best, cheapest)}"
+    return f"{head}: {_then(best)}"
+
+
+def _then(best: Candidate) -> str:
+    return {
+        "gpu": "the GPU binds, more CPUs would idle",
+        "cpu": "the CPUs still bind, the next host would cost more than it brings",
+        "network": "the network binds, more CPU hosts would not help",
+        "gpu_host_cpu": "the GPU host's own CPUs bind, more CPU hosts would not help",
+        "receiver": "the thread that receives binds, more CPU hosts would not help",
+    }[best.binds]
+
+
+def _doubt(best: Candidate, other: Candidate) -> str:
+    """Said where the measurement cannot tell the two apart."""
+    low = best.usd_per_hour / best.high
+    high = best.usd_per_hour / best.low
+    other_low, other_high = other.usd_per_hour / other.high, other.usd_per_hour / other.low
+    if high >= other_low and low <= other_high:
+        return " (within the uncertainty of the measurement: try both for an epoch)"
+    return ""
+
+
+def _instead(table: list[Candidate], best: Candidate, wanted: Wanted) -> list[str]:
+    """What the configuration asks for now, and a bigger GPU host, against the recommendation."""
+    lines = []
+    if wanted.configured is not None:
+        kind, cpu, count = wanted.configured
+        now = next(
+            (one for one in table if (one.gpu_type, one.cpu_type, one.cpu_hosts) == (kind, cpu, count)), None
+        )
+        if now is not None and now != best:
+            more = now.usd_per_million_samples / best.usd_per_million_samples - 1
+            slower = best.samples_per_s / now.samples_per_s
+            fewer = "larger or more than needed; " if now.binds == "gpu" and best.binds == "gpu" else ""
+            lines.append(
+                f"configured now: {now.hosts}: {fewer}{100 * more:.0f} % dearer per sample,"
+                f" {slower:.2f} times the speed with the recommendation"
+            )
+    alone = [one for one in table if not one.cpu_hosts]
+    own = prices.machine(best.gpu_type)
+    larger = [
+        one
+        for one in alone
+        if own and (found := prices.machine(one.gpu_type)) and found.gpu_name == own.gpu_name
+        and found.vcpus > own.vcpus
+    ]  # fmt: skip
+    if best.cpu_hosts and larger:
+        cheapest = min(larger, key=lambda one: one.usd_per_million_samples)
+        more = cheapest.usd_per_million_samples / best.usd_per_million_samples - 1
+        lines.append(
+            f"instead a bigger GPU host, {cheapest.hosts}: ${cheapest.usd_per_million_samples:.2f} per 1M"
+            f" samples ({100 * more:+.0f} %), {cheapest.samples_per_s:,.0f} samples/s"
+        )
+    return lines
+
+
+def _cheaper_chain(measured: Measured, wanted: Wanted, known: PriceList, best: Candidate) -> list[str]:
+    """How cheap the chain would have to be for no CPU host to be needed."""
+    if not best.cpu_hosts:
+        return []
+    needed = needed_chain_ms(measured, wanted, known, best)
+    if needed is None:
+        return []
+    now = 1000 * measured.cpu_s
+    alone = judge(
+        replace(measured, cpu_s=needed / 1000), wanted, known, machines([best.gpu_type])[0], None, 0
+    )
+    if alone is None:
+        return []
+    saved = 1 - alone.usd_per_million_samples / best.usd_per_million_samples
+    return [
+        f"or a faster chain: at {needed:.2f} ms per sample instead of {now:.2f} no CPU host would be needed,"
+        f" and a sample would cost {100 * saved:.0f} % less still"
+    ]
+
+
+def _alone(table: list[Candidate], best: Candidate) -> Candidate | None:
+    return next((one for one in table if one.gpu_type == best.gpu_type and not one.cpu_hosts), None)
+
+
+def _is_bare(one: Candidate, advice: Advice) -> bool:
+    return not one.cpu_hosts and one.gpu_type in advice.wanted.gpu_types
