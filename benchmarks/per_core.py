@@ -85,6 +85,8 @@ def check(image: bytes, record: dict[str, Any], resize: list[Any]) -> None:
     """Speed never comes from doing less: the same picture within 4 of 255 levels."""
     columns, _ = Chain(as_stages([DecodeImage(), *resize]), seed=0).run([dict(record)], epoch=0)
     expected = v2.Compose([v2.PILToTensor(), *resize])(Image.open(io.BytesIO(image)).convert("RGB"))
-    difference = np.abs(columns["image"][0].astype(int) - expected.numpy().astype(int)).max()
+    difference = np.abs(
+        columns["image__hwc"][0].astype(int) - expected.permute(1, 2, 0).numpy().astype(int)
+    ).max()
     if difference > 4:
         raise RuntimeError(f"our picture differs from torchvision's by {difference} levels")

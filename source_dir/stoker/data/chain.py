@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from stoker.data.fusion import fuse
+from stoker.data.picture import is_hwc
 from stoker.data.sources import BadRecord, Record, record_id
-from stoker.data.transforms import Stage, is_hwc
+from stoker.data.stages import Stage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,6 +67,15 @@ class Chain:
         self.seed = seed
         self.with_keys = with_keys
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """CPU task: unpickling imports what the transforms need, before the first record is timed."""
+        self.__dict__.update(state)
+        for segment in self._segments:
+            for stage in segment:
+                prepare = getattr(stage.apply, "prepare", None)
+                if prepare:
+                    prepare()
+
     def run(self, records: Iterable[Record | BadRecord], epoch: int) -> tuple[dict[str, Any], BlockReport]:
         """CPU task: records → columns, and the report of the block.
 
@@ -71,7 +84,7 @@ class Chain:
         """
         report = BlockReport(costs={"read": StageCost()})
         good = self._take(records, report)
-        for segment, stages in enumerate(self._segments()):
+        for segment, stages in enumerate(self._segments):
             if stages[0].per == "record":
                 good = list(self._per_record(good, stages, epoch, segment, report))
             elif good:
@@ -97,31 +110,22 @@ class Chain:
             report.costs["read"].bytes_out = _size(good[0]) * len(good)
         return good
 
-    def _segments(self) -> Iterator[list[Stage]]:
-        """Runs of neighbouring stages of one kind: record stages go record by record."""
-        run: list[Stage] = []
-        for stage in self.stages:
-            if run and run[0].per != stage.per:
-                yield run
-                run = []
-            run.append(stage)
-        if run:
-            yield run
+    @cached_property
+    def _segments(self) -> list[list[Stage]]:
+        """Runs of neighbouring stages of one kind, fused: record stages go record by record."""
+        runs = [list(run) for _, run in groupby(self.stages, key=lambda stage: stage.per)]
+        return [fuse(run) if run[0].per == "record" else run for run in runs]
 
     def _per_record(
         self, records: list[Record], stages: list[Stage], epoch: int, segment: int, report: BlockReport
     ) -> Iterator[Record]:
-        import numpy as np
-
-        uses_torch = any(stage.uses_torch for stage in stages)
+        generator = _generators(stages)
         costs = [report.costs.setdefault(stage.name, StageCost()) for stage in stages]
         clock = time.thread_time
         for position, record in enumerate(records):
             key = record["key"]
             # Where a record is processed must not change it, so every record brings its own seed.
-            seed = record_id(f"{self.seed}/{epoch}/{segment}/{key}")
-            rng = np.random.default_rng(seed)
-            _seed_globals(seed, uses_torch)
+            rng = generator(f"{self.seed}/{epoch}/{segment}/{key}")
             before = clock()
             stage = stages[0]
             try:
@@ -133,14 +137,15 @@ class Chain:
                     if position == 0:
                         cost.bytes_out += _size(record) * len(records)
             except Exception as error:
+                name = getattr(error, "stage", stage.name)
                 text = " ".join(str(error).split())[:300]
-                _quarantine(report, BadRecord(key, f"{stage.name}: {type(error).__name__}: {text}"))
+                _quarantine(report, BadRecord(key, f"{name}: {type(error).__name__}: {text}"))
                 continue
             record["key"] = key
             yield record
 
     def _per_batch(self, records: list[Record], stage: Stage, report: BlockReport) -> list[Record]:
-        _seed_globals(record_id(f"{self.seed}/{records[0]['key']}"), stage.uses_torch)
+        _seed_globals(record_id(f"{self.seed}/{records[0]['key']}"), True, stage.uses_torch)
         columns = {name: _stack([record[name] for record in records]) for name in records[0] if name != "key"}
         started = time.thread_time()
         try:
@@ -232,8 +237,36 @@ def _stack(values: list[Any]) -> NDArray[Any]:
     return column
 
 
-def _seed_globals(seed: int, uses_torch: bool) -> None:
-    random.seed(seed)
+def _generators(stages: list[Stage]) -> Callable[[str], Any]:
+    """From what names a record to its generator; the global ones are seeded where a stage may use them."""
+    import numpy as np
+
+    if not any(stage.random for stage in stages):
+        still = _NoGenerator()
+        return lambda text: still
+    uses_random = any(stage.uses_random for stage in stages)
+    uses_torch = any(stage.uses_torch for stage in stages)
+
+    def generator(text: str) -> Any:
+        seed = record_id(text)
+        if uses_random or uses_torch:
+            _seed_globals(seed, uses_random, uses_torch)
+        # The numbers of default_rng(seed), at half its cost.
+        return np.random.Generator(np.random.PCG64(seed))
+
+    return generator
+
+
+class _NoGenerator:
+    """CPU task: what a transform with `random = False` gets, so that it cannot draw unnoticed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise TypeError(f"a transform that declares random = False asks for rng.{name}")
+
+
+def _seed_globals(seed: int, uses_random: bool, uses_torch: bool) -> None:
+    if uses_random:
+        random.seed(seed)
     if uses_torch:
         import torch
 

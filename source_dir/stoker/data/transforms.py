@@ -1,160 +1,58 @@
-"""What may stand in a chain, and the transforms of Stoker's own.
+"""Transforms of Stoker's own for images, with torchvision's names and arguments.
 
-A chain is a list. Each entry is one of
-    a `RecordTransform`                       record and random generator → record
-    a torchvision v2 transform (or Compose)   applied to `record["image"]`
-    a fitted `ray.data` preprocessor          applied to a batch
-    any other callable                        dict of arrays → dict of arrays, same records
-    a pair ("name", entry)                    the same under a name of one's own
+They differ from torchvision's in how they are executed: neighbours run as one stage, which chooses the
+crop from the header, decodes no more than it needs and resizes once (see `fusion`). Images stay uint8
+arrays, height × width × channels. Random numbers come from the record's generator.
 """
 
 from __future__ import annotations
 
-import io
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from stoker.config import UsageError
+from stoker.data.decode import Mode, decode_image
+from stoker.data.picture import Picture, TensorPicture, is_hwc, open_picture
 from stoker.data.sources import Record
+from stoker.data.stages import RecordTransform, Stage, as_stages
 
 if TYPE_CHECKING:
     import numpy as np
-    from numpy.typing import NDArray
 
-_BATCH_ONLY = {"MixUp", "CutMix"}
-_NEVER_RANDOM = {
-    *("CenterCrop", "ConvertImageDtype", "Grayscale", "Identity", "Normalize", "PILToTensor", "Pad", "RGB"),
-    *("Resize", "ToDtype", "ToImage", "ToPILImage", "ToPureTensor", "ToTensor"),
-}
-"""Transforms of torchvision that draw nothing; what is not listed counts as random."""
+__all__ = [
+    "CenterCrop",
+    "CheckLabel",
+    "DecodeImage",
+    "ImageTransform",
+    "RandomHorizontalFlip",
+    "RandomResizedCrop",
+    "RecordTransform",
+    "Resize",
+    "Stage",
+    "Together",
+    "as_stages",
+    "decode_image",
+    "is_hwc",
+]
 
-
-class RecordTransform(ABC):
-    """CPU task: changes one record. `rng` is seeded by (seed, epoch, record key)."""
-
-    random: bool = True
-    """False: the same record gives the same result in every epoch, so that it may be cached."""
-
-    @abstractmethod
-    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        """CPU task: the record with its changes; an exception quarantines it."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Head and CPU task: one named step of a chain."""
-
-    name: str
-    per: Literal["record", "batch"]
-    apply: Callable[..., Any]
-    """record: (record, rng) → record; batch: (dict of arrays) → dict of arrays."""
-    uses_torch: bool = False
-    random: bool = True
-    """False: draws nothing, so its result may be kept across epochs. Unknown callables count as random."""
-
-
-def as_stages(chain: Sequence[Any]) -> list[Stage]:
-    """Head: the entries of a chain as named stages; equal names get a number.
-
-    Raises:
-        UsageError: an entry that is none of the allowed kinds, or cannot work in a chain.
-    """
-    if not isinstance(chain, list | tuple):
-        raise UsageError(f"preprocess() must return a list, not {type(chain).__name__}")
-    stages: list[Stage] = []
-    for position, entry in enumerate(chain):
-        stage = _as_stage(entry, position)
-        taken = sum(s.name.split("#")[0] == stage.name for s in stages)
-        name = f"{stage.name}#{taken + 1}" if taken else stage.name
-        stages.append(replace(stage, name=name))
-    return stages
-
-
-def _as_stage(entry: Any, position: int) -> Stage:
-    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str):
-        stage = _as_stage(entry[1], position)
-        return replace(stage, name=entry[0])
-    if isinstance(entry, Stage):
-        return entry
-    name = getattr(entry, "__name__", None) or type(entry).__name__
-    if isinstance(entry, type):
-        raise UsageError(f"preprocess() entry {position + 1}: {name} is a class; write {name}()")
-    if isinstance(entry, RecordTransform):
-        return Stage(name, "record", entry, random=entry.random)
-    ancestors = [f"{c.__module__}.{c.__name__}" for c in type(entry).__mro__]
-    if any(a.startswith("ray.data.preprocessor") and a.endswith(".Preprocessor") for a in ancestors):
-        if "NOT_FITTED" in str(entry.fit_status()):
-            raise UsageError(f"preprocess() entry {position + 1}: {name} is not fitted; call fit() first")
-        return Stage(name, "batch", entry.transform_batch, random=False)
-    if any(a.startswith("torchvision.transforms") for a in ancestors):
-        if name in _BATCH_ONLY:
-            raise UsageError(
-                f"preprocess() entry {position + 1}: {name} mixes the records of a batch; return it"
-                " from on_device()"
-            )
-        return Stage(name, "record", ImageModule(entry), uses_torch=True, random=_may_draw(entry))
-    if callable(entry):
-        return Stage(name, "batch", entry)
-    raise UsageError(f"preprocess() entry {position + 1}: {entry!r} is neither a transform nor a callable")
-
-
-def _may_draw(module: Any) -> bool:
-    """Whether a torchvision transform may draw random numbers; a class derived by the user always may."""
-    kind = type(module)
-    if not kind.__module__.startswith("torchvision.transforms"):
-        return True
-    if kind.__name__ == "Compose":
-        return any(_may_draw(part) for part in module.transforms)
-    return kind.__name__ not in _NEVER_RANDOM
-
-
-def is_hwc(shape: tuple[int, ...]) -> bool:
-    """CPU task: whether an image array is height × width × channels, as decoders and OpenCV give it.
-
-    With 1 to 4 channels first and more than 4 columns last it is channels × height × width.
-    """
-    return len(shape) == 3 and (shape[2] <= 4 or shape[0] > 4)
-
-
-class ImageModule(RecordTransform):
-    """CPU task: a torchvision transform on `record["image"]`, which becomes a CHW tensor."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        import numpy as np
-        import torch
-
-        image = record.get("image")
-        if isinstance(image, bytes):
-            raise TypeError("the image is still encoded; put DecodeImage() before this stage")
-        if image is None:
-            raise KeyError("the record has no column 'image'")
-        if isinstance(image, np.ndarray):
-            tensor = torch.from_numpy(image)
-            image = tensor.permute(2, 0, 1) if is_hwc(image.shape) else tensor
-        out = self.module(image)
-        if not isinstance(out, torch.Tensor):
-            out = np.asarray(out)
-        return {**record, "image": out}
+Pictured = Picture | TensorPicture
 
 
 class DecodeImage(RecordTransform):
-    """CPU task: encoded bytes in `image` → uint8 array, height × width × channels.
+    """CPU task: encoded bytes in `image` → uint8 array, height × width × channels, upright.
 
-    JPEG goes through libjpeg-turbo; everything that refuses (CMYK, 16 bit, PNG, …) and images with
-    an EXIF orientation go through Pillow. A truncated image raises.
+    JPEG goes through libjpeg-turbo; everything that refuses (CMYK, 16 bit, PNG, …) goes through Pillow.
+    EXIF orientation is applied. A truncated image raises.
 
     Args:
         mode: "RGB" or "L" (one channel).
     """
 
     random = False
+    uses_random = False
 
-    def __init__(self, mode: Literal["RGB", "L"] = "RGB") -> None:
+    def __init__(self, mode: Mode = "RGB") -> None:
         self.mode = mode
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
@@ -166,50 +64,11 @@ class DecodeImage(RecordTransform):
         return {**record, "image": decode_image(bytes(content), self.mode)}
 
 
-def decode_image(content: bytes, mode: Literal["RGB", "L"] = "RGB") -> NDArray[Any]:
-    """CPU task: an encoded image as a uint8 array, height × width × channels.
-
-    Raises:
-        ValueError: empty, truncated or no image.
-    """
-    if not content:
-        raise ValueError("the image is empty (0 bytes)")
-    if content[:2] == b"\xff\xd8" and b"Exif\0" not in content[:2048]:
-        import simplejpeg
-
-        try:
-            array: NDArray[Any] = simplejpeg.decode_jpeg(
-                content, colorspace="GRAY" if mode == "L" else "RGB", strict=True
-            )
-            return array
-        except ValueError:
-            pass  # Pillow judges what libjpeg-turbo refuses
-    return _decode_with_pillow(content, mode)
-
-
-def _decode_with_pillow(content: bytes, mode: str) -> NDArray[Any]:
-    import numpy as np
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    try:
-        with Image.open(io.BytesIO(content)) as opened:
-            opened.load()
-            image = ImageOps.exif_transpose(opened)
-    except UnidentifiedImageError:
-        raise ValueError(f"not an image (first bytes {content[:8]!r})") from None
-    except (OSError, SyntaxError) as error:
-        raise ValueError(f"cannot be decoded: {error}") from None
-    if image.mode.startswith("I"):
-        # Pillow clips 16-bit values when it converts; scaling keeps the picture.
-        image = Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
-    array = np.asarray(image.convert(mode))
-    return array[..., None] if array.ndim == 2 else array
-
-
 class CheckLabel(RecordTransform):
     """CPU task: quarantines a record whose `label` is not in 0 … classes-1."""
 
     random = False
+    uses_random = False
 
     def __init__(self, classes: int) -> None:
         self.classes = classes
@@ -221,3 +80,164 @@ class CheckLabel(RecordTransform):
         if not 0 <= int(label) < self.classes:
             raise ValueError(f"label {label} is outside 0…{self.classes - 1}")
         return {**record, "label": int(label)}
+
+
+class ImageTransform(RecordTransform):
+    """CPU task: changes the picture in `record["image"]`; neighbours are executed as one."""
+
+    uses_random = False
+    gives_tensor = False
+    """Leave a tensor, channels × height × width, as torchvision's transforms do."""
+
+    def prepare(self) -> None:
+        """CPU task: import what the first image would import otherwise."""
+        import cv2  # noqa: F401
+
+        import stoker.data.resample  # noqa: F401
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        image = self.change(open_picture(record.get("image")), rng).pixels()
+        return {**record, "image": tensor_of(image) if self.gives_tensor else image}
+
+    @abstractmethod
+    def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
+        """CPU task: note what is to be done; pixels are computed later."""
+
+
+def tensor_of(image: Any) -> Any:
+    """CPU task: an array, height × width × channels, as a tensor, channels first."""
+    import numpy as np
+
+    if not (isinstance(image, np.ndarray) and is_hwc(image.shape)):
+        return image
+    import torch
+
+    return torch.from_numpy(image).permute(2, 0, 1)
+
+
+def _pair(size: int | Sequence[int]) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
+    return (size[0], size[0]) if len(size) == 1 else (size[0], size[1])
+
+
+class RandomResizedCrop(ImageTransform):
+    """CPU task: a random part of the image, of random shape, resized with antialiasing.
+
+    Area and aspect ratio are drawn as torchvision draws them; where ten draws do not fit, the largest
+    centred part of allowed shape is taken. Of a picture more than 3 times larger than the result the
+    box lies on a grid of 2, 4 or 8 pixels.
+
+    Args:
+        size: height and width of the result, pixels; a number for both.
+        scale: least and greatest share of the image's area.
+        ratio: least and greatest width / height; uniform in its logarithm.
+        cubic: bicubic instead of bilinear.
+    """
+
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        scale: tuple[float, float] = (0.08, 1.0),
+        ratio: tuple[float, float] = (3 / 4, 4 / 3),
+        cubic: bool = False,
+    ) -> None:
+        self.size, self.scale, self.ratio, self.cubic = _pair(size), scale, ratio, cubic
+
+    def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
+        return picture.resized_crop(self.box(*picture.shape, rng), *self.size, cubic=self.cubic)
+
+    def box(self, height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
+        """CPU task: top, left, height and width of a random part of an image, pixels."""
+        draw = rng.random
+        least, most = self.scale
+        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        for _ in range(10):
+            area = height * width * (least + (most - least) * draw())
+            ratio = math.exp(low + (high - low) * draw())
+            wide, tall = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < wide <= width and 0 < tall <= height:
+                top, left = int(draw() * (height - tall + 1)), int(draw() * (width - wide + 1))
+                return top, left, tall, wide
+        wide, tall = width, height
+        if width / height < self.ratio[0]:
+            tall = round(width / self.ratio[0])
+        elif width / height > self.ratio[1]:
+            wide = round(height * self.ratio[1])
+        return (height - tall) // 2, (width - wide) // 2, tall, wide
+
+
+class Resize(ImageTransform):
+    """CPU task: another size, with antialiasing.
+
+    Args:
+        size: height and width, pixels; a number: the shorter side, the longer one in proportion.
+        max_size: with a number for `size`: the longer side is at most this.
+        cubic: bicubic instead of bilinear.
+    """
+
+    random = False
+
+    def __init__(self, size: int | Sequence[int], max_size: int | None = None, cubic: bool = False) -> None:
+        self.size, self.max_size, self.cubic = size, max_size, cubic
+
+    def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
+        return picture.resize(*self.target(*picture.shape), cubic=self.cubic)
+
+    def target(self, height: int, width: int) -> tuple[int, int]:
+        """CPU task: height and width of the result, pixels; rounded as torchvision does."""
+        if not isinstance(self.size, int) and len(self.size) == 2:
+            return self.size[0], self.size[1]
+        short = self.size if isinstance(self.size, int) else self.size[0]
+        long = int(short * max(height, width) / min(height, width))
+        if self.max_size is not None and long > self.max_size:
+            short, long = int(self.max_size * short / long), self.max_size
+        return (short, long) if height <= width else (long, short)
+
+
+class CenterCrop(ImageTransform):
+    """CPU task: the middle of the image; a smaller image gets black margins.
+
+    Args:
+        size: height and width, pixels; a number for both.
+    """
+
+    random = False
+
+    def __init__(self, size: int | Sequence[int]) -> None:
+        self.size = _pair(size)
+
+    def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
+        (tall, wide), (height, width) = self.size, picture.shape
+        lack, gap = max(tall - height, 0), max(wide - width, 0)
+        if lack or gap:
+            picture = picture.pad(lack // 2, gap // 2, (lack + 1) // 2, (gap + 1) // 2)
+            height, width = picture.shape
+        return picture.crop(round((height - tall) / 2), round((width - wide) / 2), tall, wide)
+
+
+class RandomHorizontalFlip(ImageTransform):
+    """CPU task: left and right exchanged, at random.
+
+    Args:
+        p: how often, 0 to 1.
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        self.p = p
+
+    def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
+        return picture.flip() if rng.random() < self.p else picture
+
+
+class Together(ImageTransform):
+    """CPU task: several, as torchvision's `Compose`."""
+
+    def __init__(self, parts: Sequence[ImageTransform]) -> None:
+        self.parts = list(parts)
+        self.random = any(part.random for part in parts)
+
+    def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
+        for part in self.parts:
+            picture = part.change(picture, rng)
+        return picture
