@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from stoker.data.feed import Loaded, Pass, Prefetch
+from stoker.data.steps import Stamps
+from stoker.data.streams import Portion
 from stoker.training import checkpoint, snapshot
 from stoker.training.checkpoint import Content, Shelf
 from stoker.training.store import MANIFEST, Store, open_store, verify
@@ -150,6 +153,14 @@ def test_a_checkpoint_of_another_monitored_metric_does_not_compete(tmp_path: Pat
     other = Content({"w": torch.zeros(1)}, {}, {"step": 2, "monitored": accuracy})
     shelf.add(checkpoint.save(store, other))
     assert shelf.best() == ["step-00000002"]
+
+
+def test_a_request_in_any_batch_of_an_accumulated_step_is_kept_until_it_is_answered() -> None:
+    feed = Pass(None, 0, "train", 0, 0, torch.device("cpu"), None, Prefetch(1.0, 1), stall_timeout_s=1)
+    for asked in (False, True, False):
+        ids = np.arange(2, dtype=np.int64)
+        feed._count(Loaded({}, ids, [], Portion([], checkpoint=asked), Stamps(0, 0, 0), 0))
+    assert feed.checkpoint
 
 
 def test_one_write_is_in_flight_and_the_next_waits_and_says_so_once(monkeypatch: Any) -> None:

@@ -75,7 +75,7 @@ class Pass:
     stop: str = ""
     """Why the run shall stop after the batch that was given last."""
     checkpoint: bool = False
-    """Whether a checkpoint shall be written after the batch that was given last."""
+    """Whether a checkpoint is asked for since the last one; who takes it clears it."""
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of this rank: dicts of tensors on the device, images as CHW.
@@ -122,7 +122,8 @@ class Pass:
         self.id_sum = (self.id_sum + int(own.view(np.uint64).sum())) % ID_MODULUS
         if self.keep_keys:
             self.keys += item.keys
-        self.stop, self.checkpoint = portion.stop, portion.checkpoint
+        # A step may be made of several batches, of which any may carry the request.
+        self.stop, self.checkpoint = portion.stop, self.checkpoint or portion.checkpoint
 
 
 class Fetching:

@@ -58,6 +58,7 @@ class Keeper:
                 worker.coordinator.request_checkpoint.remote(worker.attempt)
         due = self.every_steps is not None and worker.step % self.every_steps == 0
         if due or progress.feed.checkpoint:
+            progress.feed.checkpoint = False
             self.take(progress, {})
 
     def after_epoch(self, epoch: int, metrics: dict[str, float], books: list[dict[str, Any]]) -> str:
