@@ -179,10 +179,8 @@ def status(run_id: str) -> int:
 
 def standing(run_dir: Path) -> list[str]:
     """Laptop: the verdict and the figures of a run on this machine, finished or under way."""
-    from pydantic import ValidationError
-
-    from stoker.sizing.advice import verdict
-    from stoker.tracking.summary import Summary
+    from stoker.report.page import judged
+    from stoker.tracking.summary import read_summary
 
     # A rehearsal's files lie with its head until it ends.
     places = [run_dir / "summary.json", *sorted(run_dir.glob("hosts/*/ml/output/data/summary.json"))]
@@ -190,23 +188,36 @@ def standing(run_dir: Path) -> list[str]:
     if path is None:
         return []
     try:
-        summary = Summary.model_validate_json(path.read_text())
-    except (OSError, ValidationError):
-        return []
+        summary = read_summary(path)
+    except UsageError as error:
+        return [f"no figures: {error}"]
     if not summary.steps:
         return [f"{len(summary.cluster.hosts)} hosts; no step yet"]
-    judged, speed = verdict(summary), summary.speed
-    lines = [judged.headline, *judged.details]
+    found, speed = judged(summary), summary.speed
+    lines = [found.headline, *found.details]
     lines.append(f"{speed.steady_samples_per_s:.0f} samples/s, input wait {speed.input_wait_pct:.0f} %")
     if (path.parent / "report.html").is_file():
         lines.append(f"report: {path.parent / 'report.html'}")
     return lines
 
 
-def last_progress(run: Any) -> list[str]:
-    """Laptop: the last line of a remote run's log that tells its throughput."""
-    lines = [line for line in run.logs(False) if "samples/s" in line]
-    return lines[-1:]
+LOG_TIMEOUT_S = 20.0
+
+
+def last_progress(run: Any, timeout_s: float = LOG_TIMEOUT_S) -> list[str]:
+    """Laptop: the last line of a remote run's log that tells its throughput.
+
+    Args:
+        run: remote, whose log may be long.
+        timeout_s: how long to read.
+    """
+    from launcher.runs import last_lines
+
+    found, whole = last_lines(run, "samples/s", timeout_s)
+    if whole:
+        return found
+    note = f"its log could not be read to the end within {timeout_s:.0f} s"
+    return [*found, f"{note}; `logs` shows all of it"]
 
 
 def logs(run_id: str, follow: bool) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import deque
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -58,6 +60,30 @@ def attach(run_id: str) -> RemoteRun | None:
 
         return sagemaker.attach(run_id)
     return None
+
+
+def last_lines(run: Run, word: str, timeout_s: float, most: int = 1) -> tuple[list[str], bool]:
+    """Laptop: the last lines of a run's log so far that hold a word, and whether all of it was read.
+
+    Raises:
+        UsageError: the log cannot be reached.
+    """
+    found: deque[str] = deque(maxlen=most)
+    failed: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            found.extend(line for line in run.logs(False) if word in line)
+        except BaseException as error:
+            failed.append(error)
+
+    # The services' own time-outs hold for one answer each, and a log has any number of these.
+    reader = threading.Thread(target=read, name="log", daemon=True)
+    reader.start()
+    reader.join(timeout_s)
+    if failed:
+        raise failed[0]
+    return list(found), not reader.is_alive()
 
 
 def show(line: str) -> None:

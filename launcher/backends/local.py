@@ -20,6 +20,7 @@ from launcher import runs
 from launcher.job import COMMAND, Job
 from stoker.config import UsageError
 from stoker.place import BACKEND_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE
+from stoker.tracking.summary import finite
 
 PROCESS_FILE = "process.id"
 
@@ -109,7 +110,7 @@ class PastRun:
             found: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
         except (OSError, ValueError):
             return {"status": "starting"}
-        return found
+        return found if isinstance(found, dict) else {}
 
     def process_id(self) -> int | None:
         """The process on this machine that runs it, None where it has ended."""
@@ -126,15 +127,17 @@ class PastRun:
 
     def status(self) -> str:
         found = self.summary()
-        status = found["status"]
+        status = str(found.get("status", "unknown"))
         if status in ("running", "starting") and self.process_id() is None:
             return f"failed: it ended without a word after step {found.get('steps', 0)}; see logs/driver.log"
         parts = [status]
         if found.get("error"):
             parts.append(str(found["error"]))
         if found.get("steps"):
-            parts.append(f"step {found['steps']}, epoch {found['epochs']}")
-        parts += [f"{name} {value:.4f}" for name, value in found.get("metrics", {}).get("last", {}).items()]
+            parts.append(f"step {found['steps']}, epoch {found.get('epochs', 0)}")
+        metrics = found.get("metrics")
+        last = metrics.get("last") if isinstance(metrics, dict) else None
+        parts += [f"{name} {value:.4f}" for name, value in finite(last if isinstance(last, dict) else {}).items()]
         return "  ".join(parts)
 
     def logs(self, follow: bool = False) -> Iterator[str]:

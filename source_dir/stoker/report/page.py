@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
@@ -18,8 +19,9 @@ from markupsafe import Markup
 from stoker.report import charts, panels
 from stoker.report.comparison import comparison
 from stoker.report.reading import RunData, read_run
+from stoker.recipe import where_raised
 from stoker.sizing.advice import Verdict, verdict
-from stoker.tracking.summary import Summary, less_is_better
+from stoker.tracking.summary import Summary, less_is_better, number
 
 REPORT = "report.html"
 STATUS = {
@@ -52,6 +54,8 @@ class Page:
     settings: list[tuple[str, str, str]] = field(default_factory=list)
     """Key, value, origin of what is not a default."""
     links: list[tuple[str, str]] = field(default_factory=list)
+    mlflow: str = ""
+    """The run's page there."""
 
 
 def write_report(run_dirs: Sequence[Path], target: Path) -> None:
@@ -89,12 +93,21 @@ def render(runs: Sequence[RunData]) -> str:
 def page_of(run: RunData) -> Page:
     """Head and laptop: everything about one run that the template shows."""
     summary = run.summary
-    page = Page(run, verdict(summary), STATUS[summary.status], key_figures(summary))
+    page = Page(run, judged(summary), STATUS[summary.status], key_figures(summary))
     page.panels = panels.of_run(run)
     page.hosts = [host.model_dump() for host in summary.cluster.hosts]
     page.settings = settings_of(run)
     page.links = links_of(run)
+    page.mlflow = mlflow_of(summary)
     return page
+
+
+def judged(summary: Summary) -> Verdict:
+    """Head and laptop: the verdict; figures that it cannot use (a file changed by hand) are no obstacle."""
+    try:
+        return verdict(summary)
+    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+        return Verdict(f"no verdict: the summary's figures cannot be used ({where_raised(error)})", None)
 
 
 def key_figures(summary: Summary) -> list[Figure]:
@@ -117,7 +130,7 @@ def key_figures(summary: Summary) -> list[Figure]:
         note = f"{records.quarantined:,} quarantined, {records.remainder:,} remaining"
         found.append(Figure("records trained", f"{records.trained:,}", note))
     if summary.cost and summary.cost.get("usd") is not None:
-        per = summary.cost.get("usd_per_million_samples")
+        per = number(summary.cost.get("usd_per_million_samples"))
         note = f"estimated, prices of {summary.cost.get('prices_as_of', '?')}"
         if per is not None:
             note = f"${charts.figure(per)} per 1M samples; {note}"
@@ -162,3 +175,10 @@ def links_of(run: RunData) -> list[tuple[str, str]]:
         "logs/console.log": "what was on the screen",
     }
     return [(text, name) for name, text in names.items() if (run.run_dir / name).exists()]
+
+
+def mlflow_of(summary: Summary) -> str:
+    """Head and laptop: the run's page in MLflow, where it was sent there; only http(s) may become a link."""
+    about = summary.tracking.get("mlflow")
+    url = about.get("url") if isinstance(about, dict) else None
+    return url if isinstance(url, str) and urlsplit(url).scheme in ("http", "https") else ""

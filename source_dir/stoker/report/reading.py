@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from stoker.config import UsageError
-from stoker.tracking.summary import Summary
+from stoker.tracking.summary import Summary, number, read_summary
 
 Point = tuple[float, float]
 
@@ -24,6 +22,9 @@ MARKS = {
     "stop": "stop asked",
     "stopped": "stopped",
 }
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+MOST_PICTURE_CHARACTERS = 450_000
 
 
 @dataclass(frozen=True)
@@ -72,18 +73,29 @@ def read_run(run_dir: Path) -> RunData:
         UsageError: no run directory, or a summary that cannot be read.
     """
     path = run_dir / "summary.json"
-    try:
-        summary = Summary.model_validate_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.is_file():
         reason = "no summary.json in it" if run_dir.is_dir() else "no such folder"
-        raise UsageError(f"{run_dir}: is no run directory ({reason})") from None
-    except (OSError, ValidationError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"{run_dir}: is no run directory ({reason})")
+    summary = read_summary(path)
+    summary.chain = [stage for stage in map(_stage, summary.chain) if stage]
+    summary.host_cpu = [row for row in summary.host_cpu if number(row.get("mean_pct")) is not None]
+    if number((summary.cost or {}).get("usd")) is None:
+        summary.cost = None
     run = RunData(run_dir.resolve(), summary)
     _read_events(run)
     _read_quarantine(run)
     _read_config(run)
     return run
+
+
+def _stage(stage: dict[str, Any]) -> dict[str, Any] | None:
+    """A stage of the chain that has its CPU time; its bytes are 0 where they are not known."""
+    cpu_ms = number(stage.get("cpu_ms_per_sample"))
+    if cpu_ms is None:
+        return None
+    size = number(stage.get("bytes_out")) or 0.0
+    name = str(stage.get("stage", "?"))
+    return {**stage, "stage": name, "cpu_ms_per_sample": cpu_ms, "bytes_out": size}
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -106,7 +118,7 @@ def _read_events(run: RunData) -> None:
     start: float | None = None
     before: tuple[int, float, float, float] | None = None
     for event in _lines(run.run_dir / "events.jsonl"):
-        kind, now = event.get("event"), _number(event.get("time"))
+        kind, now = event.get("event"), number(event.get("time"))
         if not isinstance(kind, str) or now is None:
             continue
         start = now if start is None else start
@@ -117,18 +129,41 @@ def _read_events(run: RunData) -> None:
             _take_epoch(run, event, at)
         elif kind == "host_cpu" and isinstance(event.get("hosts"), dict):
             for host, percent in event["hosts"].items():
-                value = _number(percent)
+                value = number(percent)
                 if value is not None:
                     run.host_cpu.setdefault(str(host), []).append((at, value))
         elif kind == "samples" and isinstance(event.get("images"), list):
-            run.pictures = [p for p in event["images"] if isinstance(p, dict) and "png" in p]
+            run.pictures = _pictures(event["images"])
         elif kind in MARKS:
-            what = event.get("host") or event.get("reason") or event.get("path") or ""
-            step = f" at step {event['step']}" if "step" in event else ""
-            text = f"{MARKS[kind]}{step}" + (f": {Path(str(what)).name}" if kind == "checkpoint" else "")
-            run.marks.append(
-                Mark(at, kind, text if kind == "checkpoint" else f"{MARKS[kind]} {what}".strip())
-            )
+            run.marks.append(Mark(at, kind, _mark_text(kind, event)))
+
+
+def _mark_text(kind: str, event: dict[str, Any]) -> str:
+    if kind == "checkpoint":
+        step = number(event.get("step"))
+        at = "" if step is None else f" at step {step:.0f}"
+        path = event.get("path")
+        return f"{MARKS[kind]}{at}" + (f": {Path(path).name}" if isinstance(path, str) else "")
+    what = event.get("host") or event.get("reason") or event.get("path") or ""
+    return f"{MARKS[kind]} {what}".strip()
+
+
+def _pictures(images: list[Any]) -> list[dict[str, str]]:
+    """Those that are PNG files, and no more of them than a page of a megabyte has room for."""
+    found, room = [], MOST_PICTURE_CHARACTERS
+    for image in images:
+        png = image.get("png") if isinstance(image, dict) else None
+        if not isinstance(png, str) or len(png) > room:
+            continue
+        try:
+            content = base64.b64decode(png, validate=True)
+        except ValueError:
+            continue
+        if content.startswith(PNG_SIGNATURE):
+            room -= len(png)
+            label = image.get("label")
+            found.append({"png": png, "label": "" if label is None else str(label)[:60]})
+    return found
 
 
 def _take_step(
@@ -136,13 +171,13 @@ def _take_step(
 ) -> tuple[int, float, float, float] | None:
     """One logged step: figures since the one before it in the same epoch."""
     names = ("epoch_samples", "elapsed_s", "wait_s")
-    samples, elapsed, wait = (_number(event.get(name)) for name in names)
-    step, loss = _number(event.get("step")), _number(event.get("loss"))
+    samples, elapsed, wait = (number(event.get(name)) for name in names)
+    step, loss = number(event.get("step")), number(event.get("loss"))
     if step is not None and loss is not None:
         run.loss.append((step, loss))
     if samples is None or elapsed is None or wait is None:
         return before
-    epoch = int(event.get("epoch", 0))
+    epoch = int(number(event.get("epoch")) or 0)
     first = before is None or before[0] != epoch
     since = (0.0, 0.0, 0.0) if first or before is None else before[1:]
     seconds = elapsed - since[1]
@@ -153,20 +188,14 @@ def _take_step(
 
 
 def _take_epoch(run: RunData, event: dict[str, Any], at: float) -> None:
-    number = int(event.get("epoch", 0)) + 1
-    run.epochs.append(Mark(at, "epoch", f"epoch {number} done"))
-    step = _number(event.get("step"))
-    for name, value in (event.get("metrics") or {}).items():
-        number_ = _number(value)
-        if number_ is not None and step is not None:
-            run.metrics.setdefault(name, []).append((step, number_))
-
-
-def _number(value: Any) -> float | None:
-    """A finite number, or None."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if math.isfinite(value) else None
+    epoch, step, metrics = number(event.get("epoch")), number(event.get("step")), event.get("metrics")
+    run.epochs.append(Mark(at, "epoch", "epoch done" if epoch is None else f"epoch {epoch + 1:.0f} done"))
+    if step is None or not isinstance(metrics, dict):
+        return
+    for name, value in metrics.items():
+        found = number(value)
+        if found is not None:
+            run.metrics.setdefault(str(name), []).append((step, found))
 
 
 MOST_QUARANTINED = 50

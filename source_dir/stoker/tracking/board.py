@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import logging
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,9 @@ class Board:
         """Draw what an event holds."""
         for name, value in self.scalars.of(event).items():
             self.writer.add_scalar(name, value, self.scalars.step, walltime=event.get("time"))
+        if event["event"] == "samples":
+            for number, image in enumerate(event["images"]):
+                self.writer.add_image(f"samples/{number}", pixels(image["png"]), dataformats="HWC")
         if event["event"] == "resumed":
             # What was drawn beyond the checkpoint comes again.
             self.writer.close()
@@ -59,3 +64,11 @@ class Board:
             # A table of hyperparameters is not worth a run.
             logging.getLogger("stoker").exception("TensorBoard: no hyperparameters")
         self.writer.close()
+
+
+def pixels(png: str) -> Any:
+    """Head: a picture in base64 as height × width × 3, uint8."""
+    import numpy as np
+    from PIL import Image
+
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB"))

@@ -15,7 +15,7 @@ from stoker.sizing.cost import run_cost
 from stoker.sizing.prices import PriceList
 from stoker.tracking.board import Board
 from stoker.tracking.bottleneck import HostLoad, bottleneck
-from stoker.tracking.summary import STEP_TERMS, Summary, less_is_better
+from stoker.tracking.summary import STEP_TERMS, Summary, finite, less_is_better
 
 NOTABLE = ("resumed", "stop", "stopped", "note", "host_lost", "host_joined")
 """Events that the summary keeps."""
@@ -40,8 +40,11 @@ class Recorder:
         self.totals: Counter[str] = Counter()
         self.steady: Counter[str] = Counter()
         self.step_ms: list[float] = []
-        self.first_pass: tuple[float, float] | None = None
-        """Samples/s and input wait (%) at the last logged step."""
+        self.running: Counter[str] = Counter()
+        """The sums of the pass under way, as far as its steps were logged."""
+        self.running_epoch = 0
+        self.pass_from = self.told_step = 0
+        """The global steps before the pass under way, and before its next logged step."""
         self.worker_nodes: dict[int, str] = {}
         self.load = HostLoad()
 
@@ -90,12 +93,26 @@ class Recorder:
         if self.summary.speed.first_step_s is None:
             self.summary.speed.first_step_s = round(event["time"] - self.process_started, 2)
             self.summary.startup["first step"] = self.summary.speed.first_step_s
-        rate = event["epoch_samples"] / max(event["elapsed_s"], 1e-9)
-        wait = 100 * event["wait_s"] / max(event["elapsed_s"], 1e-9)
-        self.first_pass = (rate, wait)
+        self._count_running(event)
+
+    def _count_running(self, event: dict[str, Any]) -> None:
+        if event["step"] <= self.told_step:  # started anew, without a checkpoint
+            self.running.clear()
+            self.told_step = self.pass_from = 0
+        seconds = event["elapsed_s"] - self.running["elapsed_s"]
+        self.running["steps"] += event["step"] - self.told_step
+        self.told_step, self.running_epoch = event["step"], event["epoch"]
+        # The terms are means since the step logged before, the other figures sums since the pass began.
+        terms = event.get("terms_ms", {})
+        total = sum(terms.values()) or 1.0
+        for name, mean_ms in terms.items():
+            self.running[f"{name}_s"] += seconds * mean_ms / total
+        for name in ("elapsed_s", "wait_s"):
+            self.running[name] = event[name]
+        self.running["samples"] = event["epoch_samples"]
 
     def _on_epoch(self, event: dict[str, Any]) -> None:
-        metrics = event["metrics"]
+        metrics = finite(event["metrics"])
         self.summary.steps, self.summary.epochs = event["step"], event["epoch"] + 1
         self.summary.metrics.last = metrics
         best = self.summary.metrics.best
@@ -115,11 +132,15 @@ class Recorder:
 
     def _on_resumed(self, event: dict[str, Any]) -> None:
         self.summary.records.rewind(event["epoch"])
+        self.running.clear()
+        self.told_step = self.pass_from = event["step"]
 
     def _on_pass(self, event: dict[str, Any]) -> None:
         if event["split"] != "train":
             return
         self.step_ms += event["step_ms"]
+        self.running.clear()
+        self.told_step = self.pass_from = self.pass_from + event["steps"]
         figures = {name: event[name] for name in ("samples", "elapsed_s", "steps")} | event["times"]
         self.totals.update(figures)
         if event["epoch"] > 0:
@@ -138,11 +159,12 @@ class Recorder:
         self.summary.write(self.run_dir)
 
     def _fill_speed(self) -> None:
-        speed, seconds = self.summary.speed, self.totals["elapsed_s"]
-        if seconds:
-            speed.samples_per_s = round(self.totals["samples"] / seconds, 2)
+        speed, total = self.summary.speed, self.totals + self.running
+        if total["elapsed_s"]:
+            speed.samples_per_s = round(total["samples"] / total["elapsed_s"], 2)
             # The first epoch warms up: processes start and libraries are imported.
-            steady = self.steady if self.steady["elapsed_s"] else self.totals
+            steady = self.steady + self.running if self.running_epoch else self.steady
+            steady = steady if steady["elapsed_s"] else total
             elapsed = max(steady["elapsed_s"], 1e-9)
             speed.steady_samples_per_s = round(steady["samples"] / elapsed, 2)
             speed.input_wait_pct = round(100 * steady["wait_s"] / elapsed, 2)
@@ -150,9 +172,6 @@ class Recorder:
             speed.step_terms_ms = {n: round(1000 * steady[f"{n}_s"] / steps, 3) for n in STEP_TERMS}
             self.summary.host_cpu = self.load.rows(self.summary.cluster.hosts)
             self.summary.bottleneck = bottleneck(self.summary, steady)
-        elif self.first_pass:
-            # Before the first pass has ended, its last logged step tells how it goes.
-            speed.steady_samples_per_s, speed.input_wait_pct = (round(value, 2) for value in self.first_pass)
         if self.step_ms:
             speed.step_ms_p50 = round(statistics.median(self.step_ms), 3)
 

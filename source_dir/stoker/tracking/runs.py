@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from pydantic import ValidationError
 
 from stoker.config import UsageError
-from stoker.tracking.summary import Summary
+from stoker.tracking.summary import Summary, read_summary
 
 if TYPE_CHECKING:
     import pandas
@@ -81,11 +80,7 @@ def row_of(run_dir: Path) -> dict[str, Any]:
     Raises:
         UsageError: a summary or configuration that cannot be read.
     """
-    try:
-        summary = Summary.model_validate_json((run_dir / "summary.json").read_text())
-    except (OSError, ValidationError) as error:
-        text = str(error).splitlines()[0]
-        raise UsageError(f"{run_dir / 'summary.json'}: cannot be read: {text}") from None
+    summary = read_summary(run_dir / "summary.json")
     cost = summary.cost or {}
     row: dict[str, Any] = {
         "status": summary.status,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from stoker.config import UsageError
 
 Status = Literal["running", "succeeded", "failed", "interrupted"]
 Bottleneck = Literal["gpu", "cpu", "network", "gpu_host_cpu"]
@@ -118,3 +122,44 @@ class Summary(BaseModel):
         draft = run_dir / ".summary.json"
         draft.write_text(self.model_dump_json(indent=1, by_alias=True))
         draft.replace(run_dir / "summary.json")
+
+
+def finite(values: dict[str, Any]) -> dict[str, float]:
+    """Anywhere: those of some metrics that are numbers; JSON has no NaN, and nothing is better than it."""
+    return {name: value for name, value in values.items() if number(value) is not None}
+
+
+def number(value: Any) -> float | None:
+    """Anywhere: a finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond all floats
+        return None
+
+
+def read_summary(path: Path) -> Summary:
+    """Laptop and head: a summary.json; what is null or no finite number in it counts as not measured.
+
+    Raises:
+        UsageError: there is none at `path`, or it cannot be read.
+    """
+    try:
+        return Summary.model_validate(_without_nulls(json.loads(path.read_text(encoding="utf-8"))))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(f"{path}: cannot be read: {where}: {first['msg']}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        text = str(getattr(error, "strerror", None) or error).splitlines()[0]
+        raise UsageError(f"{path}: cannot be read: {text}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        below = {key: _without_nulls(inner) for key, inner in value.items()}
+        return {key: inner for key, inner in below.items() if inner is not None}
+    if isinstance(value, list):
+        return [inner for inner in map(_without_nulls, value) if inner is not None]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

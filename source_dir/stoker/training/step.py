@@ -16,6 +16,7 @@ from typing import Any
 from stoker.config import UsageError
 from stoker.recipe import Batch, classification_loss
 from stoker.training import strategies
+from stoker.training.pictures import show_once
 from stoker.training.worker import Worker, count_records, loss_of
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -75,6 +76,7 @@ class Step:
         self._weight += weight
         with self._syncing(self._batches == self.size):
             batch = self.prepare(batch)
+            show_once(worker, batch)
             with autocast(worker):
                 loss = self.loss_of(batch)
             scaled = loss * (weight / self.size) if self.size > 1 else loss

@@ -41,6 +41,8 @@ class Worker:
     """Batches that each rank took out of this attempt's pass over the present epoch: what the data's place
     counts. With train.accumulate_steps several make a step."""
     samples: int = 0
+    pictured: bool = False
+    """Whether the report has been given images of a batch."""
 
     @property
     def global_batch(self) -> int:
