@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,10 +13,11 @@ from hypothesis import strategies as st
 
 from stoker.config import UsageError
 from stoker.data.chain import BlockReport
+from stoker.data.images import ImageFolderSource
 from stoker.data.ledger import EpochBooks
 from stoker.data.position import Plan, Position, Trail, ranges
 from stoker.data.signals import OneTimeSignal, Pace, Signal
-from stoker.data.sources import BadRecord, record_id
+from stoker.data.sources import BadRecord, RangeSource, TorchSource, record_id
 from stoker.data.splitter import Splitter
 from stoker.data.streams import Stream
 
@@ -195,3 +197,17 @@ def test_all_ranks_see_a_checkpoint_in_the_same_step_once_and_stop_together(
             seen[rank].append((epoch, step))
     assert all(found == seen[0] for found in seen)
     assert all(found == stopped[0] for found in stopped)
+
+
+def test_a_fingerprint_follows_the_records_and_not_the_folder_they_lie_in(tmp_path: Path) -> None:
+    def images(folder: str, count: int, content: bytes = b"12") -> str:
+        for label in ("cat", "dog"):
+            (tmp_path / folder / label).mkdir(parents=True)
+            for i in range(count):
+                (tmp_path / folder / label / f"{i}.jpg").write_bytes(content)
+        return ImageFolderSource(str(tmp_path / folder)).fingerprint()
+
+    assert images("here", 2) == images("there", 2)
+    assert len({images("a", 2), images("b", 3), images("c", 2, b"123")}) == 3
+    assert RangeSource(7).fingerprint() == RangeSource(7).fingerprint() != RangeSource(8).fingerprint()
+    assert TorchSource([1, 2]).fingerprint() != TorchSource((1, 2)).fingerprint()
