@@ -137,7 +137,8 @@ class PastRun:
             parts.append(f"step {found['steps']}, epoch {found.get('epochs', 0)}")
         metrics = found.get("metrics")
         last = metrics.get("last") if isinstance(metrics, dict) else None
-        parts += [f"{name} {value:.4f}" for name, value in finite(last if isinstance(last, dict) else {}).items()]
+        known = finite(last) if isinstance(last, dict) else {}
+        parts += [f"{name} {value:.4f}" for name, value in known.items()]
         return "  ".join(parts)
 
     def logs(self, follow: bool = False) -> Iterator[str]:
