@@ -85,8 +85,10 @@ def test_sigterm_in_an_epoch_leaves_a_checkpoint_that_loads(tmp_path: Path) -> N
     assert summary["status"] == "interrupted"
     assert report["hosts"][1]["exit_code"] == report["hosts"][2]["exit_code"] == 0
     from stoker.training import checkpoint
+    from stoker.training.store import open_store
 
-    newest = checkpoint.newest_valid(tmp_path / "runs" / "latest" / "checkpoints")
+    newest = checkpoint.newest_valid(open_store(str(tmp_path / "runs" / "latest" / "checkpoints"), False))
     assert newest is not None
-    weights, state = checkpoint.load(newest)
-    assert weights and state
+    content = checkpoint.load(newest)
+    assert content.weights and content.state
+    assert content.meta["position"]["epoch"] == content.meta["next_epoch"]
