@@ -216,6 +216,7 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         self.train, self.val = open_pass(self.worker, "train", epoch), None
         self.train.keys += self.progress.carried_keys
         self.given.clear()
+        self.worker.feed_step = 0
         self.exhausted, self.books = False, []
         self.started = time.perf_counter()
         return self.train
@@ -225,6 +226,7 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         worker.step = trainer.global_step
         progress.feed = given
         progress.steps += 1
+        worker.feed_step += 1
         progress.samples = progress.carried_samples + (given.rows - given.padded) * worker.world_size
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None:  # a module that optimises by hand returns none
