@@ -312,6 +312,8 @@ class Dispatcher:
 
         self._pool.shutdown(wait=False, cancel_futures=True)
         for generator in self._by_generator:
-            ray.cancel(generator)
+            # With its process: an import that is interrupted (torch's, numpy's) cannot be repeated there,
+            # and the next attempt's tasks would fail in it.
+            ray.cancel(generator, force=True)
         self._by_generator.clear()
 
