@@ -16,7 +16,7 @@ PLAIN_EVERY_S = 10.0
 BINDS = {
     "gpu": "the GPUs (or the training on them): data is never late",
     "cpu": "CPUs that preprocess: more or faster CPU hosts help",
-    "network": "the network between CPU hosts and GPU hosts",
+    "network": "what brings the data: the network between hosts, or the storage that is read",
     "gpu_host_cpu": "the GPU host's own CPU, which cuts batches",
 }
 
