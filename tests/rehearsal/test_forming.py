@@ -94,8 +94,8 @@ def test_min_cpu_hosts_goes_on_and_takes_who_comes_later(rehearse: Rehearse) -> 
     done = rehearse(
         "rehearsal.entry=container",
         "rehearsal.hosts=gpu=1,cpu=3",
-        "rehearsal.join_delay={algo-3: 18, algo-4: never}",
-        "cluster.join_timeout_s=12",
+        "rehearsal.join_delay={algo-3: 36, algo-4: never}",
+        "cluster.join_timeout_s=25",
         "cluster.min_cpu_hosts=1",
         tasks=100,
         task_s=1.0,
