@@ -32,6 +32,7 @@ from stoker.tracking.recorder import Recorder, teller
 from stoker.tracking.summary import Cluster, Host, Summary
 from stoker.training import resuming
 from stoker.training.plan import blocks_note, plan_workers, refuse_impossible, steps_per_epoch
+from stoker.training.store import open_store
 
 POLL_S = 0.2
 STOP_DEADLINE_S = 90.0
@@ -128,7 +129,7 @@ def run(resolved: Resolved, place: Place) -> int:
             recorder.take({"time": time.time(), "event": "note", "text": note})
             console.line(f"note: {note}")
         fit = Fit(config, place, coordinator, workers, use_gpu, steps, "val" in data.sources, start)
-        sender = start_sender(config, place)
+        sender = start_sender(config, place, open_store(start.where, start.synced))
         follow(fit, coordinator, recorder, console, summary, sender)
         code = conclude(fit, summary)
         if code == 0:

@@ -20,6 +20,8 @@ from stoker.schema import MlflowConfig
 from stoker.tracking import mlflow_sender
 from stoker.tracking.mlflow_sender import MlflowSender
 from stoker.tracking.summary import Metrics, Summary
+from stoker.training.store import Store, open_store
+from tests.fakes.aws import moto_server
 from tests.fakes.mlflow_server import MlflowServer, latest, pairs
 
 LOAD = """
@@ -185,15 +187,26 @@ def finished(steps: int, status: str = "succeeded") -> Summary:
     return Summary(status=status, steps=steps, metrics=Metrics(best={"train/loss": 0.5}))  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """Checkpoints that go straight to S3: of the host nothing else outlives the run."""
+    import boto3
+
+    with moto_server() as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="kept")
+        yield open_store("s3://kept/run")
+
+
 def test_what_a_server_missed_in_mid_run_is_sent_when_it_is_back_and_the_same_run_goes_on(
-    server: MlflowServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: MlflowServer, tmp_path: Path, kept: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mlflow_sender, "SEND_EVERY_S", 0.2)
     monkeypatch.setattr(mlflow_sender, "RETRY_EVERY_S", 0.5)
     settings = MlflowConfig(uri=server.uri, run_name="restarted")
-    run_dir, kept = recorded(tmp_path, "first"), tmp_path / "checkpoints"
-    kept.mkdir()
-    sender = MlflowSender(settings, "recorded", run_dir, {}, kept_dir=kept)
+    run_dir = recorded(tmp_path, "first")
+    sender = MlflowSender(settings, "recorded", run_dir, {}, kept=kept)
     append(run_dir, range(1, 801))
     sender.start()
     until(lambda: sender.state.sent == (run_dir / "events.jsonl").stat().st_size, "the first half is sent")
@@ -219,11 +232,11 @@ def test_what_a_server_missed_in_mid_run_is_sent_when_it_is_back_and_the_same_ru
     assert server.history(run, "train/step_loss") == [(s, 1 / s) for s in range(1, 1201)]
     assert len(said) == 2
 
-    # A restart on another host finds the run through the folder that was kept.
+    # A restart on another host finds the run through what was kept with the checkpoints.
     again = recorded(tmp_path, "second")
     (again / "config.yaml").write_text(yaml.safe_dump({"name": "recorded", "train": {"epochs": 12}}))
     append(again, range(1201, 1211))
-    second = MlflowSender(settings, "recorded", again, {}, kept_dir=kept)
+    second = MlflowSender(settings, "recorded", again, {}, kept=open_store(kept.where))
     second.start()
     assert second.close(finished(1210)) == []
     (run,) = server.runs("recorded")

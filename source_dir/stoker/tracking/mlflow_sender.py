@@ -25,6 +25,7 @@ from stoker.tracking.mlflow_run import MlflowRun
 from stoker.tracking.runs import flat_config
 from stoker.tracking.scalars import Scalars
 from stoker.tracking.summary import Summary
+from stoker.training.store import Store, open_store
 
 SEND_EVERY_S = 2.0
 RETRY_EVERY_S = 15.0
@@ -46,20 +47,19 @@ class State:
     model_sent: bool = False
 
     @classmethod
-    def read(cls, folder: Path, uri: str, experiment: str) -> State:
+    def parse(cls, text: str, uri: str, experiment: str) -> State:
         """Head: what an earlier start left; nothing where it wrote to another server or experiment."""
         try:
-            content = json.loads((folder / STATE).read_text())
-        except (OSError, ValueError):
+            content = json.loads(text)
+        except ValueError:
             return cls()
         if (content.pop("uri", None), content.pop("experiment", None)) != (uri, experiment):
             return cls()
         return cls(**content)
 
-    def write(self, folder: Path, uri: str, experiment: str) -> None:
-        draft = folder / f".{STATE}"
-        draft.write_text(json.dumps({"uri": uri, "experiment": experiment, **vars(self)}, indent=1))
-        draft.replace(folder / STATE)
+    def text(self, uri: str, experiment: str) -> str:
+        """Head: for `parse`."""
+        return json.dumps({"uri": uri, "experiment": experiment, **vars(self)}, indent=1)
 
 
 class MlflowSender:
@@ -72,7 +72,7 @@ class MlflowSender:
         run_dir: Path,
         tags: dict[str, str],
         model_dir: Path | None = None,
-        kept_dir: Path | None = None,
+        kept: Store | None = None,
     ) -> None:
         """
         Args:
@@ -81,15 +81,18 @@ class MlflowSender:
             run_dir: holds events.jsonl and config.yaml.
             tags: of the run, besides `settings.tags`.
             model_dir: where the exported model lies; None: no model is sent.
-            kept_dir: a folder that outlives this host (checkpoints), where the run's id is kept, too.
+            kept: where the checkpoints lie, which outlives this host: the run's id is kept there, too.
         """
         self.settings, self.run_dir, self.model_dir = settings, run_dir, model_dir
         self.uri, self.experiment = str(settings.uri), settings.experiment or name
         self.tags = {**tags, **settings.tags}
-        self.kept_dir = kept_dir if kept_dir is not None and kept_dir != run_dir else None
-        self.state = State.read(run_dir, self.uri, self.experiment)
-        if self.state.run_id is None and self.kept_dir is not None:
-            self.state.run_id = State.read(self.kept_dir, self.uri, self.experiment).run_id
+        self.kept = kept
+        self.kept_id: str | None = None
+        """The run's id as it lies with the checkpoints."""
+        self.state = self._state_in(open_store(str(run_dir)))
+        if kept is not None:
+            self.kept_id = self._state_in(kept).run_id
+            self.state.run_id = self.state.run_id or self.kept_id
         self.scalars = Scalars()
         self.run: MlflowRun | None = None
         self.failing: str | None = None
@@ -199,10 +202,20 @@ class MlflowSender:
             self.run = run
         return self.run
 
+    def _state_in(self, store: Store) -> State:
+        try:
+            return State.parse(store.read_note(STATE), self.uri, self.experiment)
+        except OSError:
+            return State()
+
     def _save(self) -> None:
-        for folder in (self.run_dir, self.kept_dir):
-            if folder is not None and folder.is_dir():
-                self.state.write(folder, self.uri, self.experiment)
+        text = self.state.text(self.uri, self.experiment)
+        open_store(str(self.run_dir)).write_note(STATE, text)
+        if self.kept is not None and self.kept_id != self.state.run_id:
+            # A folder of checkpoints appears with the first of them: until then it is tried again.
+            with contextlib.suppress(OSError):
+                self.kept.write_note(STATE, text)
+                self.kept_id = self.state.run_id
 
     def _read_before(self) -> None:
         """Let the counters know the events of an earlier start, which have been sent."""
@@ -296,18 +309,17 @@ def run_tags(recipe: str, backend: str, code: Path) -> dict[str, str]:
     return tags
 
 
-def start_sender(config: Config, place: Place) -> MlflowSender | None:
+def start_sender(config: Config, place: Place, kept: Store) -> MlflowSender | None:
     """Head: begin to send a run to MLflow; None where that is not asked for.
 
     Args:
         config: the job.
         place: its folders, in which config.yaml lies already.
+        kept: where its checkpoints lie.
     """
     if not config.tracking.mlflow.uri:
         return None
     tags = run_tags(config.recipe, place.backend, Path(stoker.__file__).resolve().parents[1])
-    sender = MlflowSender(
-        config.tracking.mlflow, config.name, place.run_dir, tags, place.model_dir, place.checkpoint_dir
-    )
+    sender = MlflowSender(config.tracking.mlflow, config.name, place.run_dir, tags, place.model_dir, kept)
     sender.start()
     return sender

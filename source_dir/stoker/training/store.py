@@ -60,6 +60,10 @@ class Store(Protocol):
         """Write a small file beside the checkpoints, at once or not at all."""
         ...
 
+    def read_note(self, file: str) -> str:
+        """A small file beside the checkpoints; FileNotFoundError where there is none."""
+        ...
+
     def free_text(self) -> str:
         """How full the place is, for an error message."""
         ...
@@ -131,6 +135,9 @@ class FolderStore:
         draft = self.folder / f".{file}"
         draft.write_text(content)
         draft.replace(self.folder / file)
+
+    def read_note(self, file: str) -> str:
+        return (self.folder / file).read_text()
 
     def free_text(self) -> str:
         return disk_text(self.folder)
@@ -206,6 +213,11 @@ class CopyStore:
     def write_note(self, file: str, content: str) -> None:
         with self.filesystem.open_output_stream(f"{self.path}/{file}") as target:
             target.write(content.encode())
+
+    def read_note(self, file: str) -> str:
+        with self.filesystem.open_input_stream(f"{self.path}/{file}") as stream:
+            content: bytes = stream.read()
+        return content.decode()
 
     def free_text(self) -> str:
         return "" if "://" in self.where else disk_text(Path(self.path))
