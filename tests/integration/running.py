@@ -21,11 +21,11 @@ class Outcome:
     run_dir: Path
 
 
-def run_job(folder: Path, *overrides: str, **sections: Any) -> Outcome:
-    """One job: its configuration as keywords, its run directory below `folder`."""
+def run_job(folder: Path, *overrides: str, run_dir: Path | None = None, **sections: Any) -> Outcome:
+    """One job: its configuration as keywords, its run directory below `folder` unless it goes on in one."""
     path = folder / "job.yaml"
     path.write_text(yaml.safe_dump({"name": "test", "tracking": {"tensorboard": False}, **sections}))
-    run_dir = folder / "run"
+    run_dir = run_dir or folder / "run"
     try:
         resolved = load(path, overrides)
         driver.check(resolved)

@@ -1,7 +1,7 @@
 """A run that is interrupted and goes on equals the one that was not: the same records, the same weights.
 
-`STOKER_INTERRUPTIONS=5` interrupts five times in each way instead of twice; the seed of the steps is
-printed and can be given as `STOKER_SEED`.
+`STOKER_INTERRUPTIONS=5` interrupts five times in each way instead of once, in a run that is longer by as
+much; the seed of the steps is printed and can be given as `STOKER_SEED`.
 """
 
 from __future__ import annotations
@@ -26,39 +26,44 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
 from aws import moto_server
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMES = int(os.environ.get("STOKER_INTERRUPTIONS", "2"))
-RECORDS, BATCH, EPOCHS = 203, 6, 3
+TIMES = int(os.environ.get("STOKER_INTERRUPTIONS", "1"))
+RECORDS, BATCH, WORKERS = 203, 6, 2
+STEPS = -(-RECORDS // (BATCH * WORKERS))
+"""Of an epoch."""
+EPOCHS = 1 + 2 * TIMES
+"""A round of interruptions takes 27 steps at most, and those between a SIGTERM and its answer."""
+EXPORTS = ["safetensors", "torchscript"]
 
 
-@pytest.fixture
-def steps() -> random.Random:
-    """Chooses the steps at which a run is interrupted."""
-    seed = int(os.environ.get("STOKER_SEED") or time.time_ns() % 100_000)
-    print(f"STOKER_SEED={seed}")
-    return random.Random(seed)
+def sections(trace: Path, **params: Any) -> dict[str, Any]:
+    """A job whose records cannot be shared evenly, with dropout, momentum and a schedule.
 
-
-def sections(trace: Path, workers: int, **params: Any) -> dict[str, Any]:
-    """A job of 3 epochs whose records cannot be shared evenly, with dropout, momentum and a schedule."""
+    It would train for an epoch more, but early stopping counts to `EPOCHS` and ends it.
+    """
+    never_enough = {"monitor": "train/loss", "min_delta": 1e9, "patience": EPOCHS - 1}
     return {
+        "name": "chain",
         "recipe": "interrupted:Interrupted",
         "params": {
             "train_records": RECORDS,
             "val_records": 10,
             "bad": [7],
             "trace": str(trace),
-            "pause_s": 0.04 * workers,
+            "pause_s": 0.03 * WORKERS,
             **params,
         },
         "data": {"order": "exact", "block_records": 16, "bad_record_budget": 0.01},
         "train": {
-            "epochs": EPOCHS,
+            "epochs": EPOCHS + 1,
             "batch_size": BATCH,
-            "workers": workers,
+            "workers": WORKERS,
             "threads": 1,
             "lr": 0.01,
             "scheduler": "cosine",
+            "early_stopping": never_enough,
+            "max_failures": TIMES,
         },
+        "tracking": {"tensorboard": False},
     }
 
 
@@ -97,9 +102,9 @@ def final_metrics(run_dir: Path) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 
-def assert_equal(interrupted: tuple[Path, Path], whole: tuple[Path, Path], workers: int) -> None:
+def assert_equal(interrupted: tuple[Path, Path], whole: tuple[Path, Path]) -> None:
     """Two runs, each as (run directory, trace)."""
-    for rank in range(workers):
+    for rank in range(WORKERS):
         assert history(*interrupted, rank) == history(*whole, rank)
     assert final_metrics(interrupted[0]) == final_metrics(whole[0])
     ours, theirs = last_weights(interrupted[0]), last_weights(whole[0])
@@ -107,40 +112,13 @@ def assert_equal(interrupted: tuple[Path, Path], whole: tuple[Path, Path], worke
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def uninterrupted(folder: Path, workers: int, **checkpoint: Any) -> tuple[Path, Path]:
-    folder.mkdir()
-    outcome = run_job(folder, **sections(folder / "trace", workers), checkpoint=checkpoint)
+@pytest.fixture(scope="module")
+def whole(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The uninterrupted run; its trace lies beside its run directory."""
+    folder = tmp_path_factory.mktemp("whole")
+    outcome = run_job(folder, **sections(folder / "trace"), checkpoint={"every_minutes": 0.005})
     assert outcome.code == 0, outcome.summary.error
-    return outcome.run_dir, folder / "trace"
-
-
-def assert_every_record_was_trained_once(outcome: Outcome, workers: int) -> None:
-    trained = [books for books in outcome.summary.records.epochs if books["split"] == "train"]
-    assert [books["epoch"] for books in trained] == list(range(EPOCHS))
-    for books in trained:
-        assert books["read"] == RECORDS
-        assert books["quarantined"] == 1
-        assert books["trained"] == RECORDS - 1 - (RECORDS - 1) % workers
-
-
-def test_killed_train_workers_cost_a_few_steps_and_change_nothing(
-    ray_cluster: None, tmp_path: Path, steps: random.Random
-) -> None:
-    whole = uninterrupted(tmp_path / "whole", 2, every_minutes=0.005)
-    taken = events(whole[0], "checkpoint")
-    per_epoch = -(-RECORDS // (BATCH * 2))
-    assert any(event["step"] % per_epoch for event in taken), "by the clock, within an epoch, on all ranks"
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    job = sections(folder / "trace", 2, ends=[f"worker@{steps.randint(5, 16)}" for _ in range(TIMES)])
-    job["train"]["max_failures"] = TIMES
-    outcome = run_job(folder, **job, checkpoint={"every_steps": 3})
-    assert outcome.code == 0, outcome.summary.error
-    resumed = events(outcome.run_dir, "resumed")
-    assert len(resumed) == TIMES
-    assert any(event["step"] % per_epoch for event in resumed), "within an epoch"
-    assert_equal((outcome.run_dir, folder / "trace"), whole, workers=2)
-    assert_every_record_was_trained_once(outcome, workers=2)
+    return outcome
 
 
 def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -149,39 +127,55 @@ def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *recipes], cwd=folder, capture_output=True, text=True, timeout=200)
 
 
-def test_a_stopped_or_killed_job_goes_on_where_it_was_also_from_a_damaged_checkpoint(
-    ray_cluster: None, tmp_path: Path, steps: random.Random
+def test_a_run_that_is_killed_and_stopped_and_damaged_equals_the_whole_one(
+    whole: Outcome, tmp_path: Path
 ) -> None:
-    """SIGTERM to the job and SIGKILL to all of its processes, in turn, on changing numbers of CPUs."""
-    whole = uninterrupted(tmp_path / "whole", 1)
-    folder, trace = tmp_path / "job", tmp_path / "job/trace"
-    folder.mkdir()
-    ends = [f"{how}@{steps.randint(4, 12)}" for _ in range(TIMES) for how in ("term", "kill")]
-    job = sections(trace, 1, ends=ends, process=str(folder / "runs/latest/process.id"))
-    job |= {"name": "chain", "tracking": {"tensorboard": False}, "checkpoint": {"every_steps": 3}}
-    (folder / "job.yaml").write_text(yaml.safe_dump(job))
-    run_dir = folder / "runs/latest"
-    for start, end in enumerate(ends):
-        done = submit(folder, f"cluster.cpus={1 + start % 3}", "--resume", "auto")
-        assert done.returncode == {"term": 143, "kill": 137}[end[:4]], done.stdout + done.stderr
-        assert (start > 0) == ("resumed from" in done.stdout)
+    """Each round: SIGKILL to a train worker, SIGTERM to the job, SIGKILL to all of its processes.
+
+    On changing numbers of CPUs; before its last start the newest checkpoint gets a wrong bit.
+    """
+    seed = int(os.environ.get("STOKER_SEED") or time.time_ns() % 100_000)
+    chance = random.Random(seed)
+    ends = [f"{how}@{chance.randint(3, 9)}" for _ in range(TIMES) for how in ("worker", "term", "kill")]
+    print(f"STOKER_SEED={seed}: {' '.join(ends)}")
+    trace, run_dir = tmp_path / "trace", tmp_path / "runs/latest"
+    job = sections(trace, ends=ends, process=str(run_dir / "process.id"))
+    job |= {"checkpoint": {"every_steps": 3}}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    for start, code in enumerate([143, 137] * TIMES):
+        done = submit(tmp_path, f"cluster.cpus={1 + start % 3}", "--resume", "auto")
+        assert done.returncode == code, done.stdout + done.stderr
+        # The first start goes on after its train worker, too.
+        assert "resumed from" in done.stdout
     newest = max((run_dir / "checkpoints").glob("step-*"))
     content = bytearray((newest / "model.safetensors").read_bytes())
     content[-3] ^= 4
     (newest / "model.safetensors").write_bytes(content)
-    done = submit(folder, "--resume", "runs/latest")
-    assert done.returncode == 0, done.stdout + done.stderr
+    outcome = run_job(tmp_path, run_dir=run_dir.resolve(), **job)
+    assert outcome.code == 0, outcome.summary.error
     passed_over = f"checkpoint {newest.name} is passed over: model.safetensors is damaged"
-    assert passed_over in done.stdout
-    assert len(list((folder / "runs").glob("chain-*"))) == 1, "one run directory for the whole run"
-    assert_equal((run_dir, trace), whole, workers=1)
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["status"] == "succeeded"
-    assert summary["records"]["trained"] == EPOCHS * (RECORDS - 1)
-    assert len([event for event in summary["events"] if event["event"] == "resumed"]) == len(ends)
-    again = submit(folder, "seed=5", "--resume", "runs/latest")
-    assert again.returncode == 2
-    assert "error: seed: 5 here, 0 in step-" in again.stdout
+    assert passed_over in (run_dir / "logs/console.log").read_text()
+    assert len(list((tmp_path / "runs").glob("chain-*"))) == 1, "one run directory for the whole run"
+
+    assert_equal((run_dir, trace), (whole.run_dir, whole.run_dir.parent / "trace"))
+    resumed = events(run_dir, "resumed")
+    assert len(resumed) == 3 * TIMES
+    assert any(event["step"] % STEPS for event in resumed), "within an epoch"
+    taken = events(whole.run_dir, "checkpoint")
+    assert any(event["step"] % STEPS for event in taken), "by the clock, within an epoch, on all ranks"
+    for summary in (outcome.summary, whole.summary):
+        assert summary.status == "succeeded"
+        assert summary.epochs == EPOCHS
+        trained = [books for books in summary.records.epochs if books["split"] == "train"]
+        assert [books["epoch"] for books in trained] == list(range(EPOCHS))
+        assert [books["read"] for books in trained] == [RECORDS] * EPOCHS
+        assert [books["quarantined"] for books in trained] == [1] * EPOCHS
+        assert [books["trained"] for books in trained] == [RECORDS - 1] * EPOCHS
+        assert [event["reason"][:14] for event in summary.events if event["event"] == "stopped"][-1:] == [
+            "early stopping"
+        ]
+    told = [event for event in outcome.summary.events if event["event"] == "resumed"]
+    assert len(told) == len(resumed), "the summary is of the whole run"
 
 
 @pytest.fixture
@@ -198,8 +192,8 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(
     ray_cluster: None, tmp_path: Path, small_disk: Path
 ) -> None:
     # 1 million weights and their momentum: 8 MB, of which one fits.
-    job = sections(tmp_path / "trace", 1, width=250_000)
-    job["train"]["lr"] = 1e-9
+    job = sections(tmp_path / "trace", width=250_000)
+    job["train"] |= {"lr": 1e-9, "workers": 1, "max_failures": 0}
     outcome = run_job(tmp_path, **job, checkpoint={"dir": str(small_disk / "kept"), "every_steps": 5})
     assert outcome.code == 1
     assert f"cannot write the checkpoint {small_disk}/kept/step-000000" in (outcome.summary.error or "")
@@ -211,36 +205,35 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(
     assert verify(store, "step-00000005") is None
 
 
-def test_checkpoints_straight_to_s3_and_on_from_there_without_being_told(
+def test_a_run_on_new_hosts_finds_its_checkpoints_in_s3_without_being_told(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Interrupted within an epoch, then finished, then started once more: it only writes its model."""
     import boto3
 
+    outcomes = []
     with moto_server() as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         client = boto3.client("s3")
         client.create_bucket(Bucket="kept")
-        outcomes = []
-        for name, epochs, more in (("first", 1, {}), ("second", 3, {"stopping_threshold": 1e6})):
+        for name, steps in (("first", 10), ("second", None), ("third", None)):
             folder = tmp_path / name
             folder.mkdir()
-            job = sections(folder / "trace", 1, environment=environment, pause_s=0)
-            early = {"monitor": "val/loss", **more} if more else {}
-            job["train"] |= {"epochs": epochs, "scheduler": "none", "early_stopping": early}
-            outcomes.append(run_job(folder, **job, checkpoint={"dir": "s3://kept/run", "every_steps": 10}))
+            job = sections(folder / "trace", environment=environment, pause_s=0)
+            job["train"] |= {"epochs": 1, "workers": 1, "early_stopping": {}, "max_steps": steps}
+            checkpoint = {"dir": "s3://kept/run", "every_steps": 4}
+            export = EXPORTS if outcomes else []
+            outcomes.append(run_job(folder, **job, checkpoint=checkpoint, export=export))
             assert outcomes[-1].code == 0, outcomes[-1].summary.error
-        keys = [item["Key"] for item in client.list_objects_v2(Bucket="kept")["Contents"]]
-    resumed = events(outcomes[1].run_dir, "resumed")
-    assert [event["step"] for event in resumed] == [34]
-    assert resumed[0]["path"] == "s3://kept/run/step-00000034"
-    # Early stopping ends it after one more epoch of the two; the summary is of the whole run.
-    assert outcomes[1].summary.epochs == 2
-    stopped = events(outcomes[1].run_dir, "stopped")
-    assert [event["reason"].partition(" ")[0] for event in stopped] == ["early"]
-    assert outcomes[1].summary.records.trained == 2 * (RECORDS - 1)
-    assert "run/best.json" in keys
-    names = {key.split("/")[1] for key in keys if "step-" in key}
-    assert names >= {"step-00000060", "step-00000068"}
-    assert all(f"run/{name}/manifest.json" in keys for name in names)
-    assert (outcomes[1].run_dir / "model/model.safetensors").is_file()
+        keys = {item["Key"] for item in client.list_objects_v2(Bucket="kept")["Contents"]}
+    found = [[event["path"] for event in events(outcome.run_dir, "resumed")] for outcome in outcomes]
+    assert found == [[], ["s3://kept/run/step-00000010"], ["s3://kept/run/step-00000034"]]
+    assert {f"run/step-000000{step}/manifest.json" for step in (32, 34)} | {"run/best.json"} <= keys
+    for outcome in outcomes[1:]:
+        assert outcome.summary.epochs == 1
+        assert outcome.summary.records.trained == RECORDS - 1
+        assert [form["format"] for form in outcome.summary.exports] == EXPORTS
+        assert all(form["max_abs_diff"] is not None for form in outcome.summary.exports)
+    models = [(outcome.run_dir / "model/model.safetensors").read_bytes() for outcome in outcomes[1:]]
+    assert models[0] == models[1]

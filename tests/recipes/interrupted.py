@@ -45,6 +45,14 @@ class Interrupted(Counting):
 
         return nn.Sequential(nn.Linear(2, self.width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(self.width, 1))
 
+    def export_inputs(self) -> list[str]:
+        return ["x0", "x1"]
+
+    def predict(self, model: Any, batch: Any) -> Any:
+        import torch
+
+        return model(torch.stack([batch["x0"], batch["x1"]], dim=1).float())
+
     def training_step(self, model: Any, batch: Any) -> Any:
         loss = super().training_step(model, batch)
         if model.training:

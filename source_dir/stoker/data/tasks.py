@@ -152,9 +152,7 @@ class RowsTask:
         """CPU task: rows → one block."""
         import ray
 
-        count = len(next(iter(batch.values()))) if batch else 0
-        rows = [{name: _scalar(column[i]) for name, column in batch.items()} for i in range(count)]
-        group: list[Record] = [{**row, "key": _key(row)} for row in rows]
+        group = as_records(batch)
         if self.plan.shuffle and group:
             order = order_of(self.plan.seed, self.plan.epoch, str(group[0]["key"]))
             group = [group[i] for i in order.permutation(len(group))]
@@ -175,6 +173,13 @@ class RowsTask:
         self._blocks_of_run = self._blocks_of_run + 1 if run == self._run_of_task else 0
         self._run_of_task = run
         return f"{task}/{self._blocks_of_run}"
+
+
+def as_records(batch: dict[str, Any]) -> list[Record]:
+    """CPU task: columns of a `ray.data.Dataset` as records; those without a key get one of their content."""
+    count = len(next(iter(batch.values()))) if batch else 0
+    rows = [{name: _scalar(column[i]) for name, column in batch.items()} for i in range(count)]
+    return [{**row, "key": _key(row)} for row in rows]
 
 
 def order_of(seed: int, epoch: int, what: str = "") -> Any:

@@ -66,7 +66,9 @@ class PlainConsole:
         elif kind in ("note", "stop", "stopped"):
             self.line(event.get("text") or f"{kind}: {event['reason']}")
         elif kind == "resumed":
-            self.line(f"resumed from {event['path']} at epoch {event['epoch'] + 1}, step {event['step']}")
+            done = event["epoch"] >= self.epochs
+            where = "after the last epoch" if done else f"at epoch {event['epoch'] + 1}"
+            self.line(f"resumed from {event['path']} {where}, step {event['step']}")
         elif kind == "export" and not event["error"]:
             self.line(export_text(event))
         elif kind == "host_lost":

@@ -43,6 +43,8 @@ class Recorder:
         self.running: Counter[str] = Counter()
         """The sums of the pass under way, as far as its steps were logged."""
         self.running_epoch = 0
+        self.last_pass = -1
+        """The last epoch of which training took records."""
         self.pass_from = self.told_step = 0
         """The global steps before the pass under way, and before its next logged step."""
         self.worker_nodes: dict[int, str] = {}
@@ -138,6 +140,7 @@ class Recorder:
     def _on_pass(self, event: dict[str, Any]) -> None:
         if event["split"] != "train":
             return
+        self.last_pass = event["epoch"]
         self.step_ms += event["step_ms"]
         self.running.clear()
         self.told_step = self.pass_from = self.pass_from + event["steps"]
@@ -186,7 +189,11 @@ class Recorder:
             self.summary.chain = figures["chain"]
             tasks = figures["tasks_by_node"]
             self.summary.chain_tasks_by_host = {self._host_of(n): count for n, count in tasks.items()}
-            self.summary.records.epochs += figures["open"]
+            # What was read ahead when early stopping ended the run belongs to no epoch of it.
+            done = self.summary.status == "succeeded"
+            self.summary.records.epochs += [
+                books for books in figures["open"] if not done or books["epoch"] <= self.last_pass
+            ]
         self.summary.host_cpu = self.load.rows(self.summary.cluster.hosts)
         self._fill_speed()
         self.summary.seconds = round(time.monotonic() - self.started, 2)

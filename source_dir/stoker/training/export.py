@@ -7,10 +7,12 @@ from the written weights, so neither the device nor the way in which training wa
 
 from __future__ import annotations
 
+import itertools
 import json
+import pickle
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +58,11 @@ def keep_example(worker: Worker, split: Split, batch: Batch) -> None:
     import torch
 
     recipe = worker.recipe
-    tensors = sorted(name for name, value in batch.items() if isinstance(value, torch.Tensor))
-    rows = {name: batch[name][:EXAMPLE_RECORDS] for name in recipe.export_inputs() if name in tensors}
-    # Copies: the feed may use its buffers again.
-    contiguous = torch.contiguous_format
-    own = {name: value.cpu().clone(memory_format=contiguous) for name, value in rows.items()}
-    worker.example = Example(own, split)
+    worker.example = example_of(recipe, batch, split)
     if kept is None and wanted(worker.config) != ["safetensors"]:
-        refuse_absent(recipe, tensors)
+        refuse_absent(
+            recipe, sorted(name for name, value in batch.items() if isinstance(value, torch.Tensor))
+        )
         try_predict(recipe, worker.example)
 
 
@@ -117,7 +116,53 @@ def export_model(worker: Worker, folder: Path) -> None:
         # Waited for: what the head does not hear of counts as done.
         ray.get(worker.coordinator.log.remote("export", result), timeout=60)
 
-    write_forms(worker.recipe, wanted(worker.config), worker.example, folder, tell)
+    example = worker.example
+    if example is None:
+        try:
+            example = read_example(worker)
+        except Exception as error:
+            worker.log("note", text=f"export: no record could be read to compare with: {where_raised(error)}")
+    write_forms(worker.recipe, wanted(worker.config), example, folder, tell)
+
+
+def read_example(worker: Worker) -> Example | None:
+    """Train worker: a few records, read and preprocessed here.
+
+    For a start that had nothing left to train, since the run had finished before: no batch came.
+
+    Returns:
+        None where no record is fit.
+    """
+    from stoker.data.feed import as_tensors
+    from stoker.data.opening import open_data
+    from stoker.data.sources import Source
+    from stoker.data.tasks import as_records
+
+    data = open_data(worker.config)
+    split: Split = "val" if "val" in data.sources else "train"
+    source = data.sources[split]
+    records: Iterator[Any]
+    if isinstance(source, Source):
+        pieces = source.pieces(EXAMPLE_RECORDS, None)
+        records = itertools.chain.from_iterable(source.read(piece, None) for piece in pieces)
+    else:
+        records = iter(as_records(source.take_batch(EXAMPLE_RECORDS)))
+    # Packed and unpacked, as CPU tasks get it: that imports what its transforms need.
+    chain = pickle.loads(pickle.dumps(data.chains[split]))  # noqa: S301
+    columns, _ = chain.run(itertools.islice(records, EXAMPLE_RECORDS), 0)
+    batch = as_tensors(columns)[0]
+    return example_of(worker.recipe, batch, split) if batch else None
+
+
+def example_of(recipe: Recipe, batch: Batch, split: Split) -> Example:
+    """Train worker: the first records of a batch, copied to the CPU, with the columns an export takes."""
+    import torch
+
+    there = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    rows = {name: there[name][:EXAMPLE_RECORDS] for name in recipe.export_inputs() if name in there}
+    # Copies: the feed may use its buffers again.
+    contiguous = torch.contiguous_format
+    return Example({n: value.cpu().clone(memory_format=contiguous) for n, value in rows.items()}, split)
 
 
 def write_forms(
@@ -181,7 +226,7 @@ def prepare(recipe: Recipe, forms: list[str], example: Example | None, folder: P
     model = fresh_model(recipe, folder / FILES["safetensors"])
     try:
         if example is None:
-            raise UsageError("this start of the run saw no batch to compare with")
+            raise UsageError("there was no record to compare with")
         refuse_absent(recipe, sorted(example.batch))
         names = recipe.export_inputs()
         exports = Exports(
