@@ -78,7 +78,11 @@ def make_ema(model: Any, decay: float, sharded: bool, device: Any) -> Any:
     """
     from timm.utils import ModelEmaV3
 
-    keeper = ModelEmaV3(model, decay=decay, use_warmup=True, stochastic_rounding=not sharded)
+    # Buffers stay whole where parameters are sharded, and one kernel for all cannot take both.
+    mixed = sharded and any(buffer.is_floating_point() for buffer in model.buffers())
+    keeper = ModelEmaV3(
+        model, decay=decay, use_warmup=True, stochastic_rounding=not sharded, foreach=not mixed
+    )
     if sharded:
         keeper.module = strategies.shard(keeper.module, device)
     return keeper

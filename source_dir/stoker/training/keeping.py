@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import shutil
 import time
@@ -97,14 +96,8 @@ class Keeper:
         self._saved_at, self._asked = time.monotonic(), False
         if worker.rank:
             return
-        copies = self._copier.copy(live)
-        state = {
-            "optimizer": copies["optimizer"],
-            "scheduler": copy.deepcopy(worker.scheduler.state_dict()) if worker.scheduler else None,
-            "scaler": copies["scaler"],
-            "ranks": parts,
-        }
-        content = Content(copies["weights"], state, self._meta(progress, metrics), copies["ema"])
+        meta = self._meta(progress, metrics)
+        content = snapshot.content_of(worker, live, parts, meta, self._copier)
         self._position = self._ask_position(progress, parts)
         paused_s = time.perf_counter() - started
         write = self._write_later(content, self._position, paused_s)

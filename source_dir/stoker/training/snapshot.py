@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,6 +164,28 @@ def live_state(worker: Worker) -> dict[str, Any]:
         "scaler": worker.scaler.state_dict() if worker.scaler is not None else None,
         "ema": averaged,
     }
+
+
+def content_of(
+    worker: Worker, live: dict[str, Any], parts: list[dict[str, Any]], meta: dict[str, Any], copier: Copier
+) -> Content:
+    """Train worker (rank 0): a checkpoint's content, of which further steps change nothing.
+
+    Args:
+        worker: whose schedule is taken, too.
+        live: from `live_state`.
+        parts: of all ranks, from `gather`.
+        meta: what describes the checkpoint.
+        copier: its copies are overwritten by the next call.
+    """
+    copies = copier.copy(live)
+    state = {
+        "optimizer": copies["optimizer"],
+        "scheduler": copy.deepcopy(worker.scheduler.state_dict()) if worker.scheduler else None,
+        "scaler": copies["scaler"],
+        "ranks": parts,
+    }
+    return Content(copies["weights"], state, meta, copies["ema"])
 
 
 def put_back(worker: Worker, content: Content | None) -> list[dict[str, Any]]:
