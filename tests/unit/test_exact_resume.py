@@ -41,7 +41,9 @@ class Dropping(Tiny):
 
 
 def start(rank: int, seed: int, train: dict[str, Any]) -> Worker:
-    config = Config.model_validate({"seed": seed, "train": {**EVERYTHING, "layer_decay": None, **train}})
+    config = Config.model_validate(
+        {"seed": seed, "train": {**EVERYTHING, "layer_decay": None, "batch_size": 8, **train}}
+    )
     worker = Worker(config, Dropping(), None, 0, rank, 2, torch.device("cpu"))
     build(worker, steps_per_epoch=6)
     return worker

@@ -17,6 +17,9 @@ BLOCK_PARAMETERS = 10_000
 LARGE_PARAMETERS = 1_000_000
 """From this size on a linear layer, convolution or embedding outside such modules is."""
 
+FRESH = "fresh"
+"""In place of an optimiser's state: the options of its groups, where there is no state yet."""
+
 
 def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
     """Train worker: the model on its device, spread over the train workers where there are several.
@@ -163,7 +166,12 @@ def full_state(model: Any, optimizer: Any, copy: bool = True) -> tuple[dict[str,
     options = dcp.StateDictOptions(full_state_dict=whole, cpu_offload=whole)
     weights: dict[str, Any] = dcp.get_model_state_dict(model, options=options)
     state: dict[str, Any] = {}
-    if optimizer is not None:
+    if optimizer is not None and not optimizer.state:
+        # It has not made a step (with fp16 the first ones may overflow), or keeps nothing: PyTorch would
+        # make a state for it by a step without gradients, which Adam, for one, would count.
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        state = {} if dist.is_initialized() and dist.get_rank() else {FRESH: groups}
+    elif optimizer is not None:
         state = dict(dcp.get_optimizer_state_dict(model, optimizer, options=options))
     return (_copied(weights), _copied(state)) if copy else (weights, state)
 
@@ -184,13 +192,21 @@ def load_full_state(model: Any, optimizer: Any, weights: dict[str, Any], state: 
     from torch.distributed.checkpoint import state_dict as dcp
 
     several = dist.is_initialized() and dist.get_world_size() > 1
+    fresh = [(state or {}).get(FRESH)]
+    if several:
+        dist.broadcast_object_list(fresh, src=0)
+    if optimizer is not None and fresh[0] is not None:
+        optimizer.state.clear()
+        for group, saved in zip(optimizer.param_groups, fresh[0], strict=True):
+            group.update(saved)
+        optimizer = None
     options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=several, strict=False)
     # The optimiser first: PyTorch makes its state by a step at a rate of 0, which some optimisers
     # do not quite leave without a trace in the weights.
     if optimizer is not None:
         own: Any = dcp.get_optimizer_state_dict(model, optimizer)["state"]
         if not any(torch.is_tensor(v) and v.dim() for s in own.values() for v in s.values()):
-            # Plain SGD has no tensors to send and to place.
+            # No tensors to send and to place.
             box = [state]
             if several:
                 dist.broadcast_object_list(box, src=0)
