@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config import load, resolved_yaml
+from stoker.data.steps import StepTimes
 from stoker.tracking.recorder import Recorder
 from stoker.tracking.summary import Cluster, Host, Summary
 
@@ -25,6 +26,7 @@ def record(
     wait: float = 0.38,
     status: Any = "succeeded",
     gpu: bool = True,
+    per_epoch: int | None = None,
     extra: tuple[dict[str, Any], ...] = (),
 ) -> Path:
     """A run of `steps` steps in `epochs` epochs, of which `wait` (0…1) was spent waiting for data."""
@@ -45,11 +47,18 @@ def record(
     recorder.take({"time": 0.1, "event": "train_worker", "rank": 0, "node": "algo-1"})
     pictures = [{"png": PIXEL, "label": str(n)} for n in range(3)]
     recorder.take({"time": 0.2, "event": "samples", "images": pictures})
-    per_epoch = max(1, steps // epochs)
+    per_epoch = per_epoch or max(1, steps // epochs)
+    # Of a step of 0.1 s, as the train worker's own clock accounts for it.
+    shares = {"wait_production": 0.74, "wait_transfer": 0.16, "wait_collate": 0.05, "host_to_device": 0.05}
+    parts = [*(0.1 * wait * share for share in shares.values()), 0.1 * (1 - wait)]
+    times = StepTimes()
     for step in range(1, steps + 1):
         epoch, inside = divmod(step - 1, per_epoch)
+        times = times if inside else StepTimes()
+        times.add(parts)
         elapsed = 0.1 * (inside + 1)
-        figures = {"epoch_samples": 64 * (inside + 1), "elapsed_s": elapsed, "wait_s": wait * elapsed}
+        figures = {"epoch_samples": 64 * (inside + 1), "elapsed_s": elapsed, "wait_s": times.wait_s}
+        figures["terms_ms"] = times.since_told()
         loss = 2.3 * math.exp(-step / steps) if step % 7 else float("nan")
         now = 10 + 0.1 * step
         recorder.take(
@@ -59,12 +68,10 @@ def record(
             use = {f"algo-{i + 1}": 30.0 + 10 * (i % 7) for i in range(hosts)}
             recorder.take({"time": now, "event": "host_cpu", "hosts": use})
         if step % per_epoch == 0:
-            times = {"wait_s": wait * elapsed, "produce_s": elapsed, "transfer_s": 0.1, "collate_s": 0.1}
-            done = {"samples": figures["epoch_samples"], "elapsed_s": elapsed, "steps": per_epoch}
-            recorder.take(
-                {"time": now, "event": "pass", "split": "train", "epoch": epoch, "step_ms": [62.0], **done}
-                | {"times": times}
-            )
+            times.fetch_s, times.fetch_cpu_s = 0.5 * elapsed, 0.1 * elapsed
+            done: dict[str, Any] = {"samples": figures["epoch_samples"], "elapsed_s": elapsed}
+            done |= {"steps": per_epoch, "step_ms": list(times.step_ms), "times": times.figures()}
+            recorder.take({"time": now, "event": "pass", "split": "train", "epoch": epoch, **done})
             metrics = {
                 "train/loss": 1 / (epoch + 1),
                 "val/loss": 1.2 / (epoch + 1),
@@ -88,13 +95,4 @@ def record(
     stages = [("read", 0.2, 110_000), ("DecodeImage", 1.1, 562_000), ("RandomResizedCrop", 0.8, 150_000)]
     chain = [{"stage": name, "cpu_ms_per_sample": ms, "bytes_out": size} for name, ms, size in stages]
     recorder.close({"bytes_per_sample": 150_528, "chain": chain, "tasks_by_node": {"algo-2": 7}, "open": []})
-    # The terms are the train workers' own: set as they report them.
-    summary.speed.step_terms_ms = {  # type: ignore[attr-defined]
-        "compute": 60.0,
-        "host_to_device": 2.0,
-        "wait_production": 30.0,
-        "wait_transfer": 6.0,
-        "wait_collate": 2.0,
-    }
-    summary.write(folder)
     return folder

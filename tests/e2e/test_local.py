@@ -44,6 +44,17 @@ def test_digits_reach_97_percent_from_every_form_by_one_changed_line(form: str, 
     assert "input wait" in done.stdout
     assert "next" in done.stdout.splitlines()[-1]
     assert "raylet" not in done.stdout + done.stderr, "Ray's chatter stays in the log"
+    report = (tmp_path / "runs/latest/report.html").read_text()
+    for part in (
+        "Throughput",
+        "Where the time of a step goes",
+        "The chain, stage by stage",
+        "CPU use per host",
+        "Training images as the model saw them",
+    ):
+        assert f">{part}</h" in report, f"{part}: a figure of a real run, not of one made for a test"
+    assert report.count("data:image/png;base64,") == 16
+    assert "could not be drawn" not in report
 
 
 def test_a_recipe_in_a_folder_of_ones_own(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,10 +13,12 @@ import pytest
 from recorded import record
 from typer.testing import CliRunner
 
+from launcher.commands import last_progress
 from launcher.submit import app
 from stoker.config import UsageError
 from stoker.report.charts import nice_ticks, thin
 from stoker.report.page import write_report
+from stoker.tracking.summary import read_summary
 
 
 class Page(HTMLParser):
@@ -126,7 +130,122 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
 
 def test_status_tells_the_verdict(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["status", str(record(tmp_path / "run", 100))])
-    assert shown.exit_code == 0 and "input-bound: 40 %" in shown.output
+    assert shown.exit_code == 0 and "input-bound: 38 %" in shown.output
+
+
+def test_a_run_in_its_first_epoch_has_a_verdict_and_later_ones_count_the_pass_under_way(
+    tmp_path: Path,
+) -> None:
+    """100 steps of the only epoch's 1,000; then 150 where an epoch has 100: no `pass` tells of the last."""
+    for steps, per_epoch in ((100, 1000), (150, 100)):
+        run = record(tmp_path / f"run{steps}", steps, status="running", per_epoch=per_epoch)
+        told = read_summary(run / "summary.json")
+        assert told.speed.steady_samples_per_s == pytest.approx(640, rel=0.01)
+        assert told.speed.input_wait_pct == pytest.approx(38, abs=0.1)
+        assert sum(told.speed.step_terms_ms.values()) == pytest.approx(100, rel=0.01)
+        assert told.bottleneck == "network", "the hosts that preprocess are not busy: they wait to read"
+        shown = CliRunner().invoke(app, ["status", str(run)])
+        assert "input-bound: 38 %" in shown.output, shown.output
+
+
+def test_a_metric_that_is_no_number_is_left_out_and_the_run_stays_readable(tmp_path: Path) -> None:
+    metrics = {"train/loss": 0.5, "val/auroc": float("nan"), "val/loss": float("inf")}
+    odd = {"time": 30.0, "event": "epoch", "epoch": 1, "step": 100, "metrics": metrics}
+    run = record(tmp_path / "run", 100, extra=(odd,))
+    told = read_summary(run / "summary.json")
+    assert told.metrics.last == {"train/loss": 0.5}
+    assert "val/auroc" not in told.metrics.best and told.metrics.best["val/loss"] == pytest.approx(0.6)
+    for verb in ("report", "status", "compare"):
+        shown = CliRunner().invoke(app, [verb, str(run)])
+        assert shown.exit_code == 0, shown.output
+
+
+CRIPPLED_EVENTS = (
+    '{"time": 20, "event": "step", "epoch": null, "step": 5, "loss": 1, "epoch_samples": 1, "elapsed_s": 1,'
+    ' "wait_s": 0}',
+    '{"time": 20, "event": "step", "epoch": [], "step": "x", "loss": {}, "terms_ms": 3}',
+    '{"time": 20, "event": "epoch", "epoch": null, "step": 5, "metrics": [1]}',
+    '{"time": 20, "event": "epoch", "epoch": 1, "step": 5, "metrics": {"val/x": "high", "val/y": null}}',
+    '{"time": 20, "event": "checkpoint", "step": null, "path": 7}',
+    '{"time": 20, "event": "host_lost", "host": ["a"]}',
+    '{"time": 20, "event": "host_cpu", "hosts": [1]}',
+    '{"time": 20, "event": "samples", "images": [{"png": "\\"><script>x()</script>", "label": 1}, 5, {}]}',
+    '{"time": 1e999, "event": "step"}',
+    '{"time": 20, "event": 7}',
+)
+
+
+@pytest.mark.parametrize("line", CRIPPLED_EVENTS)
+def test_events_of_another_shape_are_passed_over(tmp_path: Path, line: str) -> None:
+    run = record(tmp_path / "run", 30)
+    with (run / "events.jsonl").open("a") as file:
+        file.write(line + "\n")
+    page = page_of(run)
+    assert page.charts >= 7 and "<script" not in page.text and "could not be drawn" not in page.text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("chain", [{"stage": "read"}, {"stage": "decode", "cpu_ms_per_sample": None, "bytes_out": "many"}]),
+        ("chain", [{"cpu_ms_per_sample": 1.0}, {"stage": 5, "cpu_ms_per_sample": float("nan")}]),
+        ("cost", {"usd": "much", "usd_per_million_samples": []}),
+        ("cost", {"usd": 1.0, "usd_per_million_samples": "x", "usd_per_hour_by_type": 5}),
+        ("speed", {"steady_samples_per_s": float("nan"), "step_terms_ms": {"compute": None}}),
+        ("speed", {"steady_samples_per_s": 5.0, "step_terms_ms": {"compute": float("inf")}}),
+        ("metrics", {"last": {"val/acc1": None}, "best": {"val/acc1": None}}),
+        ("host_cpu", [{"host": "a"}]),
+        ("tracking", {"mlflow": {"url": "javascript:alert(1)"}}),
+        ("tracking", {"mlflow": 5}),
+        ("steps", "many"),
+        ("chain", 5),
+    ],
+)
+@pytest.mark.parametrize("verb", ["report", "status", "compare"])
+def test_a_summary_of_another_shape_is_shown_or_refused_in_one_line(
+    tmp_path: Path, key: str, value: object, verb: str
+) -> None:
+    run = record(tmp_path / "run", 30)
+    content = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**content, key: value}))
+    shown = CliRunner().invoke(app, [verb, str(run)])
+    if shown.exit_code:
+        assert isinstance(shown.exception, UsageError), shown.exception
+        assert len(shown.exception.problems) == 1 and key in str(shown.exception)
+    elif verb == "report":
+        assert "javascript:" not in (run / "report.html").read_text()
+
+
+def test_mlflow_is_linked_where_the_run_was_sent_there(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", 30)
+    content = json.loads((run / "summary.json").read_text())
+    content["tracking"] = {"mlflow": {"url": "http://127.0.0.1:5000/#/experiments/1/runs/a"}}
+    (run / "summary.json").write_text(json.dumps(content))
+    assert 'href="http://127.0.0.1:5000/#/experiments/1/runs/a"' in page_of(run).text
+
+
+def test_status_says_when_the_figures_cannot_be_read(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", 30)
+    (run / "summary.json").write_text("{")
+    shown = CliRunner().invoke(app, ["status", str(run)])
+    assert "no figures" in shown.output and shown.exit_code == 0
+
+
+class EndlessLog:
+    """A remote run whose log never ends."""
+
+    id = "ray:endless"
+
+    def logs(self, follow: bool) -> Iterator[str]:
+        yield "epoch 1/2  step 10  loss 1.0  500 samples/s"
+        while True:
+            time.sleep(0.01)
+            yield "more"
+
+
+def test_status_of_a_remote_run_reads_its_log_no_longer_than_it_may() -> None:
+    told = last_progress(EndlessLog(), timeout_s=0.3)
+    assert "500 samples/s" in told[0] and "could not be read to the end" in told[1]
 
 
 def test_a_wrong_path_is_one_line(tmp_path: Path) -> None:
