@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
+from stoker.report.reading import read_run
+from stoker.tracking.recorder import Recorder
+from stoker.tracking.summary import Summary
 from stoker.training.pictures import MOST, pictures, show_once
 from stoker.training.worker import Worker
 
@@ -86,3 +90,16 @@ def test_one_event_from_rank_0_and_no_failure_whatever_the_batch() -> None:
 def test_noise_stays_small_enough_for_a_page() -> None:
     shown = pictures({"image": torch.randint(0, 256, (16, 3, 224, 224), dtype=torch.uint8)})
     assert sum(len(p["png"]) for p in shown) < 450_000
+
+
+def test_they_reach_the_events_and_tensorboard(tmp_path: Path) -> None:
+    """By the head's own Recorder, as the train worker sends them."""
+    log = Log()
+    show_once(worker(log), {"image": torch.rand(2, 3, 8, 8), "label": torch.arange(2)})
+    recorder = Recorder(tmp_path, Summary(), 0.0, tensorboard=True)
+    for name, values in log.events:
+        recorder.take({"time": 1.0, "event": name, **values})
+    recorder.close({})
+    assert [p["label"] for p in read_run(tmp_path).pictures] == ["0", "1"]
+    written = b"".join(file.read_bytes() for file in (tmp_path / "tensorboard").iterdir())
+    assert b"samples/0" in written and b"samples/1" in written and b"PNG" in written

@@ -40,8 +40,11 @@ class Board:
         for name, value in self.scalars.of(event).items():
             self.writer.add_scalar(name, value, self.scalars.step, walltime=event.get("time"))
         if event["event"] == "samples":
-            for number, image in enumerate(event["images"]):
-                self.writer.add_image(f"samples/{number}", pixels(image["png"]), dataformats="HWC")
+            try:
+                for number, image in enumerate(event["images"]):
+                    self.writer.add_image(f"samples/{number}", pixels(image["png"]), dataformats="HWC")
+            except Exception:
+                logging.getLogger("stoker").exception("TensorBoard: no sample images")
         if event["event"] == "resumed":
             # What was drawn beyond the checkpoint comes again.
             self.writer.close()
