@@ -57,7 +57,8 @@ class Recorder:
             self._write_ids(event)
             return
         if kind == "host_cpu":
-            hosts = {self._host_of(node): used for node, used in event["hosts"].items()}
+            names = self._host_names()
+            hosts = {names.get(node, node): used for node, used in event["hosts"].items()}
             event = {**event, "hosts": hosts}
             self.load.take(hosts, training=self.summary.steps > 0)
         self.events_file.write(json.dumps(event, default=str) + "\n")
@@ -69,9 +70,12 @@ class Recorder:
         if self.board is not None:
             self.board.take(event)
 
+    def _host_names(self) -> dict[str, str]:
+        """Ray's id of a node → host name."""
+        return {host.model_dump().get("node_id", ""): host.host for host in self.summary.cluster.hosts}
+
     def _host_of(self, node: str) -> str:
-        hosts = (host.model_dump() for host in self.summary.cluster.hosts)
-        return next((host["host"] for host in hosts if host.get("node_id") == node), node)
+        return self._host_names().get(node, node)
 
     def _on_train_worker(self, event: dict[str, Any]) -> None:
         # By rank, so that one that was restarted counts once, where it runs now.
