@@ -45,8 +45,8 @@ def test_digits_train_through_ray_jobs(digits: Path, tmp_path: Path) -> None:
         assert run_id.startswith(f"ray:{nodes.dashboard}/digits-")
         status = submit("status", run_id, token=nodes.token)
         state, *figures = status.stdout.splitlines()
-    assert state == "succeeded"
-    assert any("samples/s" in line for line in figures), "what the job's log told last"
+        assert state == "succeeded"
+        assert any("samples/s" in line for line in figures), "what the job's log told last"
         wrong = submit(*job, token="0" * 64)
     assert wrong.returncode == 2
     assert wrong.stderr.count("\n") == 1 and "refuses this token" in wrong.stderr
