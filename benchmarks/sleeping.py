@@ -21,7 +21,7 @@ import psutil
 
 from benchmarks.harness import Measure
 from stoker.config import load
-from stoker.data import transport
+from stoker.data import feed
 from stoker.data.sources import read_range
 from stoker.schema import Config
 from stoker.sizing import model
@@ -221,15 +221,15 @@ def config_of(case: Case) -> Config:
 
 @contextmanager
 def slow_receiving(seconds_per_row: float) -> Iterator[None]:
-    """Receiving takes so long per row, one batch after the other: what a receiver at its limit is."""
-    fetch, one_at_a_time = transport.Transport.fetch, threading.Lock()
+    """Cutting a batch takes so long per row, one batch after the other: what a receiver at its limit is."""
+    cut, one_at_a_time = feed.as_tensors, threading.Lock()
 
-    def slow(self: Any, parts: Any) -> Any:
+    def slow(columns: dict[str, Any]) -> Any:
         with one_at_a_time:
-            time.sleep(seconds_per_row * sum(part.stop - part.start for part in parts))
-        return fetch(self, parts)
+            time.sleep(seconds_per_row * len(columns["index"]))
+        return cut(columns)
 
-    with mock.patch.object(transport.Transport, "fetch", slow):
+    with mock.patch.object(feed, "as_tensors", slow):
         yield
 
 

@@ -36,11 +36,12 @@ class Options:
     request: Path | None = None
     install: bool = False
     resume: str | None = None
+    dashboard: bool = False
 
     def overrides(self) -> list[str]:
         """The options that are keys of the configuration."""
-        keys = {"rehearsal.hosts": self.hosts, "rehearsal.link_mbps": self.link_mbps}
-        keys |= {"rehearsal.cpu_quota": self.cpu_quota}
+        keys: dict[str, Any] = {"rehearsal.hosts": self.hosts, "rehearsal.link_mbps": self.link_mbps}
+        keys |= {"rehearsal.cpu_quota": self.cpu_quota, "cluster.dashboard": self.dashboard or None}
         if self.on == "rehearsal":
             keys["rehearsal.entry"] = self.entry
         found = [f"{key}={value}" for key, value in keys.items() if value is not None]
@@ -65,6 +66,7 @@ class Options:
             "--offline": (self.offline, ("ray", "sagemaker")),
             "--request": (self.request, ("ray", "sagemaker")),
             "--install": (self.install, ("ray",)),
+            "--dashboard": (self.dashboard, ("local",)),
         }
         return [f"--join-delay {text}: write host=seconds" for text in malformed] + [
             f"{name}: has no meaning with --on {self.on}; use it with --on {' or --on '.join(places)}"
@@ -94,6 +96,8 @@ def run(config: Path | None, overrides: list[str], options: Options) -> int:
     resume = resolve(options.resume, options.on, load(config, given).config)
     job = open_job(load(config, [*given, *resume.overrides()]), options.source_dir)
     if options.on != "local":
+        if job.resolved.config.cluster.dashboard:
+            raise UsageError(f"cluster.dashboard: only for local runs, not with --on {options.on}")
         check_recipe(job)
     if options.on == "sagemaker":
         return _on_sagemaker(job, options)

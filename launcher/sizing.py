@@ -155,7 +155,7 @@ def show(advice: Advice) -> None:
     table = Table(box=None, padding=(0, 1), title=advice.title, title_justify="left")
     for name, side in (("", "left"), ("hosts", "left"), ("samples/s", "right"), ("binds", "left")):
         table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
-    for name in ("$/h", "$/1M", *(("hours", "$ job") if advice.measured.samples else ())):
+    for name in ("$/h", "$/1M", *(("time", "$ job") if advice.measured.samples else ())):
         table.add_column(name, justify="right")
     for one in advice.shown(SHOWN):
         table.add_row(*_cells(one, advice))
@@ -172,8 +172,15 @@ def _cells(one: Candidate, advice: Advice) -> list[str]:
     cells = [mark, one.hosts, f"{one.samples_per_s:,.0f} ±{100 * spread:.0f} %", advice.binds(one)]
     cells += [f"{one.usd_per_hour:.2f}", f"{one.usd_per_million_samples:.2f}"]
     if one.hours is not None and one.usd is not None:
-        cells += [f"{one.hours:.1f}" if one.hours >= 0.1 else f"{60 * one.hours:.0f} min", f"{one.usd:.2f}"]
+        cells += [duration(one.hours), f"{one.usd:.2f}"]
     return cells
+
+
+def duration(hours: float) -> str:
+    """Laptop: `2.5 h`, `12 min`, `40 s`."""
+    if hours >= 1:
+        return f"{hours:.1f} h"
+    return f"{60 * hours:.0f} min" if hours >= 1 / 60 else f"{3600 * hours:.0f} s"
 
 
 def as_json(advice: Advice) -> dict[str, Any]:

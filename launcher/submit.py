@@ -60,6 +60,7 @@ def run(
     request: Annotated[Path | None, Option(help="ray, sagemaker: write it, do not send")] = None,
     resume: Annotated[str | None, Option(help="auto, never, or a run or checkpoint")] = None,
     install: Annotated[bool, Option("--install", help="ray: pip install on the hosts")] = False,
+    dashboard: Annotated[bool, Option("--dashboard", help="local: Ray's, on 127.0.0.1")] = False,
 ) -> None:
     """Run a job from its YAML file, with single keys changed on the command line."""
     from launcher import commands
@@ -79,6 +80,7 @@ def run(
         request,
         install,
         resume,
+        dashboard,
     )
     if show_config:
         raise typer.Exit(commands.show(config, overrides or [], source_dir))

@@ -9,6 +9,7 @@ from stoker.schema import Config
 
 ONNX = {"onnx": "onnx>=1.19", "onnxscript": "onnxscript>=0.5", "onnxruntime": "onnxruntime>=1.22"}
 MLFLOW = {"mlflow": "mlflow-skinny>=3"}
+DASHBOARD = dict.fromkeys(("aiohttp_cors", "opencensus", "prometheus_client"), "ray[default]")
 
 
 def needed(config: Config) -> dict[str, dict[str, str]]:
@@ -22,6 +23,8 @@ def needed(config: Config) -> dict[str, dict[str, str]]:
         wanted["onnx"] = ONNX
     if config.tracking.mlflow.uri:
         wanted["mlflow"] = MLFLOW
+    if config.cluster.dashboard:
+        wanted["dashboard"] = DASHBOARD
     return wanted
 
 
@@ -36,12 +39,12 @@ def refuse_missing(config: Config) -> None:
     Raises:
         UsageError: one line per extra, with what to type.
     """
-    keys = {"onnx": "export: onnx", "mlflow": "tracking.mlflow.uri"}
+    keys = {"onnx": "export: onnx", "mlflow": "tracking.mlflow.uri", "dashboard": "cluster.dashboard"}
     problems = []
     for extra, modules in needed(config).items():
         absent = [line for module, line in modules.items() if importlib.util.find_spec(module) is None]
         if absent:
-            words = " ".join(f"'{line}'" for line in absent)
+            words = " ".join(f"'{line}'" for line in dict.fromkeys(absent))
             problems.append(f"{keys[extra]} needs packages that are not installed here: pip install {words}")
     if problems:
         raise UsageError(*problems)

@@ -151,6 +151,9 @@ class ClusterConfig(Section):
     object_store_mb: int | None = Field(
         None, ge=80, description="Ray object store per host; default: what /dev/shm allows"
     )
+    dashboard: bool = Field(
+        False, description="local runs: Ray's dashboard on 127.0.0.1, entered with the run's token"
+    )
 
 
 class CheckpointConfig(Section):

@@ -45,21 +45,22 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of one long run with everything in it, and of two side by side."""
+    """Of a long run with everything in it, one of one step, one that failed without a GPU, and of all."""
     folder = tmp_path_factory.mktemp("reports")
     lost = {"time": 14.0, "event": "host_lost", "host": "algo-3", "group": "cpu", "node": "n"}
     runs = [
         record(folder / "a", 10_000, epochs=12, hosts=6, extra=(lost,)),
         record(folder / "b", 1, epochs=1),
+        record(folder / "c", 60, hosts=1, gpu=False, status="failed"),
     ]
     for run in runs:
         write_report([run], run / "report.html")
-    write_report(runs, folder / "both.html")
+    write_report(runs, folder / "all.html")
     return folder
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("name", ["a/report.html", "b/report.html", "both.html"])
+@pytest.mark.parametrize("name", ["a/report.html", "b/report.html", "c/report.html", "all.html"])
 def test_every_figure_is_drawn(browser: Any, report: Path, view: str, name: str) -> None:
     width, scheme = VIEWS[view]
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)

@@ -102,6 +102,13 @@ class TestInputBound:
         assert "602 kB" in found.details[0]
         assert "ToDtype makes samples 4 times larger: move it to on_device()" in found.details[1]
 
+    def test_slow_storage_is_not_taken_for_a_slow_network(self) -> None:
+        """The run has found that its hosts' CPUs idle while blocks are waited for."""
+        found = judged(waits={"wait_production": 30.0, "wait_transfer": 5.0}, bottleneck="network")
+        assert found.binds == "network"
+        assert found.headline.endswith("what preprocesses waits itself, for the storage that it reads")
+        assert "bring the data nearer" in found.details[0] and "uint8" not in "".join(found.details)
+
     def test_cutting_batches(self) -> None:
         found = judged(waits={"wait_collate": 30.0})
         assert found.binds == "gpu_host_cpu"

@@ -123,7 +123,7 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
         "Runs side by side",
         "Throughput by cluster shape",
         "Time by cluster shape",
-        "Time and cost",
+        "Cost by cluster shape",
     ]
     assert "1 × gpu + 2 × cpu" in page.text
 

@@ -17,6 +17,7 @@ from stoker.bootstrap.lifeline import Ended, Lifeline
 from stoker.bootstrap.logs import say
 from stoker.bootstrap.raynode import ClusterError
 from stoker.bootstrap.topology import Topology, label
+from stoker.place import local_place
 from stoker.schema import Config
 
 TOKEN_FILE = ".ray-token"  # noqa: S105 - a name, not a secret
@@ -27,23 +28,35 @@ RAY_LOG = Path(tempfile.gettempdir()) / "stoker-ray.log"
 @contextmanager
 def local(config: Config) -> Iterator[None]:
     """Laptop: a Ray cluster of this machine alone, with a token of its own, gone at the end."""
-    set_environment(secrets.token_hex(32))
+    token = secrets.token_hex(32)
+    set_environment(token)
     # One machine is not preempted in part, so nobody needs to watch for that.
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     import ray
 
-    ray.init(
+    shown = config.cluster.dashboard
+    context = ray.init(
         address="local",
         num_cpus=config.cluster.cpus or os.cpu_count(),
-        include_dashboard=False,
+        include_dashboard=shown,
+        dashboard_host="127.0.0.1",
         log_to_driver=False,
         logging_level=logging.ERROR,
         object_store_memory=(config.cluster.object_store_mb or 0) * 2**20 or None,
         labels={"stoker.group": "local"},
     )
+    token_file = local_place().run_dir / TOKEN_FILE
     try:
+        if shown:
+            write_token(token_file, token)
+            print(
+                f"dashboard: http://{context.dashboard_url}  it asks for the run's token: cat {token_file}",
+                flush=True,
+            )
         yield
     finally:
+        if shown:
+            token_file.unlink(missing_ok=True)
         ray.shutdown()
 
 
@@ -85,6 +98,14 @@ def set_environment(token: str) -> None:
     # the tasks that ran on it with them.
     os.environ.setdefault("RAY_grpc_client_keepalive_time_ms", "15000")
     os.environ.setdefault("RAY_grpc_client_keepalive_timeout_ms", "8000")
+
+
+def write_token(file: Path, token: str) -> None:
+    """Laptop: where only this user can read it; a terminal's output is kept and passed on more easily."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as output:
+        output.write(token + "\n")
 
 
 def read_token(folder: Path) -> str:

@@ -80,6 +80,11 @@ def figure(text: float, unit: str = "") -> str:
     return f"{shown} {unit}".strip()
 
 
+def usd(amount: float) -> str:
+    """Dollars for people: with cents, or with as many digits as a small amount needs."""
+    return f"${amount:,.2f}" if amount >= 0.1 or amount == 0 else f"${figure(amount)}"
+
+
 def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Round values that cover low … high, `most` steps at the most."""
     if not high > low:

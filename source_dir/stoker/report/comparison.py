@@ -8,6 +8,7 @@ from stoker.report import charts
 from stoker.report.charts import Bar, figure
 from stoker.report.panels import Panel, Rows, panel
 from stoker.report.reading import RunData
+from stoker.tracking.summary import number
 
 
 def comparison(runs: Sequence[RunData]) -> list[Panel]:
@@ -33,8 +34,8 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
                 f"{summary.speed.input_wait_pct:.0f} %",
                 figure(summary.seconds, "s"),
                 "–" if best is None else figure(best),
-                "–" if usd is None else f"${figure(usd)}",
-                "–" if per is None else f"${figure(per)}",
+                "–" if usd is None else charts.usd(usd),
+                "–" if per is None else charts.usd(per),
             ]
         )
     heads = ["", "run", "hosts", "status", "samples/s", "wait", "time", "best", "cost", "per 1M"]
@@ -55,6 +56,17 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
     ]
     text = "; ".join(f"{b.name}: {figure(b.value, 's') if b.value else 'not measured'}" for b in time)
     found.append(panel("Time by cluster shape", charts.bars("Seconds by run", text, time, "s")))
+    costs = [
+        Bar(f"{a} · {shape_of(r.summary)}", number((r.summary.cost or {}).get("usd_per_million_samples")))
+        for a, r in zip(labels, runs, strict=True)
+    ]
+    if any(bar.value is not None for bar in costs):
+        text = "; ".join(
+            f"{b.name}: {'not known' if b.value is None else charts.usd(b.value)} per 1M samples"
+            for b in costs
+        )
+        svg = charts.bars("Dollars per million samples by run", text, costs, "$ per 1M samples")
+        found.append(panel("Cost by cluster shape", svg, caption="Estimated."))
     dots = [
         (label, run.summary.seconds / 60, float(run.summary.cost["usd"]))
         for label, run in zip(labels, runs, strict=True)

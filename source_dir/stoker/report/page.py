@@ -123,7 +123,7 @@ def key_figures(summary: Summary) -> list[Figure]:
         found.append(Figure("samples/s", charts.figure(speed.steady_samples_per_s), "without warm-up"))
         found.append(Figure("input wait", f"{speed.input_wait_pct:.0f} %", "of the training time"))
     if speed.step_ms_p50:
-        found.append(Figure("step", charts.figure(speed.step_ms_p50, "ms"), "median, without waiting"))
+        found.append(Figure("step", charts.figure(speed.step_ms_p50, "ms"), "median"))
     if summary.seconds:
         found.append(Figure("time", duration(summary.seconds), f"{summary.steps:,} steps"))
     if records.read:
@@ -133,8 +133,8 @@ def key_figures(summary: Summary) -> list[Figure]:
         per = number(summary.cost.get("usd_per_million_samples"))
         note = f"estimated, prices of {summary.cost.get('prices_as_of', '?')}"
         if per is not None:
-            note = f"${charts.figure(per)} per 1M samples; {note}"
-        found.append(Figure("cost", f"${charts.figure(summary.cost['usd'])}", note))
+            note = f"{charts.usd(per)} per 1M samples; {note}"
+        found.append(Figure("cost", charts.usd(summary.cost["usd"]), note))
     return found
 
 

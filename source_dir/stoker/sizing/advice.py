@@ -69,6 +69,8 @@ class _Facts:
     train_hosts: list[Host]
     cpu_hosts: list[Host]
     on_gpus: bool
+    reads_slowly: bool
+    """The wait is for blocks to be made, by hosts whose CPUs are not busy."""
     usd_per_hour_of: dict[str, float]
     """The prices that the run's own cost was computed with."""
     prices_as_of: str
@@ -117,6 +119,8 @@ def verdict(summary: Summary) -> Verdict:
 def _who_binds(facts: _Facts) -> str:
     if facts.binds == "cpu":
         return "the CPU hosts bind" if facts.cpu_hosts else "this host's CPUs bind"
+    if facts.reads_slowly:
+        return "what preprocesses waits itself, for the storage that it reads"
     return SIDES[facts.binds]
 
 
@@ -138,9 +142,15 @@ def _facts(summary: Summary) -> _Facts | None:
         train_hosts=trains,
         cpu_hosts=[h for h in hosts if h not in trains],
         on_gpus=any(h.gpus for h in trains),
+        reads_slowly=binds == "network" and _mostly_waits_for_production(summary),
         usd_per_hour_of=dict((summary.cost or {}).get("usd_per_hour_by_type") or {}),
         prices_as_of=str((summary.cost or {}).get("prices_as_of") or prices.PRICES_AS_OF),
     )
+
+
+def _mostly_waits_for_production(summary: Summary) -> bool:
+    waits = {name: summary.speed.step_terms_ms.get(name, 0.0) for name in _WAITS}
+    return waits["wait_production"] > 0 and max(waits, key=lambda name: waits[name]) == "wait_production"
 
 
 def _waiting(summary: Summary) -> tuple[float, Bottleneck] | None:
@@ -207,6 +217,11 @@ def _worth_it(facts: _Facts, kind: prices.Machine, count: int) -> list[str]:
 
 
 def _less_network(summary: Summary, facts: _Facts) -> list[str]:
+    if facts.reads_slowly:
+        return [
+            "faster CPUs would not help: bring the data nearer (a channel, a local disk), or put it into"
+            " fewer and larger files; more hosts help where the storage answers each of them as fast"
+        ]
     size = summary.speed.bytes_per_sample
     text = f"{size / 1000:,.0f} kB cross the network per sample; more CPU hosts would not help"
     sizes = [float(stage.get("bytes_out", 0)) for stage in summary.chain]

@@ -11,6 +11,8 @@ from stoker.sizing.candidates import Candidate, Measured, Wanted, shape_of
 from stoker.sizing.model import predict
 from stoker.sizing.prices import PriceList, machine
 
+AROUND = ("pack", "task")
+"""What is done with a sample besides the chain's own stages; no recipe can make it cheaper."""
 DEAR = 0.3
 """Share of the chain's CPU time from which on a stage is named."""
 GROWS, GROWS_AT_MOST = 3.5, 4.5
@@ -55,7 +57,7 @@ def _dearest(stages: list[dict[str, Any]], total: float) -> list[str]:
         name = family(str(stage["stage"]))
         costs[name] = costs.get(name, 0.0) + _ms(stage)
     name, cost = max(costs.items(), key=lambda item: item[1])
-    if cost < DEAR * total or len(costs) < 2:
+    if cost < DEAR * total or len(costs) < 2 or name in AROUND:
         return []
     count = sum(family(str(stage["stage"])) == name for stage in stages)
     several = f" in {count} stages" if count > 1 else ""

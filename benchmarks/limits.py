@@ -1,0 +1,227 @@
+"""Laptop: twelve shapes of a cluster: samples/s and what binds, as the limits model says and as measured.
+
+Chain and training sleep, so that more virtual CPUs fit here than the machine has; nodes, tasks, blocks,
+coordinator and feed are real. Network-bound shapes run as jobs on rehearsed hosts whose links a token bucket
+holds to their rate, all others in this process (benchmarks/sleeping.py). What binds is read off the waits of
+the steps, by the rule with which a run is judged.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from benchmarks import sleeping
+from benchmarks.harness import Measure
+from benchmarks.sleeping import CPU_HOST_USD, GPU_HOST_USD, HEAD_CPUS, HOST_CPUS, MAX_HOSTS, Case
+from stoker.data.steps import WAITS
+from stoker.sizing import model
+from stoker.sizing.nodes import ray_nodes
+from stoker.tracking.bottleneck import INPUT_BOUND_PCT
+
+ROOT = Path(__file__).resolve().parent.parent
+WITHIN = 0.10
+COST_WITHIN = 0.05
+WAITS_FOR: Mapping[str, model.Term] = {
+    "wait_production": "cpu",
+    "wait_transfer": "network",
+    "wait_collate": "receiver",
+    "host_to_device": "receiver",
+}
+PASS_S = 8.0
+"""What an epoch of a rehearsed job shall take."""
+
+
+@dataclass(frozen=True)
+class Linked:
+    """A rehearsed shape: every host behind a link of `link_mbps`."""
+
+    name: str
+    hosts: int
+    link_mbps: float
+    cpu_s: float
+    bytes_per_sample: int
+    host_cpus: int = 4
+    block_records: int = 32
+
+    @property
+    def work(self) -> model.Workload:
+        return model.Workload(self.cpu_s, 1e6, bytes_per_sample=self.bytes_per_sample)
+
+    @property
+    def shape(self) -> model.Shape:
+        link = self.link_mbps * 1e6 / 8
+        return model.Shape(
+            gpu_host_cpus=self.host_cpus,
+            reserved_cpus=self.host_cpus,  # data.preprocess_on: [cpu]
+            cpu_host_cpus=self.host_cpus,
+            cpu_hosts=self.hosts,
+            gpu_host_bytes_per_s=link,
+            cpu_host_bytes_per_s=link,
+            gpu_host_usd_per_hour=GPU_HOST_USD,
+            cpu_host_usd_per_hour=CPU_HOST_USD,
+        )
+
+
+SWEEP = [Case(f"{n} CPU hosts", n, cpu_s=0.05, gpu_samples_per_s=250) for n in range(MAX_HOSTS + 1)]
+"""CPU-bound first, GPU-bound at the end; all numbers of hosts are measured, so the best one is known."""
+RECEIVER = [
+    Case("2 CPU hosts, slow receiver", 2, cpu_s=0.03, serial_s=0.005),
+    Case("5 CPU hosts, slow receiver", 5, cpu_s=0.04, serial_s=0.004),
+]
+NETWORK = [
+    Linked("1 CPU host, 100 Mb/s, 151 kB", 1, 100, cpu_s=0.02, bytes_per_sample=150_528),
+    Linked("2 CPU hosts, 200 Mb/s, 151 kB", 2, 200, cpu_s=0.02, bytes_per_sample=150_528),
+    Linked("2 CPU hosts, 300 Mb/s, 602 kB", 2, 300, cpu_s=0.04, bytes_per_sample=602_112, block_records=16),
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape: the model's word and the measurement."""
+
+    case: Case | Linked
+    samples_per_s: float
+    binds: model.Term
+
+    @property
+    def predicted(self) -> model.Prediction:
+        return model.predict(self.case.work, self.case.shape)
+
+    @property
+    def ratio(self) -> float:
+        return self.samples_per_s / self.predicted.samples_per_s
+
+    @property
+    def right(self) -> bool:
+        """Within the tolerance, and for the reason that the model gives."""
+        return abs(self.ratio - 1) <= WITHIN and self.binds == self.predicted.binds
+
+    def line(self) -> str:
+        """As the table in docs/sizing.md."""
+        found = self.predicted
+        return (
+            f"| {self.case.name} | {found.samples_per_s:.1f} | {self.samples_per_s:.1f} | {self.ratio:.3f}"
+            f" | {found.binds} | {self.binds} |"
+        )
+
+
+def run() -> list[Measure]:
+    """The rows of this benchmark."""
+    print("| Shape | predicted | measured | ratio | binds: model | binds: run |\n|---|---|---|---|---|---|")
+    asleep = list(_said(slept()))
+    return measures([*asleep, *_said(map(rehearsed, NETWORK))])
+
+
+def _said(rows: Iterable[Row]) -> Iterator[Row]:
+    for row in rows:
+        print(row.line(), flush=True)
+        yield row
+
+
+def slept() -> Iterator[Row]:
+    """The shapes of this process, with one host more at a time."""
+    with ray_nodes(HEAD_CPUS) as nodes:
+        for count in range(MAX_HOSTS + 1):
+            if count:
+                nodes.add("cpu", HOST_CPUS)
+            sleeping.wake_all_slots(HEAD_CPUS + count * HOST_CPUS)
+            for case in [*SWEEP, *RECEIVER]:
+                if case.hosts == count:
+                    found = sleeping.measure(case)
+                    terms = {name: found.times[f"{name}_s"] for name in (*WAITS, "compute")}
+                    # While the first batch is awaited, the pipeline fills.
+                    terms["wait_production"] -= found.times["first_wait_s"]
+                    yield Row(case, found.samples_per_s, binding(terms))
+
+
+def rehearsed(case: Linked) -> Row:
+    """One job on rehearsed hosts, through the command line.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    expected = model.predict(case.work, case.shape).samples_per_s
+    blocks = max(round(expected * PASS_S / case.block_records), 2 * case.host_cpus * case.hosts)
+    job = {
+        "name": "limits",
+        "recipe": "asleep:Asleep",
+        "params": {
+            "records": blocks * case.block_records,
+            "cpu_s": case.cpu_s,
+            "bytes_per_sample": case.bytes_per_sample,
+        },
+        "data": {"preprocess_on": ["cpu"], "shuffle": False, "block_records": case.block_records},
+        # Of three passes the first one warms up and does not count.
+        "train": {"epochs": 3, "batch_size": case.block_records // 2},
+        "cluster": {"object_store_mb": 192},
+        "tracking": {"tensorboard": False},
+        "rehearsal": {
+            "hosts": f"gpu=1,cpu={case.hosts}",
+            "entry": "container",
+            "cpus": case.host_cpus,
+            "link_mbps": case.link_mbps,
+            "shm_mb": 256,
+            "timeout_s": 240,
+        },
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "job.yaml").write_text(yaml.safe_dump(job))
+        command = [sys.executable, str(ROOT / "launcher/submit.py"), "job.yaml", "--on", "rehearsal"]
+        command += ["--source-dir", str(ROOT / "benchmarks/recipes")]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            raise RuntimeError(f"{case.name}: {(done.stdout + done.stderr)[-2000:]}")
+        speed = json.loads((folder / "runs/latest/summary.json").read_text())["speed"]
+    return Row(case, speed["steady_samples_per_s"], binding(speed["step_terms_ms"]))
+
+
+def binding(terms: Mapping[str, float]) -> model.Term:
+    """What steps waited for most; the GPU where they hardly waited.
+
+    Args:
+        terms: time by STEP_TERMS, in any unit.
+    """
+    waits: dict[model.Term, float] = {}
+    for name, term in WAITS_FOR.items():
+        waits[term] = waits.get(term, 0.0) + terms[name]
+    if 100 * sum(waits.values()) < INPUT_BOUND_PCT * sum(terms.values()):
+        return "gpu"
+    return max(waits, key=lambda term: waits[term])
+
+
+def measures(rows: Iterable[Row]) -> list[Measure]:
+    """Each shape against the model, and what the model's number of hosts costs against the best one."""
+    found = list(rows)
+    table = [
+        Measure(
+            f"limits, {row.case.name}",
+            row.samples_per_s,
+            row.predicted.samples_per_s,
+            f"model: {row.predicted.binds} binds, run: {row.binds}",
+            row.ratio,
+            1 - WITHIN,
+            row.right,
+            "samples/s",
+        )
+        for row in found
+    ]
+    swept = [row for row in found if row.case in SWEEP]
+    cost = {row.case.hosts: row.case.shape.usd_per_hour / row.samples_per_s / 3600 * 1e6 for row in swept}
+    chosen = model.cheapest_count(SWEEP[0].work, SWEEP[0].shape, MAX_HOSTS)
+    best = min(cost, key=lambda count: cost[count])
+    ratio = cost[best] / cost[chosen]
+    name = f"limits, cost of the chosen n = {chosen}, best measured n = {best}"
+    met = ratio >= 1 - COST_WITHIN
+    return [
+        *table,
+        Measure(name, cost[chosen], cost[best], "brute force", ratio, 1 - COST_WITHIN, met, "$/1M samples"),
+    ]

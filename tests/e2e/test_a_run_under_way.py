@@ -1,0 +1,84 @@
+"""A run while it goes on: its verdict on the terminal, Ray's dashboard in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import requests
+from playwright.sync_api import sync_playwright
+
+ROOT = Path(__file__).resolve().parents[2]
+SUBMIT = str(ROOT / "launcher/submit.py")
+
+
+def wait_for(what: str, found: Callable[[], str], timeout_s: float = 90) -> str:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if text := found():
+            return text
+        time.sleep(0.5)
+    raise AssertionError(f"no {what} within {timeout_s:.0f} s")
+
+
+def test_status_judges_it_and_the_dashboard_opens_with_its_token_alone(tmp_path: Path) -> None:
+    """One job tells both. Its chain sleeps, as one that waits for slow storage does."""
+    (tmp_path / "job.yaml").write_text(
+        "name: slow\nrecipe: asleep:Asleep\n"
+        "params: {records: 100000, cpu_s: 0.1, bytes_per_sample: 100}\n"
+        "data: {block_records: 4}\ntrain: {batch_size: 4}\n"
+        "tracking: {log_every_steps: 2, tensorboard: false}\n"
+    )
+    recipes = ["--source-dir", str(ROOT / "benchmarks/recipes")]
+    command = [sys.executable, SUBMIT, "job.yaml", *recipes, "--dashboard"]
+    run = tmp_path / "runs/latest"
+
+    def status() -> str:
+        asked = [sys.executable, SUBMIT, "status", "runs/latest"]
+        return subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=60).stdout
+
+    screen = tmp_path / "screen"
+    with screen.open("w") as output:
+        job = subprocess.Popen(command, cwd=tmp_path, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        said = wait_for("dashboard", lambda: "".join(re.findall("dashboard: .*\n", screen.read_text())))
+        address, file = said.split()[1], said.split()[-1]
+        assert address.startswith("http://127.0.0.1:")
+        token = Path(file).read_text().strip()
+        assert stat.S_IMODE(Path(file).stat().st_mode) == 0o600
+        assert requests.get(f"{address}/nodes?view=summary", timeout=10).status_code == 401
+        nodes_shown(address, token)
+
+        # At first there is a stock, of what was made while the training started.
+        told = wait_for("verdict", lambda: "".join(re.findall(r"(?s).*input-bound: [5-9]\d %.*", status())))
+        assert job.poll() is None and told.startswith("running")
+        # The CPUs of this machine may be busy with something else.
+        assert re.search("for the storage that it reads|this host's CPUs bind", told), told
+        assert re.search(r"\d+ samples/s, input wait [4-9]\d %", told), told
+        assert json.loads((run / "summary.json").read_text())["status"] == "running"
+    finally:
+        job.terminate()
+        job.wait(timeout=60)
+    written = [screen, run / "config.yaml", *run.glob("logs/*")]
+    assert not any(token in path.read_text() for path in written)
+    assert not Path(file).exists(), "the token goes with the cluster"
+
+
+def nodes_shown(address: str, token: str) -> None:
+    """Ray's own page asks for the token and then shows this machine."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with sync_playwright() as player:
+        browser = player.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto(f"{address}/#/cluster")
+        page.get_by_placeholder("Enter your authentication token").fill(token)
+        page.get_by_role("button", name="Submit").click()
+        page.get_by_text("ALIVE").first.wait_for(timeout=30_000)
+        browser.close()

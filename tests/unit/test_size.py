@@ -1,0 +1,194 @@
+"""`submit.py size`: the table, the recommendation and its reasons, from given measurements."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded import record
+from typer.testing import CliRunner
+
+from launcher.submit import app
+from stoker.config import UsageError, load
+from stoker.sizing.advice_table import Advice, advise
+from stoker.sizing.candidates import Candidate, Measured, Wanted
+from stoker.sizing.prices import price_list
+
+BLURS = [{"stage": f"blur {i + 1}", "cpu_ms_per_sample": 10.4, "bytes_out": 150_528} for i in range(10)]
+POST = Measured(
+    cpu_s=0.105,
+    cpu_spread=0.06,
+    bytes_per_sample=150_528,
+    receive_s=0.00002,
+    other_s=0.0003,
+    serial_s=0.0001,
+    receive_spread=0.5,
+    gpu_samples_per_s={"A10G": 78.0},
+    stages=[{"stage": "RandomImage", "cpu_ms_per_sample": 1.0, "bytes_out": 150_528}, *BLURS],
+    samples=1_000_000,
+)
+"""Ten torchvision blurs at about 0.1 s per image, and a ViT whose GPU trains 2.05 times what 4 vCPUs feed
+(towardsdatascience.com, "Effective Load Balancing with Ray on Amazon SageMaker")."""
+ITS_HOSTS = Wanted(
+    ("ml.g5.xlarge",),
+    ("ml.c5.xlarge", "ml.c5.2xlarge", "ml.c5.4xlarge"),
+    configured=("ml.g5.xlarge", "ml.c5.4xlarge", 1),
+)
+
+
+def named(advice: Advice, hosts: str) -> Candidate:
+    return next(one for one in advice.table if one.hosts == hosts)
+
+
+class TestSyntheticVit:
+    """A published job: what its authors found, and what would have been better still."""
+
+    advice = advise(POST, ITS_HOSTS, price_list())
+    composed = advise(replace(POST, cpu_s=POST.cpu_s / 30), ITS_HOSTS, price_list())
+
+    def test_offloading_pays_as_they_found(self) -> None:
+        alone = named(self.advice, "1 × ml.g5.xlarge")
+        theirs = named(self.advice, "1 × ml.g5.xlarge + 1 × ml.c5.4xlarge")
+        assert alone.binds == "cpu" or alone.binds == "gpu_host_cpu"
+        assert theirs.samples_per_s > 2 * alone.samples_per_s
+        assert theirs.usd_per_million_samples < 0.77 * alone.usd_per_million_samples, "at least their 23 %"
+        assert theirs.binds == "gpu", "its 16 vCPUs are more than needed"
+
+    def test_a_smaller_cpu_host_is_the_better_buy(self) -> None:
+        best = self.advice.best
+        assert best is not None and best.cpu_hosts and best.cpu_type != "ml.c5.4xlarge"
+        theirs = named(self.advice, "1 × ml.g5.xlarge + 1 × ml.c5.4xlarge")
+        assert best.samples_per_s == theirs.samples_per_s == 78
+        assert best.usd_per_million_samples < 0.82 * theirs.usd_per_million_samples
+        (now,) = [line for line in self.advice.lines if line.startswith("configured now")]
+        assert "larger or more than needed" in now
+
+    def test_and_a_faster_chain_a_better_one_still(self) -> None:
+        (said,) = [line for line in self.advice.lines if "faster chain" in line]
+        assert "no CPU host would be needed" in said and "105.00" in said
+        assert any(line.startswith("blur takes 99 % of the chain") for line in self.advice.lines)
+        best = self.composed.best
+        assert best is not None and best.hosts == "1 × ml.g5.xlarge"
+        assert self.composed.lines[0].endswith("costs 14 % more per sample")
+        assert self.advice.best is not None
+        assert best.usd_per_million_samples < 0.8 * self.advice.best.usd_per_million_samples
+
+    def test_every_figure_says_how_sure_it_is_and_of_when_its_price_is(self) -> None:
+        alone = named(self.advice, "1 × ml.g5.xlarge")
+        assert alone.low == pytest.approx(alone.samples_per_s / 1.06)
+        assert alone.high == pytest.approx(alone.samples_per_s / 0.94)
+        assert alone.usd == pytest.approx(alone.usd_per_million_samples)
+        assert self.advice.notes[0].startswith("estimated, prices of 2026-11")
+
+    def test_a_vcpu_slower_than_a_core_here_needs_more_of_them(self) -> None:
+        half = advise(POST, replace(ITS_HOSTS, speed=0.5), price_list())
+        assert named(half, "1 × ml.g5.xlarge").samples_per_s == pytest.approx(
+            named(self.advice, "1 × ml.g5.xlarge").samples_per_s / 2
+        )
+
+
+def test_without_a_gpus_rate_capacities_and_no_recommendation() -> None:
+    advice = advise(replace(POST, gpu_samples_per_s={}), ITS_HOSTS, price_list())
+    assert advice.best is None and advice.lines[0].startswith("no recommendation")
+    rates = [one.samples_per_s for one in advice.table if one.cpu_type in (None, "ml.c5.xlarge")]
+    assert rates == sorted(rates) and len(rates) >= 4
+
+
+def test_what_could_move_to_the_gpu_and_what_could_be_cached() -> None:
+    stages: list[dict[str, Any]] = [
+        {"stage": "DecodeImage", "cpu_ms_per_sample": 3.0, "bytes_out": 562_000, "random": False},
+        {"stage": "RandomCrop", "cpu_ms_per_sample": 1.0, "bytes_out": 150_528, "random": True},
+        {"stage": "ToDtype", "cpu_ms_per_sample": 0.5, "bytes_out": 602_112, "random": False},
+    ]
+    lines = advise(replace(POST, stages=stages), ITS_HOSTS, price_list()).lines
+    assert any(line.startswith("DecodeImage takes 67 % of the chain") for line in lines)
+    assert any(line.startswith("ToDtype makes each sample 4 times larger") for line in lines)
+    assert any("data.cache keeps" in line and "562 kB" in line for line in lines) == (
+        "cache" in load(None, []).config.data.model_dump()
+    )
+
+
+JOB = """\
+# Flowers, at night.
+name: flowers  # the run's name
+train:
+  epochs: 4
+sagemaker:
+  # Chosen by hand.
+  gpu: {type: ml.g5.xlarge, count: 1}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A configuration with comments, beside a finished run of it."""
+    record(tmp_path / "run", 200)
+    file = tmp_path / "flowers.yaml"
+    file.write_text(JOB)
+    return file
+
+
+def size(job: Path, *arguments: str) -> Any:
+    given = ["size", str(job), "--from", str(job.parent / "run"), *arguments]
+    return CliRunner().invoke(app, given)
+
+
+def test_from_a_run_and_written_with_comments_kept(job: Path) -> None:
+    shown = size(job, "--gpu-samples-per-s", "A10G=3000", "--cpu", "ml.c5.xlarge", "--write")
+    assert shown.exit_code == 0, shown.output
+    assert "recommended: " in shown.output and "estimated, prices of" in shown.output
+    written = job.read_text()
+    for comment in ("# Flowers, at night.", "# the run's name", "# Chosen by hand."):
+        assert comment in written
+    settings = load(job).config.sagemaker
+    hosts = f"1 × {settings.gpu.type}"
+    if settings.cpu.type:
+        hosts += f" + {settings.cpu.count} × {settings.cpu.type}"
+    best = next(line for line in shown.output.splitlines() if "▶" in line)
+    assert " ".join(best.split()).startswith(f"▶ {hosts} "), best
+    assert load(job).config.train.epochs == 4
+
+
+def test_as_json_for_programs(job: Path) -> None:
+    told = json.loads(size(job, "--gpu-samples-per-s", "900", "--json").stdout)
+    assert told["measured"]["cpu_s"] == pytest.approx(0.0021), "the run's own chain: 0.2 + 1.1 + 0.8 ms"
+    assert told["measured"]["bytes_per_sample"] == 150_528
+    assert told["recommended"] in told["candidates"] and told["estimated"] is True
+    costs = [one["usd_per_million_samples"] for one in told["candidates"]]
+    assert costs == sorted(costs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu", "ml.g5.xlarg"], "--gpu ml.g5.xlarg: its vCPUs and network are not known here; did you"),
+        (["--cpu", "ml.g5.xlarge"], "--cpu ml.g5.xlarge: has a GPU"),
+        (["--gpu", "ml.c5.xlarge"], "--gpu ml.c5.xlarge: has no GPU"),
+        (["--gpu-samples-per-s", "many"], "--gpu-samples-per-s many: write samples per second"),
+        (["--gpu-samples-per-s", "B7=4"], "--gpu-samples-per-s B7=4: no GPU 'B7'; known: A100-40GB, A10G"),
+        (["--gpu-samples-per-s", "-1"], "--gpu-samples-per-s -1: write samples per second"),
+        (["--max-cpu-hosts", "-1"], "--max-cpu-hosts: at least 0 (got -1)"),
+        (["--cpu-speed", "0"], "--cpu-speed: between 0 and 10 (got 0.0)"),
+        (["--from", "nowhere"], "--from nowhere: no run lies there"),
+        (["train.epochs=0"], "train.epochs"),
+    ],
+)
+def test_wrong_requests_are_one_line_each(job: Path, arguments: list[str], said: str) -> None:
+    shown = size(job, *arguments)
+    assert isinstance(shown.exception, UsageError), shown.output
+    assert len(shown.exception.problems) == 1 and said in shown.exception.problems[0]
+
+
+def test_a_run_too_short_to_tell_is_refused(job: Path) -> None:
+    short = record(job.parent / "short", 4)
+    shown = size(job, "--from", str(short))
+    assert "too short to tell (4 steps; 10 are the least)" in str(shown.exception)
+
+
+def test_own_groups_are_not_overwritten(job: Path) -> None:
+    shown = size(job, "--write", "sagemaker.groups=[{name: gpu, type: ml.g5.xlarge}]")
+    assert "change them there by hand" in str(shown.exception)
+    assert job.read_text() == JOB
