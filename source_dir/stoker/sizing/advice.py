@@ -110,7 +110,7 @@ def verdict(summary: Summary) -> Verdict:
     head = f"input-bound: {percent} of each step waits for data; {_who_binds(facts)}"
     advice = {"cpu": _more_cpus, "network": _less_network, "gpu_host_cpu": _less_receiving}
     details = advice[facts.binds](summary, facts)
-    if facts.binds == "cpu" and details:
+    if facts.binds == "cpu" and details and "would bring" in details[0]:
         head += f"; {details[0]}"
         details = details[1:]
     return Verdict(head, facts.binds, [*details, *_dear_stage(summary, facts), *_cost(summary)])
@@ -179,7 +179,7 @@ def _more_cpus(summary: Summary, facts: _Facts) -> list[str]:
         return []
     if facts.busy < BUSY_CHAIN:
         return [
-            f"yet the CPUs spent only {100 * facts.busy:.0f} % of their time in the chain, so more of them"
+            f"the CPUs spent only {100 * facts.busy:.0f} % of their time in the chain, so more of them"
             " may not help: look for few or uneven blocks (data.block_records) and slow reading"
         ]
     # The observed rate already holds whatever share of the CPUs' time is lost between tasks.
