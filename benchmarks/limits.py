@@ -35,6 +35,8 @@ WAITS_FOR: Mapping[str, model.Term] = {
     "wait_collate": "receiver",
     "host_to_device": "receiver",
 }
+PAYLOAD = 1448 / 1514
+"""Bytes of data in a full TCP segment over those of its Ethernet frame, which the token bucket counts."""
 PASS_S = 8.0
 """What an epoch of a rehearsed job shall take."""
 
@@ -57,7 +59,7 @@ class Linked:
 
     @property
     def shape(self) -> model.Shape:
-        link = self.link_mbps * 1e6 / 8
+        link = self.link_mbps * 1e6 / 8 * PAYLOAD
         return model.Shape(
             gpu_host_cpus=self.host_cpus,
             reserved_cpus=self.host_cpus,  # data.preprocess_on: [cpu]
