@@ -16,7 +16,7 @@ Rows = list[list[str]]
 TERMS = {
     "compute": "compute on the device",
     "host_to_device": "copy to the device",
-    "wait_production": "wait: CPU hosts preprocess",
+    "wait_production": "wait: preprocessing",
     "wait_transfer": "wait: network",
     "wait_collate": "wait: batches are cut",
 }
