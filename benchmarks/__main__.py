@@ -7,7 +7,7 @@ import sys
 
 from benchmarks.harness import publish
 
-ALL = ("per_core", "start_up", "sleeping", "limits", "receiver", "checkpointing")
+ALL = ("per_core", "start_up", "sleeping", "limits", "receiver", "checkpointing", "cache")
 
 if __name__ == "__main__":
     chosen = sys.argv[1:] or ALL

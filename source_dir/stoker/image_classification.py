@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from stoker.config import UsageError
 from stoker.recipe import Recipe, Split
@@ -34,7 +34,21 @@ class ImageClassification(Recipe):
     augment: Literal["none", "flip", "crop"] = Field(
         "crop", description="training images: centre crop; that and flips; random resized crops and flips"
     )
+    reduce_to: int | None = Field(
+        None,
+        ge=8,
+        description="training images: reduce larger ones until their shorter side has so many pixels, before"
+        " anything random; less for data.cache to keep",
+    )
     color: Literal["RGB", "L"] = Field("RGB", description="RGB, or L for one grey channel")
+
+    @model_validator(mode="after")
+    def _crops_find_their_pixels(self) -> ImageClassification:
+        if self.reduce_to is not None and self.reduce_to < self.image_size:
+            raise ValueError(f"reduce_to must be at least image_size, {self.image_size}")
+        if self.reduce_to is not None and self.augment != "crop":
+            raise ValueError(f"reduce_to is for augment: crop; with {self.augment} images are resized anyway")
+        return self
 
     def read(self, split: Split) -> Any:
         from stoker.data.sources import read_any
@@ -60,12 +74,14 @@ class ImageClassification(Recipe):
     def preprocess(self, split: Split) -> list[Any]:
         from torchvision.transforms import v2
 
-        from stoker.data.transforms import CheckLabel, DecodeImage
+        from stoker.data.transforms import CheckLabel, DecodeImage, Reduce
 
         chain: list[Any] = [DecodeImage(self.color)]
         if self.num_classes:
             chain.append(CheckLabel(self.num_classes))
         if split == "train" and self.augment == "crop":
+            if self.reduce_to:
+                chain.append(Reduce(self.reduce_to))
             chain += [v2.RandomResizedCrop(self.image_size, antialias=True), v2.RandomHorizontalFlip()]
             return chain
         shorter = round(self.image_size * 256 / 224)

@@ -55,9 +55,28 @@ class DataConfig(Section):
         description="direct: train workers fetch rows from the hosts that made them; ray: whole blocks come"
         " through Ray's object store",
     )
+    cache: Literal["none", "memory", "disk"] = Field(
+        "none",
+        description="where hosts keep, across epochs, what the chain makes of a record before its first"
+        " random stage (decoded images, say): shared memory or a disk",
+    )
+    cache_gb: float | None = Field(
+        None, gt=0, description="most gigabytes kept on each host; null: half of what is free there"
+    )
+    cache_folder: str | None = Field(
+        None, description="with cache: disk, an absolute folder on each host; null: where Ray keeps its files"
+    )
     stall_timeout_s: float = Field(
         600, gt=0, description="fail when a train worker waits longer than this for its next batch"
     )
+
+    @model_validator(mode="after")
+    def _cache_is_whole(self) -> DataConfig:
+        if self.cache == "none" and self.cache_gb is not None:
+            raise ValueError("cache_gb needs cache, too: memory or disk")
+        if self.cache_folder is not None and (self.cache != "disk" or self.cache_folder[:1] != "/"):
+            raise ValueError("cache_folder needs cache: disk, and must be absolute")
+        return self
 
 
 class EarlyStoppingConfig(Section):

@@ -67,6 +67,13 @@ def test_a_preferred_host_is_taken_while_it_has_room() -> None:
     assert placement.choose(hungry=False, prefer="gone") == "a"
 
 
+def test_what_a_host_that_trains_has_does_not_call_it_while_enough_is_ready() -> None:
+    placement = placed(ChainHost("gpu", 4, trains=True), ChainHost("a", 4))
+    assert placement.choose(hungry=False, prefer="gpu") == "a"
+    assert placement.choose(hungry=True, prefer="gpu") == "gpu"
+    assert placed(ChainHost("gpu", 4, trains=True)).choose(hungry=False, prefer="gpu") == "gpu"
+
+
 @given(st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(0, 9), st.booleans())))
 def test_no_host_is_sent_more_than_it_has_room_for(shape: dict[str, tuple[int, bool]]) -> None:
     hosts = [ChainHost(node, slots, trains) for node, (slots, trains) in shape.items()]

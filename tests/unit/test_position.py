@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from stoker.config import UsageError
 from stoker.data.chain import BlockReport
 from stoker.data.images import ImageFolderSource
+from stoker.data.indexed import RangeSource, TorchSource
 from stoker.data.ledger import EpochBooks
 from stoker.data.position import Plan, Position, Trail, ranges
 from stoker.data.signals import OneTimeSignal, Pace, Signal
-from stoker.data.sources import BadRecord, RangeSource, TorchSource, record_id
+from stoker.data.sources import BadRecord, record_id
 from stoker.data.splitter import Splitter
 from stoker.data.streams import Stream
 

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stoker.data.cleaning import Cleaner
+from stoker.data.host_cache import CacheError, CacheSpec
 from stoker.data.rows import Server
 from stoker.data.serving import BlockServer, columns_of
 
@@ -22,9 +24,10 @@ ANSWER_S = 5.0
 class HostAgent:
     """CPU host: one per host and run, zero CPUs, an actor that lives as long as the coordinator."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, cache: CacheSpec | None = None) -> None:
         import ray
 
+        self._cleaner = clean_up(cache)
         self._address = ray.util.get_node_ip_address()
         self._server = BlockServer(self._address, secret)
         self._cpu = CpuMeter()
@@ -47,6 +50,14 @@ class HostAgent:
     def held(self) -> int:
         """How many blocks are held for train workers."""
         return self._server.held()
+
+
+def clean_up(cache: CacheSpec | None) -> Cleaner | None:
+    """Every host: let what the run keeps here vanish with this process."""
+    if cache is not None:
+        with contextlib.suppress(CacheError):  # the chain tasks of this host say it, where there are any
+            return Cleaner(cache.root())
+    return None
 
 
 class CpuMeter:
@@ -118,11 +129,18 @@ class Agents:
     Args:
         told: takes {node: percent} every few seconds.
         serve: other hosts serve their blocks to train workers.
+        cache: what hosts keep until the run ends.
     """
 
-    def __init__(self, told: Callable[[dict[str, float]], None], serve: bool = True) -> None:
+    def __init__(
+        self,
+        told: Callable[[dict[str, float]], None],
+        serve: bool = True,
+        cache: CacheSpec | None = None,
+    ) -> None:
         self.secret = secrets.token_bytes(32)
-        self._told, self._serve = told, serve
+        self._told, self._serve, self._cache = told, serve, cache
+        self._cleaner = clean_up(cache)
         self._lock = threading.Lock()
         self._servers: dict[str, Server] = {}
         threading.Thread(target=self._watch, name="hosts", daemon=True).start()
@@ -157,7 +175,7 @@ class Agents:
         import ray
 
         options = {"num_cpus": 0, "max_concurrency": 8, "label_selector": {ray._raylet.RAY_NODE_ID_KEY: node}}
-        return ray.remote(HostAgent).options(**options).remote(self.secret)
+        return ray.remote(HostAgent).options(**options).remote(self.secret, self._cache)
 
     def _ready(self, agents: dict[str, Any]) -> list[str]:
         with self._lock:

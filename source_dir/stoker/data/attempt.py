@@ -8,6 +8,7 @@ from typing import Any
 
 from stoker.data.chain import BlockReport
 from stoker.data.dispatch import Dispatcher
+from stoker.data.keeping import Keeping
 from stoker.data.ledger import ChainBooks, DataError, EpochBooks, explain
 from stoker.data.pipeline import Passes
 from stoker.data.placement import ChainHost
@@ -33,6 +34,7 @@ class Attempt:
         changed: the coordinator's lock.
         chain: takes what the chain costs, by split.
         event: takes (event, values).
+        keeping: what hosts keep across epochs; None: nothing.
     """
 
     def __init__(
@@ -45,9 +47,10 @@ class Attempt:
         changed: threading.Condition,
         chain: dict[str, ChainBooks],
         event: Callable[..., None],
+        keeping: Keeping | None = None,
     ) -> None:
         self.number, self.workers, self.passes, self.totals = number, workers, passes, totals
-        self.changed, self.chain, self.event = changed, chain, event
+        self.changed, self.chain, self.event, self.keeping = changed, chain, event, keeping
         self.failure = ""
         self.replaced = False
         """Whether a later attempt has begun."""
@@ -105,6 +108,11 @@ class Attempt:
         except DataError as error:
             self.fail(str(error))
             return
+        if self.keeping is not None:
+            figures = self.keeping.settle(stream.books.split, stream.books.epoch)
+            self.event("cache", **figures)
+            if line := self.keeping.lacking(figures):
+                self.event("note", text=line)
         del self.streams[stream.books.split, stream.books.epoch]
         self._open()
 
@@ -125,6 +133,7 @@ class Attempt:
             over=lambda: self.over,
             hosts=hosts,
             budget_bytes=buffer_bytes,
+            keeping=self.keeping,
         )
         threads = [("pieces", dispatcher.run)]
         if not all(map(self.passes.has_pieces, self.totals)):
@@ -163,6 +172,8 @@ class Attempt:
         if not stream.reported(block, report):
             return
         self.chain[split].take(report, node)
+        if self.keeping is not None:
+            self.keeping.take(split, epoch, report, node)
         for bad in report.bad:
             self.event("quarantined", split=split, epoch=epoch, key=bad.key, reason=bad.reason)
         if stream.total is not None:

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.data.fusion import fuse
+from stoker.data.host_cache import KeptRecord
 from stoker.data.picture import is_hwc
 from stoker.data.sources import BadRecord, Record, record_id
 from stoker.data.stages import Stage
@@ -57,38 +58,68 @@ class BlockReport:
     bytes_out: int = 0
     costs: dict[str, StageCost] = field(default_factory=dict)
     dropped_columns: list[str] = field(default_factory=list)
+    found: int = 0
+    """Records that came from the host's cache."""
+    kept: int = 0
+    """Records that went into it."""
+    kept_bytes: int = 0
+
+
+class Segment(NamedTuple):
+    """CPU task: neighbouring stages of one kind, as they are executed."""
+
+    number: int
+    """Seeds what they draw; the same whether the stages before them are kept or not."""
+    stages: list[Stage]
+    is_prefix: bool = False
+    """Whether what they give is kept across epochs."""
 
 
 class Chain:
     """Head and CPU task: the stages of one split with the job's seed."""
 
-    def __init__(self, stages: list[Stage], seed: int, with_keys: bool = False) -> None:
+    def __init__(self, stages: list[Stage], seed: int, with_keys: bool = False, prefix: int = 0) -> None:
         self.stages = stages
         self.seed = seed
         self.with_keys = with_keys
+        self.prefix = prefix
+        """How many stages at the beginning give what is kept across epochs; they are executed apart from
+        the others, so that a record is the same whether it was kept or not."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """CPU task: unpickling imports what the transforms need, before the first record is timed."""
         self.__dict__.update(state)
         for segment in self._segments:
-            for stage in segment:
+            for stage in segment.stages:
                 prepare = getattr(stage.apply, "prepare", None)
                 if prepare:
                     prepare()
 
-    def run(self, records: Iterable[Record | BadRecord], epoch: int) -> tuple[dict[str, Any], BlockReport]:
+    def run(
+        self,
+        records: Iterable[Record | BadRecord],
+        epoch: int,
+        keep: Callable[[Record], int] | None = None,
+    ) -> tuple[dict[str, Any], BlockReport]:
         """CPU task: records → columns, and the report of the block.
+
+        Args:
+            records: a KeptRecord among them has passed the prefix before.
+            epoch: seeds what the stages draw.
+            keep: takes each record that has passed the prefix now; the bytes that it has kept.
 
         Raises:
             ChainError: a batch stage raised, lost records, or the records do not fit together.
         """
         report = BlockReport(costs={"read": StageCost()})
         good = self._take(records, report)
-        for segment, stages in enumerate(self._segments):
-            if stages[0].per == "record":
-                good = list(self._per_record(good, stages, epoch, segment, report))
+        for segment in self._segments:
+            if segment.stages[0].per == "record":
+                good = list(self._per_record(good, segment, epoch, report))
+                if segment.is_prefix and keep is not None:
+                    _keep(good, keep, report)
             elif good:
-                for stage in stages:
+                for stage in segment.stages:
                     good = self._per_batch(good, stage, report)
         columns = pack(good, report, self.with_keys) if good else {}
         report.rows = len(good)
@@ -106,26 +137,39 @@ class Chain:
                 report.id_sum += record_id(record["key"])
                 good.append(record)
         report.costs["read"].cpu_s += time.thread_time() - started
-        if good:
-            report.costs["read"].bytes_out = _size(good[0]) * len(good)
+        report.found = sum(type(record) is KeptRecord for record in good)
+        first = next((record for record in good if type(record) is not KeptRecord), None)
+        if first:
+            report.costs["read"].bytes_out = _size(first) * (len(good) - report.found)
         return good
 
     @cached_property
-    def _segments(self) -> list[list[Stage]]:
+    def _segments(self) -> list[Segment]:
         """Runs of neighbouring stages of one kind, fused: record stages go record by record."""
-        runs = [list(run) for _, run in groupby(self.stages, key=lambda stage: stage.per)]
-        return [fuse(run) if run[0].per == "record" else run for run in runs]
+        segments = []
+        for number, (per, run) in enumerate(groupby(self.stages, key=lambda stage: stage.per)):
+            stages = list(run)
+            prefix = self.prefix if number == 0 else 0
+            for part, is_prefix in ((stages[:prefix], True), (stages[prefix:], False)):
+                if part:
+                    segments.append(Segment(number, fuse(part) if per == "record" else part, is_prefix))
+        return segments
 
     def _per_record(
-        self, records: list[Record], stages: list[Stage], epoch: int, segment: int, report: BlockReport
+        self, records: list[Record], segment: Segment, epoch: int, report: BlockReport
     ) -> Iterator[Record]:
+        stages = segment.stages
         generator = _generators(stages)
         costs = [report.costs.setdefault(stage.name, StageCost()) for stage in stages]
         clock = time.thread_time
-        for position, record in enumerate(records):
+        sized = False
+        for record in records:
+            if segment.is_prefix and type(record) is KeptRecord:
+                yield record
+                continue
             key = record["key"]
             # Where a record is processed must not change it, so every record brings its own seed.
-            rng = generator(f"{self.seed}/{epoch}/{segment}/{key}")
+            rng = generator(f"{self.seed}/{epoch}/{segment.number}/{key}")
             before = clock()
             stage = stages[0]
             try:
@@ -134,13 +178,14 @@ class Chain:
                     now = clock()
                     cost.cpu_s += now - before
                     before = now
-                    if position == 0:
+                    if not sized:
                         cost.bytes_out += _size(record) * len(records)
             except Exception as error:
                 name = getattr(error, "stage", stage.name)
                 text = " ".join(str(error).split())[:300]
                 _quarantine(report, BadRecord(key, f"{name}: {type(error).__name__}: {text}"))
                 continue
+            sized = True
             record["key"] = key
             yield record
 
@@ -205,6 +250,17 @@ def pack(records: list[Record], report: BlockReport, with_keys: bool) -> dict[st
     if with_keys:
         columns[KEY_COLUMN] = np.array([r["key"] for r in records], dtype=object)
     return columns
+
+
+def _keep(records: list[Record], keep: Callable[[Record], int], report: BlockReport) -> None:
+    started = time.thread_time()
+    for record in records:
+        if type(record) is not KeptRecord:
+            size = keep(record)
+            report.kept += size > 0
+            report.kept_bytes += size
+    if report.kept:
+        report.costs.setdefault("keep", StageCost()).cpu_s += time.thread_time() - started
 
 
 def _as_columns(out: Any) -> dict[str, Any] | None:

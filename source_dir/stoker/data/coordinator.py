@@ -17,6 +17,7 @@ from stoker.config import UsageError
 from stoker.data.agents import Agents
 from stoker.data.attempt import Attempt
 from stoker.data.chain import BlockReport
+from stoker.data.keeping import Keeping
 from stoker.data.ledger import ChainBooks
 from stoker.data.pipeline import Passes
 from stoker.data.placement import ChainHost
@@ -48,7 +49,10 @@ class Coordinator:
         self.events: list[dict[str, Any]] = []
         self.training: dict[int, str] = {}
         """Node of each rank."""
-        self.agents = Agents(lambda used: self.log("host_cpu", {"hosts": used}), serve=direct)
+        self.keeping = Keeping(passes.cache.kind) if passes.cache else None
+        self.agents = Agents(
+            lambda used: self.log("host_cpu", {"hosts": used}), serve=direct, cache=passes.cache
+        )
 
     def servers(self) -> tuple[bytes, dict[str, Server]]:
         """Train worker's call: the secret of this run's block connections, and who serves, by node."""
@@ -93,7 +97,15 @@ class Coordinator:
             except UsageError as error:
                 problem = str(error)
             self.attempt = Attempt(
-                attempt, workers, self.passes, self.totals, start, self.changed, self.chain, self._event
+                attempt,
+                workers,
+                self.passes,
+                self.totals,
+                start,
+                self.changed,
+                self.chain,
+                self._event,
+                self.keeping,
             )
             if self.stop_reason:
                 self.attempt.stop.request(self.attempt.pace)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.data.chain import BlockReport
+from stoker.data.keeping import Keeping
 from stoker.data.ledger import DataError
 from stoker.data.pipeline import MAX_TASK_RETRIES, Passes, pack_work
 from stoker.data.placement import ChainHost, Placement
@@ -85,6 +86,7 @@ class Dispatcher:
         over: whether this attempt has ended.
         hosts: the hosts that preprocess.
         budget_bytes: of blocks that are ready; beyond two steps nothing more is made then.
+        keeping: which host keeps what across epochs; None: none does.
     """
 
     def __init__(
@@ -97,8 +99,9 @@ class Dispatcher:
         over: Callable[[], bool],
         hosts: Callable[[], list[ChainHost]],
         budget_bytes: int,
+        keeping: Keeping | None = None,
     ) -> None:
-        self.passes, self.changed, self.streams = passes, changed, streams
+        self.passes, self.changed, self.streams, self.keeping = passes, changed, streams, keeping
         self.deliver, self.produced = deliver, produced
         self.over, self.hosts, self.budget_bytes = over, hosts, budget_bytes
         self.exact = passes.config.data.order == "exact"
@@ -155,12 +158,18 @@ class Dispatcher:
             return
         self._look_at = time.monotonic() + LOOK_FOR_HOSTS_S
         self.placement.update(self.hosts())
+        if self.keeping is not None:
+            self.keeping.hosts_are(self.placement.hosts)
         if self.placement.hosts:
             self._seen_hosts = time.monotonic()
-        elif time.monotonic() - self._seen_hosts > NO_HOST_DEADLINE_S:
-            raise DataError(
-                f"no host that may preprocess for {NO_HOST_DEADLINE_S:.0f} s (data.preprocess_on, CPUs)"
-            )
+            return
+        # One that was lost may come back; without its group another does not take its place.
+        data = self.passes.config.data
+        deadline = min(NO_HOST_DEADLINE_S, data.stall_timeout_s)
+        if time.monotonic() - self._seen_hosts > deadline:
+            groups = ", ".join(data.preprocess_on)
+            which = f"data.preprocess_on names {groups} alone" if groups else "none offers CPUs to Ray"
+            raise DataError(f"no host that may preprocess for {deadline:.0f} s: {which}")
 
     def _send(self) -> None:
         """Send tasks while hosts have room and data is wanted, one pass after the other."""
@@ -168,10 +177,17 @@ class Dispatcher:
             if not line.listed():
                 return
             while line.work:
-                node = self.placement.choose(self._hungry()) if self._wanted(line) else ""
+                node = self._host_for(line.plan.split, line.work) if self._wanted(line) else ""
                 if not node:
                     return
                 self._start(line, line.work, node)
+
+    def _host_for(self, split: str, work: deque[tuple[int, Piece, int]]) -> str:
+        """Where the next task of a pass goes: to a host that keeps something of what comes next."""
+        keeper = ""
+        if self.keeping is not None:
+            keeper = self.keeping.next_keeper(split, work, self.placement.has_room, self.exact)
+        return self.placement.choose(self._hungry(), keeper)
 
     def _wanted(self, line: Line) -> bool:
         stream = line.stream
@@ -192,10 +208,17 @@ class Dispatcher:
         split = line.plan.split
         count = self._pieces_per_task(split, len(work))
         per_report = min(count, max(1, int(REPORT_S / self.piece_s.get(split, REPORT_S))))
-        pieces = [work.popleft() for _ in range(count)]
+        pieces, store = [], []
+        for _ in range(count):
+            if self.keeping is None:
+                piece, keep = work.popleft(), False
+            else:
+                piece, keep = self.keeping.pick(split, work, node, ordered=self.exact)
+            pieces.append(piece)
+            store.append(keep)
         key, setup = self._setup(split)
         task_of = self._remote(node, split)
-        generator = task_of.remote(key, setup, line.plan, pack_work(pieces), per_report)
+        generator = task_of.remote(key, setup, line.plan, pack_work(pieces, store), per_report)
         task = Running(generator, line, node, count, per_report)
         self._by_generator[generator] = task
         line.running.append(task)
@@ -273,6 +296,8 @@ class Dispatcher:
         import ray
 
         reports: Reports = ray.get(reference)
+        if self.keeping is not None:
+            self.keeping.used(reports.node, reports.usage)
         for report in reports.blocks:
             block = task.blocks.popleft()
             task.seconds += report.seconds

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from stoker.config import UsageError
 from stoker.data.filesystems import filesystem_of, list_files
-from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source, digest
+from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source, cut_indices, digest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,11 +52,17 @@ class ImageFolderSource(Source):
         return digest(self.files, self.bytes)
 
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
-        files = self.files
-        if order is not None:
-            files = [files[i] for i in order.permutation(len(files))]
-        parts = (tuple(files[i : i + records]) for i in range(0, len(files), records))
-        return [Piece(self.root, rows=len(part), items=part) for part in parts]
+        return self.pieces_at_home(records, order, 0)
+
+    def pieces_at_home(self, records: int, order: np.random.Generator | None, homes: int) -> list[Piece]:
+        cut = cut_indices(len(self.files), records, order, homes)
+        return [
+            Piece(self.root, rows=p.rows, items=tuple(self.files[i] for i in p.items), home=p.home)
+            for p in cut
+        ]
+
+    def listing(self, piece: Piece) -> list[tuple[str, Piece]]:
+        return [(item[0], Piece(piece.path, items=(item,))) for item in piece.items]
 
     def for_tasks(self) -> ImageFolderSource:
         light = copy.copy(self)

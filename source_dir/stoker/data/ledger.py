@@ -8,6 +8,7 @@ from typing import Any
 
 from stoker.config import UsageError
 from stoker.data.chain import BlockReport, ChainError, StageCost
+from stoker.data.host_cache import CacheError
 from stoker.data.position import CarriedBooks
 from stoker.data.sources import ID_MODULUS as ID_MODULUS
 from stoker.data.sources import BadRecord
@@ -15,6 +16,10 @@ from stoker.data.sources import BadRecord
 
 class DataError(RuntimeError):
     """Head and train worker: the data of this run cannot be trusted or no longer comes."""
+
+
+STATED = (CacheError, ChainError, DataError, UsageError)
+"""Errors whose text is the line that people are to read."""
 
 
 @dataclass
@@ -159,9 +164,9 @@ def explain(error: BaseException) -> str:
             break
         seen.add(id(below))
         cause = below
-        if isinstance(cause, ChainError | DataError | UsageError):
+        if isinstance(cause, STATED):
             break
-    if isinstance(cause, ChainError | DataError | UsageError):
+    if isinstance(cause, STATED):
         return str(cause).splitlines()[0]
     from stoker.recipe import where_raised
 

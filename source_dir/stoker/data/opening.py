@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from stoker.bootstrap.topology import label
 from stoker.config import Resolved, UsageError
+from stoker.data.caching import key_of, prefix_length, refuse_nothing_to_keep
 from stoker.data.coordinator import Coordinator
+from stoker.data.host_cache import CacheSpec
 from stoker.data.pipeline import GROUP_LABEL, Passes
 from stoker.data.placement import ChainHost, chain_hosts
 from stoker.data.position import Position
@@ -69,8 +72,41 @@ def open_data(config: Config) -> Data:
         data.sources[split] = source
         data.totals[split] = source.count() if isinstance(source, Source) else None
         stages = as_stages(from_recipe(recipe, "preprocess", split))
-        data.chains[split] = Chain(stages, config.seed, config.tracking.record_ids)
+        prefix = 0
+        if keeps(config) and isinstance(source, Source):
+            prefix = prefix_length(stages)
+        data.chains[split] = Chain(stages, config.seed, config.tracking.record_ids, prefix)
+    if keeps(config):
+        refuse_uncacheable(config.recipe, data)
     return data
+
+
+def keeps(config: Config) -> bool:
+    """Head: whether hosts keep records: in a run of one pass nothing is read twice."""
+    return config.data.cache != "none" and config.train.epochs > 1
+
+
+def cache_note(config: Config) -> str:
+    """Head: a line where the cache that was asked for does nothing; else empty."""
+    if config.data.cache != "none" and not keeps(config):
+        return f"data.cache: {config.data.cache} keeps nothing in a run of one epoch"
+    return ""
+
+
+def refuse_uncacheable(recipe: str, data: Data) -> None:
+    """Head: refuse a cache that could never hold anything of the training records.
+
+    Raises:
+        UsageError: they come through Ray Data, or the first stage of their chain is random.
+    """
+    from stoker.data.sources import Source
+
+    if not isinstance(data.sources["train"], Source):
+        raise UsageError(
+            f"data.cache: {recipe}.read('train') returned a ray.data.Dataset, which Ray Data executes; set"
+            " it to none, or return one of stoker.data.sources"
+        )
+    refuse_nothing_to_keep(data.chains["train"].stages)
 
 
 def from_recipe(recipe: Recipe, method: str, *arguments: str) -> Any:
@@ -112,7 +148,12 @@ def start_coordinator(
     import ray
 
     chains = {split: ray.cloudpickle.dumps(chain) for split, chain in data.chains.items()}
-    passes = Passes(config, data.sources, chains)
+    kept = {
+        split: key_of(data.sources[split], chain.stages[: chain.prefix])
+        for split, chain in data.chains.items()
+        if chain.prefix
+    }
+    passes = Passes(config, data.sources, chains, _cache(config) if kept else None, kept)
     source = data.sources["train"]
     fingerprint = source.fingerprint() if passes.has_pieces("train") else type(source).__name__
     if position is not None:
@@ -134,6 +175,14 @@ def start_coordinator(
     )
     coordinator.begin.remote(coordinator, 0, workers, first_epoch, position)
     return coordinator
+
+
+def _cache(config: Config) -> CacheSpec | None:
+    data = config.data
+    if data.cache == "none":
+        return None
+    most = None if data.cache_gb is None else int(data.cache_gb * 1e9)
+    return CacheSpec(data.cache, secrets.token_hex(6), most, data.cache_folder)
 
 
 class Hosts:

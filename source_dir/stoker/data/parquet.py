@@ -215,11 +215,16 @@ class ParquetSource(Source):
                 part.append(group)
                 if sum(g.rows for g in part) >= records or group is footer.groups[-1]:
                     rows = None if self.filters else sum(g.rows for g in part)
-                    pieces.append(Piece(path, part[0].number, part[-1].number + 1, rows, tuple(part)))
+                    first, last = part[0].number, part[-1].number
+                    home = f"{path}:{first}"
+                    pieces.append(Piece(path, first, last + 1, rows, tuple(part), home))
                     part = []
         if order is not None:
             pieces = [pieces[i] for i in order.permutation(len(pieces))]
         return pieces
+
+    def arrangement(self, count: int, order: np.random.Generator | None) -> list[int]:
+        return list(range(count)) if order is None else order.permutation(count).tolist()
 
     def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         import numpy as np
@@ -235,8 +240,7 @@ class ParquetSource(Source):
         columns = {column: _values(table[column]) for column in table.column_names}
         added = {c: v for c, v in constants.items() if self.columns is None or c in self.columns}
         in_file = np.concatenate([np.arange(g.first_row, g.first_row + g.rows) for g in groups])
-        rows = kept if order is None else order.permutation(kept)
-        for row in rows.tolist():
+        for row in kept[self.arrangement(len(kept), order)].tolist():
             # A row's number in its file is its identity, whatever the filters leave out.
             record = {"key": f"{name}:{in_file[row]}", **added}
             try:

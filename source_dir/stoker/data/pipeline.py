@@ -7,6 +7,8 @@ from collections import deque
 from typing import Any
 
 from stoker.bootstrap.topology import label
+from stoker.data.caching import homes_of
+from stoker.data.host_cache import CacheSpec
 from stoker.data.position import Plan, Position
 from stoker.data.sources import Piece, Source
 from stoker.data.tasks import EpochPlan, RowsTask, Setup, Work, order_of
@@ -20,8 +22,18 @@ MAX_TASK_RETRIES = 4
 class Passes:
     """Head: (split, epoch) → its plan, and its pieces or its Ray Data execution."""
 
-    def __init__(self, config: Config, sources: dict[str, Any], chains: dict[str, bytes]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        sources: dict[str, Any],
+        chains: dict[str, bytes],
+        cache: CacheSpec | None = None,
+        kept: dict[str, str] | None = None,
+    ) -> None:
         self.config, self.sources, self.chains = config, sources, chains
+        self.cache = cache
+        self.kept = kept or {}
+        """Splits whose records hosts keep across epochs → what names the results that they keep."""
 
     def identity(self, fingerprint: str) -> Plan:
         """What fixes the order of the training records of an epoch."""
@@ -32,7 +44,13 @@ class Passes:
             order=data.order,
             block_records=data.block_records,
             fingerprint=fingerprint,
+            homes=self._homes("train"),
         )
+
+    def _homes(self, split: str) -> int:
+        if split not in self.kept:
+            return 0
+        return homes_of(self.sources[split].count(), self.config.data.block_records)
 
     def has_pieces(self, split: str) -> bool:
         """Whether a split is read by our own tasks; a `ray.data.Dataset` is executed by Ray Data."""
@@ -40,7 +58,8 @@ class Passes:
 
     def setup(self, split: str) -> Setup:
         """What the chain tasks of a split share."""
-        return Setup(self.sources[split].for_tasks(), self.chains[split])
+        cache = self.cache if split in self.kept else None
+        return Setup(self.sources[split].for_tasks(), self.chains[split], cache, self.kept.get(split, ""))
 
     def plan(self, split: str, epoch: int, start: Position | None) -> EpochPlan:
         """What makes a pass what it is."""
@@ -53,13 +72,15 @@ class Passes:
             shuffle=config.shuffle and split == "train",
             # An epoch that goes on is cut as it was when it began.
             block_records=start.plan.block_records if start else config.block_records,
+            homes=start.plan.homes if start else self._homes(split),
         )
 
     def pieces(self, plan: EpochPlan, start: Position | None) -> deque[tuple[int, Piece, int]]:
         """(number, piece, groups to skip) of what is left of a pass, in its order."""
         order = order_of(plan.seed, plan.epoch) if plan.shuffle else None
         left: deque[tuple[int, Piece, int]] = deque()
-        for number, piece in enumerate(self.sources[plan.split].pieces(plan.block_records, order)):
+        source = self.sources[plan.split]
+        for number, piece in enumerate(source.pieces_at_home(plan.block_records, order, plan.homes)):
             begun = start.begun(number) if start else (0, 0)
             if begun is not None:
                 left.append((number, piece, begun[0]))
@@ -84,9 +105,12 @@ class Passes:
         return source.map_batches(task.of_rows, batch_size=plan.block_records, **options)
 
 
-def pack_work(pieces: list[tuple[int, Piece, int]]) -> list[Work]:
-    """Head: pieces as a chain task takes them."""
-    return [Work(number, pickle.dumps(piece), skip) for number, piece, skip in pieces]
+def pack_work(pieces: list[tuple[int, Piece, int]], store: list[bool]) -> list[Work]:
+    """Head: pieces as a chain task takes them, and whether its host keeps their records."""
+    return [
+        Work(number, pickle.dumps(piece), skip, keep)
+        for (number, piece, skip), keep in zip(pieces, store, strict=True)
+    ]
 
 
 def configure_ray_data(exact: bool) -> None:

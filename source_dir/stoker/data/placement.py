@@ -47,17 +47,22 @@ class Placement:
         """Chain tasks that run at once on all hosts."""
         return sum(host.slots for host in self.hosts.values())
 
+    def has_room(self, node: str) -> bool:
+        """Whether a host can be sent a task."""
+        host = self.hosts.get(node)
+        return host is not None and self.sent[node] < host.room
+
     def choose(self, hungry: bool, prefer: str = "") -> str:
         """Where the next task goes; empty while there is no room for it.
 
         Args:
             hungry: so little data is ready that the hosts that train shall help.
-            prefer: a host that has something of the task's already; it is taken while it has room.
+            prefer: a host that has something of the task's already; it is taken while it has room, unless
+                it trains and enough is ready.
         """
-        preferred = self.hosts.get(prefer)
-        if preferred is not None and self.sent[prefer] < preferred.room:
-            return prefer
         helpers = any(not host.trains for host in self.hosts.values())
+        if self.has_room(prefer) and (hungry or not (self.hosts[prefer].trains and helpers)):
+            return prefer
         first = [h for h in self.hosts.values() if not (h.trains and helpers)]
         spare = [h for h in self.hosts.values() if h.trains and helpers] if hungry else []
         for hosts in (first, spare):

@@ -40,6 +40,8 @@ class Plan(BaseModel):
     order: str
     block_records: int
     fingerprint: str
+    homes: int = 0
+    """Into how many parts the records are divided, each of which is permuted by itself."""
 
 
 class Position(BaseModel):

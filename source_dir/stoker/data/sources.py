@@ -50,6 +50,9 @@ class Piece:
     rows: int | None = None
     """How many records it holds, where that is known without reading it."""
     items: tuple[Any, ...] = ()
+    home: str = ""
+    """Records of pieces with one home come from the same part of the data in every epoch, so what a host
+    keeps of them it finds again; empty: they come from anywhere."""
 
 
 class Source(ABC):
@@ -65,6 +68,19 @@ class Source(ABC):
     @abstractmethod
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
         """Head: the split cut into pieces of about `records` records, permuted by `order`."""
+
+    def pieces_at_home(self, records: int, order: np.random.Generator | None, homes: int) -> list[Piece]:
+        """Head: as `pieces`, permuted only within `homes` parts of the data, which are the same in every
+        epoch. Sources whose pieces are the same in every epoch anyway ignore `homes`."""
+        return self.pieces(records, order)
+
+    def listing(self, piece: Piece) -> list[tuple[str, Piece]] | None:
+        """CPU task: key and piece of each record of a piece; None where only reading it tells the keys."""
+        return None
+
+    def arrangement(self, count: int, order: np.random.Generator | None) -> list[int] | None:
+        """CPU task: in which order `read` gives the `count` records of a piece; None: nobody knows."""
+        return None
 
     @abstractmethod
     def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
@@ -85,66 +101,6 @@ class Source(ABC):
     def classes(self) -> list[str] | None:
         """Head: names of the classes in the order of their labels, where the source knows them."""
         return None
-
-
-class RangeSource(Source):
-    """Head and CPU task: the numbers 0 … n-1 as records of one column `index`."""
-
-    def __init__(self, n: int) -> None:
-        if n < 1:
-            raise UsageError(f"read_range({n}): a split needs at least one record")
-        self.n = n
-
-    def count(self) -> int:
-        return self.n
-
-    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
-        return cut_indices(self.n, records, order)
-
-    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
-        for index in piece.items:
-            yield {"key": str(index), "index": index}
-
-
-class TorchSource(Source):
-    """Head and CPU task: a map-style `torch.utils.data.Dataset`.
-
-    An item is a dict of columns, or a tuple of `columns`. An item that raises is a bad record.
-    """
-
-    def __init__(self, dataset: Any, columns: tuple[str, ...] = ("image", "label")) -> None:
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
-            raise UsageError(
-                f"read_torch({type(dataset).__name__}): needs a map-style dataset, with __len__ and"
-                " __getitem__"
-            )
-        self.dataset = dataset
-        self.columns = columns
-
-    def check(self) -> None:
-        if len(self.dataset) == 0:
-            raise UsageError(f"read_torch({type(self.dataset).__name__}): the dataset is empty")
-
-    def count(self) -> int:
-        return len(self.dataset)
-
-    def fingerprint(self) -> str:
-        return digest(type(self.dataset).__qualname__, len(self.dataset))
-
-    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
-        return cut_indices(len(self.dataset), records, order)
-
-    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
-        for index in piece.items:
-            try:
-                item = self.dataset[index]
-            except Exception as error:
-                yield BadRecord(str(index), f"{type(error).__name__}: {error}")
-                continue
-            if not isinstance(item, dict):
-                values = item if isinstance(item, tuple | list) else (item,)
-                item = dict(zip(self.columns, values, strict=False))
-            yield {"key": str(index), **item}
 
 
 def read_images(root: str, split: str) -> Source | None:
@@ -219,11 +175,15 @@ def read_webdataset(root: str, split: str) -> Source | None:
 
 def read_torch(dataset: Any, columns: tuple[str, ...] = ("image", "label")) -> Source:
     """Head: a map-style torch dataset; tuples are named by `columns`."""
+    from stoker.data.indexed import TorchSource
+
     return TorchSource(dataset, columns)
 
 
 def read_range(n: int) -> Source:
     """Head: `n` records that hold nothing but their `index`; the chain makes the rest."""
+    from stoker.data.indexed import RangeSource
+
     return RangeSource(n)
 
 
@@ -291,15 +251,32 @@ def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> list[Any]:
     return named
 
 
-def cut_indices(n: int, records: int, order: np.random.Generator | None) -> list[Piece]:
-    """Head: the indices 0 … n-1, permuted, in pieces of `records`."""
+def cut_indices(n: int, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Piece]:
+    """Head: the indices 0 … n-1, permuted, in pieces of `records`.
+
+    Args:
+        n: how many.
+        records: in a piece.
+        order: permutes them; None: as they are.
+        homes: permute within so many random parts of them that never change, and then the pieces of all
+            parts; 0: permute all at once.
+    """
     import numpy as np
 
-    indices = (np.arange(n) if order is None else order.permutation(n)).tolist()
-    return [
-        Piece("", rows=len(part), items=tuple(part))
-        for part in (indices[i : i + records] for i in range(0, n, records))
-    ]
+    parts: list[tuple[str, list[int]]]
+    if order is None:
+        parts = [(str(i), list(range(i, min(i + records, n)))) for i in range(0, n, records)]
+    elif homes < 2:
+        indices = order.permutation(n).tolist()
+        parts = [("", indices[i : i + records]) for i in range(0, n, records)]
+    else:
+        whole = np.random.default_rng(0).permutation(n)
+        parts = []
+        for home in range(homes):
+            own = order.permutation(whole[home::homes]).tolist()
+            parts += [(str(home), own[i : i + records]) for i in range(0, len(own), records)]
+        parts = [parts[i] for i in order.permutation(len(parts))]
+    return [Piece("", rows=len(part), items=tuple(part), home=home) for home, part in parts]
 
 
 def digest(*parts: Any) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pickle
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+from stoker.data.caching import Reading
 from stoker.data.chain import BlockReport, Chain
+from stoker.data.host_cache import CacheSpec, HostCache
 from stoker.data.sources import BadRecord, Record, Source, record_id
 
 KEPT_SETUPS = 4
@@ -28,6 +30,8 @@ class EpochPlan:
     split: str
     shuffle: bool
     block_records: int
+    homes: int = 0
+    """Into how many parts the records are divided, each of which is permuted by itself; 0: not at all."""
 
 
 class Work(NamedTuple):
@@ -39,6 +43,8 @@ class Work(NamedTuple):
     """The Piece, pickled."""
     skip: int = 0
     """Groups of its records that were consumed before."""
+    store: bool = True
+    """Whether the host keeps its records, where records are kept."""
 
 
 class Setup(NamedTuple):
@@ -48,6 +54,9 @@ class Setup(NamedTuple):
     chain: bytes
     """The Chain, pickled: unpickling it imports what its transforms need (torch, say), which only CPU
     tasks shall pay for."""
+    cache: CacheSpec | None = None
+    key: str = ""
+    """Names what is kept of this split."""
 
 
 class Reports(NamedTuple):
@@ -55,9 +64,23 @@ class Reports(NamedTuple):
 
     blocks: list[BlockReport]
     node: str
+    usage: tuple[int, int] | None = None
+    """Bytes that the host's cache holds and may hold."""
 
 
-_setups: dict[str, tuple[Source | None, Chain]] = {}
+class Loaded(NamedTuple):
+    """CPU task: what a process needs of a split."""
+
+    source: Any
+    chain: Chain
+    cache: HostCache | None = None
+
+    def reports(self, blocks: list[BlockReport], node: str) -> Reports:
+        """CPU task: the reports of some blocks."""
+        return Reports(blocks, node, self.cache.usage if self.cache else None)
+
+
+_setups: dict[str, Loaded] = {}
 
 
 def run_pieces(
@@ -75,69 +98,89 @@ def run_pieces(
     """
     import ray
 
-    source, stages = _load(key, setup)
+    loaded = _load(key, setup)
     node = ray.get_runtime_context().get_node_id()
     reports: list[BlockReport] = []
     for item in work:
-        for columns, report in groups_of(source, stages, plan, item):
+        for columns, report in groups_of(loaded, plan, item):
             yield columns or None
             reports.append(report)
             if len(reports) == per_report:
-                yield Reports(reports, node)
+                yield loaded.reports(reports, node)
                 reports = []
     if reports:
-        yield Reports(reports, node)
+        yield loaded.reports(reports, node)
 
 
-def _load(key: str, setup: list[Any]) -> tuple[Any, Chain]:
+def _load(key: str, setup: list[Any]) -> Loaded:
     import ray
 
     if key not in _setups:
         content: Setup = ray.get(setup[0])
         while len(_setups) >= KEPT_SETUPS:
             del _setups[next(iter(_setups))]
-        _setups[key] = (content.source, pickle.loads(content.chain))  # noqa: S301 - written by the head
+        chain = pickle.loads(content.chain)  # noqa: S301 - written by the head
+        _setups[key] = Loaded(content.source, chain, _cache_of(content))
     return _setups[key]
 
 
-def groups_of(
-    source: Any, stages: Chain, plan: EpochPlan, work: Work
-) -> Iterator[tuple[dict[str, Any], BlockReport]]:
+def _cache_of(setup: Setup) -> HostCache | None:
+    import ray
+
+    if setup.cache is None:
+        return None
+    node = ray.get_runtime_context().get_node_id()
+    reserved = sum(
+        int(n["Resources"].get("object_store_memory", 0)) for n in ray.nodes() if n["NodeID"] == node
+    )
+    return HostCache(setup.cache.root(), setup.key, setup.cache, reserved)
+
+
+def groups_of(loaded: Loaded, plan: EpochPlan, work: Work) -> Iterator[tuple[dict[str, Any], BlockReport]]:
     """CPU task: the groups of a piece's records, preprocessed, each with its report."""
     piece = pickle.loads(work.piece)  # noqa: S301 - written by the head
-    order = order_of(plan.seed, plan.epoch, f"{piece.path}:{piece.start}") if plan.shuffle else None
+
+    def order() -> Any:
+        return order_of(plan.seed, plan.epoch, f"{piece.path}:{piece.start}") if plan.shuffle else None
+
     started = time.perf_counter()
-    records = source.read(piece, order)
-    nth, following = 0, next(records, None)
+    reading = Reading(loaded.source, piece, order, loaded.cache, work.store) if loaded.cache else None
+    records = iter(reading) if reading else loaded.source.read(piece, order())
+    keep = reading.keep if reading else None
+    nth, following, bad = 0, next(records, None), 0
     while following is not None:
         group = chain([following], islice(records, plan.block_records - 1))
         if nth < work.skip:
             deque(group, maxlen=0)
             following = next(records, None)
         else:
-            columns, report = run_chain(stages, group, plan.epoch)
+            columns, report = run_chain(loaded.chain, group, plan.epoch, keep)
             following = next(records, None)
+            bad += len(report.bad)
             report.piece, report.nth, report.last = work.number, nth, following is None
             report.seconds = time.perf_counter() - started
             yield columns, report
         started = time.perf_counter()
         nth += 1
+    if reading:
+        reading.finished(whole=not bad and not work.skip)
 
 
 def run_chain(
-    stages: Chain, group: Iterable[Record | BadRecord], epoch: int
+    stages: Chain,
+    group: Iterable[Record | BadRecord],
+    epoch: int,
+    keep: Callable[[Record], int] | None = None,
 ) -> tuple[dict[str, Any], BlockReport]:
     """CPU task: one group through the chain, on one core."""
     use_one_thread()
-    return stages.run(group, epoch)
+    return stages.run(group, epoch, keep)
 
 
 class RowsTask:
     """CPU task of a Ray Data execution: takes rows, runs the chain, reports, gives a block."""
 
-    def __init__(
-        self, plan: EpochPlan, stages: bytes, reporter: Any, books: tuple[int, str, int]
-    ) -> None:
+    def __init__(self, plan: EpochPlan, stages: bytes, reporter: Any, books: tuple[int, str, int]) -> None:
         self.plan, self.stages, self.reporter, self.books = plan, stages, reporter, books
         self._run_of_task: tuple[str, int] = ("", 0)
         self._blocks_of_run = 0

@@ -28,6 +28,7 @@ __all__ = [
     "RandomHorizontalFlip",
     "RandomResizedCrop",
     "RecordTransform",
+    "Reduce",
     "Resize",
     "Stage",
     "Together",
@@ -193,6 +194,24 @@ class Resize(ImageTransform):
         if self.max_size is not None and long > self.max_size:
             short, long = int(self.max_size * short / long), self.max_size
         return (short, long) if height <= width else (long, short)
+
+
+class Reduce(ImageTransform):
+    """CPU task: a larger image made smaller, with antialiasing; others stay as they are.
+
+    Args:
+        size: the shorter side of the result, pixels; the longer one in proportion.
+    """
+
+    random = False
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
+        if min(picture.shape) <= self.size:
+            return picture
+        return picture.resize(*Resize(self.size).target(*picture.shape))
 
 
 class CenterCrop(ImageTransform):

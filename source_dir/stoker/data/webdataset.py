@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from stoker.config import UsageError
 from stoker.data.filesystems import common_folder, filesystem_of_files
@@ -22,6 +22,8 @@ SHUFFLE_WINDOW = 1024
 """Records held back while a shuffled shard is read."""
 
 _END = b"\0" * 1024
+
+T = TypeVar("T")
 
 
 class WebDatasetSource(Source):
@@ -74,25 +76,16 @@ class WebDatasetSource(Source):
         return digest([path.removeprefix(self.folder) for path in self.paths], self.sizes)
 
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
-        pieces = [Piece(p, rows=n) for p, n in zip(self.paths, self.rows, strict=True)]
+        pieces = [Piece(p, rows=n, home=p) for p, n in zip(self.paths, self.rows, strict=True)]
         if order is not None:
             pieces = [pieces[i] for i in order.permutation(len(pieces))]
         return pieces
 
+    def arrangement(self, count: int, order: np.random.Generator | None) -> list[int]:
+        return list(shuffled(range(count), order))
+
     def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
-        records = self._stream(piece.path)
-        if order is None:
-            yield from records
-            return
-        window: list[Record | BadRecord] = []
-        for record in records:
-            if len(window) < SHUFFLE_WINDOW:
-                window.append(record)
-                continue
-            slot = int(order.integers(len(window)))
-            yield window[slot]
-            window[slot] = record
-        yield from (window[i] for i in order.permutation(len(window)))
+        return shuffled(self._stream(piece.path), order)
 
     def _stream(self, path: str) -> Iterator[Record | BadRecord]:
         shard = path.removeprefix(self.folder)
@@ -115,6 +108,22 @@ class WebDatasetSource(Source):
                 _put(current, suffix, content)
         if current is not None:
             yield _checked(current)
+
+
+def shuffled(stream: Iterable[T], order: np.random.Generator | None) -> Iterator[T]:
+    """CPU task: a stream permuted within a window that moves along it."""
+    if order is None:
+        yield from stream
+        return
+    window: list[T] = []
+    for item in stream:
+        if len(window) < SHUFFLE_WINDOW:
+            window.append(item)
+            continue
+        slot = int(order.integers(len(window)))
+        yield window[slot]
+        window[slot] = item
+    yield from (window[i] for i in order.permutation(len(window)))
 
 
 def _split_name(name: str) -> tuple[str, str]:

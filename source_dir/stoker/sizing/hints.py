@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from stoker.schema import DataConfig
 from stoker.sizing.advice import family
 from stoker.sizing.candidates import Candidate, Measured, Wanted, shape_of
 from stoker.sizing.model import predict
@@ -92,12 +91,12 @@ def _cacheable(stages: list[dict[str, Any]], total: float) -> list[str]:
             break
         prefix.append(stage)
     share = sum(_ms(stage) for stage in prefix) / total
-    if share < PREFIX or "cache" not in DataConfig.model_fields:
+    if share < PREFIX:
         return []
     size = float(prefix[-1].get("bytes_out", 0))
     return [
-        f"up to {prefix[-1]['stage']} nothing is random, {100 * share:.0f} % of the chain: data.cache keeps"
-        f" that from the second epoch on, {size / 1000:,.0f} kB per record"
+        f"up to {prefix[-1]['stage']} nothing is random, {100 * share:.0f} % of the chain: data.cache (memory"
+        f" or disk) keeps that from the second epoch on, {size / 1000:,.0f} kB per record"
     ]
 
 

@@ -183,6 +183,13 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
     rows.append(("input wait", f"{speed.input_wait_pct:.0f} % of the training time"))
     if summary.bottleneck:
         rows.append(("bottleneck", BINDS[summary.bottleneck]))
+    if summary.cache:
+        held = sum(host["bytes"] for host in summary.cache["hosts"])
+        text = (
+            f"{summary.cache['hit_pct']:.0f} % of the last epoch's records came from {summary.cache['kind']},"
+            f" {held / 1e9:.2f} GB on {len(summary.cache['hosts'])} host(s)"
+        )
+        rows.append(("cache", text))
     rows.append(
         (
             "records",

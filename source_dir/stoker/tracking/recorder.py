@@ -127,6 +127,25 @@ class Recorder:
                 pick = min if less_is_better(name) else max
                 best[name] = pick(best.get(name, value), value)
 
+    def _on_cache(self, event: dict[str, Any]) -> None:
+        hosts = [
+            {
+                "host": self._host_of(node),
+                "bytes": use["bytes"],
+                "limit_bytes": use["limit_bytes"],
+                "hit_pct": _percent(use["found"], use["records"]),
+            }
+            for node, use in event["hosts"].items()
+        ]
+        cache = {"kind": event["kind"], "hosts": hosts}
+        if event["split"] == "train":
+            cache["hit_pct"] = _percent(event["found"], event["records"])
+            self.summary.cache = cache
+        elif self.summary.cache:
+            by_host = {row["host"]: row for row in hosts}
+            for row in self.summary.cache["hosts"]:
+                row["bytes"] = by_host.get(row["host"], row)["bytes"]
+
     def _on_export(self, event: dict[str, Any]) -> None:
         result = {k: v for k, v in event.items() if k not in ("time", "event")}
         others = [done for done in self.summary.exports if done["format"] != result["format"]]
@@ -207,6 +226,10 @@ class Recorder:
         self.events_file.close()
         if self.board is not None:
             self.board.close(self.summary)
+
+
+def _percent(part: float, whole: float) -> float:
+    return round(100 * part / whole, 2) if whole else 0.0
 
 
 def teller(recorder: Recorder, console: Any) -> Callable[[str], None]:

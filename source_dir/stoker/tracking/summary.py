@@ -109,6 +109,9 @@ class Summary(BaseModel):
     bottleneck: Bottleneck | None = None
     host_cpu: list[dict[str, Any]] = []
     """Per host: host, group, mean_pct and max_pct of all its CPUs while training."""
+    cache: dict[str, Any] | None = None
+    """What hosts keep across epochs: kind; hit_pct of the last training pass; per host: host, bytes,
+    limit_bytes and, of that pass, hit_pct. None without data.cache, or before the first pass has ended."""
     cost: dict[str, Any] | None = None
     model: str | None = None
     tracking: dict[str, Any] = {}

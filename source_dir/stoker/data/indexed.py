@@ -1,0 +1,83 @@
+"""Sources whose records have numbers: a range of them, and map-style torch datasets."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from stoker.config import UsageError
+from stoker.data.sources import BadRecord, Piece, Record, Source, cut_indices, digest
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class IndexedSource(Source):
+    """Head and CPU task: records with the numbers 0 … count-1, each read by itself; keys are the numbers."""
+
+    @abstractmethod
+    def count(self) -> int: ...
+
+    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
+        return cut_indices(self.count(), records, order)
+
+    def pieces_at_home(self, records: int, order: np.random.Generator | None, homes: int) -> list[Piece]:
+        return cut_indices(self.count(), records, order, homes)
+
+    def listing(self, piece: Piece) -> list[tuple[str, Piece]]:
+        return [(str(index), Piece("", items=(index,))) for index in piece.items]
+
+
+class RangeSource(IndexedSource):
+    """Head and CPU task: the numbers 0 … n-1 as records of one column `index`."""
+
+    def __init__(self, n: int) -> None:
+        if n < 1:
+            raise UsageError(f"read_range({n}): a split needs at least one record")
+        self.n = n
+
+    def count(self) -> int:
+        return self.n
+
+    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        for index in piece.items:
+            yield {"key": str(index), "index": index}
+
+
+class TorchSource(IndexedSource):
+    """Head and CPU task: a map-style `torch.utils.data.Dataset`.
+
+    An item is a dict of columns, or a tuple of `columns`. An item that raises is a bad record.
+    """
+
+    def __init__(self, dataset: Any, columns: tuple[str, ...] = ("image", "label")) -> None:
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise UsageError(
+                f"read_torch({type(dataset).__name__}): needs a map-style dataset, with __len__ and"
+                " __getitem__"
+            )
+        self.dataset = dataset
+        self.columns = columns
+
+    def check(self) -> None:
+        if len(self.dataset) == 0:
+            raise UsageError(f"read_torch({type(self.dataset).__name__}): the dataset is empty")
+
+    def count(self) -> int:
+        return len(self.dataset)
+
+    def fingerprint(self) -> str:
+        return digest(type(self.dataset).__qualname__, len(self.dataset))
+
+    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        for index in piece.items:
+            try:
+                item = self.dataset[index]
+            except Exception as error:
+                yield BadRecord(str(index), f"{type(error).__name__}: {error}")
+                continue
+            if not isinstance(item, dict):
+                values = item if isinstance(item, tuple | list) else (item,)
+                item = dict(zip(self.columns, values, strict=False))
+            yield {"key": str(index), **item}

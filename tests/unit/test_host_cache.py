@@ -1,0 +1,354 @@
+"""What hosts keep across epochs: the same records as without it, within a bound, until the run ends."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms import v2
+
+from stoker.config import UsageError
+from stoker.data.caching import homes_of, key_of, prefix_length, refuse_nothing_to_keep
+from stoker.data.chain import BlockReport, Chain
+from stoker.data.cleaning import LEFT_AFTER_S, sweep
+from stoker.data.host_cache import CacheError, CacheSpec, HostCache, decode, encode, room
+from stoker.data.images import ImageFolderSource
+from stoker.data.keeping import Keeping
+from stoker.data.pipeline import Passes
+from stoker.data.position import Position
+from stoker.data.sources import Piece, Source, cut_indices, read_any, read_range
+from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of
+from stoker.data.transforms import CheckLabel, DecodeImage, as_stages
+from stoker.schema import Config, DataConfig
+
+SPEC = CacheSpec("memory", "test", 10**9)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "stoker-cache-test"
+
+
+def chain(prefix: bool = True) -> Chain:
+    entries = [DecodeImage(), CheckLabel(10), v2.RandomResizedCrop(24, antialias=True)]
+    stages = as_stages([*entries, v2.RandomHorizontalFlip()])
+    return Chain(stages, seed=5, with_keys=True, prefix=prefix_length(stages) if prefix else 0)
+
+
+def run_pass(
+    source: Source, epoch: int, cache: HostCache | None, store: bool = True, skip: int = 0
+) -> list[tuple[dict[str, Any], BlockReport]]:
+    """All groups of a pass, as one task after the other makes them."""
+    plan = EpochPlan(seed=3, epoch=epoch, split="train", shuffle=True, block_records=50)
+    loaded = Loaded(source.for_tasks(), chain(cache is not None), cache)
+    made = []
+    for number, piece in enumerate(source.pieces(120, np.random.default_rng(epoch))):
+        made += list(groups_of(loaded, plan, Work(number, pickle.dumps(piece), skip, store)))
+    return made
+
+
+Made = list[tuple[dict[str, Any], BlockReport]]
+
+
+def same(one: Made, two: Made) -> bool:
+    """Whether two passes gave the same blocks with the same books."""
+    return len(one) == len(two) and all(
+        list(a) == list(b)
+        and all(np.array_equal(a[name], b[name]) for name in a)
+        and (x.records, x.id_sum, x.bad, x.bad_id_sum) == (y.records, y.id_sum, y.bad, y.bad_id_sum)
+        for (a, x), (b, y) in zip(one, two, strict=True)
+    )
+
+
+def opened(folder: Path) -> Source:
+    source = read_any(str(folder), "train")
+    assert source is not None
+    source.check()
+    return source
+
+
+@pytest.mark.parametrize("form", ["images", "parquet", "webdataset"])
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_a_pass_is_the_same_with_and_without_it(form: str, kind: Any, digits: Path, root: Path) -> None:
+    folder = root.parent / "data"
+    shutil.copytree(digits / form / "val", folder / "train")
+    source = opened(folder)
+    expected = [run_pass(source, epoch, None) for epoch in range(3)]
+    cache = HostCache(root, "k", CacheSpec(kind, "test", 10**9))
+    first = run_pass(source, 0, cache)
+    assert same(first, expected[0])
+    assert sum(report.kept for _, report in first) == 360
+    assert not any(report.found for _, report in first)
+    # From now on nothing is read any more: the files may as well be gone.
+    shutil.rmtree(folder)
+    for epoch in (1, 2):
+        later = run_pass(source, epoch, cache)
+        assert same(later, expected[epoch])
+        assert all(report.found == report.records for _, report in later)
+        assert not sum(report.costs["DecodeImage"].cpu_s for _, report in later)
+    # A run that goes on in the middle of pieces drops the same groups.
+    assert same(run_pass(source, 1, cache, skip=1), [g for g in expected[1] if g[1].nth >= 1])
+
+
+@pytest.mark.parametrize("form", ["images", "webdataset"])
+def test_what_does_not_fit_is_preprocessed_again_and_the_bound_holds_for_all_processes(
+    form: str, digits: Path, root: Path
+) -> None:
+    source = opened(digits / form)
+    bound = 500 * 4096  # a digit of 32 × 32 pixels takes a page, and there are 1,437
+    caches = [HostCache(root, "k", CacheSpec("memory", "test", bound)) for _ in range(2)]
+    kept = sum(report.kept for _, report in run_pass(source, 0, caches[0]))
+    assert 490 <= kept <= 500
+    used, allowed = caches[1].usage
+    assert used <= allowed == bound
+    on_disk = sum(f.stat().st_blocks * 512 for f in root.rglob("*") if f.is_file() and f.name != "books")
+    assert on_disk <= bound
+    second = run_pass(source, 1, caches[1])
+    assert sum(report.found for _, report in second) == kept, "nothing is thrown out"
+    assert same(second, run_pass(source, 1, None))
+
+
+def test_bad_records_are_quarantined_in_every_epoch_and_never_kept(digits: Path, root: Path) -> None:
+    folder = root.parent / "data"
+    shutil.copytree(digits / "images" / "val", folder / "train")
+    torn, odd = sorted(folder.rglob("*.jpg"))[3:5]
+    torn.write_bytes(torn.read_bytes()[:100])
+    odd.unlink()
+    odd.mkdir()  # a file that cannot be read at all
+    source = opened_with(folder, odd)
+    cache = HostCache(root, "k", SPEC)
+    for epoch in range(3):
+        made = run_pass(source, epoch, cache)
+        assert same(made, run_pass(source, epoch, None))
+        bad = sorted(b.key for _, report in made for b in report.bad)
+        assert bad == sorted(str(p.relative_to(folder / "train")) for p in (torn, odd))
+        assert sum(report.found for _, report in made) == (358 if epoch else 0)
+
+
+def opened_with(folder: Path, odd: Path) -> Source:
+    """The image folder as it was listed when `odd` could still be read."""
+    odd.rmdir()
+    odd.write_bytes(b"x")
+    source = opened(folder)
+    odd.unlink()
+    odd.mkdir()
+    return source
+
+
+def test_a_folder_that_vanishes_in_mid_run_costs_time_and_no_record(digits: Path, root: Path) -> None:
+    for form in ("images", "webdataset"):
+        source = opened(digits / form)
+        cache = HostCache(root, form, SPEC)
+        run_pass(source, 0, cache)
+        groups = iter([])
+        plan = EpochPlan(seed=3, epoch=1, split="train", shuffle=True, block_records=50)
+        piece = source.pieces(240, None)[0]
+        groups = groups_of(Loaded(source.for_tasks(), chain(), cache), plan, Work(0, pickle.dumps(piece)))
+        made = [next(groups)]
+        shutil.rmtree(root)
+        made += list(groups)
+        whole = list(groups_of(Loaded(source.for_tasks(), chain(False)), plan, Work(0, pickle.dumps(piece))))
+        assert same(made, whole)
+        assert made[0][1].found == 50
+        assert sum(report.found for _, report in made) < 60
+
+
+def test_a_host_that_shall_not_keep_a_piece_still_uses_what_it_has(digits: Path, root: Path) -> None:
+    source = opened(digits / "images")
+    cache = HostCache(root, "k", SPEC)
+    assert not any(report.kept for _, report in run_pass(source, 0, cache, store=False))
+    run_pass(source, 0, cache)
+    assert all(report.found == report.records for _, report in run_pass(source, 1, cache, store=False))
+
+
+def test_kept_values_come_back_as_they_were_and_may_be_written_to(root: Path) -> None:
+    small = np.arange(300_000, dtype=np.uint8).reshape(100, 1000, 3)
+    large = np.tile(small, (5, 1, 1))  # so large that it is mapped
+    tensor = torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1)
+    record = {"key": "a", "image": large, "small": small, "t": tensor}
+    record |= {"text": "x", "n": 3, "none": None, "b": b"12"}
+    for kind in ("memory", "disk"):
+        cache = HostCache(root / kind, "k", CacheSpec(kind, "test", 10**9))  # type: ignore[arg-type]
+        assert cache.keep(record) > large.nbytes
+        for _ in range(2):
+            found = cache.load("a")
+            assert found is not None
+            assert np.array_equal(found["image"], large)
+            assert np.array_equal(found["small"], small)
+            assert torch.equal(found["t"], tensor)
+            assert {k: found[k] for k in ("text", "n", "none", "b")} == {
+                k: record[k] for k in ("text", "n", "none", "b")
+            }
+            found["image"][:] = found["small"][:] = 0  # a transform's own copy, not what is kept
+            found["t"].add_(1)
+        assert cache.keep(record) == 0, "kept already"
+        assert cache.load("b") is None
+    empty = {"key": "e", "x": np.zeros((0, 3)), "o": np.array(["a", None], dtype=object)}
+    again = decode(b"".join(bytes(part) for part in encode(empty)))
+    assert again["x"].shape == (0, 3)
+    assert again["o"].tolist() == ["a", None]
+
+
+def test_other_data_or_another_chain_finds_nothing(digits: Path) -> None:
+    train, val = opened(digits / "images"), ImageFolderSource(str(digits / "images" / "val"))
+    stages = as_stages([DecodeImage(), CheckLabel(10)])
+    again = as_stages([DecodeImage(), CheckLabel(10)])
+    assert key_of(train, stages) == key_of(opened(digits / "images"), again)
+    others = [as_stages([DecodeImage("L"), CheckLabel(10)]), as_stages([DecodeImage(), CheckLabel(9)])]
+    keys = {key_of(train, stages), key_of(val, stages), *(key_of(train, other) for other in others)}
+    assert len(keys) == 4
+
+
+def test_what_is_kept_ends_before_the_first_stage_that_draws_or_takes_batches() -> None:
+    decode, crop = DecodeImage(), v2.RandomCrop(8)
+    assert prefix_length(as_stages([decode, v2.Resize(32, antialias=True), crop, v2.CenterCrop(8)])) == 2
+    assert prefix_length(as_stages([decode, lambda batch: batch, v2.CenterCrop(8)])) == 1
+    assert prefix_length(as_stages([decode, v2.CenterCrop(8)])) == 2
+    with pytest.raises(UsageError, match=r"first stage RandomCrop is random; set it to none, or begin"):
+        refuse_nothing_to_keep(as_stages([crop]))
+    with pytest.raises(UsageError, match="chain is empty"):
+        refuse_nothing_to_keep([])
+
+
+def test_configurations_that_cannot_be_meant_are_refused() -> None:
+    with pytest.raises(ValueError, match="cache_gb needs cache, too"):
+        DataConfig(cache_gb=1)
+    for wrong in ({"cache": "memory", "cache_folder": "/x"}, {"cache": "disk", "cache_folder": "x"}):
+        with pytest.raises(ValueError, match="needs cache: disk, and must be absolute"):
+            DataConfig.model_validate(wrong)
+    assert Config.model_validate({"recipe": "r", "data": {"cache": "disk", "cache_folder": "/x"}})
+
+
+def test_a_host_without_room_says_so_and_what_helps(root: Path) -> None:
+    root.mkdir()
+    with pytest.raises(CacheError, match=r"nothing can be kept in .* use data.cache disk or none"):
+        room(root, SPEC, reserved_bytes=2**50)
+    free = shutil.disk_usage(root)
+    assert room(root, CacheSpec("disk", "r"), 0) < free.free / 2
+    assert room(root, CacheSpec("disk", "r", 10**6), 0) == 10**6
+    assert room(root, CacheSpec("disk", "r", 10**15), 0) < free.free
+    (root / "file").touch()
+    with pytest.raises(CacheError, match="cannot be written"):
+        HostCache(root / "file" / "x", "k", SPEC)
+
+
+HOLDS_A_FOLDER = """
+import sys, time
+from pathlib import Path
+from stoker.data.cleaning import Cleaner
+cleaner = Cleaner(Path(sys.argv[1]))
+(Path(sys.argv[1]) / "kept").write_bytes(b"x")
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_nothing_is_left_when_the_run_is_killed(root: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS_A_FOLDER, str(root)], stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        past = time.time() - 2 * LEFT_AFTER_S
+        os.utime(root, (past, past))
+        sweep(root.parent)
+        assert (root / "kept").exists(), "another run's cleaner leaves it alone while its own lives"
+        os.killpg(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while root.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not root.exists()
+
+
+def test_what_a_dead_host_has_left_the_next_run_removes(root: Path) -> None:
+    for name, age in (("old", 2 * LEFT_AFTER_S), ("new", 0.0)):
+        folder = root.with_name(f"stoker-cache-{name}")
+        (folder / "k").mkdir(parents=True)
+        os.utime(folder, (time.time() - age, time.time() - age))
+    sweep(root.parent)
+    assert [folder.name for folder in root.parent.glob("stoker-cache-*")] == ["stoker-cache-new"]
+
+
+def test_homes_are_the_same_in_every_epoch_and_every_record_comes_once() -> None:
+    members: list[dict[str, set[int]]] = []
+    for epoch in range(3):
+        pieces = cut_indices(10_000, 256, np.random.default_rng(epoch), homes=4)
+        everyone = Counter(i for piece in pieces for i in piece.items)
+        assert everyone == Counter(range(10_000))
+        found: dict[str, set[int]] = {}
+        for piece in pieces:
+            found.setdefault(piece.home, set()).update(piece.items)
+        members.append(found)
+        assert len({piece.home for piece in pieces[:12]}) > 1, "parts are mixed"
+    assert members[0] == members[1] == members[2]
+    assert pieces[0].items != cut_indices(10_000, 256, np.random.default_rng(0), homes=4)[0].items
+    assert homes_of(5000, 256) == 2
+    assert homes_of(4000, 256) == 0, "few records are permuted all together"
+    assert homes_of(10**7, 256) == 64
+    assert homes_of(None, 256) == 0
+
+
+def test_an_epoch_that_goes_on_is_cut_as_it_began_whatever_the_cache_is_now() -> None:
+    sources = {"train": read_range(9000)}
+    settings = {"recipe": "r", "data": {"block_records": 100}, "seed": 4}
+    plain = Passes(Config.model_validate(settings), sources, {})
+    keeps = Passes(Config.model_validate(settings), sources, {}, SPEC, {"train": "k"})
+    began = Position(epoch=1, plan=keeps.identity("f"))
+    assert (plain.identity("f").homes, began.plan.homes) == (0, 4)
+    whole = keeps.pieces(keeps.plan("train", 1, began), began)
+    assert whole == plain.pieces(plain.plan("train", 1, began), began)
+    assert whole != plain.pieces(plain.plan("train", 1, None), None)
+
+
+def work(*homes: str) -> deque[tuple[int, Piece, int]]:
+    return deque((number, Piece("", home=home), 0) for number, home in enumerate(homes))
+
+
+def test_a_host_is_given_what_it_keeps_then_what_nobody_does_then_what_another_has() -> None:
+    keeping = Keeping("memory")
+    first = work("x", "y", "x", "z")
+    assert keeping.pick("train", first, "a", ordered=False) == ((0, Piece("", home="x"), 0), True)
+    assert keeping.pick("train", first, "b", ordered=False)[0][1].home == "y", "x is a's"
+    assert keeping.pick("train", first, "a", ordered=False)[0][0] == 2
+    second = work("y", "z", "x")
+    taken = [keeping.pick("train", second, "a", ordered=False) for _ in range(3)]
+    assert [(piece.home, keep) for (_, piece, _), keep in taken] == [("x", True), ("z", True), ("y", False)]
+    assert keeping.holder("val", Piece("", home="x")) == "", "each split has its own"
+    asked = work("", "y", "x")
+    assert keeping.next_keeper("train", asked, lambda node: True, ordered=False) == "b"
+    assert keeping.next_keeper("train", asked, lambda node: node == "a", ordered=False) == "a"
+    assert keeping.next_keeper("train", asked, lambda node: True, ordered=True) == "", "the first is nobody's"
+    in_order = work("y", "x")
+    assert keeping.pick("train", in_order, "a", ordered=True)[0][1].home == "y"
+    keeping.hosts_are({"b"})
+    assert keeping.pick("train", work("x"), "b", ordered=True)[1], "what a lost host kept, another keeps"
+    assert keeping.pick("train", work(""), "c", ordered=False)[1], "without homes each keeps what it meets"
+
+
+def test_one_line_says_how_much_fits() -> None:
+    keeping = Keeping("memory")
+    report = BlockReport(records=100, found=0, kept=25, kept_bytes=25 * 10**7)
+    keeping.take("train", 0, report, "a")
+    keeping.take("val", 0, report, "a")
+    keeping.used("a", (25 * 10**7, 26 * 10**7))
+    assert not keeping.lacking(keeping.settle("val", 0))
+    figures = keeping.settle("train", 0)
+    assert figures["hosts"] == {
+        "a": {"records": 100, "found": 0, "bytes": 25 * 10**7, "limit_bytes": 26 * 10**7}
+    }
+    line = keeping.lacking(figures)
+    assert "25 % of the training records fit, 0.2 GB on 1 host(s) of at most 0.3 GB" in line
+    assert "all would take about 1.0 GB" in line
+    assert not keeping.lacking(figures), "once"
