@@ -64,7 +64,7 @@ def test_status_judges_it_and_the_dashboard_opens_with_its_token_alone(tmp_path:
         assert re.search(r"\d+ samples/s, input wait [4-9]\d %", told), told
         assert json.loads((run / "summary.json").read_text())["status"] == "running"
     finally:
-        job.terminate()
+        subprocess.run([sys.executable, SUBMIT, "stop", "runs/latest"], cwd=tmp_path, timeout=60)
         job.wait(timeout=60)
     assert not Path(file).exists(), "the token goes with the cluster"
     written = [screen, *(path for path in run.resolve().rglob("*") if path.is_file())]

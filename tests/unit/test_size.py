@@ -68,13 +68,19 @@ class TestSyntheticVit:
 
     def test_and_a_faster_chain_a_better_one_still(self) -> None:
         (said,) = [line for line in self.advice.lines if "faster chain" in line]
-        assert "no CPU host would be needed" in said and "105.00" in said
+        assert "instead of 105.00, 1 × ml.g5.xlarge alone would do" in said
         assert any(line.startswith("blur takes 99 % of the chain") for line in self.advice.lines)
         best = self.composed.best
         assert best is not None and best.hosts == "1 × ml.g5.xlarge"
         assert self.composed.lines[0].endswith("costs 14 % more per sample")
         assert self.advice.best is not None
         assert best.usd_per_million_samples < 0.8 * self.advice.best.usd_per_million_samples
+
+    def test_a_bigger_gpu_host_is_weighed_against_cpu_hosts(self) -> None:
+        advice = advise(replace(POST, cpu_s=0.098), ITS_HOSTS, price_list())
+        assert advice.best is not None and advice.best.hosts == "1 × ml.g5.2xlarge"
+        assert "a bigger GPU host instead of CPU hosts; the best with them, 1 × " in advice.lines[0]
+        assert any("ml.g5.xlarge alone would do" in line for line in advice.lines)
 
     def test_every_figure_says_how_sure_it_is_and_of_when_its_price_is(self) -> None:
         alone = named(self.advice, "1 × ml.g5.xlarge")

@@ -123,6 +123,15 @@ def _reason(table: list[Candidate], best: Candidate) -> str:
         )
         cost = f"the best with them, {cheapest.hosts}, costs {100 * more:.0f} % more per sample"
         return f"{head}: {why}; {cost}{_doubt(best, cheapest)}"
+    with_hosts = [one for one in table if one.cpu_hosts]
+    if with_hosts:
+        cheapest = min(with_hosts, key=lambda one: one.usd_per_million_samples)
+        more = cheapest.usd_per_million_samples / best.usd_per_million_samples - 1
+        return (
+            f"{head}: a bigger GPU host instead of CPU hosts; the best with them, {cheapest.hosts}, costs"
+            f" {100 * more:.0f} % more per sample at {cheapest.samples_per_s / best.samples_per_s:.2f} times"
+            f" the speed{_doubt(best, cheapest)}"
+        )
     return f"{head}: {_then(best)}"
 
 
@@ -182,22 +191,27 @@ def _instead(table: list[Candidate], best: Candidate, wanted: Wanted) -> list[st
 
 def _cheaper_chain(measured: Measured, wanted: Wanted, known: PriceList, best: Candidate) -> list[str]:
     """How cheap the chain would have to be for no CPU host to be needed."""
-    if not best.cpu_hosts:
+    name = next((m.type for m in machines(wanted.gpu_types) if _same_gpu(m.type, best.gpu_type)), "")
+    if not name or (not best.cpu_hosts and name == best.gpu_type):
         return []
-    needed = needed_chain_ms(measured, wanted, known, best)
+    needed = needed_chain_ms(measured, wanted, known, replace(best, gpu_type=name))
     if needed is None:
         return []
     now = 1000 * measured.cpu_s
-    alone = judge(
-        replace(measured, cpu_s=needed / 1000), wanted, known, machines([best.gpu_type])[0], None, 0
-    )
+    alone = judge(replace(measured, cpu_s=needed / 1000), wanted, known, machines([name])[0], None, 0)
     if alone is None:
         return []
     saved = 1 - alone.usd_per_million_samples / best.usd_per_million_samples
     return [
-        f"or a faster chain: at {needed:.2f} ms per sample instead of {now:.2f} no CPU host would be needed,"
-        f" and a sample would cost {100 * saved:.0f} % less still"
+        f"or a faster chain: at {needed:.2f} ms per sample instead of {now:.2f}, {alone.hosts} alone would"
+        f" do, and a sample would cost {100 * saved:.0f} % less still"
     ]
+
+
+def _same_gpu(one: str, other: str) -> bool:
+    """Whether hosts of both types have the same GPUs in the same number."""
+    here, there = prices.machine(one), prices.machine(other)
+    return bool(here and there and (here.gpu_name, here.gpus) == (there.gpu_name, there.gpus))
 
 
 def _alone(table: list[Candidate], best: Candidate) -> Candidate | None:
