@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SYSTEM := $(VENV)/.system
 
-.PHONY: help setup demo test check lint types unit integration rehearsal e2e bench clean
+.PHONY: help setup demo test check lint types unit integration rehearsal e2e bench bench-peers bench-gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -44,5 +44,11 @@ integration rehearsal e2e: setup
 bench: setup  ## benchmarks against peers, as tables and benchmarks/results/latest.json
 	@$(BIN)/python -m benchmarks
 
+bench-peers: setup  ## install the loaders that the benchmarks compare with (1 GB); without them they are skipped
+	@bash scripts/bench_peers.sh
+
+bench-gpu: setup  ## training on a real GPU against data that costs nothing; says so where there is none
+	@$(BIN)/python -m benchmarks.gpu
+
 clean:  ## remove the environment, caches and example data, never runs/
-	rm -rf $(VENV) .data .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .peers .data .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,165 @@
+"""Laptop: images/s from JPEG files to a consumer of batches, against loaders that do the same work.
+
+JPEG 500×375 → random crop of 224², antialiased, uint8 → flip. Stoker runs as a real job: launcher, cluster,
+coordinator, two chain tasks, feed, and a train worker that looks at each batch and drops it. Peers have two
+workers and the same consumer. Each runs in processes of its own, in turn, for some rounds; measured is the
+wall time between 45 % and 95 % of the records, when nothing that was made ahead is left, so starting is no
+part of it. It is shown by itself: from the command to the first batch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import Measure
+from benchmarks.jobs import environment, run_job
+from benchmarks.loaders.work import BATCH, WORKERS, write_folder
+
+TOTAL = 12_800
+ROUNDS = 3
+TIMEOUT_S = 180
+LEVELS = 1.5
+"""How far mean pixels may lie apart, random crops being different ones."""
+GOAL = 1.0
+BASE = "DataLoader, Pillow + v2"
+PEERS = {
+    BASE: ("dataloader", ""),
+    "DataLoader, our decode chain": ("dataloader_ours", ""),
+    "Ray Data → TorchTrainer": ("ray_data", ""),
+    "Ray Data, float32, preprocessor": ("ray_float32", ""),
+    "WebDataset": ("webdataset", "webdataset"),
+    "MosaicML Streaming": ("mosaic", "streaming"),
+    "DALI on CPUs": ("dali", "nvidia.dali"),
+}
+"""Name → loader, and the module that it needs besides."""
+
+
+def run() -> list[Measure]:
+    """The rows of this benchmark."""
+    from benchmarks.loaders import shards
+    from benchmarks.per_core import photos
+
+    sys.path[:] = list(dict.fromkeys([*sys.path, *environment()["PYTHONPATH"].split(os.pathsep)]))
+    peers = {name: loader for name, (loader, module) in PEERS.items() if there(name, module)}
+    found: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        write_folder(folder / "data", photos(500, 375), TOTAL)
+        shards.write(folder / "data", mosaic_too="MosaicML Streaming" in peers)
+        for number in range(ROUNDS):
+            for name in ("Stoker", *peers):
+                one = stoker(folder) if name == "Stoker" else peer(folder, peers[name])
+                found.setdefault(name, []).append(one)
+                print(
+                    f"round {number + 1}: {name:<32} {one['samples_per_s']:7.0f} images/s, first batch after"
+                    f" {one['start_s']:.1f} s, mean pixel {one['mean']:.2f}",
+                    flush=True,
+                )
+    check(found)
+    return rows(found)
+
+
+def there(name: str, module: str) -> bool:
+    """Whether a peer is installed; one line where it is not."""
+    try:
+        if not module or importlib.util.find_spec(module):
+            return True
+    except ModuleNotFoundError:
+        pass
+    print(f"skipped: {name} is not installed; `make bench-peers` installs it")
+    return False
+
+
+def stoker(folder: Path) -> dict[str, Any]:
+    """One run of a real job."""
+    out = folder / "stoker.json"
+    job = {
+        "name": "loading",
+        "recipe": "images:Images",
+        "params": {"data": str(folder / "data"), "out": str(out), "total": TOTAL},
+        "train": {"epochs": 1, "batch_size": BATCH, "threads": 1},
+        "cluster": {"cpus": WORKERS},
+        "tracking": {"tensorboard": False},
+    }
+    began = time.time()
+    run_dir = run_job(folder, job, timeout_s=TIMEOUT_S)
+    return taken(out, began) | {"run": json.loads((run_dir / "summary.json").read_text())}
+
+
+def peer(folder: Path, loader: str) -> dict[str, Any]:
+    """One run of a peer."""
+    out = folder / f"{loader}.json"
+    command = [sys.executable, "-m", "benchmarks.loaders", loader, str(folder / "data"), str(out)]
+    began = time.time()
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, cwd=folder
+    )
+    if done.returncode:
+        raise RuntimeError(f"{loader} ended with {done.returncode}:\n{done.stdout}{done.stderr[-3000:]}")
+    return taken(out, began)
+
+
+def taken(out: Path, began: float) -> dict[str, Any]:
+    """What a run's consumer has written, and how long it took to its first batch."""
+    seen: dict[str, Any] = json.loads(out.read_text())
+    out.unlink()
+    return seen | {"start_s": seen["first_batch_at"] - began}
+
+
+def check(found: dict[str, list[dict[str, Any]]]) -> None:
+    """Speed never comes from doing less: every image once, and the same light in them.
+
+    Raises:
+        RuntimeError: a loader gave something else.
+    """
+    means = {name: statistics.median(one["mean"] for one in runs) for name, runs in found.items()}
+    for name, runs in found.items():
+        for one in runs:
+            if one["rows"] != TOTAL or one["sorted_labels"] != runs[0]["sorted_labels"]:
+                raise RuntimeError(f"{name}: {one['rows']} of {TOTAL} images, labels {one['sorted_labels']}")
+        if one["sorted_labels"] != found["Stoker"][0]["sorted_labels"]:
+            raise RuntimeError(f"{name}: other labels: {one['sorted_labels']}")
+        if abs(means[name] - means[BASE]) > LEVELS:
+            raise RuntimeError(f"{name}: mean pixel {means[name]:.2f}, {BASE} has {means[BASE]:.2f}")
+
+
+def rows(found: dict[str, list[dict[str, Any]]]) -> list[Measure]:
+    """Ours against each; a ratio is the median of the rounds' ratios."""
+    ours, unit = found["Stoker"], "images/s"
+
+    def median(runs: list[dict[str, Any]], key: str) -> float:
+        return statistics.median(one[key] for one in runs)
+
+    measures = []
+    for name, runs in found.items():
+        if name == "Stoker":
+            continue
+        ratio = statistics.median(
+            a["samples_per_s"] / b["samples_per_s"] for a, b in zip(ours, runs, strict=True)
+        )
+        goal = GOAL if name == BASE else None
+        measures.append(
+            Measure(
+                f"end to end, {WORKERS} CPU tasks: {name}",
+                median(ours, "samples_per_s"),
+                median(runs, "samples_per_s"),
+                name,
+                ratio,
+                goal,
+                None if goal is None else ratio >= goal,
+                unit,
+            )
+        )
+    for name, runs in found.items():
+        start = median(runs, "start_s")
+        measures.append(Measure(f"  first batch: {name}", start, None, "–", None, None, None, "s"))
+    return measures

@@ -1,0 +1,55 @@
+"""Laptop: real jobs, through the launcher, as a benchmark needs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = ROOT / "benchmarks" / "recipes"
+
+
+def environment() -> dict[str, str]:
+    """The environment of a benchmark's processes: this project and its peers can be imported."""
+    paths = [str(ROOT), str(ROOT / "source_dir"), os.environ.get("PYTHONPATH", ""), str(ROOT / ".peers")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+
+
+def run_job(folder: Path, job: dict[str, Any], *arguments: str, timeout_s: float = 600) -> Path:
+    """Run a job of `benchmarks/recipes` to its end; its run directory.
+
+    Args:
+        folder: where the job's file and its runs lie.
+        job: the configuration.
+        arguments: further ones of the command.
+        timeout_s: of the whole command.
+
+    Raises:
+        RuntimeError: it failed, with the last lines of what it printed.
+    """
+    (folder / "job.yaml").write_text(yaml.safe_dump(job))
+    command = [sys.executable, str(ROOT / "launcher/submit.py"), "job.yaml", "--source-dir", str(RECIPES)]
+    done = subprocess.run(
+        [*command, *arguments],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+    )
+    if done.returncode:
+        raise RuntimeError(f"the job {job['name']} ended with {done.returncode}:\n{done.stdout[-3000:]}")
+    return (folder / "runs" / "latest").resolve()
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """The events of one kind, in order."""
+    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]

@@ -1,0 +1,97 @@
+"""Laptop: loaders of one host that read the image files themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.loaders.work import BATCH, SIDE, WORKERS, files_of, pillow, transforms
+
+Batches = Iterator[tuple[Any, Any]]
+
+
+class Pillow(Dataset[Any]):
+    """What most people write: Pillow and torchvision, an image at a time."""
+
+    def __init__(self, files: list[tuple[str, int]]) -> None:
+        self.files, self.of = files, pillow()
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        path, label = self.files[index]
+        return self.of(Path(path).read_bytes()), label
+
+
+def dataloader(folder: Path) -> Batches:
+    """PyTorch's DataLoader, Pillow and torchvision v2."""
+    return iter(DataLoader(Pillow(files_of(folder)), BATCH, shuffle=True, num_workers=WORKERS))
+
+
+class Ours(Dataset[Any]):
+    """Stoker's chain in a DataLoader, a batch at a time: what is left is the way of the data."""
+
+    def __init__(self, files: list[tuple[str, int]]) -> None:
+        from stoker.data.chain import Chain
+        from stoker.data.transforms import DecodeImage, as_stages
+
+        self.files = files
+        self.chain = Chain(as_stages([DecodeImage(), *transforms()]), seed=0)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Any, Any]:
+        records = []
+        for index in indices:
+            path, label = self.files[index]
+            records.append({"key": path, "image": Path(path).read_bytes(), "label": label})
+        columns, _ = self.chain.run(records, epoch=0)
+        images = torch.from_numpy(np.ascontiguousarray(columns["image__hwc"])).permute(0, 3, 1, 2)
+        return images, torch.from_numpy(np.asarray(columns["label"]))
+
+
+def dataloader_ours(folder: Path) -> Batches:
+    """PyTorch's DataLoader with Stoker's decode chain."""
+    data = Ours(files_of(folder))
+    return iter(DataLoader(data, BATCH, shuffle=True, num_workers=WORKERS, collate_fn=lambda batch: batch))
+
+
+def dali(folder: Path) -> Batches:
+    """NVIDIA DALI on CPUs: fused decoding and crop, resize, flip in its own threads."""
+    from nvidia.dali import fn, pipeline_def, types
+
+    files = files_of(folder)
+
+    @pipeline_def(batch_size=BATCH, num_threads=WORKERS, device_id=None, prefetch_queue_depth=2)
+    def pipeline() -> Any:
+        encoded, labels = fn.readers.file(
+            files=[path for path, _ in files],
+            labels=[label for _, label in files],
+            random_shuffle=True,
+            name="files",
+            pad_last_batch=False,
+        )
+        images = fn.decoders.image_random_crop(
+            encoded, device="cpu", random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3]
+        )
+        images = fn.resize(
+            images, size=[SIDE, SIDE], interp_type=types.DALIInterpType.INTERP_LINEAR, antialias=True
+        )
+        return fn.flip(images, horizontal=fn.random.coin_flip()), labels
+
+    built = pipeline()
+    built.build()
+    left = len(files)
+    while left > 0:
+        images, labels = built.run()
+        count = min(left, len(labels))
+        left -= count
+        tensor = torch.from_numpy(np.array(images.as_array()[:count])).permute(0, 3, 1, 2)
+        yield tensor, torch.from_numpy(np.array(labels.as_array()[:count, 0]))

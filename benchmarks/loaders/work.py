@@ -1,0 +1,145 @@
+"""Laptop: the work that all loaders do alike: the data, the transform, the consumer and what it notes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+SIDE, BATCH, WORKERS = 224, 64, 2
+STRIDE = 16
+"""The consumer looks at each sixteenth pixel, both ways."""
+WINDOW = (0.45, 0.95)
+"""Part of the records that is measured: what a loader made while others still started is used up by then."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a loader's consumer noted."""
+
+    first_batch_at: float
+    """`time.time()` of the first batch."""
+    rows: int
+    mean: float
+    """Of the pixels that were looked at, 0 to 255."""
+    samples_per_s: float
+    """In the window, wall time."""
+    sorted_labels: str
+    """Each label and how many records had it."""
+
+
+class Consumer:
+    """Where batches arrive: takes them as fast as they come and looks at a part of each.
+
+    Args:
+        total: records of the run.
+    """
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.times: list[tuple[float, int]] = []
+        self.first_at = 0.0
+        self.rows = 0
+        self.sums = 0.0
+        self.labels: dict[int, int] = {}
+
+    def take(self, images: Any, labels: Any) -> None:
+        """One batch.
+
+        Args:
+            images: uint8 tensor, records × 3 × 224 × 224 (any memory order).
+            labels: records.
+        """
+        import torch
+
+        assert images.dtype == torch.uint8, images.dtype
+        assert tuple(images.shape[1:]) == (3, SIDE, SIDE), images.shape
+        assert len(images) == len(labels)
+        self.first_at = self.first_at or time.time()
+        self.rows += len(images)
+        self.sums += float(images[:, :, ::STRIDE, ::STRIDE].float().mean()) * len(images)
+        for label in labels.tolist():
+            self.labels[label] = self.labels.get(label, 0) + 1
+        self.times.append((time.perf_counter(), self.rows))
+
+    def seen(self) -> Seen:
+        """The figures, once all is there."""
+        return Seen(
+            self.first_at,
+            self.rows,
+            self.sums / max(self.rows, 1),
+            rate(self.times, self.total),
+            json.dumps(dict(sorted(self.labels.items()))),
+        )
+
+    def write(self, path: Path) -> None:
+        """The figures as JSON, whole or not at all."""
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(self.seen())))
+        draft.replace(path)
+
+
+def rate(times: list[tuple[float, int]], total: int) -> float:
+    """Records per second within WINDOW.
+
+    Args:
+        times: (clock in s, records so far) after each batch.
+        total: records of the run.
+    """
+    first, last = (next(i for i, (_, n) in enumerate(times) if n >= part * total) for part in WINDOW)
+    return (times[last][1] - times[first][1]) / (times[last][0] - times[first][0])
+
+
+def longest_gap(times: list[tuple[float, int]]) -> float:
+    """The longest time between two batches, s."""
+    return max(b[0] - a[0] for a, b in pairwise(times))
+
+
+def write_folder(folder: Path, images: list[bytes], total: int, classes: int = 4) -> None:
+    """`folder/train/<class>/<number>.jpg`: the images again and again, as links, so that no disk counts."""
+    kept = folder / "kept"
+    kept.mkdir(parents=True)
+    for number, content in enumerate(images):
+        (kept / f"{number}.jpg").write_bytes(content)
+    for label in range(classes):
+        (folder / "train" / f"class{label}").mkdir(parents=True)
+    for number in range(total):
+        target = folder / "train" / f"class{number % classes}" / f"{number:06d}.jpg"
+        os.link(kept / f"{number % len(images)}.jpg", target)
+
+
+def files_of(folder: Path) -> list[tuple[str, int]]:
+    """All images with their labels, in order."""
+    classes = sorted(path.name for path in (folder / "train").iterdir())
+    found = [(str(p), classes.index(p.parent.name)) for p in sorted((folder / "train").glob("*/*.jpg"))]
+    return sorted(found, key=lambda pair: Path(pair[0]).name)
+
+
+def transforms() -> list[Any]:
+    """The transform of all: a random crop of 224², antialiased, and a flip."""
+    from torchvision.transforms import v2
+
+    return [v2.RandomResizedCrop(SIDE, antialias=True), v2.RandomHorizontalFlip()]
+
+
+def pillow() -> Any:
+    """bytes → uint8 tensor by Pillow and torchvision v2, on images, as torchvision's scripts do."""
+    from PIL import Image
+    from torchvision.transforms import v2
+
+    transform = v2.Compose([*transforms(), v2.PILToTensor()])
+    return lambda content: transform(Image.open(io.BytesIO(content)).convert("RGB"))
+
+
+def consume(batches: Iterable[tuple[Any, Any]], total: int, out: Path) -> None:
+    """Take all batches and write what was seen."""
+    consumer = Consumer(total)
+    for images, labels in batches:
+        consumer.take(images, labels)
+    consumer.write(out)

@@ -1,0 +1,80 @@
+"""A training job of short epochs that notes its memory, and at the end what its own accounting costs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.recipes.images import Images
+
+REPEATS, CALLS = 20_000, 300
+
+
+class Epochs(Images):
+    """As `Images`, with steps that last, as a GPU's do, and a validation."""
+
+    epochs: int
+    step_s: float = 0.0
+    """What a step takes beside its batch; slept, so that it costs no CPU."""
+
+    def read(self, split: str) -> Any:
+        from stoker.data.sources import read_any
+
+        return read_any(self.data, split)
+
+    def training_step(self, model: Any, batch: Any) -> Any:
+        import torch
+
+        time.sleep(self.step_s)
+        consumer = model.consumer
+        consumer.take(batch["image"], batch["label"])
+        if consumer.rows % self.total == 0:
+            note = {"epoch": consumer.rows // self.total - 1, **memory()}
+            if note["epoch"] == self.epochs - 1:
+                note |= accounting()
+            with Path(self.out).open("a") as file:
+                file.write(json.dumps(note) + "\n")
+        return model(torch.ones(1, 1)).sum()
+
+    def validation_step(self, model: Any, batch: Any) -> Any:
+        import torch
+
+        return {"loss": model(torch.ones(1, 1)).sum()}
+
+
+def memory() -> dict[str, int]:
+    """Train worker: bytes that only this process has, and that it has mapped."""
+    import psutil
+
+    found = psutil.Process().memory_full_info()
+    return {"uss": found.uss, "rss": found.rss}
+
+
+def accounting() -> dict[str, float]:
+    """Train worker: CPU time of this thread for one step's clocks, and for one logged step, µs."""
+    import ray
+
+    from stoker.data.steps import HostClock, Stamps, StepTimes
+
+    times = StepTimes()
+    clock = HostClock(times)
+    began = time.thread_time()
+    for _ in range(REPEATS):
+        at = time.perf_counter()
+        clock.waited(at, time.perf_counter(), Stamps(at, at, at))
+        clock.finished()
+    per_step = (time.thread_time() - began) / REPEATS
+
+    class Log:
+        def log(self, event: str, values: dict[str, Any]) -> None: ...
+
+    log = ray.remote(num_cpus=0)(Log).remote()
+    began = time.thread_time()
+    for number in range(CALLS):
+        values = {"epoch": 0, "step": number, "loss": 0.1, "lr": 0.1, "grad_norm": None, "wait_s": 0.1}
+        log.log.remote("step", values | {"terms_ms": times.since_told()})
+    per_log = (time.thread_time() - began) / CALLS
+    ray.kill(log)
+    return {"per_step_us": 1e6 * per_step, "per_log_us": 1e6 * per_log}
