@@ -20,9 +20,9 @@ class Epochs(Images):
     """What a step takes beside its batch; slept, so that it costs no CPU."""
 
     def read(self, split: str) -> Any:
-        from stoker.data.sources import read_any
+        from stoker.data.sources import read_images
 
-        return read_any(self.data, split)
+        return read_images(self.data, split)
 
     def training_step(self, model: Any, batch: Any) -> Any:
         import torch

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.loaders.work import Consumer, transforms
-from stoker.data.sources import read_any
+from stoker.data.sources import read_images
 from stoker.data.transforms import DecodeImage
 from stoker.recipe import Recipe
 
@@ -20,7 +20,7 @@ class Images(Recipe):
     total: int
 
     def read(self, split: str) -> Any:
-        return read_any(self.data, "train") if split == "train" else None
+        return read_images(self.data, "train") if split == "train" else None
 
     def preprocess(self, split: str) -> list[Any]:
         return [DecodeImage(), *transforms()]
