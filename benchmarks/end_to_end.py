@@ -24,7 +24,7 @@ from benchmarks.harness import Measure
 from benchmarks.jobs import environment, run_job
 from benchmarks.loaders.work import BATCH, WORKERS, write_folder
 
-TOTAL = 12_800
+TOTAL = 8_960
 ROUNDS = 3
 TIMEOUT_S = 180
 LEVELS = 1.5
@@ -33,6 +33,7 @@ GOAL = 1.0
 BASE = "DataLoader, Pillow + v2"
 PEERS = {
     BASE: ("dataloader", ""),
+    "DataLoader, v2 on tensors": ("dataloader_tensors", ""),
     "DataLoader, our decode chain": ("dataloader_ours", ""),
     "Ray Data → TorchTrainer": ("ray_data", ""),
     "Ray Data, float32, preprocessor": ("ray_float32", ""),
@@ -59,13 +60,19 @@ def run() -> list[Measure]:
             for name in ("Stoker", *peers):
                 one = stoker(folder) if name == "Stoker" else peer(folder, peers[name])
                 found.setdefault(name, []).append(one)
-                print(
-                    f"round {number + 1}: {name:<32} {one['samples_per_s']:7.0f} images/s, first batch after"
-                    f" {one['start_s']:.1f} s, mean pixel {one['mean']:.2f}",
-                    flush=True,
-                )
+                show(number, name, one)
     check(found)
     return rows(found)
+
+
+def show(number: int, name: str, one: dict[str, Any]) -> None:
+    """One line while it runs. Halves of the window that differ much: that run was not steady."""
+    first, second = one["halves"]
+    print(
+        f"round {number + 1}: {name:<32} {one['samples_per_s']:7.0f} images/s (halves {first:.0f}, {second:.0f}),"
+        f" first batch after {one['start_s']:.1f} s, mean pixel {one['mean']:.2f}",
+        flush=True,
+    )
 
 
 def there(name: str, module: str) -> bool:

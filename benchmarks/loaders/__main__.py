@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from benchmarks.loaders.work import consume, files_of
 
 LOADERS = {
     "dataloader": local.dataloader,
+    "dataloader_tensors": partial(local.dataloader, on_tensors=True),
     "dataloader_ours": local.dataloader_ours,
     "dali": local.dali,
     "webdataset": shards.webdataset,

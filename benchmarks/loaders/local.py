@@ -18,8 +18,8 @@ Batches = Iterator[tuple[Any, Any]]
 class Pillow(Dataset[Any]):
     """What most people write: Pillow and torchvision, an image at a time."""
 
-    def __init__(self, files: list[tuple[str, int]]) -> None:
-        self.files, self.of = files, pillow()
+    def __init__(self, files: list[tuple[str, int]], on_tensors: bool) -> None:
+        self.files, self.of = files, pillow(on_tensors)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -29,9 +29,9 @@ class Pillow(Dataset[Any]):
         return self.of(Path(path).read_bytes()), label
 
 
-def dataloader(folder: Path) -> Batches:
+def dataloader(folder: Path, on_tensors: bool = False) -> Batches:
     """PyTorch's DataLoader, Pillow and torchvision v2."""
-    return iter(DataLoader(Pillow(files_of(folder)), BATCH, shuffle=True, num_workers=WORKERS))
+    return iter(DataLoader(Pillow(files_of(folder), on_tensors), BATCH, shuffle=True, num_workers=WORKERS))
 
 
 class Ours(Dataset[Any]):

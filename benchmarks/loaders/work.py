@@ -16,7 +16,8 @@ SIDE, BATCH, WORKERS = 224, 64, 2
 STRIDE = 16
 """The consumer looks at each sixteenth pixel, both ways."""
 WINDOW = (0.45, 0.95)
-"""Part of the records that is measured: what a loader made while others still started is used up by then."""
+"""Part of the records that is measured: what was made while the consumer still started is used up by then."""
+MIDDLE = sum(WINDOW) / 2
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Seen:
     """Of the pixels that were looked at, 0 to 255."""
     samples_per_s: float
     """In the window, wall time."""
+    halves: tuple[float, float]
+    """The same in the first and in the second half of the window."""
     sorted_labels: str
     """Each label and how many records had it."""
 
@@ -70,11 +73,13 @@ class Consumer:
 
     def seen(self) -> Seen:
         """The figures, once all is there."""
+        first, second = (WINDOW[0], MIDDLE), (MIDDLE, WINDOW[1])
         return Seen(
             self.first_at,
             self.rows,
             self.sums / max(self.rows, 1),
             rate(self.times, self.total),
+            (rate(self.times, self.total, first), rate(self.times, self.total, second)),
             json.dumps(dict(sorted(self.labels.items()))),
         )
 
@@ -85,14 +90,15 @@ class Consumer:
         draft.replace(path)
 
 
-def rate(times: list[tuple[float, int]], total: int) -> float:
-    """Records per second within WINDOW.
+def rate(times: list[tuple[float, int]], total: int, window: tuple[float, float] = WINDOW) -> float:
+    """Records per second within a window.
 
     Args:
         times: (clock in s, records so far) after each batch.
         total: records of the run.
+        window: from which part of the records to which.
     """
-    first, last = (next(i for i, (_, n) in enumerate(times) if n >= part * total) for part in WINDOW)
+    first, last = (next(i for i, (_, n) in enumerate(times) if n >= part * total) for part in window)
     return (times[last][1] - times[first][1]) / (times[last][0] - times[first][0])
 
 
@@ -128,12 +134,18 @@ def transforms() -> list[Any]:
     return [v2.RandomResizedCrop(SIDE, antialias=True), v2.RandomHorizontalFlip()]
 
 
-def pillow() -> Any:
-    """bytes → uint8 tensor by Pillow and torchvision v2, on images, as torchvision's scripts do."""
+def pillow(on_tensors: bool = False) -> Any:
+    """bytes → uint8 tensor by Pillow and torchvision v2.
+
+    Args:
+        on_tensors: a tensor first and v2's own kernels, which is faster; else all on Pillow's images, as
+            torchvision's training scripts do by default.
+    """
     from PIL import Image
     from torchvision.transforms import v2
 
-    transform = v2.Compose([*transforms(), v2.PILToTensor()])
+    to_tensor = v2.PILToTensor()
+    transform = v2.Compose([to_tensor, *transforms()] if on_tensors else [*transforms(), to_tensor])
     return lambda content: transform(Image.open(io.BytesIO(content)).convert("RGB"))
 
 
