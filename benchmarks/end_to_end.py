@@ -69,8 +69,9 @@ def show(number: int, name: str, one: dict[str, Any]) -> None:
     """One line while it runs. Halves of the window that differ much: that run was not steady."""
     first, second = one["halves"]
     print(
-        f"round {number + 1}: {name:<32} {one['samples_per_s']:7.0f} images/s (halves {first:.0f}, {second:.0f}),"
-        f" first batch after {one['start_s']:.1f} s, mean pixel {one['mean']:.2f}",
+        f"round {number + 1}: {name:<32} {one['samples_per_s']:7.0f} images/s"
+        f" (halves {first:.0f}, {second:.0f}), first batch after {one['start_s']:.1f} s,"
+        f" mean pixel {one['mean']:.2f}",
         flush=True,
     )
 
