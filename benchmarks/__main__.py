@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
 
 from benchmarks.harness import publish
 
@@ -25,6 +26,13 @@ if __name__ == "__main__":
     unknown = [name for name in chosen if name not in ALL]
     if unknown:
         sys.exit(f"error: no benchmark {', '.join(unknown)}; there are: {', '.join(ALL)}")
+    failed = []
     for name in chosen:
-        # Each by itself: one that fails later does not take these results along.
-        publish(importlib.import_module(f"benchmarks.{name}").run())
+        # Each by itself: one that fails takes neither the others' results along nor their turn.
+        try:
+            publish(importlib.import_module(f"benchmarks.{name}").run())
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
+    if failed:
+        sys.exit(f"error: failed: {', '.join(failed)}; see above")

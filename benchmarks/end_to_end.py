@@ -26,6 +26,8 @@ from benchmarks.loaders.work import BATCH, WORKERS, write_folder
 
 TOTAL = 8_960
 ROUNDS = 3
+STORE_MB = 400
+"""A quarter of it holds blocks that are ready: 700 images, beside the feed's own."""
 TIMEOUT_S = 180
 LEVELS = 1.5
 """How far mean pixels may lie apart, random crops being different ones."""
@@ -95,7 +97,8 @@ def stoker(folder: Path) -> dict[str, Any]:
         "recipe": "images:Images",
         "params": {"data": str(folder / "data"), "out": str(out), "total": TOTAL},
         "train": {"epochs": 1, "batch_size": BATCH, "threads": 1},
-        "cluster": {"cpus": WORKERS},
+        # What is made ahead has to be used up before the window, so there is little room for it.
+        "cluster": {"cpus": WORKERS, "object_store_mb": STORE_MB},
         "tracking": {"tensorboard": False},
     }
     began = time.time()

@@ -2,9 +2,9 @@
 
 A real job on JPEGs, with validation and checkpoints between epochs, whose steps take as long as a GPU would:
 data is made faster than it is used. The wait is that of the loop, between asking for an epoch's first batch
-and having it. Memory is what only the train worker's process has (USS) at the end of each epoch, without the
-batches that are kept ready for `data.prefetch_s`. In the same process the clocks that account for each
-step's time are timed.
+and having it. Memory is the train worker's own (anonymous pages: no files, and no pages of the object store,
+which has a size of its own) at the end of each epoch, without the batches that are kept ready for
+`data.prefetch_s`. In the same process the clocks that account for each step's time are timed.
 """
 
 from __future__ import annotations
@@ -57,9 +57,14 @@ def run() -> list[Measure]:
         }
         run_dir = run_job(folder, job)
         passes = [event for event in events(run_dir, "pass") if event["split"] == "train"]
+        shared = [
+            round((note["uss"] - note["anonymous"]) / 2**20)
+            for note in map(json.loads, out.read_text().splitlines())
+        ]
+        print("of the object store's pages, touched by this process alone, MB by epoch:", *shared)
         notes = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(passes) == len(notes) == EPOCHS, (len(passes), len(notes))
-    return [*gaps(passes), *memory([note["uss"] for note in notes]), accounting(notes[-1])]
+    return [*gaps(passes), *memory([note["anonymous"] for note in notes]), accounting(notes[-1])]
 
 
 def gaps(passes: list[dict[str, dict[str, float]]]) -> list[Measure]:
@@ -72,14 +77,14 @@ def gaps(passes: list[dict[str, dict[str, float]]]) -> list[Measure]:
     return rows
 
 
-def memory(uss: list[int]) -> list[Measure]:
+def memory(own: list[int]) -> list[Measure]:
     """Memory beyond the batches kept ready: its last epochs against its first ones, and how far it strays."""
     ready = round(PREFETCH_S / STEP_S) * BATCH * SIDE * SIDE * 3
-    beyond = [(value - ready) / 2**20 for value in uss[WARM:]]
+    beyond = [(value - ready) / 2**20 for value in own[WARM:]]
     first, last = statistics.median(beyond[:5]), statistics.median(beyond[-5:])
     growth = last / first
     strays = max(abs(value / first - 1) for value in beyond)
-    print("USS beyond prefetch, MB by epoch:", " ".join(f"{value:.0f}" for value in beyond))
+    print("own memory beyond prefetch, MB by epoch:", " ".join(f"{value:.0f}" for value in beyond))
     name = f"train worker's memory over {EPOCHS} epochs"
     flat = strays <= MEMORY_GOAL
     rows = [Measure(f"{name}: last 5 against first 5", last, first, "first 5", growth, None, None, "MB")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +57,14 @@ def float32(folder: Path, out: Path) -> None:
 
 def train(folder: Path, out: Path, dataset: Any) -> None:
     """One train worker that takes the batches, beside `WORKERS` CPUs for tasks."""
+    # Else Ray writes a token of its own into the home folder.
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False)
+    # Train asks for a CPU, Ray Data counts on the others.
+    ray.init(address="local", num_cpus=WORKERS + 1, include_dashboard=False, log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
     total = len(files_of(folder))
 
@@ -72,8 +77,7 @@ def train(folder: Path, out: Path, dataset: Any) -> None:
     TorchTrainer(
         loop,
         datasets={"train": dataset()},
-        # As Stoker's: the train worker takes no CPU away from the tasks.
-        scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 0}),
+        scaling_config=ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}),
         run_config=RunConfig(storage_path=str(out.parent / "ray"), name="bench"),
     ).fit()
     ray.shutdown()

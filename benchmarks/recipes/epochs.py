@@ -44,12 +44,13 @@ class Epochs(Images):
         return {"loss": model(torch.ones(1, 1)).sum()}
 
 
-def memory() -> dict[str, int]:
-    """Train worker: bytes that only this process has, and that it has mapped."""
+def memory() -> dict[str, Any]:
+    """Train worker: bytes that are this process's alone, and those of them that are no file's or store's."""
     import psutil
 
-    found = psutil.Process().memory_full_info()
-    return {"uss": found.uss, "rss": found.rss}
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    anonymous = next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+    return {"uss": psutil.Process().memory_full_info().uss, "anonymous": 1024 * anonymous}
 
 
 def accounting() -> dict[str, float]:
