@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -62,14 +63,27 @@ class LocalRun:
         yield from log_lines(self.run_dir, follow, lambda: self.process.poll() is None)
 
     def wait(self) -> int:
-        """The exit code; Ctrl-C is passed on once and waited for, so that a checkpoint is kept."""
-        while True:
-            try:
-                code = self.process.wait()
-                return 128 - code if code < 0 else code
-            except KeyboardInterrupt:
-                # The terminal has sent SIGINT to the whole group: the job is stopping by itself.
-                continue
+        """The exit code; Ctrl-C and SIGTERM are waited for, so that a checkpoint is kept."""
+        with self._terminated_too():
+            while True:
+                try:
+                    code = self.process.wait()
+                    return 128 - code if code < 0 else code
+                except KeyboardInterrupt:
+                    # The terminal has sent SIGINT to the whole group: the job is stopping by itself.
+                    continue
+
+    @contextlib.contextmanager
+    def _terminated_too(self) -> Iterator[None]:
+        """Hand SIGTERM on, which a service manager or `timeout` sends to this process alone."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, lambda *_: self.stop())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)

@@ -90,7 +90,14 @@ def test_a_recipe_in_a_folder_of_ones_own(tmp_path: Path) -> None:
     assert summary(tmp_path)["metrics"]["best"]["val/loss"] < 0.01
 
 
-def test_ctrl_c_keeps_a_checkpoint_and_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "to_group", "code", "reason"),
+    [(signal.SIGINT, True, 130, "Ctrl-C"), (signal.SIGTERM, False, 143, "SIGTERM")],
+    ids=["Ctrl-C in a terminal", "SIGTERM to the launcher alone"],
+)
+def test_a_stopped_job_keeps_a_checkpoint_and_says_so(
+    tmp_path: Path, number: signal.Signals, to_group: bool, code: int, reason: str
+) -> None:
     command = [sys.executable, str(ROOT / "launcher/submit.py"), DIGITS, "train.epochs=500"]
     process = subprocess.Popen(
         command,
@@ -106,13 +113,13 @@ def test_ctrl_c_keeps_a_checkpoint_and_says_so(tmp_path: Path) -> None:
             if "epoch 1/500 done" in line:
                 break
         started = time.monotonic()
-        os.killpg(process.pid, signal.SIGINT)
+        (os.killpg if to_group else os.kill)(process.pid, number)
         rest, _ = process.communicate(timeout=60)
         took = time.monotonic() - started
     finally:
         process.kill()
-    assert process.returncode == 130
-    assert "stopped: Ctrl-C" in rest
+    assert process.returncode == code
+    assert f"stopped: {reason}" in rest
     assert "Traceback" not in rest
     assert summary(tmp_path)["status"] == "interrupted"
     assert list((tmp_path / "runs/latest/checkpoints").glob("step-*/manifest.json"))
