@@ -109,6 +109,15 @@ def test_splits_of_one_delta_table_by_partition(delta: Path) -> None:
     assert [sorted(row) for row in rows_of(val)] == [["key", "x"]] * 3
 
 
+def test_files_that_a_delta_tables_log_rules_out_are_not_opened(delta: Path) -> None:
+    for path in delta.glob("split=val/*.parquet"):
+        path.unlink()
+    train = read_delta(str(delta), filters=[("split", "==", "train"), ("x", "<", 5)])
+    assert sorted(row["x"] for row in rows_of(train)) == [0, 1, 2, 4]
+    either = read_delta(str(delta), filters=[[("split", "==", "train"), ("x", ">", 5)], [("x", "==", 11)]])
+    assert sorted(row["x"] for row in rows_of(either)) == [6, 11]
+
+
 def test_a_delta_table_as_it_was(delta: Path) -> None:
     assert sorted(row["x"] for row in rows_of(read_delta(str(delta), version=0))) == list(range(10))
     with pytest.raises(UsageError, match="at version 9"):

@@ -49,7 +49,7 @@ def open_delta(
     at = uri if "://" in uri and not uri.startswith("file://") else root
     try:
         table = deltalake.DeltaTable(at, version=version, storage_options=_storage_options())
-        table.to_pyarrow_dataset()  # refuses tables whose features it cannot honour
+        dataset = table.to_pyarrow_dataset()  # refuses tables whose features it cannot honour
         actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
         schema = [field.name for field in table.schema().fields]
     except Exception as error:
@@ -58,6 +58,9 @@ def open_delta(
         raise UsageError(f"{uri}: no Delta table that can be read{which}: {text}") from None
     if not actions:
         raise UsageError(f"{uri}: the Delta table holds no row at version {table.version()}")
+    out = _ruled_out(dataset, filters)
+    # One stays in any case: the source says then that no row matches.
+    actions = [action for action in actions if unquote(action["path"]) not in out] or actions[:1]
     actions.sort(key=lambda action: action["path"])
     paths = [_path_of(action["path"], root) for action in actions]
     constants = {
@@ -69,6 +72,19 @@ def open_delta(
         for path, action in zip(paths, actions, strict=True)
     }
     return DeltaSource(schema, filesystem.get_file_info(paths), columns, filters, constants)
+
+
+def _ruled_out(dataset: Any, filters: Filters | None) -> set[str]:
+    """Head: files that hold no matching row, by the partitions and statistics in the table's log."""
+    from pyarrow import parquet
+
+    if not filters:
+        return set()
+    try:
+        fragments = dataset.get_fragments(filter=parquet.filters_to_expression(filters))
+        return set(dataset.files) - {fragment.path for fragment in fragments}
+    except Exception:
+        return set()  # the source's own check names what is wrong with the filters
 
 
 def _path_of(path: str, root: str) -> str:

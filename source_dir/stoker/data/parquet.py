@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
@@ -131,7 +131,7 @@ class ParquetSource(Source):
 
     def _matching(self, path: str, schema: Any, groups: list[Group]) -> tuple[list[Group], int]:
         """The row groups that hold matching rows, and how many rows match in all."""
-        from pyarrow import dataset
+        from pyarrow import dataset, parquet
 
         constants = self.constants.get(path, {})
         known = {*schema.names, *constants}
@@ -139,9 +139,10 @@ class ParquetSource(Source):
             return groups, sum(g.rows for g in groups)  # check() names the column
         fragment = dataset.ParquetFileFormat().make_fragment(path, self.filesystem)
         possible = {g.number for g in groups}
-        if not constants:
+        own = without(self.filters, constants)
+        if own:
             # The statistics of each row group rule out most that cannot match, without reading them.
-            kept = fragment.split_by_row_group(self._expression(), schema)
+            kept = fragment.split_by_row_group(parquet.filters_to_expression(own), schema)
             possible = {info.id for part in kept for info in part.row_groups}
         found = []
         matching = 0
@@ -267,6 +268,19 @@ class ParquetSource(Source):
             values = table[column].take(self._rows(path, footer.groups))
             found.update(compute.unique(values).to_pylist())
         return found
+
+
+def without(filters: Filters | None, columns: Iterable[str]) -> Filters | None:
+    """Head: the filters as far as they ask for other columns; they keep at least the same rows.
+
+    Returns:
+        None where that is every row.
+    """
+    if not filters:
+        return None
+    either: list[Any] = filters if isinstance(filters[0], list) else [filters]
+    left = [[term for term in part if term[0] not in columns] for part in either]
+    return left if all(left) else None
 
 
 def _values(column: Any) -> Any:
