@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.config import UsageError
-from stoker.tracking.runs import CONFIG, differing, find_runs, runs_dataframe
+from stoker.tracking.runs import CONFIG, differing, find_runs, row_of, runs_dataframe
 
 if TYPE_CHECKING:
     import pandas
@@ -28,7 +28,14 @@ def compare(paths: list[str], csv: str | None) -> int:
     Raises:
         UsageError: none of the paths is a run directory, or a run cannot be read.
     """
-    runs, passed_over = find_runs(paths)
+    found, passed_over = find_runs(paths)
+    runs = []
+    for run in found:
+        try:
+            row_of(run)
+            runs.append(run)
+        except UsageError as error:  # one that was cut short shall not hide the others
+            passed_over += error.problems
     if not runs:
         raise UsageError(*passed_over)
     for line in passed_over:

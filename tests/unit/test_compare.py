@@ -88,3 +88,8 @@ def test_what_is_no_run_is_named(runs: list[Path], tmp_path: Path) -> None:
     (runs[1] / "summary.json").write_text("{")
     with pytest.raises(UsageError, match=r"flowers-2/summary.json: cannot be read"):
         runs_dataframe(runs)
+    (runs[2] / "config.yaml").unlink()
+    shown = CliRunner().invoke(app, ["compare", *map(str, runs)])
+    assert shown.exit_code == 0 and "flowers-1" in shown.output
+    assert "flowers-2/summary.json: cannot be read" in shown.output
+    assert "flowers-3/config.yaml: cannot be read: No such file or directory" in shown.output

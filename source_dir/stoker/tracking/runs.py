@@ -120,7 +120,8 @@ def flat_config(run_dir: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise UsageError(f"{path}: cannot be read: {str(error).splitlines()[0]}") from None
+        why = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise UsageError(f"{path}: cannot be read: {why}") from None
     flat: dict[str, Any] = {}
 
     def walk(prefix: str, value: Any) -> None:
