@@ -110,13 +110,22 @@ def assert_equal(interrupted: tuple[Path, Path], whole: tuple[Path, Path]) -> No
     ours, theirs = last_weights(interrupted[0]), last_weights(whole[0])
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert best(interrupted[0]) == best(whole[0])
+
+
+def best(run_dir: Path) -> tuple[Any, Any]:
+    """The best checkpoints with their values, and what became the model."""
+    note = json.loads((run_dir / "checkpoints/best.json").read_text())
+    return note, json.loads((run_dir / "model/model.json").read_text())["checkpoint"]
 
 
 @pytest.fixture(scope="module")
 def whole(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The uninterrupted run; its trace lies beside its run directory."""
     folder = tmp_path_factory.mktemp("whole")
-    outcome = run_job(folder, **sections(folder / "trace"), checkpoint={"every_minutes": 0.005})
+    outcome = run_job(
+        folder, **sections(folder / "trace"), checkpoint={"every_minutes": 0.005, "save_top_k": 2}
+    )
     assert outcome.code == 0, outcome.summary.error
     return outcome
 
@@ -141,7 +150,7 @@ def test_a_run_that_is_killed_and_stopped_and_damaged_equals_the_whole_one(
     print(f"STOKER_SEED={seed}: {' '.join(ends)}")
     trace, run_dir = tmp_path / "trace", tmp_path / "runs/latest"
     job = sections(trace, ends=ends, process=str(run_dir / "process.id"))
-    job |= {"checkpoint": {"every_steps": 3}}
+    job |= {"checkpoint": {"every_steps": 3, "save_top_k": 2}}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     for start, code in enumerate([143, 137] * TIMES):
         done = submit(tmp_path, f"cluster.cpus={1 + start % 3}", "--resume", "auto")
