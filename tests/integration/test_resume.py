@@ -206,8 +206,8 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(
     job["train"] |= {"lr": 1e-9, "workers": 1, "max_failures": 0}
     outcome = run_job(tmp_path, **job, checkpoint={"dir": str(small_disk / "kept"), "every_steps": 5})
     assert outcome.code == 1
-    assert f"cannot write the checkpoint {small_disk}/kept/step-000000" in (outcome.summary.error or "")
-    assert f"the disk mounted at {small_disk} has" in (outcome.summary.error or "")
+    checkpoint, disk = f"{small_disk}/kept/step-00000010", f"the disk mounted at {small_disk} (12 MB) is full"
+    assert f"cannot write the checkpoint {checkpoint}: {disk}" in (outcome.summary.error or "")
     from stoker.training.store import open_store, verify
 
     store = open_store(str(small_disk / "kept"))

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.training.store import Store, name_of, step_of, verify, write_manifest
+from stoker.training.store import FULL, Store, name_of, step_of, verify, write_manifest
 
 WEIGHTS, EMA, STATE, META = "model.safetensors", "ema.safetensors", "state.pt", "meta.json"
 BEST = "best.json"
@@ -70,10 +70,11 @@ def save(store: Store, content: Content) -> Checkpoint:
         write_manifest(draft)
         store.publish(draft, name)
     except Exception as error:
-        # safetensors reports a full disk as an error of its own, so the type says little.
+        # What safetensors and torch say of a full disk does not tell: the disk does, with the draft on it.
+        cause, disk = " ".join(str(error).split()) or type(error).__name__, store.free_text()
         if draft is not None:
             shutil.rmtree(draft, ignore_errors=True)
-        parts = [" ".join(str(error).split()) or type(error).__name__, store.free_text()]
+        parts = [disk, cause] if disk.endswith(FULL) else [cause, disk]
         raise OSError(
             f"cannot write the checkpoint {store.where.rstrip('/')}/{name}: {'; '.join(filter(None, parts))}"
         ) from error

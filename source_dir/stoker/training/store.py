@@ -19,6 +19,9 @@ from typing import Any, Protocol
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-\d{8,}")
+FULL = " is full"
+LEAST_FREE_MB = 0.5
+"""With less a disk counts as full: a write that does not fit leaves some pages."""
 _CHUNK_BYTES = 16 * 2**20
 
 
@@ -284,11 +287,14 @@ def sync(path: Path) -> None:
 
 
 def disk_text(folder: Path) -> str:
-    """Every host: `the disk mounted at /data has 3 of 12 MB free`."""
+    """Every host: `the disk mounted at /data has 3 of 12 MB free`, or `… (12 MB) is full`."""
     while not folder.exists():
         folder = folder.parent
     usage = shutil.disk_usage(folder)
     mount = folder.resolve()
     while not mount.is_mount():
         mount = mount.parent
-    return f"the disk mounted at {mount} has {usage.free / 2**20:.0f} of {usage.total / 2**20:.0f} MB free"
+    free, total = usage.free / 2**20, usage.total / 2**20
+    if free < LEAST_FREE_MB:
+        return f"the disk mounted at {mount} ({total:.0f} MB){FULL}"
+    return f"the disk mounted at {mount} has {free:.0f} of {total:.0f} MB free"
