@@ -120,12 +120,23 @@ def best(run_dir: Path) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def s3() -> Iterator[dict[str, str]]:
+    """A bucket `kept`; its environment for this process and, as a parameter of the job, for all others."""
+    import boto3
+
+    with moto_server() as environment, pytest.MonkeyPatch.context() as here:
+        for name, value in environment.items():
+            here.setenv(name, value)
+        boto3.client("s3").create_bucket(Bucket="kept")
+        yield environment
+
+
+@pytest.fixture(scope="module")
+def whole(ray_cluster: None, s3: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The uninterrupted run; its trace lies beside its run directory."""
     folder = tmp_path_factory.mktemp("whole")
-    outcome = run_job(
-        folder, **sections(folder / "trace"), checkpoint={"every_minutes": 0.005, "save_top_k": 2}
-    )
+    kept = {"every_minutes": 0.005, "keep": 4, "save_top_k": 2}
+    outcome = run_job(folder, **sections(folder / "trace", environment=s3), checkpoint=kept)
     assert outcome.code == 0, outcome.summary.error
     return outcome
 
@@ -216,34 +227,35 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(
 
 
 def test_a_run_on_new_hosts_finds_its_checkpoints_in_s3_without_being_told(
-    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: Outcome, s3: dict[str, str], tmp_path: Path
 ) -> None:
-    """Interrupted within an epoch, then finished, then started once more: it only writes its model."""
+    """From within an epoch to the same end; started once more, it only writes its model, in another form."""
     import boto3
 
+    client = boto3.client("s3")
+    within = max(path for path in whole.run_dir.glob("checkpoints/step-*") if int(path.name[5:]) % STEPS)
+    for folder in whole.run_dir.glob("checkpoints/step-*"):
+        for file in folder.iterdir() if folder <= within else ():
+            client.upload_file(str(file), "kept", f"run/{folder.name}/{file.name}")
     outcomes = []
-    with moto_server() as environment:
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        client = boto3.client("s3")
-        client.create_bucket(Bucket="kept")
-        for name, steps in (("first", 10), ("second", None), ("third", None)):
-            folder = tmp_path / name
-            folder.mkdir()
-            job = sections(folder / "trace", environment=environment, pause_s=0)
-            job["train"] |= {"epochs": 1, "workers": 1, "early_stopping": {}, "max_steps": steps}
-            checkpoint = {"dir": "s3://kept/run", "every_steps": 4}
-            export = EXPORTS if outcomes else []
-            outcomes.append(run_job(folder, **job, checkpoint=checkpoint, export=export))
-            assert outcomes[-1].code == 0, outcomes[-1].summary.error
-        keys = {item["Key"] for item in client.list_objects_v2(Bucket="kept")["Contents"]}
+    for name, export in (("second", []), ("third", EXPORTS)):
+        folder = tmp_path / name
+        folder.mkdir()
+        job = sections(folder / "trace", environment=s3)
+        kept = {"dir": "s3://kept/run", "save_top_k": 2}
+        outcomes.append(run_job(folder, **job, checkpoint=kept, export=export))
+        assert outcomes[-1].code == 0, outcomes[-1].summary.error
+    keys = {item["Key"] for item in client.list_objects_v2(Bucket="kept")["Contents"]}
+    last = f"step-{EPOCHS * STEPS:08d}"
+    assert {f"run/{last}/manifest.json", "run/best.json"} <= keys
     found = [[event["path"] for event in events(outcome.run_dir, "resumed")] for outcome in outcomes]
-    assert found == [[], ["s3://kept/run/step-00000010"], ["s3://kept/run/step-00000034"]]
-    assert {f"run/step-000000{step}/manifest.json" for step in (32, 34)} | {"run/best.json"} <= keys
-    for outcome in outcomes[1:]:
-        assert outcome.summary.epochs == 1
-        assert outcome.summary.records.trained == RECORDS - 1
-        assert [form["format"] for form in outcome.summary.exports] == EXPORTS
-        assert all(form["max_abs_diff"] is not None for form in outcome.summary.exports)
-    models = [(outcome.run_dir / "model/model.safetensors").read_bytes() for outcome in outcomes[1:]]
-    assert models[0] == models[1]
+    assert found == [[f"s3://kept/run/{within.name}"], [f"s3://kept/run/{last}"]]
+    for outcome in outcomes:
+        assert outcome.summary.epochs == EPOCHS
+        assert outcome.summary.records.trained == EPOCHS * (RECORDS - 1)
+    assert final_metrics(outcomes[0].run_dir) == final_metrics(whole.run_dir)
+    weights = load_file(outcomes[1].run_dir / "model/model.safetensors")
+    theirs = load_file(whole.run_dir / "model/model.safetensors")
+    assert all(torch.equal(weights[name], theirs[name]) for name in theirs)
+    assert [form["format"] for form in outcomes[1].summary.exports] == EXPORTS
+    assert all(form["max_abs_diff"] is not None for form in outcomes[1].summary.exports)
