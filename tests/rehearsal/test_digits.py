@@ -110,18 +110,16 @@ def test_sigterm_in_an_epoch_leaves_a_checkpoint_from_which_fewer_hosts_go_on(tm
 def order_of_epoch(data: str, epoch: int) -> list[str]:
     """The records of an epoch as `data.order: exact` has them: read here, piece by piece."""
     from stoker.config import load
-    from stoker.data.chain import KEY_COLUMN
     from stoker.data.opening import open_data
-    from stoker.data.pipeline import Passes, pack_work
-    from stoker.data.tasks import groups_of
+    from stoker.data.pipeline import Passes
+    from stoker.data.tasks import order_of
 
-    overrides = [f"params.data={data}", "data.order=exact", "tracking.record_ids=true"]
-    config = load(Path(DIGITS), overrides).config
-    opened = open_data(config)
-    passes = Passes(config, opened.sources, {})
+    config = load(Path(DIGITS), [f"params.data={data}", "data.order=exact"]).config
+    sources = open_data(config).sources
+    passes = Passes(config, sources, {})
     plan = passes.plan("train", epoch, None)
     keys: list[str] = []
-    for work in pack_work(list(passes.pieces(plan, None))):
-        for columns, _ in groups_of(opened.sources["train"], opened.chains["train"], plan, work):
-            keys.extend(columns[KEY_COLUMN])
+    for _, piece, _ in passes.pieces(plan, None):
+        order = order_of(plan.seed, plan.epoch, f"{piece.path}:{piece.start}")
+        keys += [record["key"] for record in sources["train"].read(piece, order)]
     return keys
