@@ -13,19 +13,53 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 
-@dataclass(frozen=True)
+@dataclass
 class RayNodes:
-    """Where the cluster's dashboard listens and how to enter."""
+    """Where the cluster's dashboard listens and how to enter; nodes can be added and stopped."""
 
     dashboard: str
     token: str
     gcs: str
+    scratch: Path
+    cpus: int
+    store_mb: int
+    environment: dict[str, str]
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, group: str, *head: str) -> int:
+        """One more node, the head with options of its own; its number."""
+        index = len(self.processes)
+        command = [
+            str(Path(sys.executable).parent / "ray"), "start", "--block",
+            "--node-ip-address=127.0.0.1", f"--num-cpus={self.cpus}", "--num-gpus=0",
+            f"--labels=stoker.group={group},stoker.host={group}-{index}",
+            f"--object-store-memory={self.store_mb * 2**20}",
+            f"--dashboard-agent-listen-port={free_port()}",
+            # Nodes that share a folder unpack the same job over each other.
+            f"--temp-dir={self.scratch}/{index}",
+            *(head or (f"--address={self.gcs}",)),
+        ]  # fmt: skip
+        log = (self.scratch / f"{index}.log").open("wb")
+        self.processes.append(
+            subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, start_new_session=True)
+        )
+        # Two nodes of one machine that start at once wait for each other for ever.
+        wait_for("Ray runtime started", self.processes[-1], self.scratch / f"{index}.log")
+        return index
+
+    def lose(self, index: int) -> None:
+        """Kill a node with all that runs on it."""
+        node = psutil.Process(self.processes[index].pid)
+        for process in [*node.children(recursive=True), node]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.processes[index].wait()
 
 
 @contextlib.contextmanager
@@ -54,35 +88,26 @@ def ray_nodes(
         "RAY_USAGE_STATS_ENABLED": "0",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
-    processes: list[subprocess.Popen[bytes]] = []
+    nodes = RayNodes(
+        f"http://127.0.0.1:{dashboard_port}",
+        token,
+        f"127.0.0.1:{gcs_port}",
+        scratch,
+        cpus,
+        store_mb,
+        environment,
+    )
     try:
         for index, group in enumerate(groups):
-            command = [
-                str(Path(sys.executable).parent / "ray"), "start", "--block",
-                "--node-ip-address=127.0.0.1", f"--num-cpus={cpus}", "--num-gpus=0",
-                f"--labels=stoker.group={group},stoker.host={group}-{index}",
-                f"--object-store-memory={store_mb * 2**20}",
-                f"--dashboard-agent-listen-port={free_port()}",
-                # Nodes that share a folder unpack the same job over each other.
-                f"--temp-dir={scratch}/{index}",
-            ]  # fmt: skip
-            if index == 0:
-                command += [
-                    "--head", f"--port={gcs_port}",
-                    f"--include-dashboard={str(dashboard).lower()}", "--dashboard-host=127.0.0.1",
-                    f"--dashboard-port={dashboard_port}",
-                ]  # fmt: skip
-            else:
-                command.append(f"--address=127.0.0.1:{gcs_port}")
-            log = (scratch / f"{index}.log").open("wb")
-            processes.append(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-            )
-            # Two nodes of one machine that start at once wait for each other for ever.
-            wait_for("Ray runtime started", processes[-1], scratch / f"{index}.log")
-        yield RayNodes(f"http://127.0.0.1:{dashboard_port}", token, f"127.0.0.1:{gcs_port}")
+            head = (
+                "--head", f"--port={gcs_port}",
+                f"--include-dashboard={str(dashboard).lower()}", "--dashboard-host=127.0.0.1",
+                f"--dashboard-port={dashboard_port}",
+            )  # fmt: skip
+            nodes.start(group, *(() if index else head))
+        yield nodes
     finally:
-        stop_all(processes)
+        stop_all(nodes.processes)
         shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -103,6 +128,8 @@ def stop_all(processes: list[subprocess.Popen[bytes]]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             family += psutil.Process(process.pid).children(recursive=True)
     for process in reversed(processes):
+        if process.poll() is not None:
+            continue
         process.send_signal(signal.SIGTERM)
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):

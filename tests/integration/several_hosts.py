@@ -1,0 +1,222 @@
+"""Jobs on a cluster of three nodes and a late fourth, in a process of their own; prints what happened.
+
+A process belongs to one cluster only, and that of the tests is another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+RECIPES = str(HERE.parent / "recipes")
+sys.path[:0] = [str(HERE.parent.parent), str(HERE), RECIPES]
+os.environ["PYTHONPATH"] = os.pathsep.join([RECIPES, os.environ.get("PYTHONPATH", "")])
+
+from streaming import Train  # noqa: E402
+
+from stoker.data.sources import cut_indices, record_id  # noqa: E402
+from stoker.data.tasks import order_of  # noqa: E402
+from stoker.schema import Config  # noqa: E402
+from tests.fakes.ray_nodes import RayNodes, ray_nodes  # noqa: E402
+
+SEED = 3
+
+
+def job(params: dict[str, Any], batch: int = 10, block: int = 10, epochs: int = 1, **data: Any) -> Config:
+    return Config.model_validate(
+        {
+            "recipe": "timed:Timed",
+            "params": params,
+            "data": {"block_records": block, **data},
+            "train": {"epochs": epochs, "batch_size": batch},
+            "seed": SEED,
+        }
+    )
+
+
+def made_by(train: Train) -> dict[str, int]:
+    """Blocks by the host that made them."""
+    import ray
+
+    names = {node["NodeID"]: node["Labels"]["stoker.host"] for node in ray.nodes()}
+    return {names[node]: count for node, count in train.figures()["tasks_by_node"].items()}
+
+
+def until(true: Callable[[], Any], seconds: float = 40.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (answer := true()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return answer
+
+
+def placement() -> dict[str, Any]:
+    """Blocks by host while enough is ready, and while training always waits for data."""
+    idle = Train(job({"records": 20_000, "ms": 5}))
+    # Until eight steps are ready everybody works, and a task holds several pieces.
+    until(lambda: sum(made_by(idle).values()) > 250)
+    before = Counter(made_by(idle))
+    until(lambda: sum(made_by(idle).values()) > 600)
+    enough = Counter(made_by(idle)) - before
+    idle.close()
+    hungry = Train(job({"records": 4000, "ms": 5}, batch=400))
+    ids = [i for step in hungry.steps("train", 0) for i in step]
+    found = {"enough": enough, "hungry": made_by(hungry), "rows": len(set(ids))}
+    hungry.close()
+    return found
+
+
+def slow_sample() -> dict[str, Any]:
+    """Where a slow record of the first piece comes, in any order and in the exact one."""
+    pieces = cut_indices(400, 10, order_of(SEED, 0))
+    seeded = [record_id(str(i)) for piece in pieces for i in piece.items]
+    slow = pieces[0].items[0]
+    found: dict[str, Any] = {}
+    for order in ("any", "exact"):
+        params = {"records": 400, "ms": 2, "slow": slow, "slow_s": 3}
+        train = Train(job(params, order=order))
+        ids = [i for step in train.steps("train", 0) for i in step]
+        found[order] = {
+            "at": ids.index(record_id(str(slow))),
+            "seeded": ids == seeded,
+            "whole": sorted(ids) == sorted(seeded),
+        }
+        train.close()
+    return found
+
+
+def lost_server() -> dict[str, Any]:
+    """A host's block server is killed while rows are fetched from it."""
+    import ray
+    import torch
+
+    from stoker.data.feed import Pass, Prefetch
+    from stoker.data.transport import open_transport
+
+    config = job({"records": 3000, "ms": 10, "kb": 8}, batch=50, block=25, preprocess_on=["cpu"])
+    train = Train(config)
+    servers = until(lambda: ready_servers(train))
+    device = torch.device("cpu")
+    transport = open_transport(train.coordinator, config.data, device)
+    stream = Pass(
+        train.coordinator,
+        attempt=0,
+        split="train",
+        epoch=0,
+        rank=0,
+        device=device,
+        transport=transport,
+        prefetch=Prefetch.of(config.data),
+        stall_timeout_s=60,
+    )
+    batches = iter(stream)
+    values: list[int] = []
+    for batch in islice(batches, 10):
+        values += batch["x"][:, 0].tolist()
+    before = dict(transport.bytes_by)
+    ray.kill(servers[sorted(servers)[0]].agent)
+    for batch in batches:
+        values += batch["x"][:, 0].tolist()
+    used = (stream.rows, stream.id_sum, 0)
+    books = ray.get(train.coordinator.epoch_done.remote(0, "train", 0, 0, used), timeout=60)
+    found = {
+        "before": before,
+        "after": dict(transport.bytes_by),
+        "books": books,
+        "values": sorted(values) == sorted(i % 251 for i in range(3000)),
+        "notes": [event["text"] for event in train.events("note")],
+    }
+    train.close()
+    return found
+
+
+def ready_servers(train: Train) -> dict[str, Any]:
+    """The block servers of both CPU hosts, once they listen."""
+    import ray
+
+    _, servers = ray.get(train.coordinator.servers.remote(), timeout=30)
+    return servers if len(servers) == 2 else {}
+
+
+def cached() -> dict[str, Any]:
+    """Two hosts that keep their own half of the records, over three epochs."""
+    config = job(
+        {"records": 4200, "kb": 1, "random": False},
+        batch=100, block=64, epochs=3, preprocess_on=["cpu"], cache="memory",
+    )  # fmt: skip
+    train = Train(config)
+    for epoch in range(3):
+        ids = [i for step in train.steps("train", epoch) for i in step]
+        assert len(set(ids)) == 4200, len(set(ids))
+        train.settle("train", epoch, ids)
+    found = {"passes": train.events("cache")}
+    train.close()
+    return found
+
+
+def late_and_lost(nodes: RayNodes) -> dict[str, Any]:
+    """A fourth host joins a running job; another job may preprocess only there, and it leaves."""
+    import ray
+
+    train = Train(job({"records": 40_000, "ms": 5}, batch=400))
+    steps = train.steps("train", 0)
+    next(steps)
+    number = nodes.start("extra")
+
+    def used() -> bool:
+        next(steps)
+        return f"extra-{number}" in made_by(train)
+
+    found: dict[str, Any] = {"late": bool(until(used))}
+    train.close()
+    alone = Train(job({"records": 40_000, "ms": 5}, batch=40, preprocess_on=["extra"], stall_timeout_s=6))
+    steps = alone.steps("train", 0)
+    for _ in range(4):
+        next(steps)
+    found["alone"] = made_by(alone)
+    nodes.lose(number)
+    try:
+        for _ in steps:
+            pass
+    except (AssertionError, ray.exceptions.RayError) as error:
+        found["said"] = str(error)
+    alone.close()
+    return found
+
+
+def main() -> None:
+    with ray_nodes(dashboard=False, store_mb=150) as nodes:
+        os.environ |= {key: value for key, value in nodes.environment.items() if key.startswith("RAY_")}
+        import ray
+
+        ray.init(address=nodes.gcs, log_to_driver=False)
+        found: dict[str, Any] = {}
+        scenes: dict[str, Callable[[], dict[str, Any]]] = {
+            "placement": placement,
+            "slow_sample": slow_sample,
+            "lost_server": lost_server,
+            "cached": cached,
+            "hosts": lambda: late_and_lost(nodes),
+        }
+        try:
+            for name, scene in scenes.items():
+                if len(sys.argv) > 1 and name not in sys.argv[1:]:
+                    continue
+                started = time.monotonic()
+                found[name] = scene() | {"seconds": round(time.monotonic() - started, 1)}
+                print(name, found[name], file=sys.stderr, flush=True)
+        finally:
+            # Before its cluster goes: Ray ends a process that has lost it.
+            ray.shutdown()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Chain tasks on several hosts: CPU hosts first, late ones too; what a lost one had comes another way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    """What happened to the jobs of `several_hosts`, all in one cluster."""
+    process = subprocess.run(
+        [sys.executable, str(HERE / "several_hosts.py")],
+        env={k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return found
+
+
+def test_hosts_that_train_help_only_while_data_is_short(seen: dict[str, Any]) -> None:
+    placement = seen["placement"]
+    enough, hungry = placement["enough"], placement["hungry"]
+    assert enough.get("gpu-0", 0) < 0.1 * sum(enough.values())
+    assert min(enough["cpu-1"], enough["cpu-2"]) > 0.25 * sum(enough.values())
+    assert hungry["gpu-0"] > 0.15 * sum(hungry.values())
+    assert placement["rows"] == 4000
+
+
+def test_a_slow_sample_holds_nobody_back_unless_the_order_is_exact(seen: dict[str, Any]) -> None:
+    slow = seen["slow_sample"]
+    assert slow["any"]["whole"]
+    assert slow["any"]["at"] > 200, "half of the records and more came before"
+    assert slow["exact"] == {"at": 0, "seeded": True, "whole": True}
+
+
+def test_a_lost_block_server_costs_no_row(seen: dict[str, Any]) -> None:
+    lost = seen["lost_server"]
+    assert lost["before"]["direct"] > 0
+    assert lost["after"]["direct"] > lost["before"]["direct"], "the other host still serves"
+    assert lost["after"]["ray"] > lost["before"].get("ray", 0), "what the lost one had comes through Ray"
+    assert lost["books"]["trained"] == lost["books"]["read"] == 3000, "each once, by their ids"
+    assert lost["values"], "with their own content"
+    assert any("its blocks come through Ray's object store" in text for text in lost["notes"])
+
+
+def test_each_host_keeps_a_part_of_its_own(seen: dict[str, Any]) -> None:
+    first, *later = seen["cached"]["passes"]
+    assert first["found"] == 0
+    for one in later:
+        assert one["found"] > 0.85 * 4200
+    held = [host["bytes"] for host in later[-1]["hosts"].values()]
+    assert len(held) == 2
+    assert max(held) < 0.8 * sum(held), "neither keeps everything"
+
+
+def test_a_late_host_is_used_and_groups_are_a_restriction(seen: dict[str, Any]) -> None:
+    hosts = seen["hosts"]
+    assert hosts["late"]
+    assert set(hosts["alone"]) == {"extra-3"}
+    assert "no host that may preprocess for 6 s: data.preprocess_on names extra alone" in hosts["said"]
