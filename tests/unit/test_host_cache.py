@@ -318,23 +318,27 @@ def work(*homes: str) -> deque[tuple[int, Piece, int]]:
 
 def test_a_host_is_given_what_it_keeps_then_what_nobody_does_then_what_another_has() -> None:
     keeping = Keeping("memory")
+
+    def taken(left: Any, node: str, most: int = 1, ordered: bool = False) -> list[tuple[str, bool]]:
+        pieces, store = keeping.take_work("train", left, node, most, ordered)
+        return [(piece.home, keep) for (_, piece, _), keep in zip(pieces, store, strict=True)]
+
     first = work("x", "y", "x", "z")
-    assert keeping.pick("train", first, "a", ordered=False) == ((0, Piece("", home="x"), 0), True)
-    assert keeping.pick("train", first, "b", ordered=False)[0][1].home == "y", "x is a's"
-    assert keeping.pick("train", first, "a", ordered=False)[0][0] == 2
-    second = work("y", "z", "x")
-    taken = [keeping.pick("train", second, "a", ordered=False) for _ in range(3)]
-    assert [(piece.home, keep) for (_, piece, _), keep in taken] == [("x", True), ("z", True), ("y", False)]
+    assert taken(first, "a") == [("x", True)]
+    assert taken(first, "b") == [("y", True)], "the next x is a's"
+    assert taken(first, "a") == [("x", True)]
+    second = work("y", "z", "x", "y")
+    assert taken(second, "a", most=4) == [("x", True), ("z", True)], "a task is not filled with another's"
+    assert taken(second, "a", most=4) == [("y", False)]
     assert keeping.holder("val", Piece("", home="x")) == "", "each split has its own"
     asked = work("", "y", "x")
     assert keeping.next_keeper("train", asked, lambda node: True, ordered=False) == "b"
     assert keeping.next_keeper("train", asked, lambda node: node == "a", ordered=False) == "a"
     assert keeping.next_keeper("train", asked, lambda node: True, ordered=True) == "", "the first is nobody's"
-    in_order = work("y", "x")
-    assert keeping.pick("train", in_order, "a", ordered=True)[0][1].home == "y"
+    assert taken(work("y", "x"), "a", most=2, ordered=True) == [("y", False), ("x", True)]
     keeping.hosts_are({"b"})
-    assert keeping.pick("train", work("x"), "b", ordered=True)[1], "what a lost host kept, another keeps"
-    assert keeping.pick("train", work(""), "c", ordered=False)[1], "without homes each keeps what it meets"
+    assert taken(work("x"), "b", ordered=True) == [("x", True)], "what a lost host kept, another keeps"
+    assert taken(work("", ""), "c", most=2) == [("", True)] * 2, "without homes each keeps what it meets"
 
 
 def test_one_line_says_how_much_fits() -> None:

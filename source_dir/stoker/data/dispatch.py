@@ -208,18 +208,14 @@ class Dispatcher:
         split = line.plan.split
         count = self._pieces_per_task(split, len(work))
         per_report = min(count, max(1, int(REPORT_S / self.piece_s.get(split, REPORT_S))))
-        pieces, store = [], []
-        for _ in range(count):
-            if self.keeping is None:
-                piece, keep = work.popleft(), False
-            else:
-                piece, keep = self.keeping.pick(split, work, node, ordered=self.exact)
-            pieces.append(piece)
-            store.append(keep)
+        if self.keeping is None:
+            pieces, store = [work.popleft() for _ in range(count)], [False] * count
+        else:
+            pieces, store = self.keeping.take_work(split, work, node, count, self.exact)
         key, setup = self._setup(split)
         task_of = self._remote(node, split)
         generator = task_of.remote(key, setup, line.plan, pack_work(pieces, store), per_report)
-        task = Running(generator, line, node, count, per_report)
+        task = Running(generator, line, node, len(pieces), per_report)
         self._by_generator[generator] = task
         line.running.append(task)
         self.placement.send(node)

@@ -59,32 +59,44 @@ class Keeping:
                 asked.add(holder)
         return ""
 
-    def pick(self, split: str, work: deque[Numbered], node: str, ordered: bool) -> tuple[Numbered, bool]:
-        """Take a piece for a host: one of its own, else one that nobody keeps, else the next one.
+    def take_work(
+        self, split: str, work: deque[Numbered], node: str, most: int, ordered: bool
+    ) -> tuple[list[Numbered], list[bool]]:
+        """Take pieces for a task: those that its host keeps, else what nobody does, else one of another's.
 
         Args:
             split: train or val.
-            work: what is left of the pass.
+            work: what is left of the pass; at least one piece.
             node: the host.
-            ordered: the next one, whoever keeps it.
+            most: pieces of the task.
+            ordered: the next ones, whoever keeps them.
 
         Returns:
-            The piece, and whether the host shall keep it: not what another one keeps.
+            The pieces, and for each whether the host shall keep it: not what another one keeps.
         """
-        at, unheld = 0, -1
+        taken: list[Numbered] = []
+        store: list[bool] = []
+        while work and len(taken) < most:
+            at, foreign = self._best(split, work, node, ordered)
+            if foreign and taken:
+                break
+            piece = work[at]
+            del work[at]
+            home = piece[1].home
+            taken.append(piece)
+            store.append(not home or self.holders.setdefault((split, home), node) == node)
+        return taken, store
+
+    def _best(self, split: str, work: deque[Numbered], node: str, ordered: bool) -> tuple[int, bool]:
+        """Which piece a host is given next, and whether another host keeps it."""
+        unheld = -1
         for position, (_, piece, _) in enumerate(islice(work, 1 if ordered else LOOK_AHEAD)):
             holder = self.holder(split, piece)
             if holder == node:
-                at = position
-                break
+                return position, False
             if not holder and unheld < 0:
                 unheld = position
-        else:
-            at = max(unheld, 0)
-        taken = work[at]
-        del work[at]
-        home = taken[1].home
-        return taken, not home or self.holders.setdefault((split, home), node) == node
+        return max(unheld, 0), unheld < 0
 
     def hosts_are(self, nodes: Collection[str]) -> None:
         """The hosts there are now: what a lost one kept, others shall keep."""
