@@ -148,7 +148,7 @@ def ready_servers(train: Train) -> dict[str, Any]:
 def cached() -> dict[str, Any]:
     """Two hosts that keep their own half of the records, over three epochs."""
     config = job(
-        {"records": 4200, "kb": 1, "random": False},
+        {"records": 4200, "kb": 1, "ms": 3, "random": False},
         batch=100, block=64, epochs=3, preprocess_on=["cpu"], cache="memory",
     )  # fmt: skip
     train = Train(config)
