@@ -56,17 +56,19 @@ class Consumer:
         """One batch.
 
         Args:
-            images: uint8 tensor, records × 3 × 224 × 224 (any memory order).
+            images: tensor, records × 3 × 224 × 224 (any memory order), uint8, or float32 normalised by mean
+                and deviation 0.5.
             labels: records.
         """
         import torch
 
-        assert images.dtype == torch.uint8, images.dtype
+        assert images.dtype in (torch.uint8, torch.float32), images.dtype
         assert tuple(images.shape[1:]) == (3, SIDE, SIDE), images.shape
         assert len(images) == len(labels)
         self.first_at = self.first_at or time.time()
         self.rows += len(images)
-        self.sums += float(images[:, :, ::STRIDE, ::STRIDE].float().mean()) * len(images)
+        mean = float(images[:, :, ::STRIDE, ::STRIDE].float().mean())
+        self.sums += len(images) * (mean if images.dtype == torch.uint8 else 255 * (0.5 * mean + 0.5))
         for label in labels.tolist():
             self.labels[label] = self.labels.get(label, 0) + 1
         self.times.append((time.perf_counter(), self.rows))

@@ -54,6 +54,12 @@ def test_the_consumer_notes_what_it_was_given(tmp_path: Path) -> None:
     assert json.loads(seen["sorted_labels"]) == {"0": 4, "1": 4}
 
 
+def test_normalised_images_count_by_their_light() -> None:
+    consumer = Consumer(total=4)
+    consumer.take(torch.zeros(4, 3, 224, 224), torch.zeros(4, dtype=torch.int64))
+    assert consumer.sums / consumer.rows == pytest.approx(127.5)
+
+
 def test_images_of_another_size_are_refused() -> None:
     with pytest.raises(AssertionError):
         Consumer(2).take(torch.zeros(2, 3, 112, 112, dtype=torch.uint8), torch.zeros(2))
