@@ -14,11 +14,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DIGITS = str(ROOT / "source_dir/configs/digits.yaml")
 
 
-def rehearse_digits(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any], dict[str, Any]]:
+def rehearse_digits(
+    folder: Path, *arguments: str, hosts: str = "gpu=1,cpu=2"
+) -> tuple[int, str, dict[str, Any], dict[str, Any]]:
     """Exit code, screen, summary.json and rehearsal.json of `submit.py digits.yaml --on rehearsal`."""
     options = [
         f"name={new_name()}",
-        "rehearsal.hosts=gpu=1,cpu=2",
+        f"rehearsal.hosts={hosts}",
         "rehearsal.timeout_s=280",
         *arguments,
         "--on",
@@ -74,12 +76,11 @@ def test_every_record_once_when_a_cpu_host_is_lost(tmp_path: Path) -> None:
     assert "host_lost" in [event["event"] for event in summary["events"]]
 
 
-def test_sigterm_in_an_epoch_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
+def test_sigterm_in_an_epoch_leaves_a_checkpoint_from_which_fewer_hosts_go_on(tmp_path: Path) -> None:
+    """The restart is one as of spot capacity: the hosts find the synced folder and are told nothing else."""
+    options = ("rehearsal.entry=container", "data.order=exact", "tracking.record_ids=true")
     code, _, summary, report = rehearse_digits(
-        tmp_path,
-        "train.epochs=500",
-        "rehearsal.entry=container",
-        r"rehearsal.faults=['term:all@/epoch 1\/500 done/+1s']",
+        tmp_path, "train.epochs=500", r"rehearsal.faults=['term:all@/epoch 1\/500 done/+1s']", *options
     )
     assert code == 143
     assert summary["status"] == "interrupted"
@@ -91,4 +92,16 @@ def test_sigterm_in_an_epoch_leaves_a_checkpoint_that_loads(tmp_path: Path) -> N
     assert newest is not None
     content = checkpoint.load(newest)
     assert content.weights and content.state
-    assert content.meta["position"]["epoch"] == content.meta["next_epoch"]
+    epoch = content.meta["next_epoch"]
+    assert content.meta["position"]["epoch"] == epoch
+
+    code, _, summary, _ = rehearse_digits(
+        tmp_path, f"train.epochs={epoch + 1}", *options, "--resume", "runs/latest", hosts="gpu=1,cpu=1"
+    )
+    assert code == 0
+    resumed = [event for event in summary["events"] if event["event"] == "resumed"]
+    assert [event["step"] for event in resumed] == [content.meta["step"]]
+    assert len(summary["cluster"]["hosts"]) == 2
+    assert summary["records"]["trained"] == (epoch + 1) * 1437
+    ids = (tmp_path / f"runs/latest/records/train-epoch-{epoch:03d}-rank-0.txt").read_text().split()
+    assert len(ids) == len(set(ids)) == 1437, "every record of the interrupted epoch once"
