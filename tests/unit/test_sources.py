@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import pickle
+import shutil
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,10 @@ import pytest
 from pyarrow import parquet
 
 from stoker.config import UsageError
+from stoker.data.chain import KEY_COLUMN, Chain
 from stoker.data.sources import BadRecord, Source, read_any, read_parquet, read_torch, read_webdataset
+from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of, order_of
+from stoker.data.transforms import DecodeImage, as_stages
 
 
 def everything(source: Source | None, records: int = 100, seed: int | None = None) -> list[Any]:
@@ -48,6 +53,27 @@ def test_a_seeded_order_permutes_and_loses_nothing(form: str, digits: Path) -> N
     assert once == again
     assert plain != once != other
     assert sorted(plain) == sorted(once) == sorted(other)
+
+
+@pytest.mark.parametrize("form", ["webdataset", "parquet", "images"])
+def test_the_order_of_an_epoch_is_the_same_wherever_the_data_lies(
+    form: str, digits: Path, tmp_path: Path
+) -> None:
+    def keys(root: Path) -> list[str]:
+        source = read_any(str(root), "train")
+        assert source is not None
+        source.check()
+        plan = EpochPlan(seed=3, epoch=1, split="train", shuffle=True, block_records=50)
+        loaded = Loaded(source.for_tasks(), Chain(as_stages([DecodeImage()]), seed=3, with_keys=True))
+        found: list[str] = []
+        for number, piece in enumerate(source.pieces(100, order_of(3, 1))):
+            for columns, _ in groups_of(loaded, plan, Work(number, pickle.dumps(piece))):
+                found += list(columns[KEY_COLUMN])
+        return found
+
+    moved = shutil.copytree(digits / form, tmp_path / "elsewhere" / form)
+    assert keys(moved) == keys(digits / form)
+    assert len(set(keys(moved))) == 1437
 
 
 def test_pieces_are_as_large_as_asked(digits: Path) -> None:

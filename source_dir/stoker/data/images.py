@@ -61,6 +61,9 @@ class ImageFolderSource(Source):
             for p in cut
         ]
 
+    def name_of(self, piece: Piece) -> str:
+        return ""  # the folder itself
+
     def listing(self, piece: Piece) -> list[tuple[str, Piece]]:
         return [(item[0], Piece(piece.path, items=(item,))) for item in piece.items]
 

@@ -202,6 +202,9 @@ class ParquetSource(Source):
         self._ensure_footers()
         return sum(footer.matching for footer in self.footers)
 
+    def name_of(self, piece: Piece) -> str:
+        return piece.path.removeprefix(self.folder)
+
     def fingerprint(self) -> str:
         self._ensure_footers()
         names = [path.removeprefix(self.folder) for path in self.paths]

@@ -78,6 +78,10 @@ class Source(ABC):
         """CPU task: key and piece of each record of a piece; None where only reading it tells the keys."""
         return None
 
+    def name_of(self, piece: Piece) -> str:
+        """CPU task: what a piece is called wherever the data lies: it seeds the order of its records."""
+        return piece.path
+
     def arrangement(self, count: int, order: np.random.Generator | None) -> list[int] | None:
         """CPU task: in which order `read` gives the `count` records of a piece; None: nobody knows."""
         return None

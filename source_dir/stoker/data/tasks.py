@@ -141,7 +141,8 @@ def groups_of(loaded: Loaded, plan: EpochPlan, work: Work) -> Iterator[tuple[dic
     piece = pickle.loads(work.piece)  # noqa: S301 - written by the head
 
     def order() -> Any:
-        return order_of(plan.seed, plan.epoch, f"{piece.path}:{piece.start}") if plan.shuffle else None
+        name = f"{loaded.source.name_of(piece)}:{piece.start}"
+        return order_of(plan.seed, plan.epoch, name) if plan.shuffle else None
 
     started = time.perf_counter()
     reading = Reading(loaded.source, piece, order, loaded.cache, work.store) if loaded.cache else None

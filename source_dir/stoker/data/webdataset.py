@@ -81,6 +81,9 @@ class WebDatasetSource(Source):
             pieces = [pieces[i] for i in order.permutation(len(pieces))]
         return pieces
 
+    def name_of(self, piece: Piece) -> str:
+        return piece.path.removeprefix(self.folder)
+
     def arrangement(self, count: int, order: np.random.Generator | None) -> list[int]:
         return list(shuffled(range(count), order))
 
