@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import mmap
 import os
 import re
 import shutil
@@ -270,10 +271,16 @@ def verify(store: Store, name: str) -> str | None:
 def sha256(path: Path) -> str:
     """Every host: of a file; in large pieces, for only within one is the interpreter's lock free."""
     total = hashlib.sha256()
-    buffer = bytearray(_CHUNK_BYTES)
-    with path.open("rb", buffering=0) as file, memoryview(buffer) as view:
+    # A mapping of its own goes back to the system. From the heap of a thread, and every checkpoint has
+    # another thread, it would stay with the process, once for each of the allocator's arenas.
+    with (
+        path.open("rb", buffering=0) as file,
+        mmap.mmap(-1, _CHUNK_BYTES) as buffer,
+        memoryview(buffer) as view,
+    ):
         while count := file.readinto(buffer):
-            total.update(view[:count])
+            with view[:count] as part:
+                total.update(part)
     return total.hexdigest()
 
 
