@@ -16,9 +16,13 @@ RECIPES = ROOT / "benchmarks" / "recipes"
 
 
 def environment() -> dict[str, str]:
-    """The environment of a benchmark's processes: this project and its peers can be imported."""
+    """The environment of a benchmark's processes: this project and its peers can be imported.
+
+    Ray runs its workers at nice 15. Beside a peer at 0 they would lose whatever else the machine does.
+    """
     paths = [str(ROOT), str(ROOT / "source_dir"), os.environ.get("PYTHONPATH", ""), str(ROOT / ".peers")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    importable = os.pathsep.join(path for path in paths if path)
+    return os.environ | {"PYTHONPATH": importable, "RAY_worker_niceness": "0"}
 
 
 def run_job(folder: Path, job: dict[str, Any], *arguments: str, timeout_s: float = 600) -> Path:

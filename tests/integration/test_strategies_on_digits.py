@@ -43,4 +43,4 @@ def test_ddp_fsdp_and_a_single_worker_reach_the_same_losses(
     for metric in ("train/loss", "val/loss"):
         for name in ("ddp", "fsdp"):
             assert found[name][metric] == pytest.approx(found["single"][metric], rel=TOLERANCE)
-    assert found["single"]["val/loss"] < 1.5, "it has learnt: ten classes by chance are 2.3"
+    assert found["single"]["val/loss"] < 2.0, "it has learnt: ten classes by chance are 2.3"
