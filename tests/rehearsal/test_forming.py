@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from rehearsals import Rehearse
 
-FORMED_LIMIT_S = 20
-"""Five to seven seconds are usual; three hosts that start Python and Ray share this machine's cores."""
+FORMED_LIMIT_S = 40
+"""Five to seven seconds are usual, some thirty beside other heavy work: hosts share this machine's cores."""
 
 
 @pytest.mark.parametrize("entry", ["toolkit", "container"])
@@ -68,7 +68,7 @@ def test_odd_names_two_gpu_hosts_and_a_cpu_host_first(rehearse: Rehearse) -> Non
 
 
 def test_a_host_half_a_minute_late_is_waited_for(rehearse: Rehearse) -> None:
-    done = rehearse("rehearsal.entry=container", "rehearsal.join_delay={algo-3: 30}", tasks=12, task_s=0.3)
+    done = rehearse("rehearsal.entry=container", "rehearsal.join_delay={algo-3: 30}", tasks=24, task_s=0.5)
     assert done.code == 0
     assert "algo-3" in done.result["tasks_by_host"]
     assert "missing: cpu: algo-3; here: gpu: algo-1; cpu: algo-2" in done.log("algo-1")
@@ -82,10 +82,10 @@ def test_absent_hosts_end_the_job_and_are_named(rehearse: Rehearse) -> None:
         "rehearsal.entry=container",
         "rehearsal.hosts=gpu=1,cpu=3",
         "rehearsal.join_delay={algo-3: never, algo-4: never}",
-        "cluster.join_timeout_s=15",
+        "cluster.join_timeout_s=25",
     )
     assert done.code == 1
-    assert "hosts that did not join within 15 s: cpu: algo-3, algo-4" in done.run.failure_reason
+    assert "hosts that did not join within 25 s: cpu: algo-3, algo-4" in done.run.failure_reason
     assert done.codes == {"algo-1": 1, "algo-2": 0, "algo-3": None, "algo-4": None}
     assert done.run.workers_gone_s is not None and done.run.workers_gone_s <= 10
 
