@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SYSTEM := $(VENV)/.system
 
-.PHONY: help setup demo test check lint types unit integration rehearsal e2e bench bench-peers bench-gpu clean
+.PHONY: help setup demo test check lint types unit integration rehearsal e2e clusters soak bench bench-peers bench-gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -27,7 +27,11 @@ demo: $(READY)  ## train on real images here and end with a validated model
 
 check: setup lint types unit  ## what should be clean before every commit, under a minute
 
-test: setup lint types unit integration rehearsal e2e  ## everything
+test: setup  ## everything but `make soak`; a part that fails does not keep the next from running
+	@bash scripts/test.sh lint types unit clusters
+
+soak: setup  ## what takes minutes, before a release; writes docs/soak.md
+	@bash scripts/soak.sh
 
 lint: $(READY)  ## ruff, style and format rules
 	@$(BIN)/ruff check .
@@ -38,8 +42,14 @@ types: $(READY)  ## mypy --strict
 unit: setup
 	@$(BIN)/python -m pytest -q -n 2 tests/unit
 
+# Two files at a time, each part by itself or all of them in one go: much of it is waiting for processes.
+SLOW := $(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=10 --durations-min=1
+
 integration rehearsal e2e: setup
-	@$(BIN)/python -m pytest -q tests/$@
+	@$(SLOW) tests/$@
+
+clusters: setup
+	@$(SLOW) tests/integration tests/rehearsal tests/e2e
 
 bench: setup  ## benchmarks against peers, as tables and benchmarks/results/latest.json
 	@$(BIN)/python -m benchmarks

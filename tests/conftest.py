@@ -1,32 +1,70 @@
-"""Shared by all tests: paths, a clean environment, one Ray cluster per session."""
+"""Shared by all tests: paths, a clean environment, the example data, soak tests apart, time by part."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import sys
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = Path(__file__).resolve().parent / "recipes"
+LONG_S = 45.0
+"""A test that takes longer says in its docstring why."""
 
 # Ray's worker processes import the tests' recipes too.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(RECIPES), os.environ.get("PYTHONPATH", "")])
 sys.path[:0] = [str(RECIPES), str(Path(__file__).resolve().parent)]
 for name in ("STOKER_RUN_DIR", "STOKER_BACKEND", "RAY_ADDRESS", "AWS_PROFILE"):
     os.environ.pop(name, None)
+# Ray runs its workers at nice 15: beside anything else that computes here, they would hardly get on.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - so Ray spells it
 # Prices that this machine's user has fetched must not change what tests expect.
 os.environ["STOKER_PRICES_FILE"] = os.devnull
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A test belongs to the group whose folder it lies in."""
+def part_of(path: Path) -> str:
+    """A test belongs to the part whose folder it lies in."""
+    return path.relative_to(ROOT / "tests").parts[0]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each test with its part; leave the long ones to `make soak`."""
     for item in items:
-        group = item.path.relative_to(ROOT / "tests").parts[0]
-        item.add_marker(getattr(pytest.mark, group))
+        item.add_marker(getattr(pytest.mark, part_of(item.path)))
+    if "soak" in config.option.markexpr:
+        return
+    soak = [item for item in items if item.get_closest_marker("soak")]
+    config.hook.pytest_deselected(items=soak)
+    items[:] = [item for item in items if item not in soak]
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The time of each part, and long tests that do not say why."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if not isinstance(report, pytest.TestReport):
+                continue
+            seconds[part_of(ROOT / report.nodeid.split("::")[0])] += report.duration
+            long = report.when == "call" and report.duration > LONG_S
+            if long and DOCUMENTED not in report.user_properties:
+                text = f"{report.nodeid} took {report.duration:.0f} s"
+                terminalreporter.write_line(f"{text}: shorten it, or say in its docstring why")
+    if seconds:
+        parts = "  ".join(f"{part} {spent:.0f} s" for part, spent in seconds.items())
+        terminalreporter.write_line(f"seconds spent in tests: {parts}")
+
+
+DOCUMENTED = ("documented", "yes")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if getattr(getattr(item, "function", None), "__doc__", None):
+        item.user_properties.append(DOCUMENTED)
 
 
 @pytest.fixture(scope="session")
@@ -37,16 +75,3 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "digits"
     write(folder)
     return folder
-
-
-@pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """One real Ray cluster of this machine with token authentication, shared by the session."""
-    from stoker.bootstrap.cluster import set_environment
-
-    set_environment(secrets.token_hex(32))
-    import ray
-
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()

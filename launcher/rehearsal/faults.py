@@ -1,6 +1,7 @@
 """Laptop and world: what shall go wrong in a rehearsal, and when. Standard library only.
 
 kill:algo-3@20s                 20 s after the first host started
+start:algo-3@/going on/         once any host logged a line that matches; for a host with join_delay never
 term:all@formed+5s              5 s after the head has formed the cluster
 partition:algo-2@/epoch 1/+2s   2 s after any host logged a line that matches
 """
@@ -12,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 ACTIONS = {
+    "start": "a host whose join_delay is never comes after all",
     "kill": "the machine is lost: its link is cut, then everything on it dies",
     "crash": "train.py alone is killed, as by the kernel when memory is short",
     "pause": "every process of the host stops",

@@ -157,13 +157,16 @@ class World:
                 continue
             fault.done = True
             for host in self._hosts:
-                if host.running and fault.host in (host.name, "all"):
+                ready = host.process is None if fault.action == "start" else host.running
+                if ready and fault.host in (host.name, "all"):
                     self._event(host.name, "fault", text=fault.action)
                     self.do(fault.action, host)
 
     def do(self, action: str, host: Host) -> None:
         """World: one action of `faults.ACTIONS` on one host."""
         port = str(host.spec["port"])
+        if action == "start":
+            self._start(host)
         if action in ("kill", "partition"):
             _run("ip", "link", "set", port, "down")
         if action == "heal":

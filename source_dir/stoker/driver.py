@@ -70,6 +70,8 @@ def check(resolved: Resolved) -> Recipe:
     refuse_missing(resolved.config)
     recipe = load_recipe(resolved.config.recipe, resolved.config.params, SOURCE_FOLDER)
     recipe.check(resolved)
+    if type(recipe).model is Recipe.model and not recipe.own_loop:
+        raise UsageError(f"recipe: {type(recipe).__name__} does not say what to train: define model()")
     refuse_impossible(recipe, resolved.config.train)
     if type(recipe).optimizer is Recipe.optimizer and resolved.config.train.optimizer not in ("sgd", "adamw"):
         from stoker.training.optimizers import check_optimizer
@@ -213,7 +215,8 @@ class Fit:
         }
         (place.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         selector = {GROUP_LABEL: place.train_group} if place.train_group else None
-        self.args = (config, settings, place.run_dir / "logs", workers, use_gpu, selector)
+        own_cluster = place.backend != "ray"
+        self.args = (config, settings, place.run_dir / "logs", workers, use_gpu, selector, own_cluster)
         self.thread = threading.Thread(target=self._run, name="fit", daemon=True)
         self.thread.start()
 

@@ -26,7 +26,7 @@ def tensorboards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
 @pytest.mark.usefixtures("tensorboards")
 def test_the_notebook_runs(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
+    client = NotebookClient(notebook, timeout=560, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
     client.execute()
     shown = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
     kinds = [kind for outputs in shown.values() for out in outputs for kind in out.get("data", {})]

@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -30,11 +30,14 @@ class RayNodes:
     cpus: int
     store_mb: int
     environment: dict[str, str]
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    started: int = 0
+    """How many nodes this cluster has had."""
+    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """Those that this process started."""
 
     def start(self, group: str, *head: str) -> int:
         """One more node, the head with options of its own; its number."""
-        index = len(self.processes)
+        index, self.started = self.started, self.started + 1
         command = [
             str(Path(sys.executable).parent / "ray"), "start", "--block",
             "--node-ip-address=127.0.0.1", f"--num-cpus={self.cpus}", "--num-gpus=0",
@@ -46,12 +49,35 @@ class RayNodes:
             *(head or (f"--address={self.gcs}",)),
         ]  # fmt: skip
         log = (self.scratch / f"{index}.log").open("wb")
-        self.processes.append(
-            subprocess.Popen(command, env=self.environment, stdout=log, stderr=log, start_new_session=True)
+        self.processes[index] = subprocess.Popen(
+            command, env=self.environment, stdout=log, stderr=log, start_new_session=True
         )
         # Two nodes of one machine that start at once wait for each other for ever.
-        wait_for("Ray runtime started", self.processes[-1], self.scratch / f"{index}.log")
+        wait_for("Ray runtime started", self.processes[index], self.scratch / f"{index}.log")
         return index
+
+    def address(self) -> dict[str, Any]:
+        """What another process needs to `enter`."""
+        return {
+            "dashboard": self.dashboard,
+            "gcs": self.gcs,
+            "scratch": str(self.scratch),
+            "cpus": self.cpus,
+            "store_mb": self.store_mb,
+            "nodes": self.started,
+        }
+
+    @classmethod
+    def entered(cls, address: dict[str, Any]) -> RayNodes:
+        """The cluster as a process with its environment sees it, which may add nodes and lose those."""
+        given = {key: value for key, value in address.items() if key not in ("nodes", "scratch")}
+        return cls(
+            **given,
+            token=os.environ["RAY_AUTH_TOKEN"],
+            scratch=Path(address["scratch"]),
+            environment=dict(os.environ),
+            started=address["nodes"],
+        )
 
     def lose(self, index: int) -> None:
         """Kill a node with all that runs on it."""
@@ -107,11 +133,11 @@ def ray_nodes(
             nodes.start(group, *(() if index else head))
         yield nodes
     finally:
-        stop_all(nodes.processes)
+        stop_all(list(nodes.processes.values()))
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def wait_for(text: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 90) -> None:
+def wait_for(text: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 240) -> None:
     """Until the log holds the text; the log is the reason where it never does."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and process.poll() is None:
@@ -122,24 +148,17 @@ def wait_for(text: str, process: subprocess.Popen[bytes], log: Path, timeout_s: 
 
 
 def stop_all(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End the started processes and their children, workers first."""
-    family = []
+    """End the started processes and their children at once; only tests and benchmarks used this cluster."""
+    family: list[psutil.Process] = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            family += psutil.Process(process.pid).children(recursive=True)
-    for process in reversed(processes):
-        if process.poll() is not None:
-            continue
-        process.send_signal(signal.SIGTERM)
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    for child in family:
+            node = psutil.Process(process.pid)
+            family += [node, *node.children(recursive=True)]
+    for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+            member.kill()
+    for process in processes:
+        process.wait()
 
 
 def free_port() -> int:

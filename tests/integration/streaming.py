@@ -33,7 +33,7 @@ class Train:
         begin = self.coordinator.begin.remote(
             self.coordinator, 0, self.workers, self.first_epoch, self.place
         )
-        self.ray.get(begin, timeout=60)
+        self.ray.get(begin, timeout=180)
 
     @property
     def ray(self) -> Any:
@@ -46,7 +46,7 @@ class Train:
         """As after a restart: another attempt, perhaps with another number of train workers."""
         self.attempt, self.workers = self.attempt + 1, workers
         begin = self.coordinator.begin.remote(self.coordinator, self.attempt, workers, first_epoch, place)
-        self.ray.get(begin, timeout=30)
+        self.ray.get(begin, timeout=120)
 
     def steps(self, split: str, epoch: int, first: int = 0) -> Iterator[list[int]]:
         """The record ids of one step after the other, rank by rank."""
@@ -57,7 +57,7 @@ class Train:
                 self.coordinator.next.remote(self.attempt, split, epoch, rank, step)
                 for rank in range(self.workers)
             ]
-            answers = self.ray.get(asked, timeout=60)
+            answers = self.ray.get(asked, timeout=180)
             if answers[0] is None:
                 assert answers == [None] * self.workers
                 return
@@ -72,7 +72,7 @@ class Train:
     def position(self, epoch: int, steps: int, ids: list[int]) -> dict[str, Any]:
         id_sum = sum(ids) % ID_MODULUS
         place: dict[str, Any] = self.ray.get(
-            self.coordinator.position.remote(self.attempt, epoch, steps, id_sum), timeout=30
+            self.coordinator.position.remote(self.attempt, epoch, steps, id_sum), timeout=120
         )
         return place
 
@@ -83,16 +83,16 @@ class Train:
             self.coordinator.epoch_done.remote(self.attempt, split, epoch, rank, share)
             for rank, share in enumerate(shares)
         ]
-        answers = self.ray.get(calls, timeout=60)
+        answers = self.ray.get(calls, timeout=180)
         assert isinstance(answers[0], dict), answers[0]
         counts: dict[str, Any] = answers[0]
         return counts
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        return [e for e in self.ray.get(self.coordinator.drain.remote(), timeout=30) if e["event"] == kind]
+        return [e for e in self.ray.get(self.coordinator.drain.remote(), timeout=120) if e["event"] == kind]
 
     def figures(self) -> dict[str, Any]:
-        figures: dict[str, Any] = self.ray.get(self.coordinator.figures.remote(), timeout=30)
+        figures: dict[str, Any] = self.ray.get(self.coordinator.figures.remote(), timeout=120)
         return figures
 
     def close(self) -> None:

@@ -11,6 +11,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from running import run_job
+from streaming import Train
+
+from stoker.schema import Config
 
 BUILT_IN = "ImageClassification"
 
@@ -77,6 +80,7 @@ BEFORE_TRAINING = {
     "read raises": (recipe("rows:RaisesIn", where="read"), "RaisesIn.read('train') failed: RuntimeError"),
     "preprocess raises": (recipe("rows:RaisesIn", where="preprocess"), "broken preprocess (rows.py:"),
     "reads nothing": (recipe("rows:Nothing"), "returned nothing to train on"),
+    "no model": (recipe("rows:NoModel"), "NoModel does not say what to train: define model()"),
     "zero records": (recipe("rows:Nothing", empty=True), "the dataset is empty"),
     "absent data": (recipe(BUILT_IN, data="/nowhere/at/all"), "/nowhere/at/all: no such file or folder"),
     "other scheme": (recipe(BUILT_IN, data="ftp://host/data"), "cannot read ftp:// addresses"),
@@ -104,24 +108,27 @@ BY_OVERRIDE = {
 }
 
 IN_TRAINING = {
-    "truncated JPEG": (
-        copied("images", lambda d: truncate(next((d / "train" / "3").iterdir()))),
-        "1 of 1437 train records cannot be used, more than data.bad_record_budget allows (0.00%)",
-    ),
-    "model raises": (recipe("rows:RaisesIn", where="model"), "RuntimeError: broken model (rows.py:"),
     "training_step raises": (
         recipe("rows:RaisesIn", where="training_step"),
         "broken training_step (rows.py:",
     ),
     "the loss is not a number": (recipe("rows:RaisesIn", where="nan"), "the loss is nan by step 1"),
     "every record fails": (recipe("rows:RaisesIn", where="record"), "Fails: ValueError: cannot be used"),
+}
+"""Each ends in another place: the step, the check of the loss, the data."""
+
+IN_THE_CHAIN = {
+    "truncated JPEG": (
+        copied("images", lambda d: truncate(next((d / "train" / "3").iterdir()))),
+        "1 of 1437 train records cannot be used, more than data.bad_record_budget allows (0.00%)",
+    ),
     "a batch stage raises": (
         recipe("rows:RaisesIn", where="batch"),
         "stage fails: ValueError: no such batch",
     ),
     "a stage loses records": (recipe("rows:RaisesIn", where="loses"), "a chain must keep every record"),
-    "no model": (recipe("rows:NoModel"), "NoModel does not say what to train: define model()"),
 }
+"""What the train workers are told, and end with as "every record fails" does."""
 
 
 def check(folder: Path, digits: Path, make: Any, expected: str, code: int, *overrides: str) -> None:
@@ -154,3 +161,15 @@ def test_a_wrong_value_is_refused(case: str, ray_cluster: None, tmp_path: Path, 
 def test_fails_while_training(case: str, ray_cluster: None, tmp_path: Path, digits: Path) -> None:
     make, expected = IN_TRAINING[case]
     check(tmp_path, digits, make, expected, 1)
+
+
+@pytest.mark.parametrize("case", IN_THE_CHAIN)
+def test_the_data_side_says_why_it_ends(case: str, ray_cluster: None, tmp_path: Path, digits: Path) -> None:
+    make, expected = IN_THE_CHAIN[case]
+    sections = make(tmp_path / "data", digits)
+    job = {"data": {"bad_record_budget": 0}, "train": {"epochs": 1, "batch_size": 16}, **sections}
+    train = Train(Config.model_validate(job))
+    with pytest.raises(AssertionError) as told:
+        list(train.steps("train", 0))
+    assert expected in str(told.value)
+    train.close()

@@ -251,11 +251,11 @@ def test_a_server_that_never_answers_costs_the_end_no_more_than_its_deadline(tmp
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         run_dir = recorded(tmp_path, "silent")
         append(run_dir, range(1, 50))
-        settings = MlflowConfig(uri=uri, timeout_s=30, close_timeout_s=1.5)
+        settings = MlflowConfig(uri=uri, timeout_s=300, close_timeout_s=1.5)
         sender = MlflowSender(settings, "recorded", run_dir, {})
         sender.start()
         started = time.monotonic()
         (said,) = sender.close(finished(49))
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 100, "not the deadline of a request"
         assert said.startswith(f"MLflow at {uri} lacks a part of this run (not done within 2 s)")
         assert not sender.done

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
@@ -16,7 +18,7 @@ from launcher import ray_jobs, runs
 from launcher.backends import ray_cluster
 from launcher.job import Job, open_job
 from stoker.config import UsageError, load
-from tests.fakes.ray_nodes import RayNodes, free_port, ray_nodes
+from tests.fakes.ray_nodes import RayNodes, free_port
 
 PROBE = """
 import os, signal, sys, time
@@ -51,6 +53,9 @@ if mode == "wait":
 """
 
 
+ROOT = Path(__file__).resolve().parents[2]
+
+
 class Probe(Job):
     """A job whose entry shows what it finds instead of training."""
 
@@ -71,12 +76,6 @@ class Waiting(Probe):
     mode = "wait"
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayNodes]:
-    with ray_nodes() as nodes:
-        yield nodes
-
-
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
@@ -85,14 +84,14 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def entered(cluster: RayNodes, monkeypatch: pytest.MonkeyPatch) -> RayNodes:
-    monkeypatch.setenv("RAY_AUTH_TOKEN", cluster.token)
+def entered(nodes: RayNodes, monkeypatch: pytest.MonkeyPatch) -> RayNodes:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", nodes.token)
     deadline = time.monotonic() + 60
-    server = ray_jobs.job_server(cluster.dashboard)
+    server = ray_jobs.job_server(nodes.dashboard)
     while time.monotonic() < deadline:
         alive = server.get("/nodes?view=summary")["data"]["summary"]
         if len([node for node in alive if node["raylet"].get("state") == "ALIVE"]) == 3:
-            return cluster
+            return nodes
         time.sleep(0.5)
     raise AssertionError("the three nodes did not come up")
 
@@ -102,40 +101,58 @@ def job_of(kind: type[Probe], output: Path) -> Job:
     return kind(job.resolved, job.source_dir, job.data)
 
 
-def test_a_job_runs_on_labelled_nodes_and_is_followed(entered: RayNodes, tmp_path: Path) -> None:
-    request = ray_cluster.plan(job_of(Probe, tmp_path), address=entered.dashboard)
+class Followed(NamedTuple):
+    """A job that has ended, and the lines of its log."""
+
+    run: Any
+    request: Any
+    lines: list[str]
+    code: int
+
+
+@pytest.fixture
+def three_jobs(entered: RayNodes, tmp_path: Path) -> dict[str, Followed]:
+    """One that ends well, one that fails and one that is stopped, beside each other: starts are slow."""
+    runs_of: dict[str, tuple[Any, Any]] = {}
+    for name, kind in (("ends", Probe), ("fails", Failing), ("waits", Waiting)):
+        request = ray_cluster.plan(job_of(kind, tmp_path), address=entered.dashboard)
+        runs_of[name] = ray_cluster.submit(request), request
+    for line in runs_of["waits"][0].logs(follow=True):
+        if line == "waiting":
+            runs_of["waits"][0].stop()
+            break
+    found = {}
+    for name, (run, request) in runs_of.items():
+        lines: list[str] = []
+        code = runs.follow(run, lines.append)
+        found[name] = Followed(run, request, lines, code)
+    return found
+
+
+def test_jobs_run_on_labelled_nodes_are_followed_fail_and_are_stopped(
+    entered: RayNodes, three_jobs: dict[str, Followed]
+) -> None:
+    run, request, lines, code = three_jobs["ends"]
     shown = request.render()
     assert "python train.py --config job.yaml" in shown and "Python 3." in shown
-    assert entered.token not in shown
-    run = ray_cluster.submit(request)
-    lines: list[str] = []
-    code = runs.follow(run, lines.append)
     assert code == 0, "\n".join(lines)
-    assert entered.token not in repr(run)
     assert "hosts 3" in lines
     assert "cpu task on cpu" in lines and "gpu task on gpu" in lines
     assert f"backend ray {request.run_dir}" in lines
     assert lines[-1].endswith("succeeded")
     again = runs.attach(run.id)
     assert again is not None and again.status() == "succeeded"
-    assert entered.token not in json.dumps(run.details())
+    assert entered.token not in json.dumps(run.details()) + repr(run) + shown
 
+    failed = three_jobs["fails"]
+    assert failed.code == 3, "a failure keeps its exit code"
+    assert failed.run.status().startswith("failed: ")
 
-def test_a_failure_keeps_its_exit_code(entered: RayNodes, tmp_path: Path) -> None:
-    run = ray_cluster.submit(ray_cluster.plan(job_of(Failing, tmp_path), address=entered.dashboard))
-    assert run.wait() == 3
-    assert run.status().startswith("failed: ")
-
-
-def test_stop_leaves_time_for_a_checkpoint(entered: RayNodes, tmp_path: Path) -> None:
-    run = ray_cluster.submit(ray_cluster.plan(job_of(Waiting, tmp_path), address=entered.dashboard))
-    for line in run.logs(follow=True):
-        if line == "waiting":
-            run.stop()
-            break
-    assert run.wait() == 143
-    assert run.status() == "interrupted"
-    assert {"checkpoint written", "stopped in peace"} <= set(run.logs())
+    stopped = three_jobs["waits"]
+    assert stopped.code == 143
+    assert stopped.run.status() == "interrupted"
+    # A stop leaves time for a checkpoint: more than the three seconds that Ray leaves by default.
+    assert {"checkpoint written", "stopped in peace"} <= set(stopped.run.logs())
 
 
 def refused(address: str | None, output: Path, job: Job | None = None) -> tuple[str, ...]:
@@ -146,16 +163,16 @@ def refused(address: str | None, output: Path, job: Job | None = None) -> tuple[
 
 
 def test_no_token_and_a_wrong_token(
-    cluster: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (problem,) = refused(cluster.dashboard, tmp_path)
+    (problem,) = refused(nodes.dashboard, tmp_path)
     assert "wants a token; set RAY_AUTH_TOKEN" in problem
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
-    (problem,) = refused(cluster.dashboard, tmp_path)
+    (problem,) = refused(nodes.dashboard, tmp_path)
     assert "refuses this token" in problem
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
-    (problem,) = refused(cluster.dashboard, tmp_path)
+    (problem,) = refused(nodes.dashboard, tmp_path)
     assert "RAY_AUTH_TOKEN_PATH" in problem and "No such file" in problem
 
 
@@ -208,3 +225,48 @@ def test_version_mismatch_is_said_before_submission(tmp_path: Path) -> None:
         server.shutdown()
     assert any("Ray 2.40.0 there and" in line for line in problems)
     assert any("Python 3.9.18 there" in line for line in problems)
+
+
+def submit(*words: str, token: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "launcher/submit.py", *words],
+        cwd=ROOT,
+        env={**os.environ, "RAY_AUTH_TOKEN": token},
+        capture_output=True,
+        text=True,
+        timeout=560,
+    )
+
+
+def test_digits_train_through_ray_jobs_as_a_user_types_it(
+    entered: RayNodes, digits: Path, tmp_path: Path
+) -> None:
+    """A job on three nodes, whose processes all start anew for it."""
+    job = [
+        "source_dir/configs/digits.yaml",
+        "--on=ray",
+        f"--address={entered.dashboard}",
+        f"output_dir={tmp_path}",
+        f"params.data={digits / 'webdataset'}",
+        "train.epochs=2",
+        "train.workers=1",
+    ]
+    done = submit(*job, token=entered.token)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    run_id = done.stdout.split(": Ctrl-C")[0]
+    assert run_id.startswith(f"ray:{entered.dashboard}/digits-")
+    status = submit("status", run_id, token=entered.token)
+    state, *figures = status.stdout.splitlines()
+    assert state == "succeeded"
+    assert any("samples/s" in line for line in figures), "what the job's log told last"
+    wrong = submit(*job, token="0" * 64)
+    assert wrong.returncode == 2
+    assert wrong.stderr.count("\n") == 1 and "refuses this token" in wrong.stderr
+    (path,) = tmp_path.glob("digits-*/summary.json")
+    summary = json.loads(path.read_text())
+    assert (summary["status"], summary["backend"]) == ("succeeded", "ray")
+    assert len(summary["cluster"]["hosts"]) == 3
+    assert {host["group"] for host in summary["cluster"]["hosts"]} == {"gpu", "cpu"}
+    assert summary["metrics"]["best"]["val/acc1"] > 0.2
+    assert len(summary["chain_tasks_by_host"]) >= 2, summary["chain_tasks_by_host"]
+    assert (path.parent / "model").is_dir()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,19 +37,48 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
         aws.client.cache_clear()
 
 
-def channels(described: dict[str, Any]) -> dict[str, Any]:
-    """Channels by name, without those whose address or presence is each side's own affair."""
+FIELDS = (
+    "RoleArn",
+    "HyperParameters",
+    "Environment",
+    "ResourceConfig",
+    "StoppingCondition",
+    "VpcConfig",
+    "OutputDataConfig",
+    "EnableManagedSpotTraining",
+    "EnableInterContainerTrafficEncryption",
+    "EnableNetworkIsolation",
+)
+RECORD = ROOT / "tests/fakes/model_trainer.json"
+"""What the SDK asked for; `STOKER_RECORD=1 make soak` writes it anew."""
+
+
+def asked_for(described: dict[str, Any]) -> dict[str, Any]:
+    """A training job as it was asked for, without what is each side's own affair."""
     found = {channel["ChannelName"]: copy.deepcopy(channel) for channel in described["InputDataConfig"]}
     found.pop("sm_drivers", None)
     found["code"]["DataSource"]["S3DataSource"].pop("S3Uri")
-    return found
+    for channel in found.values():
+        where = channel["DataSource"]["S3DataSource"]
+        if "S3Uri" in where:  # uploaded data lies below a digest of its names and times
+            where["S3Uri"] = re.sub(r"/[0-9a-f]{8,}/$", "/DIGEST/", where["S3Uri"])
+    client = boto3.session.Session().client("sagemaker", region_name=REGION)
+    tags = client.list_tags(ResourceArn=described["TrainingJobArn"])["Tags"]
+    return {
+        **{field: described.get(field) for field in FIELDS},
+        "TrainingImage": described["AlgorithmSpecification"]["TrainingImage"],
+        "channels": found,
+        "tags": {tag["Key"]: tag["Value"] for tag in tags},
+    }
 
 
-def test_both_ask_for_the_same_job(environment: dict[str, str], tmp_path: Path) -> None:
+@pytest.fixture
+def overrides(environment: dict[str, str], tmp_path: Path) -> list[str]:
+    """A job in which every part of a request occurs."""
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "0.tar").write_bytes(b"x" * 100)
     boto3.session.Session().client("s3").put_object(Bucket=BUCKET, Key="val/0.tar", Body=b"y")
-    overrides = [
+    return [
         "name=flowers",
         f"sagemaker.region={REGION}",
         f"sagemaker.role={ROLE}",
@@ -67,31 +98,26 @@ def test_both_ask_for_the_same_job(environment: dict[str, str], tmp_path: Path) 
         f"sagemaker.channels={{val: {{uri: 's3://{BUCKET}/val/', groups: [cpu]}}}}",
         f"params.data={tmp_path / 'shards'}",
     ]
+
+
+def ours(overrides: list[str]) -> dict[str, Any]:
+    return backend.submit(backend.plan(open_job(load(None, overrides))), lambda _: None).describe()
+
+
+def test_our_request_is_the_one_that_the_sdk_made_when_it_was_recorded(overrides: list[str]) -> None:
+    assert asked_for(ours(overrides)) == json.loads(RECORD.read_text())
+
+
+@pytest.mark.soak
+def test_both_ask_for_the_same_job(overrides: list[str], environment: dict[str, str]) -> None:
+    """The SDK is installed for it: 1.5 GB."""
     name = train_through_sdk(overrides, environment, ROOT)
-    ours = backend.submit(backend.plan(open_job(load(None, overrides))), lambda _: None).describe()
     client = boto3.session.Session().client("sagemaker", region_name=REGION)
     theirs = client.describe_training_job(TrainingJobName=name)
-    for field in (
-        "RoleArn",
-        "HyperParameters",
-        "Environment",
-        "ResourceConfig",
-        "StoppingCondition",
-        "VpcConfig",
-        "OutputDataConfig",
-        "EnableManagedSpotTraining",
-        "EnableInterContainerTrafficEncryption",
-        "EnableNetworkIsolation",
-    ):
-        assert theirs.get(field) == ours.get(field), field
-    assert channels(theirs) == channels(ours)
-    image = "TrainingImage"
-    assert theirs["AlgorithmSpecification"][image] == ours["AlgorithmSpecification"][image]
-    tags = [
-        {tag["Key"]: tag["Value"] for tag in client.list_tags(ResourceArn=arn)["Tags"]}
-        for arn in (theirs["TrainingJobArn"], ours["TrainingJobArn"])
-    ]
-    assert tags[0] == tags[1] == {"stoker-job": "flowers", "team": "vision"}
+    if os.environ.get("STOKER_RECORD"):
+        RECORD.write_text(json.dumps(asked_for(theirs), indent=1, sort_keys=True) + "\n")
+    assert asked_for(theirs) == asked_for(ours(overrides)) == json.loads(RECORD.read_text())
+    assert asked_for(theirs)["tags"] == {"stoker-job": "flowers", "team": "vision"}
 
     by_name = {channel["ChannelName"]: channel for channel in theirs["InputDataConfig"]}
     source = by_name["code"]["DataSource"]["S3DataSource"]["S3Uri"]

@@ -1,4 +1,4 @@
-"""The digits job on one train worker, on two with ddp and on two with fsdp: one training, three ways."""
+"""The digits job on one train worker, and on two with ddp or fsdp: one training, three ways."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ TOLERANCE = 1e-3
 GLOBAL_BATCH, STEPS = 64, 22
 
 
+@pytest.mark.soak
 def test_ddp_fsdp_and_a_single_worker_reach_the_same_losses(
     ray_cluster: None, digits: Path, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ class Interrupted(Counting):
     ends: tuple[str, ...] = ()
     """How the first, second, … start ends, after how many of its own steps: `worker@17`, `term@5`, …"""
     process: str = ""
-    """File that holds the number of the job's process, for term and kill."""
+    """File that holds the number of the job's process, for kill and, for its parent, the launcher, term."""
     pause_s: float = 0.02
     width: int = 16
     environment: dict[str, str] = Field(default_factory=dict)
@@ -93,7 +93,7 @@ def _end(how: str, process: str) -> None:
 
     job = psutil.Process(int(Path(process).read_text()))
     if how == "term":
-        job.terminate()
+        job.parent().terminate()
     else:
         everything = [job, *job.children(recursive=True)]
         for other in everything:

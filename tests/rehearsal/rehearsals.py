@@ -15,7 +15,9 @@ from launcher.job import Job
 from launcher.rehearsal.running import RehearsalRun
 
 HERE = Path(__file__).parent
-CHEAP = ("cluster.object_store_mb=128", "rehearsal.shm_mb=200", "cluster.join_timeout_s=90")
+SAME_PRIORITY = "sagemaker.environment={RAY_worker_niceness: '0'}"
+"""Ray's workers beside what else computes here; see tests/conftest.py."""
+CHEAP = ("cluster.object_store_mb=128", "rehearsal.shm_mb=200", "cluster.join_timeout_s=180", SAME_PRIORITY)
 
 
 NAMES: list[str] = []

@@ -52,13 +52,18 @@ def run(resolved: Any, place: Any) -> int:
         time.sleep(seconds)
         return number, socket.gethostname()
 
-    tasks = [work.remote(i, params.get("task_s", 0.1)) for i in range(params.get("tasks", 12))]
+    task_s, number = params.get("task_s", 0.1), params.get("tasks", 12)
+    tasks = [work.remote(i, task_s) for i in range(number)]
     done: list[tuple[int, str]] = []
     while tasks:
         ready, tasks = ray.wait(tasks, timeout=0.5)
         done += ray.get(ready)
         if ready:
             print(f"driver: task {len(done)} done", flush=True)
+        used = len({host for _, host in done})
+        if not tasks and used < params.get("until_hosts", 0):
+            tasks = [work.remote(number + i, task_s) for i in range(12)]
+            number += 12
         if _stop:
             place.checkpoint_dir.mkdir(parents=True, exist_ok=True)
             (place.checkpoint_dir / "state.json").write_text(json.dumps({"done": len(done)}))

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rehearsals import new_name
+from rehearsals import SAME_PRIORITY, new_name
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = str(ROOT / "source_dir/configs/digits.yaml")
@@ -21,13 +21,14 @@ def rehearse_digits(
     options = [
         f"name={new_name()}",
         f"rehearsal.hosts={hosts}",
-        "rehearsal.timeout_s=280",
+        "rehearsal.timeout_s=540",
+        SAME_PRIORITY,
         *arguments,
         "--on",
         "rehearsal",
     ]
     command = [sys.executable, str(ROOT / "launcher/submit.py"), DIGITS, *options]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=290)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=560)
     print(done.stdout, done.stderr)
     run = folder / "runs" / "latest"
     files = [json.loads((run / name).read_text()) for name in ("summary.json", "rehearsal.json")]
@@ -35,6 +36,7 @@ def rehearse_digits(
 
 
 def test_digits_train_as_well_as_locally_and_on_every_host(tmp_path: Path) -> None:
+    """The whole demo on three hosts: eight epochs to the accuracy that it has locally."""
     code, screen, summary, report = rehearse_digits(tmp_path)
     assert code == 0
     assert summary["status"] == "succeeded" and summary["backend"] == "rehearsal"
@@ -49,42 +51,32 @@ def test_digits_train_as_well_as_locally_and_on_every_host(tmp_path: Path) -> No
     assert summary["cost"]["usd_per_hour"] == 1.816
     assert f"${summary['cost']['usd']:.2f}" in screen and "estimated, prices of" in screen
     assert [host["exit_code"] for host in report["hosts"]] == [0, 0, 0]
-    assert report["workers_gone_s"] <= 10
     assert (tmp_path / "runs/latest/model/model.safetensors").is_file()
     assert (tmp_path / "runs/latest/logs/algo-2.log").is_file()
     assert "[gpu algo-1 head] epoch 8/8 done" in screen
     assert "sagemaker-training-toolkit" in (tmp_path / "runs/latest/logs/algo-1.log").read_text()
 
 
-def test_every_record_once_when_a_cpu_host_is_lost(tmp_path: Path) -> None:
-    code, _, summary, report = rehearse_digits(
-        tmp_path,
-        "train.epochs=4",
+def test_a_lost_host_and_a_sigterm_cost_no_record_and_fewer_hosts_go_on(tmp_path: Path) -> None:
+    """A run loses a CPU host, is stopped within an epoch as spot capacity is, and its restart on fewer hosts
+    finds the synced folder and is told nothing else: two rehearsals of the real job.
+    """
+    options = (
+        "rehearsal.entry=container",
+        "data.order=exact",
         "data.block_records=32",
         "tracking.record_ids=true",
-        "rehearsal.entry=container",
-        r"rehearsal.faults=['kill:algo-3@/epoch 1\/4 done/']",
     )
-    assert code == 0
-    records = summary["records"]
-    assert records["read"] == records["trained"] == 4 * 1437
-    for epoch in range(4):
-        ids = (tmp_path / f"runs/latest/records/train-epoch-{epoch:03d}-rank-0.txt").read_text().split()
-        assert len(ids) == len(set(ids)) == 1437, "every record once"
-    assert summary["metrics"]["best"]["val/acc1"] >= 0.9
-    assert [host["exit_code"] for host in report["hosts"]] == [0, 0, 137]
-    assert "host_lost" in [event["event"] for event in summary["events"]]
-
-
-def test_sigterm_in_an_epoch_leaves_a_checkpoint_from_which_fewer_hosts_go_on(tmp_path: Path) -> None:
-    """The restart is one as of spot capacity: the hosts find the synced folder and are told nothing else."""
-    options = ("rehearsal.entry=container", "data.order=exact", "tracking.record_ids=true")
+    lost, stopped = r"kill:algo-3@/epoch 1\/500 done/", r"term:all@/epoch 3\/500 done/"
     code, _, summary, report = rehearse_digits(
-        tmp_path, "train.epochs=500", r"rehearsal.faults=['term:all@/epoch 1\/500 done/+1s']", *options
+        tmp_path, "train.epochs=500", f"rehearsal.faults=['{lost}', '{stopped}']", *options
     )
     assert code == 143
     assert summary["status"] == "interrupted"
-    assert report["hosts"][1]["exit_code"] == report["hosts"][2]["exit_code"] == 0
+    assert [host["exit_code"] for host in report["hosts"]] == [143, 0, 137]
+    for epoch in range(3):
+        assert trained(tmp_path, epoch) == 1437, "every record once, the lost host's too"
+
     from stoker.training import checkpoint
     from stoker.training.store import open_store
 
@@ -102,6 +94,12 @@ def test_sigterm_in_an_epoch_leaves_a_checkpoint_from_which_fewer_hosts_go_on(tm
     resumed = [event for event in summary["events"] if event["event"] == "resumed"]
     assert [event["step"] for event in resumed] == [content.meta["step"]]
     assert len(summary["cluster"]["hosts"]) == 2
-    assert summary["records"]["trained"] == (epoch + 1) * 1437
-    ids = (tmp_path / f"runs/latest/records/train-epoch-{epoch:03d}-rank-0.txt").read_text().split()
-    assert len(ids) == len(set(ids)) == 1437, "every record of the interrupted epoch once"
+    assert summary["records"]["read"] == summary["records"]["trained"] == (epoch + 1) * 1437
+    assert trained(tmp_path, epoch) == 1437, "every record of the interrupted epoch once"
+
+
+def trained(folder: Path, epoch: int) -> int:
+    """How many records an epoch of the latest run trained, each of them once."""
+    ids = (folder / f"runs/latest/records/train-epoch-{epoch:03d}-rank-0.txt").read_text().split()
+    assert len(ids) == len(set(ids))
+    return len(ids)

@@ -22,7 +22,7 @@ def test_the_rate_is_that_of_the_training_alone(accumulate: int) -> None:
     recipe = load_recipe("asleep:Asleep", PARAMS | {"gpu_samples_per_s": 800}, RECIPES)
     found = measure_gpu(config, recipe, {"payload": np.zeros((64, 10), dtype=np.uint8)}, seconds=1.0)
     # Sleeping takes what it is told or longer, where the machine is busy.
-    assert 500 < found.samples_per_s < 805
+    assert 50 < found.samples_per_s < 805
     assert found.spread >= 0.02
 
 

@@ -110,7 +110,7 @@ def test_ten_thousand_steps_and_three_hundred_hosts_stay_small_and_quick(tmp_pat
     run = record(tmp_path / "run", 10_000, epochs=90, hosts=300)
     started = time.process_time()
     page = page_of(run)
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 20, "not quadratic"
     assert len(page.text) < 1_000_000
 
 

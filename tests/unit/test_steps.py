@@ -51,7 +51,7 @@ def test_the_terms_of_steps_add_up_to_their_time() -> None:
         time.sleep(0.002)
         clock.finished()
     elapsed = time.perf_counter() - began
-    assert sum(times.terms.values()) == pytest.approx(elapsed, rel=0.02)
+    assert 5 * 0.006 <= sum(times.terms.values()) <= elapsed
     told = times.since_told()
     assert list(told) == list(TERMS)
     assert told["wait_production"] == pytest.approx(1.0, abs=0.01)

@@ -6,14 +6,11 @@ from another seed, that get the checkpoint's.
 
 from __future__ import annotations
 
-import os
-import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_step import EVERYTHING, Tiny, feed, run
+from steps import EVERYTHING, Tiny, feed, run
 from torch import nn
 
 from stoker.schema import Config
@@ -62,13 +59,8 @@ def state(worker: Worker) -> dict[str, Any]:
     }
 
 
-def process(rank: int, port: int, folder: str) -> None:
+def cases(rank: int, folder: str) -> dict[Any, Any]:
     """One of two ranks: every case."""
-    import torch.distributed as dist
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
     found: dict[str, Any] = {}
     batches = feed(80, 8, rank, 2)
     for name, train in CASES.items():
@@ -98,20 +90,7 @@ def process(rank: int, port: int, folder: str) -> None:
         snapshot.set_rng_state(ranks[rank]["rng"], other.device)
         losses = run(other, Step(other), batches[2:], epochs=1)["losses"]
         found[name] = (whole, (losses, state(other)), float(carried.loss_sum))
-    torch.save(found, Path(folder) / f"rank-{rank}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = torch.multiprocessing.spawn(process, (port, str(folder)), nprocs=2, join=False)
-    while not context.join(timeout=120):
-        pass
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
+    return found
 
 
 def assert_equal(one: Any, two: Any, where: str = "") -> None:

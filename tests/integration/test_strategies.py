@@ -6,9 +6,6 @@ Two processes with gloo run all cases once; the tests read what they wrote.
 from __future__ import annotations
 
 import copy
-import os
-import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,13 +63,8 @@ def train(model: Any, optimizer: Any, steps: range, rank: int = 0, world: int = 
     return losses
 
 
-def process(rank: int, port: int, folder: str) -> None:
+def cases(rank: int, folder: str) -> dict[Any, Any]:
     """One of two ranks: every case that needs them."""
-    import torch.distributed as dist
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
     found: dict[str, Any] = {}
     for strategy in ("ddp", "fsdp"):
         for name in OPTIMIZERS:
@@ -97,8 +89,7 @@ def process(rank: int, port: int, folder: str) -> None:
     found["parts"] = strategies.plain(make("fsdp", "sgd")[0]).stem.weight.to_local().shape
     given = {"x": torch.arange(3), "name": ["a", "b", "c"]} if rank else {}
     found["first"] = strategies.first_record(given)
-    torch.save(found, Path(folder) / f"rank-{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 def equal(one: Any, two: Any) -> bool:
@@ -109,18 +100,6 @@ def equal(one: Any, two: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(two) and all(map(equal, one, two))
     return bool(one == two)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = torch.multiprocessing.spawn(process, (port, str(folder)), nprocs=2, join=False)
-    while not context.join(timeout=120):
-        pass
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")

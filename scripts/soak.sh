@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# The tests that take minutes, and how they ended, in docs/soak.md: run it before a release.
+set -u
+cd "$(dirname "$0")/.."
+VENV=${VENV:-.venv}
+results=$(mktemp -d)
+trap 'rm -rf "$results"' EXIT
+failed=0
+run() {
+  "$VENV/bin/python" -m pytest -q --timeout 3600 --junitxml "$results/$1.xml" "${@:2}" || failed=1
+}
+run long -m soak tests
+STOKER_INTERRUPTIONS=5 run interruptions tests/integration/test_resume.py -k killed_and_stopped_and_damaged
+"$VENV/bin/python" scripts/soak_report.py docs/soak.md "$results"/*.xml
+exit $failed

@@ -1,0 +1,49 @@
+"""Two processes with gloo, started once: each test module that needs ranks runs its cases in them."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+MODULES = ("test_step_on_two_ranks", "test_strategies", "test_exact_resume")
+"""Each has a `cases(rank, folder)` that both ranks run and whose answer its tests read."""
+COLLECTIVE_TIMEOUT_S = 120
+"""Only ends a rank whose partner has failed."""
+
+
+def run(folder: Path) -> dict[str, list[Any]]:
+    """What rank 0 and rank 1 found in each module; the text of a failure where its cases raised."""
+    import torch
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = torch.multiprocessing.spawn(_process, (port, str(folder)), nprocs=2, join=False)
+    while not context.join(timeout=300):
+        pass
+    parts = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
+    return {name: [part[name] for part in parts] for name in MODULES}
+
+
+def _process(rank: int, port: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=2, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    )
+    found: dict[str, Any] = {}
+    for name in MODULES:
+        try:
+            found[name] = importlib.import_module(name).cases(rank, f"{folder}/{name}")
+        except Exception:
+            found[name] = traceback.format_exc()
+    torch.save(found, Path(folder) / f"rank-{rank}.pt")
+    dist.destroy_process_group()
