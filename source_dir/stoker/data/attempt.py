@@ -101,10 +101,15 @@ class Attempt:
                 return
             self.streams[stream.books.split, stream.books.epoch] = stream
 
-    def settle(self, stream: Stream) -> None:
-        """Every rank has handed in what it used: close the books and go on to the next pass."""
+    def settle(self, stream: Stream, remaining: list[int]) -> None:
+        """Close the books of a pass and go on to the next.
+
+        Args:
+            stream: every rank has handed in what it used of it.
+            remaining: ids of the rows that nobody took.
+        """
         try:
-            self.event("records", **stream.settle())
+            self.event("records", **stream.settle(remaining))
         except DataError as error:
             self.fail(str(error))
             return

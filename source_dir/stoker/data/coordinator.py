@@ -18,12 +18,12 @@ from stoker.data.agents import Agents
 from stoker.data.attempt import Attempt
 from stoker.data.chain import BlockReport
 from stoker.data.keeping import Keeping
-from stoker.data.ledger import ChainBooks
+from stoker.data.ledger import ChainBooks, DataError
 from stoker.data.pipeline import Passes
 from stoker.data.placement import ChainHost
 from stoker.data.position import Position
-from stoker.data.rows import Server
-from stoker.data.streams import Portion
+from stoker.data.rows import Rows, Server
+from stoker.data.streams import Portion, Stream, ids_of
 
 
 class Coordinator:
@@ -244,14 +244,28 @@ class Coordinator:
                 return self._why_over(attempt)
             stream = current.streams[split, epoch]
             stream.finished[rank] = used
-            if len(stream.finished) == current.workers:
-                current.settle(stream)
-                self.changed.notify_all()
+            last = len(stream.finished) == current.workers
+            unused = stream.unused() if last else []
+        if last:
+            self._settle(current, stream, unused)
+        with self.changed:
             while not stream.settled:
                 if current.over:
                     return current.why_over
                 self.changed.wait(1.0)
             return stream.books.counts()
+
+    def _settle(self, attempt: Attempt, stream: Stream, unused: list[Rows]) -> None:
+        """Close the books; what nobody took is fetched first, while nobody waits for the lock."""
+        try:
+            remaining = ids_of(unused)
+        except DataError as error:
+            attempt.fail(str(error))
+            return
+        with self.changed:
+            if not attempt.over:
+                attempt.settle(stream, remaining)
+                self.changed.notify_all()
 
     def request_stop(self, reason: str) -> None:
         """Driver's call: stop all ranks after the same step, soon."""

@@ -131,14 +131,14 @@ class Fetching:
 
     def __init__(self, owner: Pass) -> None:
         self.owner = owner
-        self._turn = threading.Lock()
-        """Held by the thread that asks the coordinator for the next step."""
         self._changed = threading.Condition()
         self._given: deque[tuple[int, Portion, float]] = deque()
         """Steps that the coordinator has given and nobody fetches yet, and since when."""
         self._loaded: dict[int, Any] = {}
         self._next = self._asked = owner.first_step
         """The step that the loop takes next, and the one that is asked for next."""
+        self._asking = False
+        """Whether a thread asks the coordinator for further steps now."""
         self._limit = LEAST_BATCHES + FETCHERS
         self._over = self._ended = False
         for number in range(FETCHERS):
@@ -190,36 +190,51 @@ class Fetching:
 
     def _work(self) -> None:
         """Thread: ask, fetch, put down, until the pass ends."""
-        while True:
-            step = -1
+        while (given := self._next_given()) is not None:
+            step, portion, since = given
             try:
-                with self._turn:
-                    step = self._asked
-                    if not self._given and not self._ask():
-                        return
-                    step, portion, since = self._given.popleft()
-                item = self._fetch(portion, since)
+                item: Any = self._fetch(portion, since)
             except BaseException as error:
-                self._put(step, error)
-                return
+                item = error
             self._put(step, item)
+            if isinstance(item, BaseException):
+                return
 
-    def _ask(self) -> bool:
-        """Get further steps, once there is room for them; False where none is wanted or left."""
-        with self._changed:
-            while not self._over and not self._ended and self._room() < min(ASKED_AT_ONCE, self._limit // 2):
-                self._changed.wait(1.0)
-            if self._over or self._ended:
-                return False
-            first, most = self._asked, min(ASKED_AT_ONCE, self._room())
-        portions = self._call(first, most)
+    def _next_given(self) -> tuple[int, Portion, float] | None:
+        """A step to fetch; asks for further ones where nobody does. None where none is wanted or left."""
+        while True:
+            with self._changed:
+                while not (self._over or self._given or self._ended or self._may_ask()):
+                    self._changed.wait(1.0)
+                if self._over:
+                    return None
+                if self._given:
+                    return self._given.popleft()
+                if self._ended:
+                    return None
+                self._asking = True
+                first, most = self._asked, min(ASKED_AT_ONCE, self._room())
+            self._ask(first, most)
+
+    def _may_ask(self) -> bool:
+        return not self._asking and self._room() >= min(ASKED_AT_ONCE, self._limit // 2)
+
+    def _ask(self, first: int, most: int) -> None:
+        """Get further steps; no lock is held, so that the loop takes what is loaded meanwhile."""
+        portions: list[Portion] = []
+        failure: BaseException | None = None
+        try:
+            portions = self._call(first, most)
+        except BaseException as error:
+            failure = error
         now = time.perf_counter()
-        self._given += [(first + i, portion, now) for i, portion in enumerate(portions)]
-        self._asked += len(portions)
-        if not portions:
-            self._ended = True
-            self._put(first, None)
-        return bool(portions)
+        with self._changed:
+            self._given += [(first + i, portion, now) for i, portion in enumerate(portions)]
+            self._asked += len(portions)
+            self._asking, self._ended = False, not portions
+            self._changed.notify_all()
+        if self._ended:
+            self._put(first, failure)
 
     def _room(self) -> int:
         return self._limit - (self._asked - self._next)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.data.chain import ID_COLUMN, BlockReport
-from stoker.data.ledger import EpochBooks
+from stoker.data.ledger import DataError, EpochBooks, explain
 from stoker.data.position import Position, Trail
 from stoker.data.rows import Rows
 from stoker.data.serving import columns_of
@@ -14,6 +14,8 @@ from stoker.data.splitter import Slice, Splitter
 
 SERVED_FROM_BYTES = 100 * 1024
 """Ray keeps smaller objects with their owner, not in the shared memory of the host that made them."""
+UNUSED_ROWS_S = 120.0
+"""By then the few rows that nobody takes must be here; Ray may have to make their block again."""
 
 
 @dataclass
@@ -106,8 +108,15 @@ class Stream:
         self.books.trained = position.books.trained
         return position
 
-    def settle(self) -> dict[str, Any]:
+    def unused(self) -> list[Rows]:
+        """The rows that no worker takes: fewer than there are workers."""
+        return [self._rows(part) for part in self.splitter.slices_of(self.splitter.remainder)]
+
+    def settle(self, remaining: list[int]) -> dict[str, Any]:
         """Close the books.
+
+        Args:
+            remaining: ids of the `unused` rows.
 
         Returns:
             The counts and the ids of the rows that no worker took.
@@ -116,7 +125,6 @@ class Stream:
             DataError: records were lost, doubled or exchanged.
         """
         used = list(self.finished.values())
-        remaining = self._ids(self.splitter.remainder)
         rows, padded = sum(u[0] for u in used), sum(u[2] for u in used)
         self.books.use(rows, padded, sum(u[1] for u in used), remaining)
         counts = self.books.settle()
@@ -125,12 +133,23 @@ class Stream:
         self.held_bytes = 0
         return {"split": self.books.split, "remainder_ids": remaining, **counts}
 
-    def _ids(self, rows: range) -> list[int]:
-        """Ids of the rows that no worker takes: fewer than there are workers."""
-        import ray
 
-        ids: list[int] = []
-        for piece in self.splitter.slices_of(rows):
-            columns = columns_of(ray.get(self.blocks[piece.block][0], timeout=60))
-            ids += columns[ID_COLUMN][piece.start : piece.stop].tolist()
-        return ids
+def ids_of(rows: list[Rows]) -> list[int]:
+    """Head: the record ids of some rows; asks Ray for their blocks, so no lock may be held.
+
+    Raises:
+        DataError: a block cannot be had.
+    """
+    import ray
+
+    if not rows:
+        return []
+    try:
+        blocks = ray.get([part.block for part in rows], timeout=UNUSED_ROWS_S)
+    except ray.exceptions.RayError as error:
+        raise DataError(f"the rows left over at the end of an epoch did not come: {explain(error)}") from None
+    return [
+        number
+        for part, block in zip(rows, blocks, strict=True)
+        for number in columns_of(block)[ID_COLUMN][part.start : part.stop].tolist()
+    ]
