@@ -118,12 +118,12 @@ def test_a_torch_dataset_gives_tuples_and_dicts_and_survives_a_bad_item() -> Non
 
         def __getitem__(self, i: int) -> tuple[Any, int]:
             if i == 1:
-                raise OSError("torn")
+                raise ValueError("torn")
             return np.zeros(2), i
 
     records = everything(read_torch(Pairs(), columns=("x", "y")))
     assert records[0]["y"] == 0
-    assert records[1] == BadRecord("1", "OSError: torn")
+    assert records[1] == BadRecord("1", "cannot be read, 2 tries: ValueError: torn")
     with pytest.raises(UsageError, match="needs a map-style dataset"):
         read_torch(iter([]))
 

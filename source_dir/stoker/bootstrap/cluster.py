@@ -94,6 +94,8 @@ def set_environment(token: str) -> None:
     os.environ.setdefault("RAY_health_check_period_ms", "2000")
     os.environ.setdefault("RAY_health_check_timeout_ms", "4000")
     os.environ.setdefault("RAY_health_check_failure_threshold", "4")
+    # Ray's default is to start a task again without end whenever it ran out of memory.
+    os.environ.setdefault("RAY_task_oom_retries", "8")
     # Calls to a machine that vanished without a word would otherwise hang for seven minutes, and
     # the tasks that ran on it with them.
     os.environ.setdefault("RAY_grpc_client_keepalive_time_ms", "15000")

@@ -9,13 +9,15 @@ from typing import Any
 from stoker.data.chain import BlockReport
 from stoker.data.dispatch import Dispatcher
 from stoker.data.keeping import Keeping
-from stoker.data.ledger import ChainBooks, DataError, EpochBooks, explain
+from stoker.data.ledger import ChainBooks, DataError, EpochBooks, explain, refuse_over_budget
 from stoker.data.pipeline import Passes
 from stoker.data.placement import ChainHost
 from stoker.data.position import CarriedBooks, Position, Trail
 from stoker.data.signals import OneTimeSignal, Pace, Signal
+from stoker.data.sources import BadRecord
 from stoker.data.splitter import Splitter
 from stoker.data.streams import Stream
+from stoker.data.suspects import Start, Suspects
 
 STREAMS_AHEAD = 2
 """How many passes may be produced beyond the one that is consumed: small data would else run ahead for
@@ -35,6 +37,7 @@ class Attempt:
         chain: takes what the chain costs, by split.
         event: takes (event, values).
         keeping: what hosts keep across epochs; None: nothing.
+        suspects: records that kill their process.
     """
 
     def __init__(
@@ -47,8 +50,10 @@ class Attempt:
         changed: threading.Condition,
         chain: dict[str, ChainBooks],
         event: Callable[..., None],
-        keeping: Keeping | None = None,
+        keeping: Keeping | None,
+        suspects: Suspects,
     ) -> None:
+        self.suspects = suspects
         self.number, self.workers, self.passes, self.totals = number, workers, passes, totals
         self.changed, self.chain, self.event, self.keeping = changed, chain, event, keeping
         self.failure = ""
@@ -129,17 +134,7 @@ class Attempt:
             hosts: the hosts that preprocess, as they are now.
             buffer_bytes: of blocks that are kept ready.
         """
-        dispatcher = Dispatcher(
-            self.passes,
-            self.changed,
-            streams=lambda: list(self.streams.values()),
-            deliver=self._deliver,
-            produced=self._produced,
-            over=lambda: self.over,
-            hosts=hosts,
-            budget_bytes=buffer_bytes,
-            keeping=self.keeping,
-        )
+        dispatcher = Dispatcher(self, me, hosts, buffer_bytes)
         threads = [("pieces", dispatcher.run)]
         if not all(map(self.passes.has_pieces, self.totals)):
             threads.append(("rows", lambda: self._execute_rows(me, buffer_bytes)))
@@ -153,16 +148,25 @@ class Attempt:
         except BaseException as error:
             self.fail(explain(error))
 
-    def _deliver(self, stream: Stream, block: Any, report: BlockReport, node: str) -> None:
+    def open_streams(self) -> list[Stream]:
+        """The passes that may be produced now, in order."""
+        return list(self.streams.values())
+
+    def note(self, text: str) -> None:
+        """One line for people."""
+        with self.changed:
+            self.event("note", text=text)
+
+    def deliver(self, stream: Stream, block: Any, report: BlockReport, node: str) -> None:
+        """Dispatcher's call: a block, its report, and the node that made it; ignored if it came before."""
         with self.changed:
             if self.over:
                 return
-            self.book(stream, f"{report.piece}/{report.nth}", report, node)
-            if report.rows:
+            if self.book(stream, f"{report.piece}/{report.nth}", report, node) and report.rows:
                 stream.arrived(block, report.rows, report.bytes_out, node, report.piece)
             self.changed.notify_all()
 
-    def _produced(self, stream: Stream) -> None:
+    def produced(self, stream: Stream) -> None:
         """A pass has given all its blocks."""
         with self.changed:
             stream.splitter.end()
@@ -171,11 +175,25 @@ class Attempt:
                 raise DataError(f"the {stream.books.split} split gave no record")
             self.changed.notify_all()
 
-    def book(self, stream: Stream, block: str, report: BlockReport, node: str) -> None:
-        """Take in the report of a block."""
+    def task_starts(self, split: str, task: str, retry: int) -> Start | None:
+        """A task starts that was started before: how to begin; None: not at all."""
+        try:
+            start = self.suspects.starts(task, split, retry)
+            deadly = self.suspects.of(split)
+            if deadly and (total := self.totals[split]) is not None:
+                # Now, not when the block is there: its other records may be as bad.
+                budget, first = self.passes.config.data.bad_record_budget, next(iter(deadly.items()))
+                refuse_over_budget(split, len(deadly), total, budget, BadRecord(*first))
+        except DataError as error:
+            self.fail(str(error))
+            return None
+        return start
+
+    def book(self, stream: Stream, block: str, report: BlockReport, node: str) -> bool:
+        """Take in the report of a block; False where it was taken in before."""
         split, epoch = stream.books.split, stream.books.epoch
         if not stream.reported(block, report):
-            return
+            return False
         self.chain[split].take(report, node)
         if self.keeping is not None:
             self.keeping.take(split, epoch, report, node)
@@ -186,6 +204,7 @@ class Attempt:
                 stream.books.check_budget(self.passes.config.data.bad_record_budget, stream.total)
             except DataError as error:
                 self.fail(str(error))
+        return True
 
     def _execute_rows(self, me: Any, buffer_bytes: int) -> None:
         """Thread: executions of Ray Data, one after the other, for datasets of the recipe's own."""
@@ -217,7 +236,7 @@ class Attempt:
                         self.changed.wait(1.0)
                     if self.over:
                         return
-        self._produced(stream)
+        self.produced(stream)
 
     def _full(self, stream: Stream, buffer_bytes: int) -> bool:
         if stream.rows_ahead < 2 * stream.splitter.step_rows:

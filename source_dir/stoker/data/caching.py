@@ -15,6 +15,7 @@ from stoker.config import UsageError
 from stoker.data.host_cache import HostCache
 from stoker.data.sources import BadRecord, Piece, Record, Source, digest
 from stoker.data.stages import Stage
+from stoker.data.witness import one_by_one
 
 HOME_RECORDS = 2048
 """Records that are permuted among themselves, at least, where each host shall find its own again: about as
@@ -74,11 +75,19 @@ class Reading:
         order: makes the generator that permutes the records, anew at each call.
         cache: of this host.
         store: whether to keep what is not kept yet.
+        refuses: why a record shall not be read; empty: it may.
     """
 
     def __init__(
-        self, source: Source, piece: Piece, order: Callable[[], Any], cache: HostCache, store: bool
+        self,
+        source: Source,
+        piece: Piece,
+        order: Callable[[], Any],
+        cache: HostCache,
+        store: bool,
+        refuses: Callable[[str], str] = lambda key: "",
     ) -> None:
+        self.refuses = refuses
         self.source, self.piece, self.order, self.cache, self.store = source, piece, order, cache, store
         self.name = f"{piece.path}:{piece.start}:{piece.stop}"
         self.seen: list[str] = []
@@ -88,12 +97,7 @@ class Reading:
     def __iter__(self) -> Iterator[Record | BadRecord]:
         listing = self.source.listing(self.piece)
         if listing is not None:
-            for key, alone in listing:
-                kept = self.cache.load(key)
-                if kept is not None:
-                    yield kept
-                else:
-                    yield from self.source.read(alone, None)
+            yield from one_by_one(self.source, listing, self.cache.load, self.refuses)
             return
         done = 0
         for key in self._whole():

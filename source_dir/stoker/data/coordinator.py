@@ -24,6 +24,7 @@ from stoker.data.placement import ChainHost
 from stoker.data.position import Position
 from stoker.data.rows import Rows, Server
 from stoker.data.streams import Portion, Stream, ids_of
+from stoker.data.suspects import Start, Suspects
 
 
 class Coordinator:
@@ -50,6 +51,7 @@ class Coordinator:
         self.training: dict[int, str] = {}
         """Node of each rank."""
         self.keeping = Keeping(passes.cache.kind) if passes.cache else None
+        self.suspects = Suspects()
         self.agents = Agents(
             lambda used: self.log("host_cpu", {"hosts": used}), serve=direct, cache=passes.cache
         )
@@ -94,6 +96,7 @@ class Coordinator:
             problem, start = "", self._fresh(first_epoch)
             try:
                 start = self._start(first_epoch, position)
+                self.suspects.of("train").update(start.deadly)
             except UsageError as error:
                 problem = str(error)
             self.attempt = Attempt(
@@ -106,6 +109,7 @@ class Coordinator:
                 self.chain,
                 self._event,
                 self.keeping,
+                self.suspects,
             )
             if self.stop_reason:
                 self.attempt.stop.request(self.attempt.pace)
@@ -209,9 +213,9 @@ class Coordinator:
             if current is None:
                 raise ValueError(self._why_over(attempt))
             stream = current.streams.get(("train", epoch))
-            if stream is None:
-                return self._fresh(epoch + 1).model_dump(mode="json")
-            return stream.position(steps, id_sum).model_dump(mode="json")
+            place = self._fresh(epoch + 1) if stream is None else stream.position(steps, id_sum)
+            deadly = dict(self.suspects.of("train"))
+            return place.model_copy(update={"deadly": deadly}).model_dump(mode="json")
 
     def block_done(
         self, attempt: int, split: str, epoch: int, block: str, report: BlockReport, node: str
@@ -222,6 +226,27 @@ class Coordinator:
             stream = current.streams.get((split, epoch)) if current else None
             if current is not None and stream is not None:
                 current.book(stream, block, report, node)
+
+    def task_starts(self, attempt: int, split: str, task: str, retry: int) -> Start | None:
+        """CPU task's call where its process has died or it was late: how to begin; None: not at all."""
+        with self.changed:
+            current = self._current(attempt)
+            return current.task_starts(split, task, retry) if current else None
+
+    def record_begins(self, attempt: int, split: str, task: str, key: str) -> str:
+        """CPU task's call, of one that names its records: why one shall not be begun; empty: it may."""
+        with self.changed:
+            return self.suspects.begins(task, split, key)
+
+    def task_does(self, attempt: int, split: str, task: str, what: str) -> None:
+        """CPU task's call, of one that names its records: what it does that is not work on one record."""
+        with self.changed:
+            self.suspects.does(task, what)
+
+    def task_ended(self, attempt: int, split: str, task: str) -> None:
+        """CPU task's call, of one that has asked how to begin."""
+        with self.changed:
+            self.suspects.ended(task)
 
     def epoch_done(
         self, attempt: int, split: str, epoch: int, rank: int, used: tuple[int, int, int]

@@ -7,22 +7,23 @@ none is idle between tasks; and a task holds several pieces where these are shor
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
-from stoker.data.chain import BlockReport
-from stoker.data.keeping import Keeping
 from stoker.data.ledger import DataError
-from stoker.data.pipeline import MAX_TASK_RETRIES, Passes, pack_work
+from stoker.data.patience import reread_wait_s
 from stoker.data.placement import ChainHost, Placement
-from stoker.data.sources import Piece
-from stoker.data.streams import Stream
-from stoker.data.tasks import EpochPlan, Reports, run_pieces
+from stoker.data.recovery import Recovery
+from stoker.data.running import Line, Numbered, Running
+from stoker.data.sending import Sender, let_go
+from stoker.data.tasks import Reports
+
+if TYPE_CHECKING:
+    from stoker.data.attempt import Attempt
 
 TASK_S = 1.0
 """Aimed-at duration of a task: long against Ray's cost per task, short against an epoch."""
@@ -30,91 +31,43 @@ MOST_PIECES = 16
 """Pieces of one task at most."""
 REPORT_S = 0.3
 """Blocks that are made within this time share one message of reports."""
-BLOCKS_AHEAD = 4
-"""Blocks that a task may have ready without being asked for them; then it waits."""
 HUNGRY_STEPS = 8
 """With fewer steps than this ready, hosts that train help to preprocess."""
-LOOK_FOR_HOSTS_S = 2.0
+LOOK_EVERY_S = 2.0
 NO_HOST_DEADLINE_S = 180.0
-
-
-@dataclass(eq=False)
-class Running:
-    """Head: a chain task that was sent."""
-
-    generator: Any
-    line: Line
-    node: str
-    pieces: int
-    per_report: int
-    blocks: deque[Any] = field(default_factory=deque)
-    """Blocks whose reports have not come yet."""
-    waiting: deque[tuple[Any, BlockReport, str]] = field(default_factory=deque)
-    """(block, report, node) of those that came before their turn, in exact order."""
-    seconds: float = 0.0
-    ended: bool = False
-
-
-@dataclass(eq=False)
-class Line:
-    """Head: what is left to send of a pass, and what of it is under way."""
-
-    stream: Stream
-    plan: EpochPlan
-    coming: Future[deque[tuple[int, Piece, int]]]
-    work: deque[tuple[int, Piece, int]] | None = None
-    """Pieces in the order of the pass; None until they are listed."""
-    running: deque[Running] = field(default_factory=deque)
-    """In the order in which they were sent."""
-
-    def listed(self) -> bool:
-        """Whether the pieces are known."""
-        if self.work is None and self.coming.done():
-            self.work = self.coming.result()
-        return self.work is not None
+REPORTS_S = 30.0
+"""Reports are small and travel with Ray's own messages, but for those of very many bad records."""
 
 
 class Dispatcher:
     """Head: one per attempt, a thread of the coordinator.
 
     Args:
-        passes: what to read.
-        changed: the coordinator's lock; told whenever something is there or was consumed.
-        streams: the passes that may be produced now, in order.
-        deliver: takes a block, its report and the node that made it.
-        produced: is told when a pass has given all its blocks.
-        over: whether this attempt has ended.
-        hosts: the hosts that preprocess.
+        attempt: whose passes are produced.
+        me: handle of the coordinator, for tasks that have something to say.
+        hosts: the hosts that preprocess, as they are now.
         budget_bytes: of blocks that are ready; beyond two steps nothing more is made then.
-        keeping: which host keeps what across epochs; None: none does.
     """
 
     def __init__(
-        self,
-        passes: Passes,
-        changed: threading.Condition,
-        streams: Callable[[], list[Stream]],
-        deliver: Callable[[Stream, Any, BlockReport, str], None],
-        produced: Callable[[Stream], None],
-        over: Callable[[], bool],
-        hosts: Callable[[], list[ChainHost]],
-        budget_bytes: int,
-        keeping: Keeping | None = None,
+        self, attempt: Attempt, me: Any, hosts: Callable[[], list[ChainHost]], budget_bytes: int
     ) -> None:
-        self.passes, self.changed, self.streams, self.keeping = passes, changed, streams, keeping
-        self.deliver, self.produced = deliver, produced
-        self.over, self.hosts, self.budget_bytes = over, hosts, budget_bytes
-        self.exact = passes.config.data.order == "exact"
+        self.attempt, self.hosts, self.budget_bytes = attempt, hosts, budget_bytes
+        self.passes, self.keeping = attempt.passes, attempt.keeping
+        self.exact = self.passes.config.data.order == "exact"
         self.lines: list[Line] = []
         self.placement = Placement()
+        self.recovery = Recovery(attempt, self.placement)
+        self.sender = Sender(attempt, me)
         self.piece_s: dict[str, float] = {}
         """Seconds that a piece of a split takes, smoothed."""
         self._listed: set[tuple[str, int]] = set()
         self._by_generator: dict[Any, Running] = {}
+        self._again: list[Running] = []
+        """Tasks that wait to be sent again."""
+        self._numbers = count()
         self._early_bytes = 0
         """Of blocks that came before their turn."""
-        self._setups: dict[str, Any] = {}
-        self._tasks: dict[tuple[str, str], Any] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="pieces")
         self._look_at = 0.0
         self._seen_hosts = time.monotonic()
@@ -126,9 +79,13 @@ class Dispatcher:
             Exception: whatever ended a task; DataError where no host may preprocess.
         """
         try:
-            while not self.over():
-                self._look_for_hosts()
+            while not self.attempt.over:
+                if time.monotonic() >= self._look_at:
+                    self._look_at = time.monotonic() + LOOK_EVERY_S
+                    self._look_for_hosts()
+                    self._look_for_late()
                 self._open()
+                self._send_again()
                 self._send()
                 for task in self._ready():
                     self._take(task)
@@ -138,7 +95,7 @@ class Dispatcher:
 
     def _open(self) -> None:
         """List the pieces of the passes that come next, in another thread: there may be many."""
-        for stream in self.streams():
+        for stream in self.attempt.open_streams():
             key = (stream.books.split, stream.books.epoch)
             if key in self._listed or not self.passes.has_pieces(stream.books.split):
                 continue
@@ -151,13 +108,11 @@ class Dispatcher:
         for line in [line for line in self.lines if line.listed()]:
             if not line.work and not line.running:
                 self.lines.remove(line)
-                self.produced(line.stream)
+                self.attempt.produced(line.stream)
 
     def _look_for_hosts(self) -> None:
-        if time.monotonic() < self._look_at:
-            return
-        self._look_at = time.monotonic() + LOOK_FOR_HOSTS_S
         self.placement.update(self.hosts())
+        self.placement.avoided = self.recovery.patience.avoided(time.monotonic())
         if self.keeping is not None:
             self.keeping.hosts_are(self.placement.hosts)
         if self.placement.hosts:
@@ -171,6 +126,50 @@ class Dispatcher:
             which = f"data.preprocess_on names {groups} alone" if groups else "none offers CPUs to Ray"
             raise DataError(f"no host that may preprocess for {deadline:.0f} s: {which}")
 
+    def _look_for_late(self) -> None:
+        """Take back what a host should have given by now.
+
+        Raises:
+            DataError: nobody gives it.
+        """
+        now, before, reads_all = time.monotonic(), Counter[str](), self._reads_all()
+        hung: set[str] = set()
+        tasks = [task for line in self.lines for task in line.running if not task.ended]
+        for task in tasks:
+            host = self.placement.hosts.get(task.node)
+            # Ray starts the tasks of a host in turn, and this one when a slot is free.
+            task.queued = task.generator is not None and (host is None or before[task.node] >= host.slots)
+            before[task.node] += task.generator is not None
+            if (task.queued and host and not task.late) or not (reads_all or self._needed(task)):
+                task.quiet_since = task.stuck_since = now
+            elif self.recovery.is_late(task, now):
+                self.recovery.late(task)
+                hung.add(task.node)
+                self._take_back(task, 0.0)
+        for task in tasks:
+            if task.queued and task.generator is not None and task.node in hung & self.placement.avoided:
+                self._take_back(task, 0.0)
+
+    def _take_back(self, task: Running, wait_s: float) -> None:
+        """Let what a task has not given yet be sent again."""
+        if not task.pieces:
+            self._ended(task)
+            return
+        gave = task.gave
+        generator = task.took_back(wait_s)
+        del self._by_generator[generator]
+        let_go(generator, gave)
+        self.placement.end(task.node)
+        self._again.append(task)
+
+    def _send_again(self) -> None:
+        for task in list(self._again):
+            if time.monotonic() < task.not_before:
+                continue
+            if node := self.placement.choose(hungry=True, tried=task.tried):
+                self._again.remove(task)
+                self._launch(task, node)
+
     def _send(self) -> None:
         """Send tasks while hosts have room and data is wanted, one pass after the other."""
         for line in self.lines:
@@ -182,7 +181,7 @@ class Dispatcher:
                     return
                 self._start(line, line.work, node)
 
-    def _host_for(self, split: str, work: deque[tuple[int, Piece, int]]) -> str:
+    def _host_for(self, split: str, work: deque[Numbered]) -> str:
         """Where the next task of a pass goes: to a host that keeps something of what comes next."""
         keeper = ""
         if self.keeping is not None:
@@ -191,20 +190,20 @@ class Dispatcher:
 
     def _wanted(self, line: Line) -> bool:
         stream = line.stream
-        under_way = sum(task.pieces for task in line.running) * line.plan.block_records
+        under_way = sum(task.count for task in line.running) * line.plan.block_records
         if stream.rows_ahead + under_way < 2 * stream.splitter.step_rows:
             return True
         return self._held_bytes() < self.budget_bytes
 
     def _hungry(self) -> bool:
-        streams = self.streams()
+        streams = self.attempt.open_streams()
         ready = sum(stream.rows_ahead / stream.splitter.step_rows for stream in streams)
         return ready < HUNGRY_STEPS and self._held_bytes() < self.budget_bytes / 2
 
     def _held_bytes(self) -> int:
-        return self._early_bytes + sum(stream.held_bytes for stream in self.streams())
+        return self._early_bytes + sum(stream.held_bytes for stream in self.attempt.open_streams())
 
-    def _start(self, line: Line, work: deque[tuple[int, Piece, int]], node: str) -> None:
+    def _start(self, line: Line, work: deque[Numbered], node: str) -> None:
         split = line.plan.split
         count = self._pieces_per_task(split, len(work))
         per_report = min(count, max(1, int(REPORT_S / self.piece_s.get(split, REPORT_S))))
@@ -212,12 +211,17 @@ class Dispatcher:
             pieces, store = [work.popleft() for _ in range(count)], [False] * count
         else:
             pieces, store = self.keeping.take_work(split, work, node, count, self.exact)
-        key, setup = self._setup(split)
-        task_of = self._remote(node, split)
-        generator = task_of.remote(key, setup, line.plan, pack_work(pieces, store), per_report)
-        task = Running(generator, line, node, len(pieces), per_report)
-        self._by_generator[generator] = task
+        name = f"{self.recovery.what(split, pieces)} (task {self.attempt.number}/{next(self._numbers)})"
+        task = Running(line, name, pieces, store, per_report)
         line.running.append(task)
+        self._launch(task, node)
+
+    def _launch(self, task: Running, node: str) -> None:
+        """Send what a task has not given yet."""
+        last_try = reread_wait_s(OSError(), task.failures) is None
+        generator = self.sender.send(task, node, self.recovery.is_last(task, node), last_try)
+        task.sent(generator, node)
+        self._by_generator[generator] = task
         self.placement.send(node)
 
     def _pieces_per_task(self, split: str, left: int) -> int:
@@ -226,45 +230,28 @@ class Dispatcher:
         spread = left // max(2 * self.placement.slots, 1)
         return max(1, min(fill, spread, MOST_PIECES))
 
-    def _setup(self, split: str) -> tuple[str, list[Any]]:
-        import ray
-
-        if split not in self._setups:
-            self._setups[split] = ray.put(self.passes.setup(split))
-        reference = self._setups[split]
-        return reference.hex(), [reference]
-
-    def _remote(self, node: str, split: str) -> Any:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        if (node, split) not in self._tasks:
-            # Soft: where its host is lost, a task, or one that makes lost blocks again, runs elsewhere.
-            affinity = NodeAffinitySchedulingStrategy(node, soft=True)
-            self._tasks[node, split] = ray.remote(run_pieces).options(
-                name=f"chain-{split}",
-                num_cpus=1,
-                num_returns="streaming",
-                max_retries=MAX_TASK_RETRIES,
-                scheduling_strategy=affinity,
-                _generator_backpressure_num_objects=2 * BLOCKS_AHEAD,
-            )
-        return self._tasks[node, split]
-
     def _ready(self) -> list[Running]:
         """Tasks that have something new, of those whose blocks are wanted."""
         import ray
 
-        full = self._held_bytes() > self.budget_bytes
-        wanted = [task.generator for task in self._by_generator.values() if not full or self._needed(task)]
+        all_of_them = self._reads_all()
+        wanted = [g for g, task in self._by_generator.items() if all_of_them or self._needed(task)]
         if not wanted:
-            with self.changed:
-                self.changed.wait(0.1)
+            with self.attempt.changed:
+                self.attempt.changed.wait(0.1)
             return []
         ready, _ = ray.wait(wanted, num_returns=1, timeout=0.05, fetch_local=False)
         if ready and len(wanted) > 1:
             ready, _ = ray.wait(wanted, num_returns=len(wanted), timeout=0, fetch_local=False)
         return [self._by_generator[generator] for generator in ready]
+
+    def _reads_all(self) -> bool:
+        """Whether blocks are taken from all tasks: while there is room for them, and where slots must come
+        free for a task that train workers wait for, because others hold them until their blocks are taken."""
+        if self._held_bytes() <= self.budget_bytes:
+            return True
+        first = [line.running[0] for line in self.lines if line.running]
+        return any(self._needed(task) for task in self._again + [task for task in first if task.queued])
 
     def _needed(self, task: Running) -> bool:
         """Whether the next two steps wait for this task."""
@@ -275,35 +262,45 @@ class Dispatcher:
 
     def _take(self, task: Running) -> None:
         """Take one object of a task: a block, reports, or its end."""
+        task.quiet_since = time.monotonic()
         try:
             reference = next(task.generator)
         except StopIteration:
-            if task.blocks:
-                self._report(task, task.blocks.pop())
-            self._ended(task)
+            if not task.blocks or self._report(task, task.blocks.pop()):
+                self._ended(task)
             return
         if len(task.blocks) == task.per_report:
             self._report(task, reference)
         else:
             task.blocks.append(reference)
 
-    def _report(self, task: Running, reference: Any) -> None:
-        """Deliver the blocks whose reports have come; where the task failed, getting them raises why."""
+    def _report(self, task: Running, reference: Any) -> bool:
+        """Deliver the blocks whose reports have come; False where the task failed and is sent again.
+
+        Raises:
+            Exception: it failed for good.
+        """
         import ray
 
-        reports: Reports = ray.get(reference)
+        try:
+            reports: Reports = ray.get(reference, timeout=REPORTS_S)
+        except ray.exceptions.RayError as error:
+            self._take_back(task, self.recovery.failed(task, error))
+            return False
         if self.keeping is not None:
             self.keeping.used(reports.node, reports.usage)
         for report in reports.blocks:
             block = task.blocks.popleft()
-            task.seconds += report.seconds
+            task.reported(report)
+            self.recovery.patience.took(task.line.plan.split, task.node, report.seconds)
             if self.exact:
                 task.waiting.append((block, report, reports.node))
                 self._early_bytes += report.bytes_out
             else:
-                self.deliver(task.line.stream, block, report, reports.node)
+                self.attempt.deliver(task.line.stream, block, report, reports.node)
         if self.exact:
             self._deliver_in_order(task.line)
+        return True
 
     def _deliver_in_order(self, line: Line) -> None:
         while line.running:
@@ -311,7 +308,7 @@ class Dispatcher:
             while first.waiting:
                 block, report, node = first.waiting.popleft()
                 self._early_bytes -= report.bytes_out
-                self.deliver(line.stream, block, report, node)
+                self.attempt.deliver(line.stream, block, report, node)
             if not first.ended:
                 return
             line.running.popleft()
@@ -320,7 +317,7 @@ class Dispatcher:
         del self._by_generator[task.generator]
         self.placement.end(task.node)
         task.ended = True
-        split, seconds = task.line.plan.split, task.seconds / task.pieces
+        split, seconds = task.line.plan.split, task.seconds / task.count
         before = self.piece_s.get(split, seconds)
         self.piece_s[split] = max(0.8 * before + 0.2 * seconds, 1e-6)
         if self.exact:
@@ -337,4 +334,3 @@ class Dispatcher:
             # and the next attempt's tasks would fail in it.
             ray.cancel(generator, force=True)
         self._by_generator.clear()
-

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from stoker.config import UsageError
 from stoker.data.filesystems import filesystem_of, list_files
+from stoker.data.rereading import read_again
 from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source, cut_indices, digest
 
 if TYPE_CHECKING:
@@ -75,10 +77,14 @@ class ImageFolderSource(Source):
     def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         filesystem, _ = filesystem_of(self.folder)
         for path, label in piece.items:
-            try:
-                with filesystem.open_input_file(f"{piece.path}/{path}") as file:
-                    content = file.readall()
-            except OSError as error:
-                yield BadRecord(path, f"cannot be read: {error}")
+            content = read_again(path, partial(_content, filesystem, f"{piece.path}/{path}"))
+            if isinstance(content, BadRecord):
+                yield content
                 continue
             yield {"key": path, "image": content, "label": label}
+
+
+def _content(filesystem: Any, path: str) -> bytes:
+    with filesystem.open_input_file(path) as file:
+        content: bytes = file.readall()
+    return content

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stoker.config import UsageError
+from stoker.data.rereading import read_again
 from stoker.data.sources import BadRecord, Piece, Record, Source, cut_indices, digest
 
 if TYPE_CHECKING:
@@ -72,10 +74,9 @@ class TorchSource(IndexedSource):
 
     def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         for index in piece.items:
-            try:
-                item = self.dataset[index]
-            except Exception as error:
-                yield BadRecord(str(index), f"{type(error).__name__}: {error}")
+            item = read_again(str(index), partial(self.dataset.__getitem__, index))
+            if isinstance(item, BadRecord):
+                yield item
                 continue
             if not isinstance(item, dict):
                 values = item if isinstance(item, tuple | list) else (item,)

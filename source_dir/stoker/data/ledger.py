@@ -80,13 +80,7 @@ class EpochBooks:
             DataError: naming how many, and the first with its reason.
         """
         whole = max(self.read, total or 0)
-        if self.bad and self.bad > budget * whole:
-            first = self.first_bad
-            example = f"; the first is {first.key}: {first.reason}" if first else ""
-            raise DataError(
-                f"{self.bad} of {whole} {self.split} records cannot be used, more than"
-                f" data.bad_record_budget allows ({budget:.2%}){example} (all of them: quarantine.jsonl)"
-            )
+        refuse_over_budget(self.split, self.bad, whole, budget, self.first_bad)
 
     def settle(self) -> dict[str, int]:
         """Close the epoch.
@@ -118,6 +112,20 @@ class EpochBooks:
             "remainder": self.remainder,
             "padded": self.padded,
         }
+
+
+def refuse_over_budget(split: str, bad: int, whole: int, budget: float, first: BadRecord | None) -> None:
+    """Head: fail where too many records are bad.
+
+    Raises:
+        DataError: naming how many, and the first with its reason.
+    """
+    if bad and bad > budget * whole:
+        example = f"; the first is {first.key}: {first.reason}" if first else ""
+        raise DataError(
+            f"{bad} of {whole} {split} records cannot be used, more than data.bad_record_budget allows"
+            f" ({budget:.2%}){example} (all of them: quarantine.jsonl)"
+        )
 
 
 @dataclass
@@ -154,8 +162,8 @@ class ChainBooks:
         ]
 
 
-def explain(error: BaseException) -> str:
-    """Head: the one line behind an error that Ray wrapped: its deepest cause."""
+def root_cause(error: BaseException) -> BaseException:
+    """Head: what is behind an error that Ray wrapped: the first that states it for people, or the deepest."""
     cause: BaseException = error
     seen = {id(cause)}
     while True:
@@ -166,6 +174,12 @@ def explain(error: BaseException) -> str:
         cause = below
         if isinstance(cause, STATED):
             break
+    return cause
+
+
+def explain(error: BaseException) -> str:
+    """Head: the one line behind an error that Ray wrapped."""
+    cause = root_cause(error)
     if isinstance(cause, STATED):
         return str(cause).splitlines()[0]
     from stoker.recipe import where_raised

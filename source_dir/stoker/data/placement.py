@@ -7,9 +7,11 @@ leave free, while the others are full and too little data is ready.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from stoker.data.patience import others
 
 QUEUED_SHARE = 0.25
 """Tasks sent to a host beyond its slots, as a share of these: the next one is there when one ends."""
@@ -23,6 +25,8 @@ class ChainHost:
     slots: int
     """Chain tasks that run on it at once."""
     trains: bool = False
+    name: str = ""
+    """What people call it."""
 
     @property
     def room(self) -> int:
@@ -37,6 +41,8 @@ class Placement:
     hosts: dict[str, ChainHost] = field(default_factory=dict)
     sent: Counter[str] = field(default_factory=Counter)
     """Tasks that have not ended, by node."""
+    avoided: set[str] = field(default_factory=set)
+    """Nodes that did not answer in time; they get tasks only where there is no other."""
 
     def update(self, hosts: Iterable[ChainHost]) -> None:
         """The hosts there are now: some came late, some were lost."""
@@ -52,19 +58,23 @@ class Placement:
         host = self.hosts.get(node)
         return host is not None and self.sent[node] < host.room
 
-    def choose(self, hungry: bool, prefer: str = "") -> str:
+    def choose(self, hungry: bool, prefer: str = "", tried: Collection[str] = ()) -> str:
         """Where the next task goes; empty while there is no room for it.
 
         Args:
             hungry: so little data is ready that the hosts that train shall help.
             prefer: a host that has something of the task's already; it is taken while it has room, unless
                 it trains and enough is ready.
+            tried: nodes where the task went wrong; it goes to another one if there is any.
         """
+        allowed = others(self.hosts, self.avoided, tried)
         helpers = any(not host.trains for host in self.hosts.values())
-        if self.has_room(prefer) and (hungry or not (self.hosts[prefer].trains and helpers)):
+        fits = prefer in allowed and self.has_room(prefer)
+        if fits and (hungry or not (self.hosts[prefer].trains and helpers)):
             return prefer
-        first = [h for h in self.hosts.values() if not (h.trains and helpers)]
-        spare = [h for h in self.hosts.values() if h.trains and helpers] if hungry else []
+        open_to = [host for node, host in self.hosts.items() if node in allowed]
+        first = [h for h in open_to if not (h.trains and helpers)]
+        spare = [h for h in open_to if h.trains and helpers] if hungry else []
         for hosts in (first, spare):
             idle = [h for h in hosts if self.sent[h.node] < h.slots]
             if idle:
@@ -74,6 +84,11 @@ class Placement:
 
     def _load(self, host: ChainHost) -> tuple[float, str]:
         return self.sent[host.node] / host.slots, host.node
+
+    def name(self, node: str) -> str:
+        """What people call a host."""
+        host = self.hosts.get(node)
+        return host.name if host and host.name else node[:8]
 
     def send(self, node: str) -> None:
         """A task was sent."""
@@ -117,5 +132,6 @@ def chain_hosts(
         trains = bool(gpus or training[node["NodeID"]] or (several and group == own_group))
         reserve = 0 if group is not None else min(int(gpus), training[node["NodeID"]] or int(gpus))
         slots = max(int(resources.get("CPU", 0)) - reserve, min(1, int(resources.get("CPU", 0))))
-        found.append(ChainHost(node["NodeID"], slots, trains))
+        name = labels.get("stoker.host") or node.get("NodeManagerHostname", "")
+        found.append(ChainHost(node["NodeID"], slots, trains, name))
     return found

@@ -63,6 +63,9 @@ class Position(BaseModel):
     again: bool = False
     """The place cannot be found again: the epoch starts from its beginning."""
     books: CarriedBooks = CarriedBooks()
+    deadly: dict[str, str] = {}
+    """Training records that were quarantined because they killed their process: key → reason. A run that
+    goes on leaves them out as well, so that groups keep their rows."""
 
     def check(self, plan: Plan) -> None:
         """Head: refuse to go on in other data or another order.

@@ -38,6 +38,8 @@ class BadRecord(NamedTuple):
 
     key: str
     reason: str
+    passing: bool = False
+    """Whether it may well be read later, or on another host; it is bad only when that was tried."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,11 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
-        """CPU task: the records of a piece; a record that cannot be read comes as a BadRecord."""
+        """CPU task: the records of a piece; a record that cannot be read comes as a BadRecord.
+
+        Raises:
+            OSError: the way to the data failed; the head has the piece read again, elsewhere if it can.
+        """
 
     @abstractmethod
     def count(self) -> int | None:

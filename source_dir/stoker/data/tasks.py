@@ -7,14 +7,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from stoker.data.caching import Reading
 from stoker.data.chain import BlockReport, Chain
 from stoker.data.host_cache import CacheSpec, HostCache
+from stoker.data.rereading import FlakyReadError
 from stoker.data.sources import BadRecord, Record, Source, record_id
+from stoker.data.witness import Care, Guard, Witness
 
 KEPT_SETUPS = 4
 """Chains and sources that a process keeps: two splits, and those of the attempt before a restart."""
@@ -84,25 +86,39 @@ _setups: dict[str, Loaded] = {}
 
 
 def run_pieces(
-    key: str, setup: list[Any], plan: EpochPlan, work: list[Work], per_report: int
+    key: str, setup: list[Any], plan: EpochPlan, work: list[Work], per_report: int, care: Care
 ) -> Iterator[dict[str, Any] | Reports | None]:
     """CPU task: pieces → for each group of records its columns (None where all are bad), and after every
     `per_report` of them, and at the end, the Reports of those since the last.
 
     Args:
         key: names the setup in this process.
-        setup: object reference of the Setup, in a list so that Ray fetches it once per process only.
+        setup: object references of the Setup and of the coordinator's handle, in a list so that Ray fetches
+            them once per process, and only where they are needed.
         plan: which pass.
         work: what to read.
         per_report: blocks that share their reports: every object costs Ray a millisecond or two.
+        care: what went wrong before.
+
+    Raises:
+        FlakyReadError: a record could not be read; where this is the last try, it is bad instead.
+        OverError: the attempt has ended.
     """
     import ray
 
+    witness, names = None, False
+    retry = _starts_before()
+    if retry or care.names:
+        witness = Witness(ray.get(setup[1]), care, plan.split)
+        names = witness.starts(retry)
+    guard = Guard(care.known, witness if names else None) if care.known or witness else None
     loaded = _load(key, setup)
     node = ray.get_runtime_context().get_node_id()
     reports: list[BlockReport] = []
     for item in work:
-        for columns, report in groups_of(loaded, plan, item):
+        for columns, report in groups_of(loaded, plan, item, guard):
+            if not care.last_try:
+                _refuse_flaky(report)
             yield columns or None
             reports.append(report)
             if len(reports) == per_report:
@@ -110,6 +126,22 @@ def run_pieces(
                 reports = []
     if reports:
         yield loaded.reports(reports, node)
+    if witness:
+        witness.ended()
+
+
+def _starts_before() -> int:
+    """How often Ray has started this task before: it does so whenever its process or host dies."""
+    import ray
+
+    worker = ray._private.worker.global_worker.core_worker
+    return int(worker.get_current_task_attempt_number())
+
+
+def _refuse_flaky(report: BlockReport) -> None:
+    for bad in report.bad:
+        if bad.passing:
+            raise FlakyReadError(f"record {bad.key} {bad.reason}")
 
 
 def _load(key: str, setup: list[Any]) -> Loaded:
@@ -136,8 +168,14 @@ def _cache_of(setup: Setup) -> HostCache | None:
     return HostCache(setup.cache.root(), setup.key, setup.cache, reserved)
 
 
-def groups_of(loaded: Loaded, plan: EpochPlan, work: Work) -> Iterator[tuple[dict[str, Any], BlockReport]]:
-    """CPU task: the groups of a piece's records, preprocessed, each with its report."""
+def groups_of(
+    loaded: Loaded, plan: EpochPlan, work: Work, guard: Guard | None = None
+) -> Iterator[tuple[dict[str, Any], BlockReport]]:
+    """CPU task: the groups of a piece's records, preprocessed, each with its report.
+
+    A quarantined record keeps its place in its group, so groups have the same numbers and records whatever
+    a `guard` keeps out of the chain.
+    """
     piece = pickle.loads(work.piece)  # noqa: S301 - written by the head
 
     def order() -> Any:
@@ -145,16 +183,29 @@ def groups_of(loaded: Loaded, plan: EpochPlan, work: Work) -> Iterator[tuple[dic
         return order_of(plan.seed, plan.epoch, name) if plan.shuffle else None
 
     started = time.perf_counter()
-    reading = Reading(loaded.source, piece, order, loaded.cache, work.store) if loaded.cache else None
-    records = iter(reading) if reading else loaded.source.read(piece, order())
+    reading = None
+    if loaded.cache:
+        refuses = (guard.refuses,) if guard else ()
+        reading = Reading(loaded.source, piece, order, loaded.cache, work.store, *refuses)
+    if reading:
+        records = iter(reading)
+    elif guard:
+        records = guard.read(loaded.source, piece, order())
+    else:
+        records = loaded.source.read(piece, order())
+    if guard:
+        one = partial(_run_alone, loaded.chain, plan.epoch)
+        records = guard.watch(records, one, work.skip * plan.block_records)
     keep = reading.keep if reading else None
     nth, following, bad = 0, next(records, None), 0
     while following is not None:
-        group = chain([following], islice(records, plan.block_records - 1))
+        group: Iterable[Record | BadRecord] = chain([following], islice(records, plan.block_records - 1))
         if nth < work.skip:
             deque(group, maxlen=0)
             following = next(records, None)
         else:
+            if guard:
+                group = guard.together(group)
             columns, report = run_chain(loaded.chain, group, plan.epoch, keep)
             following = next(records, None)
             bad += len(report.bad)
@@ -165,6 +216,10 @@ def groups_of(loaded: Loaded, plan: EpochPlan, work: Work) -> Iterator[tuple[dic
         nth += 1
     if reading:
         reading.finished(whole=not bad and not work.skip)
+
+
+def _run_alone(stages: Chain, epoch: int, record: Record) -> None:
+    run_chain(stages, [record], epoch)
 
 
 def run_chain(

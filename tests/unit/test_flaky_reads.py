@@ -1,0 +1,111 @@
+"""A read that fails once is no bad record; one that goes on failing is, or its shard goes to another host."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from stoker.data import images, rereading
+from stoker.data.sources import BadRecord, read_images, read_torch
+
+
+class Flaky:
+    """A map-style dataset whose reads fail some times."""
+
+    def __init__(self, times: int, error: Exception) -> None:
+        self.times, self.error = times, error
+        self.reads: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads[index] += 1
+        if index == 1 and self.reads[1] <= self.times:
+            raise self.error
+        return {"x": float(index)}
+
+
+class Damaged(Flaky):
+    def __getitem__(self, index: int) -> Any:
+        self.reads[index] += 1
+        return {"x": Image.open(io.BytesIO(b"no image"))}
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rereading, "WAITS_S", (0.0, 0.0))
+
+
+def read(dataset: Any) -> list[Any]:
+    source = read_torch(dataset)
+    return [record for piece in source.pieces(3, None) for record in source.read(piece, None)]
+
+
+@pytest.mark.parametrize(
+    ("times", "error"),
+    [(2, OSError(116, "Stale file handle")), (1, RuntimeError("busy")), (2, TimeoutError())],
+)
+def test_a_hiccup_is_read_again(times: int, error: Exception) -> None:
+    assert [record["x"] for record in read(Flaky(times, error))] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "reads", "passing"),
+    [
+        (OSError(5, "Input/output error"), 3, True),
+        (ConnectionResetError(104, "reset"), 3, True),
+        (FileNotFoundError(2, "No such file", "1.jpg"), 2, False),
+        (PermissionError(13, "Permission denied"), 2, False),
+        (ValueError("no such class"), 2, False),
+    ],
+)
+def test_what_goes_on_failing_is_named_with_its_reason(error: Exception, reads: int, passing: bool) -> None:
+    dataset = Flaky(99, error)
+    bad = read(dataset)[1]
+    assert isinstance(bad, BadRecord) and bad.key == "1" and bad.passing is passing
+    assert f"cannot be read, {reads} tries: {type(error).__name__}" in bad.reason
+    assert dataset.reads == {0: 1, 1: reads, 2: 1}
+
+
+def test_a_damaged_image_is_no_matter_of_the_host() -> None:
+    bad = read(Damaged(0, ValueError()))
+    assert [record.passing for record in bad] == [False] * 3
+    assert "UnidentifiedImageError" in bad[0].reason
+
+
+def test_an_image_file_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a/1.jpg", "b/2.jpg"):
+        path = tmp_path / "train" / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(name.encode())
+    source = read_images(str(tmp_path), "train")
+    assert source
+    found = images.filesystem_of
+    opened: Counter[str] = Counter()
+
+    class Mount:
+        """The file system as a mount shows it that fails twice."""
+
+        def __init__(self, real: Any) -> None:
+            self.real = real
+
+        def open_input_file(self, path: str) -> Any:
+            opened[path] += 1
+            if opened[path] <= 2:
+                raise OSError(5, "Input/output error", path)
+            return self.real.open_input_file(path)
+
+    def mounted(uri: str) -> Any:
+        real, root = found(uri)
+        return Mount(real), root
+
+    monkeypatch.setattr(images, "filesystem_of", mounted)
+    (piece,) = source.pieces(10, None)
+    assert [r["image"] for r in source.read(piece, None) if isinstance(r, dict)] == [b"a/1.jpg", b"b/2.jpg"]
+    assert set(opened.values()) == {3}

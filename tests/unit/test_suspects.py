@@ -1,0 +1,105 @@
+"""Work that kills its process is bounded, and the record that does it is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.data.ledger import DataError
+from stoker.data.suspects import NAMED_DEATHS, UNNAMED_DEATHS, Suspects
+
+
+def run(
+    suspects: Suspects,
+    keys: Sequence[str],
+    kills: Callable[[str], bool],
+    task: str = "task",
+    start: int = 0,
+    before: Callable[[int], bool] = lambda number: False,
+) -> tuple[list[str], int]:
+    """A task that Ray starts again whenever its process dies: what it gives, and how often it was started."""
+    number = start
+    while True:
+        names = False
+        if number:
+            names = suspects.starts(task, "train", number).names
+        if before(number):
+            number += 1
+            continue
+        good = []
+        for key in keys:
+            if names and suspects.begins(task, "train", key):
+                continue
+            if kills(key):
+                break
+            good.append(key)
+        else:
+            if number:
+                suspects.ended(task)
+            return good, number
+        number += 1
+
+
+def test_work_that_never_fails_is_never_asked_about() -> None:
+    suspects = Suspects()
+    assert run(suspects, "abc", lambda key: False) == (["a", "b", "c"], 0)
+    assert not suspects.tasks and not suspects.of("train")
+
+
+@given(st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1), st.sets(st.sampled_from("abcdefgh")))
+def test_exactly_the_deadly_records_are_quarantined(keys: list[str], deadly: set[str]) -> None:
+    suspects = Suspects()
+    good, deaths = run(suspects, keys, lambda key: key in deadly)
+    assert good == [key for key in keys if key not in deadly]
+    assert set(suspects.of("train")) == deadly & set(keys)
+    assert deaths == (2 + NAMED_DEATHS * len(deadly & set(keys)) if deadly & set(keys) else 0)
+    # Blocks that a lost host takes along are made again, and are the same.
+    assert run(suspects, keys, lambda key: key in deadly, start=deaths + 1)[0] == good
+
+
+def test_one_death_at_a_record_may_be_chance() -> None:
+    suspects, left = Suspects(), [3]
+
+    def kills(key: str) -> bool:
+        left[0] -= key == "b" and left[0] > 0
+        return key == "b" and left[0] > 0
+
+    assert run(suspects, "abc", kills)[0] == ["a", "b", "c"]
+    assert not suspects.of("train")
+
+
+def test_what_no_record_is_to_blame_for_ends_the_run_with_what_was_done() -> None:
+    suspects = Suspects()
+    with pytest.raises(DataError, match="train shard x: its process died 6 times, the last time starting"):
+        run(suspects, "abc", lambda key: False, task="train shard x", before=lambda number: True)
+    suspects = Suspects()
+    with pytest.raises(DataError, match="the last time reading record 7"):
+        for number in range(1, UNNAMED_DEATHS + 1):
+            suspects.starts("x", "train", number)
+            suspects.does("x", "reading record 7")
+
+
+def test_it_waits_longer_each_time_and_nobody_is_to_blame_while_it_waits() -> None:
+    suspects = Suspects()
+    waits = [suspects.starts("x", "train", number).wait_s for number in range(1, UNNAMED_DEATHS)]
+    assert waits == sorted(waits) and waits[-1] > waits[0]
+    assert not suspects.of("train")
+
+
+def test_a_late_task_names_its_records_from_its_first_start() -> None:
+    suspects = Suspects()
+    start = suspects.starts("x", "train", 0)
+    assert start.names and not start.wait_s
+    assert suspects.begins("x", "train", "cat/1.jpg") == ""
+    assert suspects.doing("x") == "at record cat/1.jpg"
+    assert suspects.doing("another") == ""
+
+
+def test_lost_hosts_blame_nobody_once_the_work_is_done() -> None:
+    suspects = Suspects()
+    for number in range(1, 30):  # each time after it had ended: its blocks were lost with their host
+        assert run(suspects, "abc", lambda key: False, start=number) == (["a", "b", "c"], number)
+    assert not suspects.of("train")
