@@ -1,0 +1,146 @@
+"""Deadly records are kept out of the chain, and the groups of a piece stay what they are.
+
+A death of the process is an exception that nothing of the chain catches; everything else is real.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.data.chain import BlockReport, Chain
+from stoker.data.sources import BadRecord, Piece, Record, Source, read_torch, record_id
+from stoker.data.suspects import Suspects
+from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of
+from stoker.data.transforms import RecordTransform, as_stages
+from stoker.data.witness import Guard
+
+COUNT = 23
+
+
+class DeadError(BaseException):
+    """The process is gone."""
+
+
+class Items:
+    """A map-style dataset, some of whose items kill the process that reads them."""
+
+    def __init__(self, kills: frozenset[int]) -> None:
+        self.kills = kills
+        self.x = np.arange(COUNT, dtype=np.float64)
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index in self.kills:
+            raise DeadError
+        return {"x": self.x[index : index + 1].copy(), "index": index}
+
+
+class Unlisted(Source):
+    """Records whose keys only reading tells."""
+
+    def count(self) -> int:
+        return COUNT
+
+    def pieces(self, records: int, order: Any) -> list[Piece]:
+        return [Piece("all")]
+
+    def read(self, piece: Piece, order: Any) -> Iterator[Record | BadRecord]:
+        for index in range(COUNT):
+            record = {"key": str(index), "x": np.array([float(index)]), "index": index}
+            yield BadRecord("3", "made bad") if index == 3 else record
+
+
+class Double(RecordTransform):
+    """Works in place, so that a record that passes twice is another one; kills at some."""
+
+    random = False
+
+    def __init__(self, kills: frozenset[int]) -> None:
+        self.kills = kills
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        if record["index"] in self.kills:
+            raise DeadError
+        record["x"] *= 2
+        return record
+
+
+class Ear:
+    """The coordinator's side, called at once."""
+
+    def __init__(self, suspects: Suspects) -> None:
+        self.suspects = suspects
+
+    def begins(self, key: str) -> str:
+        return self.suspects.begins("task", "train", key)
+
+    def does(self, what: str) -> None:
+        self.suspects.does("task", what)
+
+
+Given = list[tuple[dict[str, Any], BlockReport]]
+
+
+def run(source: Source, kills: frozenset[int], block: int, skip: int) -> tuple[Given, Suspects, int]:
+    """As Ray runs a task: again whenever its process dies."""
+    suspects, number = Suspects(), 0
+    plan = EpochPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=block)
+    (piece,) = source.pieces(COUNT, None)
+    work = Work(5, pickle.dumps(piece), skip)
+    while True:
+        guard = None
+        if number:
+            names = suspects.starts("task", "train", number).names
+            guard = Guard({}, Ear(suspects) if names else None)  # type: ignore[arg-type]
+        try:
+            chain = Chain(as_stages([Double(kills)]), seed=1)
+            return list(groups_of(Loaded(source, chain), plan, work, guard)), suspects, number
+        except DeadError:
+            number += 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sets(st.integers(0, COUNT - 1), max_size=3).map(frozenset),
+    st.sets(st.integers(0, COUNT - 1), max_size=2).map(frozenset),
+    st.sampled_from([1, 4, 10, 40]),
+    st.integers(0, 1),
+    st.booleans(),
+)
+def test_groups_keep_their_numbers_and_all_other_records(
+    in_chain: frozenset[int], in_read: frozenset[int], block: int, skip: int, listed: bool
+) -> None:
+    in_read = in_read if listed else frozenset()
+    source = read_torch(Items(in_read)) if listed else Unlisted()
+    groups, suspects, deaths = run(source, in_chain, block, skip)
+    bad = {3} - in_chain - in_read if not listed else set()
+    skipped = set(range(skip * block))
+    deadly = {i for i in in_chain | in_read if listed or i != 3}
+    found = {int(key) for key in suspects.of("train")}
+    assert found == (deadly - skipped) | (in_read & deadly)
+    assert deaths == (2 + 2 * len(found) if found else 0)
+    expected = [range(i, min(i + block, COUNT)) for i in range(skip * block, COUNT, block)]
+    assert [report.nth for _, report in groups] == [skip + i for i in range(len(expected))]
+    for members, (columns, report) in zip(expected, groups, strict=True):
+        left = [i for i in members if i not in deadly | bad and not (not listed and i == 3)]
+        assert report.records == len(members)
+        assert report.id_sum == sum(record_id(str(i)) for i in members)
+        assert sorted(int(b.key) for b in report.bad) == sorted(set(members) - set(left))
+        assert columns.get("x", np.empty((0, 1))).ravel().tolist() == [2.0 * i for i in left]
+
+
+def test_quarantined_records_are_not_even_read() -> None:
+    source = read_torch(Items(frozenset({7})))
+    (piece,) = source.pieces(COUNT, None)
+    plan = EpochPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=COUNT)
+    loaded = Loaded(source, Chain([], seed=1))
+    ((_, report),) = groups_of(loaded, plan, Work(0, pickle.dumps(piece)), Guard({"7": "it kills"}, None))
+    assert report.bad == [BadRecord("7", "it kills")]
