@@ -61,7 +61,7 @@ def test_a_hiccup_a_hang_and_two_deadly_records_change_neither_order_nor_positio
     ray_cluster: None, tmp_path: Path
 ) -> None:
     order = seeded(0, ())
-    flaky, hangs, kills = order[5], order[50], (order[30], order[100])
+    flaky, hangs, kills = order[5], order[50], (order[20], order[100])
     config = Config.model_validate(
         {
             "recipe": "faults:Faulty",
@@ -75,10 +75,11 @@ def test_a_hiccup_a_hang_and_two_deadly_records_change_neither_order_nor_positio
     )  # fmt: skip
     expected = [record_id(str(i)) for i in seeded(0, kills)]
     train = Train(config, workers=2)
-    # Into the group of the first deadly record, behind it; then another run goes on there.
-    steps = list(islice(train.steps("train", 0), 3))
-    place = json.loads(json.dumps(train.position(0, 3, flat(steps))))
-    rest = list(train.steps("train", 0, 3))
+    # To behind the first deadly record, within its group; then another run goes on there.
+    steps = list(islice(train.steps("train", 0), 2))
+    place = json.loads(json.dumps(train.position(0, 2, flat(steps))))
+    assert list(place["partial"].values())[0] == [1, 12]
+    rest = list(train.steps("train", 0, 2))
     assert flat(steps + rest) == expected
     counts = train.settle("train", 0, flat(steps + rest))
     assert (counts["read"], counts["trained"], counts["quarantined"]) == (120, 118, 2)

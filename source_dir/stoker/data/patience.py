@@ -11,6 +11,8 @@ LEAST_SHARE, LEAST_S = 0.1, 5.0
 """Of `data.stall_timeout_s`, and in any case: no block is late before that."""
 TIMES_TYPICAL = 20.0
 """A block is late when it takes so many times what blocks of its split take."""
+UNKNOWN_SHARE = 0.5
+"""Of `data.stall_timeout_s`: while no block of a split has come, nobody knows how slow its chain is."""
 START_UP = 2.0
 """So many times longer for the first block of a host, whose processes start and import first."""
 GIVE_UP_SHARE, LEAST_GIVE_UP_S = 0.9, 30.0
@@ -53,7 +55,9 @@ class Patience:
                 long.
         """
         taken = self._taken.get(split)
-        least = max(LEAST_SHARE * self.stall_s, LEAST_S, TIMES_TYPICAL * median(taken) if taken else 0.0)
+        if not taken:
+            return UNKNOWN_SHARE * self.stall_s * 2.0**late
+        least = max(LEAST_SHARE * self.stall_s, LEAST_S, TIMES_TYPICAL * median(taken))
         return least * (1.0 if (split, node) in self._seen else START_UP) * 2.0**late
 
     @property
