@@ -92,8 +92,9 @@ class Suspects:
                 " record is to blame: look for a crash in native code in the chain, or give hosts more memory"
             )
         suspect.key, suspect.doing = "", "starting"
-        waits = max(0, suspect.unnamed + self._open_cases(split) - PLAIN_STARTS)
-        wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**waits)
+        # After a single death, which is most often a lost host's, it starts at once.
+        waits = suspect.unnamed + self._open_cases(split) - PLAIN_STARTS
+        wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**waits) if waits >= 0 else 0.0
         return Start(wait_s, suspect.deaths >= PLAIN_STARTS or bool(self.of(split)))
 
     def _blame(self, suspect: Suspect, split: str) -> None:
