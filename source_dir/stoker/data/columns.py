@@ -49,6 +49,7 @@ class Column(NamedTuple):
     dtype: str
     """NumPy's name of it; "text": strings; "object": anything, as only a batch stage can take it."""
     shape: tuple[int, ...] = ()
+    """-1: any, towards a batch stage."""
 
     def __str__(self) -> str:
         return f"{self.dtype} of shape {self.shape}" if self.shape else self.dtype
@@ -188,7 +189,7 @@ def _kind(
     same = _same(values)
     kinds = [same] if same else [_describe(value) for value in values]
     if stage:
-        kinds = [Column(kind.dtype) for kind in kinds]
+        kinds = [Column(kind.dtype, (-1,) * len(kind.shape)) for kind in kinds]
     wanted, origin = (wanted, origin) if wanted else (kinds[0], keys[0])
     for key, kind, value in zip(keys, kinds, values, strict=False):
         if kind.dtype == OBJECT and not stage:
@@ -249,8 +250,8 @@ def _not_batchable(name: str, key: str, value: Any) -> str:
         return f"column {name!r} is still encoded bytes; add DecodeImage() to the chain"
     what = f"arrays of {value.dtype}" if hasattr(value, "dtype") else type(value).__name__
     return (
-        f"column {name!r} holds {what} (record {key}), which a batch cannot; make it numbers, arrays or text in"
-        f" the chain, or leave it out with stoker.data.transforms.Drop({name!r})"
+        f"column {name!r} holds {what} (record {key}), which a batch cannot; make it numbers, arrays or text"
+        f" in the chain, or leave it out with stoker.data.transforms.Drop({name!r})"
     )
 
 
