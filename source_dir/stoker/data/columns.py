@@ -8,6 +8,7 @@ column, or holds None in it, is quarantined.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.data.sources import BadRecord, Record
@@ -128,7 +129,13 @@ def column_of(values: Any) -> Column:
     """Every host: what packed values are."""
     if values.dtype == object:
         return Column(TEXT)
-    return Column(values.dtype.name, values.shape[1:])
+    return Column(_name(values.dtype), values.shape[1:])
+
+
+@cache
+def _name(dtype: Any) -> str:
+    name: str = dtype.name  # which NumPy puts together anew each time
+    return name
 
 
 def _names(records: list[Record]) -> list[str]:
@@ -223,7 +230,8 @@ def _describe(value: Any) -> Column:
     else:
         kind = next((k for k in (bool, int, float, complex) if isinstance(value, k)), None)
         dtype = np.dtype(kind or object)
-    return Column(dtype.name, np.shape(value)) if dtype.name in BATCHABLE else Column(OBJECT)
+    name = _name(dtype)
+    return Column(name, getattr(value, "shape", ())) if name in BATCHABLE else Column(OBJECT)
 
 
 def _stack(values: list[Any], kind: Column, name: str, keys: list[str]) -> NDArray[Any]:

@@ -121,7 +121,8 @@ class Passes:
         options: dict[str, Any] = {"num_cpus": 1, "max_retries": MAX_TASK_RETRIES}
         if groups := [label(group) for group in self.config.data.preprocess_on]:
             options["label_selector"] = {GROUP_LABEL: f"in({','.join(groups)})"}
-        return source.map_batches(task.of_rows, batch_size=plan.block_records, **options)
+        # As its own blocks: converted to arrays, NULLs would be lost.
+        return source.map_batches(task.of_rows, batch_size=plan.block_records, batch_format=None, **options)
 
 
 def pack_work(pieces: list[tuple[int, Piece, int]], store: list[bool]) -> list[Work]:

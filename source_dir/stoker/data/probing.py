@@ -48,7 +48,7 @@ def probe(source: Source, piece: Piece | None, chain: Chain) -> tuple[Schema, ..
         return ()
     try:
         _, report = chain.run(islice(source.read(piece, None), PROBE_RECORDS), 0)
-    except SchemaError as error:
+    except (SchemaError, UsageError) as error:
         return str(error)
     except Exception:
         return ()  # the run says it, where it happens

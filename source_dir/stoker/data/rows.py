@@ -74,8 +74,15 @@ class Assembly:
         """So many rows of a column are in place."""
         self._filled[name] += rows
 
-    def text(self, name: str, values: Any, at: int) -> None:
-        """Copy strings in."""
+    def text(self, name: str, values: list[str], at: int) -> None:
+        """Copy strings in.
+
+        Raises:
+            SchemaError: something else is among them.
+        """
+        other = next((value for value in values if not isinstance(value, str)), "")
+        if other != "":
+            raise SchemaError(f"column {name!r} holds {other!r}, which is no text")
         self._columns[name][at : at + len(values)] = values
 
     def take(self, part: Rows, columns: dict[str, Any], at: int) -> int:
