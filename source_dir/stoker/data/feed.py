@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, NamedTuple
 
-from stoker.data.chain import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN
+from stoker.data.columns import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN, SchemaError
 from stoker.data.device import DeviceCopies
 from stoker.data.ledger import ID_MODULUS, DataError
 from stoker.data.steps import DeviceClock, HostClock, Stamps, StepTimes
@@ -251,7 +251,10 @@ class Fetching:
         if portion.blocks:
             if portion.schema is None:
                 raise DataError(f"rows of the {self.owner.split} split came without its schema")
-            fetched = self.owner.transport.fetch(portion.blocks, portion.schema)
+            try:
+                fetched = self.owner.transport.fetch(portion.blocks, portion.schema)
+            except SchemaError as error:
+                raise DataError(f"{self.owner.split} epoch {self.owner.epoch}: {error}") from None
         batch, ids, keys, size = as_tensors(fetched.columns)
         now = time.perf_counter()
         with self._changed:
