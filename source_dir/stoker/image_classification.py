@@ -53,7 +53,11 @@ class ImageClassification(Recipe):
     def read(self, split: Split) -> Any:
         from stoker.data.sources import read_any
 
-        return read_any(self.data, split)
+        return read_any(self.data, split, self.wanted())
+
+    def wanted(self) -> list[str] | None:
+        """Head: the columns that are read; None: all there are."""
+        return ["image", "label"]
 
     def discover(self) -> dict[str, Any]:
         if self.num_classes is not None:

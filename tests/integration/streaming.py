@@ -64,8 +64,9 @@ class Train:
             for answer in answers:
                 assert isinstance(answer, Portion), answer
                 self.portions.append(answer)
-                for block, start, stop, _ in answer.blocks:
-                    ids += columns_of(self.ray.get(block))[ID_COLUMN][start:stop].tolist()
+                for part in answer.blocks:
+                    block = columns_of(self.ray.get(part.block))
+                    ids += block[ID_COLUMN][part.start : part.stop].tolist()
             yield ids
             step += 1
 

@@ -35,8 +35,9 @@ def pixels(train: Train) -> list[bytes]:
 
     found = []
     for portion in train.portions:
-        for block, start, stop, _ in portion.blocks:
-            found.append(columns_of(ray.get(block))["image__hwc"][start:stop].tobytes())
+        for part in portion.blocks:
+            images = columns_of(ray.get(part.block))["image__hwc"]
+            found.append(images[part.start : part.stop].tobytes())
     train.portions.clear()
     return found
 

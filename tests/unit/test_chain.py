@@ -103,7 +103,7 @@ def test_decoded_images_travel_height_width_channels_and_say_so() -> None:
     [
         ([], [{"key": "a", "image": b"x"}], "still encoded bytes; add DecodeImage"),
         ([], [{"key": "a", "x": np.zeros(2)}, {"key": "b", "x": np.zeros(3)}], "differs in shape"),
-        ([], [{"key": "a", "x": 1}, {"key": "b"}], "record b has no column 'x'"),
+        ([], [{"key": "a", "x": 1}, {"key": "b", "x": 0.5}], "column 'x' is float64 in record b, int64 in"),
         ([lambda batch: 3], [{"key": "a", "x": 1}], "did not return a dict"),
     ],
 )

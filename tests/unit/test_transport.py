@@ -13,6 +13,7 @@ import pytest
 
 from stoker.data import wire
 from stoker.data.buffers import Buffers
+from stoker.data.columns import schema_of
 from stoker.data.direct import DirectHosts
 from stoker.data.rows import Assembly, Rows, Server
 from stoker.data.serving import BlockServer
@@ -55,8 +56,12 @@ class Setting:
     notes: list[str] = field(default_factory=list)
 
     def fetch(self, *parts: tuple[Block, int, int]) -> tuple[dict[str, Any], list[bool]]:
-        batch = Assembly(Buffers(pinned=False), sum(stop - start for _, start, stop in parts))
-        asked = [self.hosts.ask(Rows(block, start, stop, "far")) for block, start, stop in parts]
+        rows = sum(stop - start for _, start, stop in parts)
+        batch = Assembly(Buffers(pinned=False), rows, schema_of(parts[0][0].columns))
+        asked = [
+            self.hosts.ask(Rows(block, start, stop, "far", len(block.columns["__id"])))
+            for block, start, stop in parts
+        ]
         came, at = [], 0
         for request, (_, start, stop) in zip(asked, parts, strict=True):
             came.append(request is not None)
@@ -67,7 +72,7 @@ class Setting:
                     request.failed(error)
                     came[-1] = False
             at += stop - start
-        return batch.columns, came
+        return batch.finish() if all(came) else {}, came
 
 
 def setting(server_secret: bytes = SECRET, worker_secret: bytes = SECRET, deaf: bool = False) -> Setting:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from stoker.data.chain import BlockReport
+from stoker.data.columns import SchemaError
 from stoker.data.dispatch import Dispatcher
 from stoker.data.keeping import Keeping
 from stoker.data.ledger import ChainBooks, DataError, EpochBooks, explain, refuse_over_budget
@@ -194,6 +195,12 @@ class Attempt:
         split, epoch = stream.books.split, stream.books.epoch
         if not stream.reported(block, report):
             return False
+        if report.schemas:
+            try:
+                stream.schema = self.passes.agree(split, report.schemas)
+            except SchemaError as error:
+                self.fail(str(error))
+                return True
         self.chain[split].take(report, node)
         if self.keeping is not None:
             self.keeping.take(split, epoch, report, node)

@@ -8,25 +8,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from stoker.data.columns import HWC_SUFFIX as HWC_SUFFIX
+from stoker.data.columns import ID_COLUMN as ID_COLUMN
+from stoker.data.columns import KEY_COLUMN as KEY_COLUMN
+from stoker.data.columns import ChainError as ChainError
+from stoker.data.columns import Packed, Schema, leave, pack, schema_of
 from stoker.data.fusion import fuse
 from stoker.data.host_cache import KeptRecord
-from stoker.data.picture import is_hwc
 from stoker.data.sources import BadRecord, Record, record_id
 from stoker.data.stages import Stage
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-ID_COLUMN = "__id"
-KEY_COLUMN = "__key"
-HWC_SUFFIX = "__hwc"
-"""Marks an image column packed height × width × channels, which the feed views as CHW for nothing."""
-
-
-class ChainError(RuntimeError):
-    """CPU task: a stage failed for a whole batch; the run cannot go on."""
 
 
 @dataclass
@@ -57,7 +49,8 @@ class BlockReport:
     bad_id_sum: int = 0
     bytes_out: int = 0
     costs: dict[str, StageCost] = field(default_factory=dict)
-    dropped_columns: list[str] = field(default_factory=list)
+    schemas: tuple[Schema, ...] = ()
+    """The columns before each batch stage and, last, of the block; empty where every record is bad."""
     found: int = 0
     """Records that came from the host's cache."""
     kept: int = 0
@@ -85,6 +78,8 @@ class Chain:
         self.prefix = prefix
         """How many stages at the beginning give what is kept across epochs; they are executed apart from
         the others, so that a record is the same whether it was kept or not."""
+        self.schemas: tuple[Schema, ...] = ()
+        """Those of the split, which every block must have; empty: each block says what it has."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """CPU task: unpickling imports what the transforms need, before the first record is timed."""
@@ -109,7 +104,8 @@ class Chain:
             keep: takes each record that has passed the prefix now; the bytes that it has kept.
 
         Raises:
-            ChainError: a batch stage raised, lost records, or the records do not fit together.
+            ChainError: a batch stage raised, lost records, or the records do not fit together or into the
+                split's schema.
         """
         report = BlockReport(costs={"read": StageCost()})
         good = self._take(records, report)
@@ -118,12 +114,32 @@ class Chain:
                 good = list(self._per_record(good, segment, epoch, report))
                 if segment.is_prefix and keep is not None:
                     _keep(good, keep, report)
-            elif good:
+            else:
                 for stage in segment.stages:
-                    good = self._per_batch(good, stage, report)
-        columns = pack(good, report, self.with_keys) if good else {}
-        report.rows = len(good)
-        return columns, report
+                    good = self._per_batch(good, stage, report) if good else good
+        return self._leave(good, report), report
+
+    def _leave(self, records: list[Record], report: BlockReport) -> dict[str, Any]:
+        """The records as the columns of a block."""
+        packed = self._pack(records, report) if records else None
+        if packed is None or not packed.records:
+            report.schemas = ()
+            return {}
+        columns = leave(packed, record_id, self.with_keys)
+        report.rows = len(packed.records)
+        report.bytes_out += sum(column.nbytes for column in packed.columns.values())
+        report.schemas = (*report.schemas[:-1], schema_of(columns, packed.schema.record))
+        return columns
+
+    def _pack(self, records: list[Record], report: BlockReport, stage: str = "") -> Packed:
+        """Records as columns, which are those of the split where these are known."""
+        at = len(report.schemas)
+        expected = self.schemas[at].of_records() if self.schemas else None
+        packed = pack(records, expected, stage)
+        report.schemas += (packed.schema,)
+        for bad in packed.bad:
+            _quarantine(report, bad)
+        return packed
 
     def _take(self, records: Iterable[Record | BadRecord], report: BlockReport) -> list[Record]:
         good: list[Record] = []
@@ -190,8 +206,10 @@ class Chain:
             yield record
 
     def _per_batch(self, records: list[Record], stage: Stage, report: BlockReport) -> list[Record]:
+        records, columns, _, _ = self._pack(records, report, stage.name)
+        if not records:
+            return []
         _seed_globals(record_id(f"{self.seed}/{records[0]['key']}"), True, stage.uses_torch)
-        columns = {name: _stack([record[name] for record in records]) for name in records[0] if name != "key"}
         started = time.thread_time()
         try:
             out = stage.apply(columns)
@@ -213,43 +231,6 @@ class Chain:
             {"key": record["key"], **{name: column[i] for name, column in out.items()}}
             for i, record in enumerate(records)
         ]
-
-
-def pack(records: list[Record], report: BlockReport, with_keys: bool) -> dict[str, Any]:
-    """CPU task: records → columns of equal shape, with their ids.
-
-    Raises:
-        ChainError: a column is absent in some records, still encoded, or differs in shape.
-    """
-    import numpy as np
-
-    columns: dict[str, Any] = {}
-    names = [name for name in records[0] if name != "key"]
-    for name in names:
-        missing = next((r["key"] for r in records if name not in r), None)
-        if missing is not None:
-            raise ChainError(f"record {missing} has no column {name!r}, others have")
-        column = _stack([record[name] for record in records])
-        if column.dtype == object:
-            first = records[0][name]
-            if isinstance(first, bytes):
-                raise ChainError(f"column {name!r} is still encoded bytes; add DecodeImage() to the chain")
-            shapes = {np.shape(r[name]) for r in records if hasattr(r[name], "shape")}
-            if len(shapes) > 1:
-                raise ChainError(
-                    f"column {name!r} differs in shape between records {sorted(shapes)[:2]};"
-                    " resize or crop in the chain"
-                )
-            if not isinstance(first, str):
-                report.dropped_columns.append(name)
-                continue
-        hwc = name == "image" and isinstance(records[0][name], np.ndarray) and is_hwc(column.shape[1:])
-        columns[name + HWC_SUFFIX if hwc else name] = column
-        report.bytes_out += column.nbytes
-    columns[ID_COLUMN] = np.array([record_id(r["key"]) for r in records], dtype=np.int64)
-    if with_keys:
-        columns[KEY_COLUMN] = np.array([r["key"] for r in records], dtype=object)
-    return columns
 
 
 def _keep(records: list[Record], keep: Callable[[Record], int], report: BlockReport) -> None:
@@ -275,22 +256,6 @@ def _as_columns(out: Any) -> dict[str, Any] | None:
         return None
     columns: dict[str, Any] = accessor.to_numpy(list(accessor.column_names()))
     return columns
-
-
-def _stack(values: list[Any]) -> NDArray[Any]:
-    import numpy as np
-
-    arrays = [v.numpy() if hasattr(v, "numpy") else v for v in values]
-    first = arrays[0]
-    if isinstance(first, np.ndarray):
-        if all(isinstance(a, np.ndarray) and a.shape == first.shape for a in arrays):
-            return np.stack(arrays)
-    elif isinstance(first, bool | int | float | np.number):
-        return np.array(arrays)
-    column = np.empty(len(arrays), dtype=object)
-    for i, value in enumerate(arrays):
-        column[i] = value
-    return column
 
 
 def _generators(stages: list[Stage]) -> Callable[[str], Any]:

@@ -331,7 +331,6 @@ class Coordinator:
                 "chain": self.chain["train"].stages(),
                 "bytes_per_sample": self.chain["train"].bytes_out / max(self.chain["train"].records, 1),
                 "tasks_by_node": dict(self.chain["train"].tasks_by_node + self.chain["val"].tasks_by_node),
-                "dropped_columns": sorted(self.chain["train"].dropped_columns),
                 "open": [
                     s.books.counts() | {"split": s.books.split}
                     for s in (self.attempt.streams.values() if self.attempt else ())

@@ -8,27 +8,32 @@ from urllib.parse import unquote
 
 from stoker.config import UsageError
 from stoker.data.filesystems import filesystem_of, join
+from stoker.data.nulls import Nulls
 from stoker.data.parquet import Filters, ParquetSource
 
 
 class DeltaSource(ParquetSource):
     """Head and CPU task: the rows of a Delta table at one version.
 
-    Partition columns come from the table's log, and columns that were added to the table later are None in
+    Partition columns come from the table's log, and columns that were added to the table later are NULL in
     the rows of older files.
     """
 
-    def __init__(self, schema: list[str], *arguments: Any) -> None:
+    def __init__(self, types: dict[str, Any], *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.schema = schema
+        self.types = types
 
     def complete(self, path: str, schema: Any) -> None:
         own = self.constants.setdefault(path, {})
-        own.update({name: None for name in self.schema if name not in own and name not in schema.names})
+        own.update({name: None for name in self.types if name not in own and name not in schema.names})
 
 
 def open_delta(
-    uri: str, columns: list[str] | None, filters: Filters | None, version: int | None
+    uri: str,
+    columns: list[str] | None,
+    filters: Filters | None,
+    version: int | None,
+    nulls: Nulls | None = None,
 ) -> DeltaSource:
     """Head: the files of a Delta table at a version, those that the partitions rule out left away.
 
@@ -51,7 +56,7 @@ def open_delta(
         table = deltalake.DeltaTable(at, version=version, storage_options=_storage_options())
         dataset = table.to_pyarrow_dataset()  # refuses tables whose features it cannot honour
         actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
-        schema = [field.name for field in table.schema().fields]
+        types = {field.name: field.type for field in dataset.schema}
     except Exception as error:
         text = " ".join(str(error).split())[:200]
         which = "" if version is None else f" at version {version}"
@@ -71,7 +76,7 @@ def open_delta(
         }
         for path, action in zip(paths, actions, strict=True)
     }
-    return DeltaSource(schema, filesystem.get_file_info(paths), columns, filters, constants)
+    return DeltaSource(types, filesystem.get_file_info(paths), columns, filters, constants, nulls)
 
 
 def _ruled_out(dataset: Any, filters: Filters | None) -> set[str]:

@@ -10,9 +10,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from stoker.data import wire
+from stoker.data.columns import TEXT, Column, Schema, SchemaError
 from stoker.data.rows import Assembly, Rows, Server
 
 CONNECT_TIMEOUT_S = 5.0
@@ -47,35 +47,36 @@ class Request:
     link: HostLink
     connection: socket.socket
     block: str
+    part: Rows
 
     def receive(self, batch: Assembly, at: int) -> int:
         """Put the rows where they belong; how many bytes.
 
         Raises:
             OSError: they did not come.
+            SchemaError: they are not what was asked for: no other way brings better ones.
         """
         header = wire.receive_message(self.connection)
         if "error" in header:
             raise wire.WireError(str(header["error"]))
-        size = 0
-        for name, dtype, shape in header["columns"]:
-            size += self._column(batch, at, name, dtype, shape)
-        for name, values in header["text"].items():
-            column = batch.columns.setdefault(name, [None] * batch.rows)
-            column[at : at + len(values)] = values
+        rows, size = self.part.stop - self.part.start, 0
+        arrays, text = header["columns"], header["text"]
+        found = {name: Column(dtype, tuple(shape)) for name, dtype, shape in arrays}
+        found |= dict.fromkeys(text, Column(TEXT))
+        batch.check(self.part, Schema(found, self.block), header["rows"])
+        for name, values in text.items():
+            if len(values) != rows:
+                raise SchemaError(f"{len(values)} values of column {name!r} came for {rows} rows")
+            batch.text(name, values, at)
+        for name, _, _ in arrays:
+            target = batch.target(name, at, rows)
+            if target.nbytes:
+                wire.receive_into(self.connection, memoryview(target.reshape(-1).view("u1")))
+            size += target.nbytes
+        for name in found:
+            batch.wrote(name, rows)
         self.hosts.release(self)
         return size
-
-    def _column(self, batch: Assembly, at: int, name: str, dtype: str, shape: list[int]) -> int:
-        import numpy as np
-
-        target = batch.target(name, np.dtype(dtype), shape, at)
-        array: Any = np.empty(shape, dtype) if target is None else target
-        if array.nbytes:
-            wire.receive_into(self.connection, memoryview(array.reshape(-1).view("u1")))
-        if target is None:
-            batch.put(name, array, at)
-        return int(array.nbytes)
 
     def failed(self, error: OSError) -> None:
         """The rows must come another way."""
@@ -115,7 +116,7 @@ class DirectHosts:
         except OSError as error:
             self._avoid(link, error, connection)
             return None
-        return Request(self, link, connection, block)
+        return Request(self, link, connection, block, part)
 
     def release(self, request: Request) -> None:
         """The rows are here: the connection is free, and blocks behind us may go."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, NamedTuple
 
-from stoker.data.chain import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN
+from stoker.data.columns import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN, SchemaError
 from stoker.data.device import DeviceCopies
 from stoker.data.ledger import ID_MODULUS, DataError
 from stoker.data.steps import DeviceClock, HostClock, Stamps, StepTimes
 from stoker.data.streams import Portion
-from stoker.data.transport import Transport
+from stoker.data.transport import Fetched, Transport
 from stoker.recipe import Batch
 from stoker.schema import DataConfig
 
@@ -262,7 +262,14 @@ class Fetching:
 
     def _fetch(self, portion: Portion, produced: float) -> Loaded:
         began, cpu = time.perf_counter(), time.thread_time()
-        fetched = self.owner.transport.fetch(portion.blocks)
+        fetched = Fetched({}, began)
+        if portion.blocks:
+            if portion.schema is None:
+                raise DataError(f"rows of the {self.owner.split} split came without its schema")
+            try:
+                fetched = self.owner.transport.fetch(portion.blocks, portion.schema)
+            except SchemaError as error:
+                raise DataError(f"{self.owner.split} epoch {self.owner.epoch}: {error}") from None
         batch, ids, keys, size = as_tensors(fetched.columns)
         now = time.perf_counter()
         with self._changed:

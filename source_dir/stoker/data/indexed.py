@@ -80,5 +80,10 @@ class TorchSource(IndexedSource):
                 continue
             if not isinstance(item, dict):
                 values = item if isinstance(item, tuple | list) else (item,)
-                item = dict(zip(self.columns, values, strict=False))
+                if len(values) != len(self.columns):
+                    raise UsageError(
+                        f"read_torch({type(self.dataset).__name__}): item {index} has {len(values)} values,"
+                        f" but columns= names {len(self.columns)}: {', '.join(self.columns)}"
+                    )
+                item = dict(zip(self.columns, values, strict=True))
             yield {"key": str(index), **item}

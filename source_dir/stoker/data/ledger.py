@@ -136,14 +136,12 @@ class ChainBooks:
     bytes_out: int = 0
     costs: dict[str, StageCost] = field(default_factory=dict)
     tasks_by_node: Counter[str] = field(default_factory=Counter)
-    dropped_columns: set[str] = field(default_factory=set)
 
     def take(self, report: BlockReport, node: str) -> None:
         """Add one block."""
         self.records += report.records
         self.bytes_out += report.bytes_out
         self.tasks_by_node[node] += 1
-        self.dropped_columns.update(report.dropped_columns)
         for name, cost in report.costs.items():
             mine = self.costs.setdefault(name, StageCost())
             mine.cpu_s += cost.cpu_s

@@ -15,6 +15,7 @@ from stoker.data.host_cache import CacheSpec
 from stoker.data.pipeline import GROUP_LABEL, Passes
 from stoker.data.placement import ChainHost, chain_hosts
 from stoker.data.position import Position
+from stoker.data.probing import fix_schemas
 from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe, where_raised
 from stoker.schema import Config
 
@@ -48,7 +49,8 @@ def open_data(config: Config) -> Data:
     """Head: ask the recipe for its splits and chains and check them before training.
 
     Raises:
-        UsageError: nothing to read, damaged files, or a chain that cannot be run.
+        UsageError: nothing to read, damaged files, a chain that cannot be run, or columns that cannot be
+            batched.
     """
     from stoker.data.chain import Chain
     from stoker.data.sources import Source
@@ -78,6 +80,7 @@ def open_data(config: Config) -> Data:
         data.chains[split] = Chain(stages, config.seed, config.tracking.record_ids, prefix)
     if keeps(config):
         refuse_uncacheable(config.recipe, data)
+    fix_schemas(data.sources, data.chains, config.data.block_records)
     return data
 
 
@@ -153,7 +156,8 @@ def start_coordinator(
         for split, chain in data.chains.items()
         if chain.prefix
     }
-    passes = Passes(config, data.sources, chains, _cache(config) if kept else None, kept)
+    schemas = {split: chain.schemas for split, chain in data.chains.items()}
+    passes = Passes(config, data.sources, chains, _cache(config) if kept else None, kept, schemas)
     source = data.sources["train"]
     fingerprint = source.fingerprint() if passes.has_pieces("train") else type(source).__name__
     if position is not None:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.config import UsageError
+from stoker.data.arrow import mask_of, values_of
 from stoker.data.filesystems import common_folder, filesystem_of_files
+from stoker.data.nulls import (
+    READ_LIMIT_BYTES,
+    VALID_SUFFIX,
+    Found,
+    Nulls,
+    Rules,
+    check_rule,
+    in_statistics,
+    refusal,
+)
 from stoker.data.sources import BadRecord, Piece, Record, Source, digest
 
 if TYPE_CHECKING:
@@ -36,6 +48,8 @@ class Footer:
     groups: list[Group]
     matching: int
     """Rows that the filters keep; all of them without filters."""
+    nulls: dict[str, Found]
+    """Columns that hold NULLs, or may."""
 
 
 class ParquetSource(Source):
@@ -50,6 +64,7 @@ class ParquetSource(Source):
         columns: columns of the records; None: all.
         filters: rows to keep; None: all.
         constants: per path, columns that the file does not hold and their value in all its rows.
+        nulls: what becomes of the NULLs of a column; those of others are refused.
     """
 
     def __init__(
@@ -58,10 +73,13 @@ class ParquetSource(Source):
         columns: list[str] | None = None,
         filters: Filters | None = None,
         constants: dict[str, dict[str, Any]] | None = None,
+        nulls: Nulls | None = None,
     ) -> None:
         self.paths = [f.path for f in files]
         self.columns, self.filters = columns, filters
-        self.constants = constants or {}
+        self.constants, self.nulls = constants or {}, nulls or {}
+        self.types: dict[str, Any] = {}
+        """Arrow types of columns that files may lack."""
         self.sizes = [f.size for f in files]
         self.folder = common_folder(files)
         self.filesystem = filesystem_of_files(files)
@@ -70,7 +88,7 @@ class ParquetSource(Source):
     def check(self) -> None:
         self._ensure_footers()
         schema = self._whole_schema(self.paths[0], self.footers[0].schema)
-        named = dict.fromkeys([*(self.columns or []), *self._filter_columns()])
+        named = dict.fromkeys([*(self.columns or []), *self._filter_columns(), *self.nulls])
         missing = [c for c in named if c not in schema]
         if missing:
             raise UsageError(
@@ -88,9 +106,50 @@ class ParquetSource(Source):
                     raise UsageError(
                         f"{path}: column {column} is {kinds[1]}, in {self.paths[0]} it is {kinds[0]}"
                     )
+        self._check_nulls([*(self.columns or schema)])
         if self.count() == 0:
             why = f" that matches {self.filters}" if self.filters else ""
             raise UsageError(f"{self.paths[0]}: the Parquet files hold no row{why}")
+
+    def _check_nulls(self, columns: list[str]) -> None:
+        """Refuse NULLs that no rule allows, in all columns at once.
+
+        Raises:
+            UsageError: a line per column.
+        """
+        problems, reads = [], 0
+        rows = dict(zip(self.paths, (footer.matching for footer in self.footers), strict=True))
+        for column in columns:
+            if column in self.nulls:
+                kinds = [f.schema.field(column).type for f in self.footers if column in f.schema.names]
+                check_rule(column, self.nulls[column], kinds[0] if kinds else self.types[column])
+                if column + VALID_SUFFIX in columns:
+                    problems.append(f"nulls: column {column} and {column}{VALID_SUFFIX}: rename the latter")
+                continue
+            counts = {}
+            for path, footer in zip(self.paths, self.footers, strict=True):
+                found = footer.nulls.get(column, Found())
+                nulls = found.nulls
+                if self.constants.get(path, {}).get(column, ()) is None:
+                    nulls = footer.matching
+                elif found.unclear or (nulls and self.filters):
+                    reads += found.unclear_bytes
+                    fits = reads <= READ_LIMIT_BYTES
+                    nulls = self._count_nulls(path, column, footer.groups) if fits else 0
+                if nulls:
+                    counts[path] = nulls
+            if counts:
+                problems.append(refusal(column, counts, rows))
+        if problems:
+            raise UsageError(*problems)
+
+    def _count_nulls(self, path: str, column: str, groups: list[Group]) -> int:
+        from pyarrow import parquet
+
+        with self.filesystem.open_input_file(path) as file:
+            table = parquet.ParquetFile(file).read_row_groups([g.number for g in groups], columns=[column])
+        mask = mask_of(table[column], self._rows(path, groups))
+        return 0 if mask is None else int(mask.sum())
 
     def _whole_schema(self, path: str, schema: Any) -> dict[str, Any]:
         """Column → its type; None for one that the file does not hold itself."""
@@ -109,6 +168,7 @@ class ParquetSource(Source):
             metadata = fragment.metadata
             sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
             schema = fragment.physical_schema
+            nulls = in_statistics(metadata, self.columns or schema.names, range(len(sizes)))
         except Exception as error:
             text = " ".join(str(error).split())
             raise UsageError(f"{path}: not a whole Parquet file: {text[:200]}") from None
@@ -118,8 +178,8 @@ class ParquetSource(Source):
             groups.append(Group(number, row, size))
             row += size
         if not self.filters:
-            return Footer(schema, [g for g in groups if g.rows], row)
-        return Footer(schema, *self._matching(path, schema, groups))
+            return Footer(schema, [g for g in groups if g.rows], row, nulls)
+        return Footer(schema, *self._matching(path, schema, groups), nulls)
 
     def complete(self, path: str, schema: Any) -> None:
         """Head: add to `constants` what a file of this schema lacks; nothing here."""
@@ -208,7 +268,8 @@ class ParquetSource(Source):
     def fingerprint(self) -> str:
         self._ensure_footers()
         names = [path.removeprefix(self.folder) for path in self.paths]
-        return digest(names, self.sizes, [f.groups for f in self.footers], self.filters)
+        rules = [self.nulls] if self.nulls else []
+        return digest(names, self.sizes, [f.groups for f in self.footers], self.filters, *rules)
 
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
         self._ensure_footers()
@@ -241,12 +302,22 @@ class ParquetSource(Source):
         with self.filesystem.open_input_file(piece.path) as file:
             table = parquet.ParquetFile(file).read_row_groups([g.number for g in groups], columns=wanted)
         name = piece.path.removeprefix(self.folder)
-        columns = {column: _values(table[column]) for column in table.column_names}
-        added = {c: v for c, v in constants.items() if self.columns is None or c in self.columns}
+        rules = Rules(piece.path, self.nulls)
+        columns: dict[str, Callable[[int], Any]] = {}
+        for column in table.column_names:
+            array = table[column]
+            columns |= rules.apply(column, array.type, mask_of(array, kept), values_of(array))
+        for column, constant in constants.items():
+            if self.columns is None or column in self.columns:
+                mask = np.ones(table.num_rows, bool) if constant is None else None
+                columns |= rules.apply(column, self.types.get(column), mask, partial(_same, constant))
         in_file = np.concatenate([np.arange(g.first_row, g.first_row + g.rows) for g in groups])
         for row in kept[self.arrangement(len(kept), order)].tolist():
             # A row's number in its file is its identity, whatever the filters leave out.
-            record = {"key": f"{name}:{in_file[row]}", **added}
+            record = {"key": f"{name}:{in_file[row]}"}
+            if row in rules.bad:
+                yield BadRecord(record["key"], f"column {rules.bad[row]} is NULL")
+                continue
             try:
                 for column, value in columns.items():
                     record[column] = value(row)
@@ -273,6 +344,10 @@ class ParquetSource(Source):
         return found
 
 
+def _same(value: Any, row: int) -> Any:
+    return value
+
+
 def without(filters: Filters | None, columns: Iterable[str]) -> Filters | None:
     """Head: the filters as far as they ask for other columns; they keep at least the same rows.
 
@@ -284,23 +359,3 @@ def without(filters: Filters | None, columns: Iterable[str]) -> Filters | None:
     either: list[Any] = filters if isinstance(filters[0], list) else [filters]
     left = [[term for term in part if term[0] not in columns] for part in either]
     return left if all(left) else None
-
-
-def _values(column: Any) -> Any:
-    """CPU task: row number → Python value or NumPy array, chosen once per column by its type."""
-    import pyarrow as pa
-
-    kind = column.type
-    array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-    if isinstance(kind, pa.FixedShapeTensorType) or hasattr(array, "to_numpy_ndarray"):
-        tensors = array.to_numpy_ndarray()
-        return lambda row: tensors[row]
-    if isinstance(kind, pa.ExtensionType):
-        tensors = array.to_numpy(zero_copy_only=False)
-        return lambda row: tensors[row]
-    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        content = array.field("bytes")
-        return lambda row: content[row].as_py()
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return lambda row: array[row].values.to_numpy(zero_copy_only=False)
-    return lambda row: array[row].as_py()

@@ -8,6 +8,7 @@ from typing import Any
 
 from stoker.bootstrap.topology import label
 from stoker.data.caching import homes_of
+from stoker.data.columns import Schema, SchemaError
 from stoker.data.host_cache import CacheSpec
 from stoker.data.position import Plan, Position
 from stoker.data.sources import Piece, Source
@@ -29,11 +30,14 @@ class Passes:
         chains: dict[str, bytes],
         cache: CacheSpec | None = None,
         kept: dict[str, str] | None = None,
+        schemas: dict[str, tuple[Schema, ...]] | None = None,
     ) -> None:
         self.config, self.sources, self.chains = config, sources, chains
         self.cache = cache
         self.kept = kept or {}
         """Splits whose records hosts keep across epochs → what names the results that they keep."""
+        self.schemas = {split: found for split, found in (schemas or {}).items() if found}
+        """What every block of a split must have; of the others the first block of the run says it."""
 
     def identity(self, fingerprint: str) -> Plan:
         """What fixes the order of the training records of an epoch."""
@@ -51,6 +55,21 @@ class Passes:
         if split not in self.kept:
             return 0
         return homes_of(self.sources[split].count(), self.config.data.block_records)
+
+    def agree(self, split: str, found: tuple[Schema, ...]) -> Schema:
+        """The schema of a split, which a block must have; the caller holds the coordinator's lock.
+
+        Raises:
+            SchemaError: it has another one.
+        """
+        agreed = self.schemas.setdefault(split, found)
+        for here, there in zip(agreed, found, strict=True):
+            if difference := here.difference(there):
+                raise SchemaError(
+                    f"the {split} split has blocks with different columns: {difference}; let the chain give"
+                    " every record the same"
+                )
+        return agreed[-1]
 
     def has_pieces(self, split: str) -> bool:
         """Whether a split is read by our own tasks; a `ray.data.Dataset` is executed by Ray Data."""
@@ -102,7 +121,8 @@ class Passes:
         options: dict[str, Any] = {"num_cpus": 1, "max_retries": MAX_TASK_RETRIES}
         if groups := [label(group) for group in self.config.data.preprocess_on]:
             options["label_selector"] = {GROUP_LABEL: f"in({','.join(groups)})"}
-        return source.map_batches(task.of_rows, batch_size=plan.block_records, **options)
+        # As its own blocks: converted to arrays, NULLs would be lost.
+        return source.map_batches(task.of_rows, batch_size=plan.block_records, batch_format=None, **options)
 
 
 def pack_work(pieces: list[tuple[int, Piece, int]], store: list[bool]) -> list[Work]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from stoker.data.buffers import Buffers
+from stoker.data.columns import TEXT, Column, Schema, SchemaError, schema_of
 
 
 class Rows(NamedTuple):
@@ -17,6 +17,8 @@ class Rows(NamedTuple):
     stop: int
     node: str = ""
     """Ray node that holds it; empty: small or unknown, so it comes through Ray."""
+    of: int = 0
+    """How many rows the block has by its report."""
 
 
 class Server(NamedTuple):
@@ -29,33 +31,85 @@ class Server(NamedTuple):
 
 
 class Assembly:
-    """Train worker: columns while they are put together from several blocks."""
+    """Train worker: a batch while it is put together from several blocks.
 
-    def __init__(self, buffers: Buffers, rows: int) -> None:
-        self.columns: dict[str, Any] = {}
-        self._buffers, self.rows = buffers, rows
+    Args:
+        buffers: where its memory comes from; it is not initialised, so `finish` counts what was written.
+        rows: of all parts together.
+        schema: of the split.
+    """
 
-    def target(self, name: str, dtype: Any, shape: Sequence[int], at: int) -> Any:
-        """Where `shape[0]` rows from row `at` on go; None where the blocks' columns differ in kind."""
-        column = self.columns.get(name)
-        if column is None:
-            column = self._buffers.empty((self.rows, *shape[1:]), dtype)
-            self.columns[name] = column
-        if column.dtype != dtype or list(column.shape[1:]) != list(shape[1:]):
-            return None
-        return column[at : at + shape[0]]
+    def __init__(self, buffers: Buffers, rows: int, schema: Schema) -> None:
+        self.rows, self.schema = rows, schema
+        self._filled = dict.fromkeys(schema.columns, 0)
+        self._columns: dict[str, Any] = {
+            name: [""] * rows if column.dtype == TEXT else buffers.empty((rows, *column.shape), column.dtype)
+            for name, column in schema.columns.items()
+        }
 
-    def put(self, name: str, values: Any, at: int) -> None:
-        """Copy rows in.
+    def check(self, part: Rows, found: Schema, rows: int) -> None:
+        """Refuse a block that is not what its report and the split's schema say.
+
+        Args:
+            part: what was asked for.
+            found: the block's columns as they came.
+            rows: how many rows it has.
 
         Raises:
-            ValueError: they do not fit to those of other blocks.
+            SchemaError: naming the block and what is wrong.
         """
-        if values.dtype == object:
-            column = self.columns.setdefault(name, [None] * self.rows)
-            column[at : at + len(values)] = list(values)
-            return
-        target = self.target(name, values.dtype, values.shape, at)
-        if target is None:
-            target = self.columns[name][at : at + len(values)]
-        target[...] = values
+        if difference := self.schema.difference(found):
+            raise SchemaError(f"a block does not have the columns of its split: {difference}")
+        if rows != part.of:
+            raise SchemaError(
+                f"block {part.block.hex()} has {rows} rows, but was reported with {part.of}: it was made"
+                " again and differs, or is damaged"
+            )
+
+    def target(self, name: str, at: int, rows: int) -> Any:
+        """Where rows from row `at` on go; `wrote` is to be told when they are there."""
+        return self._columns[name][at : at + rows]
+
+    def wrote(self, name: str, rows: int) -> None:
+        """So many rows of a column are in place."""
+        self._filled[name] += rows
+
+    def text(self, name: str, values: list[str], at: int) -> None:
+        """Copy strings in.
+
+        Raises:
+            SchemaError: something else is among them.
+        """
+        other = next((value for value in values if not isinstance(value, str)), "")
+        if other != "":
+            raise SchemaError(f"column {name!r} holds {other!r}, which is no text")
+        self._columns[name][at : at + len(values)] = values
+
+    def take(self, part: Rows, columns: dict[str, Any], at: int) -> int:
+        """Copy a part's rows out of its block; how many bytes.
+
+        Raises:
+            SchemaError: the block is not what was reported.
+        """
+        self.check(part, schema_of(columns, part.block.hex()), min(map(len, columns.values()), default=0))
+        rows, size = part.stop - part.start, 0
+        for name, column in columns.items():
+            values = column[part.start : part.stop]
+            size += values.nbytes
+            if self.schema.columns[name] == Column(TEXT):
+                self.text(name, list(values), at)
+            else:
+                self.target(name, at, rows)[...] = values
+            self.wrote(name, rows)
+        return size
+
+    def finish(self) -> dict[str, Any]:
+        """The batch: arrays, and lists of strings.
+
+        Raises:
+            SchemaError: a row that nothing wrote.
+        """
+        for name, rows in self._filled.items():
+            if rows != self.rows:
+                raise SchemaError(f"column {name!r}: {rows} of the batch's {self.rows} rows were written")
+        return self._columns

@@ -91,8 +91,10 @@ class BlockServer:
             wire.send_message(connection, {"error": f"block {block} did not come here"})
             return
         arrays, text = pick(columns, start, stop)
-        layout = [[name, array.dtype.str, list(array.shape)] for name, array in arrays.items()]
-        wire.send_message(connection, {"columns": layout, "text": text}, more=bool(arrays))
+        layout = [[name, array.dtype.name, list(array.shape[1:])] for name, array in arrays.items()]
+        rows = min(map(len, columns.values()), default=0)
+        header = {"rows": rows, "columns": layout, "text": text}
+        wire.send_message(connection, header, more=bool(arrays))
         for array in arrays.values():
             if array.nbytes:
                 connection.sendall(memoryview(array.reshape(-1).view("u1")))
@@ -124,5 +126,5 @@ def pick(columns: dict[str, Any], start: int, stop: int) -> tuple[dict[str, Any]
     import numpy as np
 
     arrays = {n: np.ascontiguousarray(c[start:stop]) for n, c in columns.items() if c.dtype != object}
-    text = {n: [str(v) for v in c[start:stop]] for n, c in columns.items() if c.dtype == object}
+    text = {n: list(c[start:stop]) for n, c in columns.items() if c.dtype == object}
     return arrays, text

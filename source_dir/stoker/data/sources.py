@@ -23,6 +23,7 @@ from stoker.data.filesystems import child_folders, join, list_files
 if TYPE_CHECKING:
     import numpy as np
 
+    from stoker.data.nulls import Nulls
     from stoker.data.parquet import Filters
 
 Record = dict[str, Any]
@@ -122,7 +123,11 @@ def read_images(root: str, split: str) -> Source | None:
 
 
 def read_parquet(
-    root: str, split: str, columns: list[str] | None = None, filters: Filters | None = None
+    root: str,
+    split: str,
+    columns: list[str] | None = None,
+    filters: Filters | None = None,
+    nulls: Nulls | None = None,
 ) -> Source | None:
     """Head: Parquet files under `root/<split>/` or named `root/<split>*.parquet`.
 
@@ -131,6 +136,9 @@ def read_parquet(
         split: train or val.
         columns: read these columns only; default: all.
         filters: keep rows that match, [("label", "<", 5), …]; row groups that cannot match are not read.
+        nulls: what becomes of a column's NULLs, {"age": "quarantine"}: the record is left out and booked;
+            "keep": NaN of a float, else 0, False or "" with a column age__valid; or a value instead of them.
+            NULLs of other columns are refused before training.
 
     Raises:
         UsageError: nothing there, or a Delta table, whose old files are not to be read.
@@ -140,7 +148,7 @@ def read_parquet(
     if is_delta_table(root):
         raise UsageError(f"{root}: is a Delta table, some of its files may be old; read it with read_delta")
     files = split_files(root, split, (".parquet", ".pq"))
-    return ParquetSource(files, columns, filters) if files else None
+    return ParquetSource(files, columns, filters, nulls=nulls) if files else None
 
 
 def read_delta(
@@ -149,6 +157,7 @@ def read_delta(
     columns: list[str] | None = None,
     filters: Filters | None = None,
     version: int | None = None,
+    nulls: Nulls | None = None,
 ) -> Source | None:
     """Head: a Delta table; with the extra `delta` (`pip install deltalake`).
 
@@ -159,6 +168,7 @@ def read_delta(
         filters: keep rows that match, [("split", "==", "train"), …]; partitions and row groups that
             cannot match are not read.
         version: the table as it was at this version; default: as it is when the job starts.
+        nulls: what becomes of a column's NULLs, as `read_parquet` takes it.
 
     Raises:
         UsageError: no such table, version or column, or a table that needs a feature not known here.
@@ -168,19 +178,25 @@ def read_delta(
     if split is None or is_delta_table(table):
         if split not in (None, "train"):
             return None
-        return open_delta(table, columns, filters, version)
+        return open_delta(table, columns, filters, version, nulls)
     folder = split_folder(table, split)
-    return open_delta(folder, columns, filters, version) if folder else None
+    return open_delta(folder, columns, filters, version, nulls) if folder else None
 
 
-def read_webdataset(root: str, split: str) -> Source | None:
-    """Head: tar shards under `root/<split>/` or named `root/<split>*.tar`."""
+def read_webdataset(root: str, split: str, columns: list[str] | None = None) -> Source | None:
+    """Head: tar shards under `root/<split>/` or named `root/<split>*.tar`.
+
+    Args:
+        root: folder or URI; a single file is the train split.
+        split: train or val.
+        columns: give these columns only; default: all.
+    """
     from stoker.data.webdataset import WebDatasetSource
 
     if root.startswith("pipe:"):
         raise UsageError(f"{root}: pipe: addresses run commands and are refused; use a path or s3://")
     files = split_files(root, split, (".tar",))
-    return WebDatasetSource(files) if files else None
+    return WebDatasetSource(files, columns=columns) if files else None
 
 
 def read_torch(dataset: Any, columns: tuple[str, ...] = ("image", "label")) -> Source:
@@ -197,20 +213,25 @@ def read_range(n: int) -> Source:
     return RangeSource(n)
 
 
-def read_any(root: str, split: str) -> Source | None:
+def read_any(root: str, split: str, columns: list[str] | None = None) -> Source | None:
     """Head: tar shards, Parquet, a Delta table or image folders, by what lies there.
+
+    Args:
+        root: folder or URI.
+        split: train or val.
+        columns: read these columns only; default: all. Image folders have `image` and `label`.
 
     Raises:
         UsageError: nothing there, or nothing of the three.
     """
     if is_delta_table(root) or is_delta_table(join(root, split)):
-        return read_delta(root, split)
+        return read_delta(root, split, columns)
     files = list_files(root)
     names = [f.path.lower() for f in files]
     if any(name.endswith(".tar") for name in names):
-        return read_webdataset(root, split)
+        return read_webdataset(root, split, columns)
     if any(name.endswith((".parquet", ".pq")) for name in names):
-        return read_parquet(root, split)
+        return read_parquet(root, split, columns)
     if any(name.endswith(IMAGE_SUFFIXES) for name in names):
         return read_images(root, split)
     raise UsageError(

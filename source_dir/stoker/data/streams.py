@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.data.chain import ID_COLUMN, BlockReport
+from stoker.data.columns import Schema
 from stoker.data.ledger import DataError, EpochBooks, explain
 from stoker.data.position import Position, Trail
 from stoker.data.rows import Rows
@@ -28,6 +29,8 @@ class Portion:
     """Why the run shall stop after this step; empty: it goes on."""
     checkpoint: bool = False
     """Whether a checkpoint shall be written after this step."""
+    schema: Schema | None = None
+    """Of the split; None: there are no rows."""
 
 
 @dataclass
@@ -39,8 +42,10 @@ class Stream:
     total: int | None
     trail: Trail | None = None
     """Training passes remember what came in which order, to say where they stand."""
-    blocks: dict[int, tuple[Any, int, str]] = field(default_factory=dict)
-    """Blocks that are still needed: number → (object reference, bytes, node that holds it)."""
+    schema: Schema | None = None
+    """Of the split, as agreed with the first block of the run; each block is compared with it."""
+    blocks: dict[int, tuple[Any, int, str, int]] = field(default_factory=dict)
+    """Blocks that are still needed: number → (object reference, bytes, node that holds it, rows)."""
     steps: dict[int, int] = field(default_factory=dict)
     """Next step of each rank."""
     finished: dict[int, tuple[int, int, int]] = field(default_factory=dict)
@@ -62,7 +67,7 @@ class Stream:
         """A block is there, and its report was taken before."""
         skip = self.trail.arrive(piece, rows) if self.trail is not None else 0
         if skip < rows:
-            self.blocks[self.splitter.add(rows, skip)] = (reference, size, node)
+            self.blocks[self.splitter.add(rows, skip)] = (reference, size, node, rows)
             self.held_bytes += size
 
     @property
@@ -78,12 +83,12 @@ class Stream:
             self.slowest = min(self.steps.values())
         if share is None:
             return None
-        return Portion([self._rows(part) for part in share.slices], share.padded)
+        return Portion([self._rows(part) for part in share.slices], share.padded, schema=self.schema)
 
     def _rows(self, part: Slice) -> Rows:
-        reference, size, node = self.blocks[part.block]
+        reference, size, node, rows = self.blocks[part.block]
         # What is small travels inside Ray's own messages.
-        return Rows(reference, part.start, part.stop, node if size >= SERVED_FROM_BYTES else "")
+        return Rows(reference, part.start, part.stop, node if size >= SERVED_FROM_BYTES else "", rows)
 
     def release(self) -> None:
         """Drop the blocks that every worker has taken."""

@@ -11,10 +11,12 @@ from functools import cached_property, partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+from stoker.data.arrow import mask_of, values_of
 from stoker.data.caching import Reading
 from stoker.data.chain import BlockReport, Chain
 from stoker.data.host_cache import CacheSpec, HostCache
 from stoker.data.rereading import FlakyReadError
+from stoker.data.serving import columns_of
 from stoker.data.sources import BadRecord, Record, Source, record_id
 from stoker.data.witness import Care, Guard, Witness
 
@@ -247,7 +249,7 @@ class RowsTask:
         stages: Chain = pickle.loads(self.stages)  # noqa: S301 - written by the head
         return stages
 
-    def of_rows(self, batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def of_rows(self, batch: Any) -> Iterator[dict[str, Any]]:
         """CPU task: rows → one block."""
         import ray
 
@@ -274,11 +276,28 @@ class RowsTask:
         return f"{task}/{self._blocks_of_run}"
 
 
-def as_records(batch: dict[str, Any]) -> list[Record]:
-    """CPU task: columns of a `ray.data.Dataset` as records; those without a key get one of their content."""
-    count = len(next(iter(batch.values()))) if batch else 0
-    rows = [{name: _scalar(column[i]) for name, column in batch.items()} for i in range(count)]
+def as_records(block: Any) -> list[Record]:
+    """CPU task: a block of a `ray.data.Dataset` as records; those without a key get one of their content.
+
+    A NULL is None, and the numbers beside it stay what they are: as an array, a column of integers with a
+    NULL would be of floats.
+    """
+    columns = columns_of(block)
+    values: dict[str, Any] = {
+        name: lambda row, column=column: _scalar(column[row]) for name, column in columns.items()
+    }
+    if hasattr(block, "schema"):
+        for name in columns:
+            mask = mask_of(block[name])
+            if mask is not None:
+                values[name] = partial(_or_none, mask, values_of(block[name]))
+    count = len(next(iter(columns.values()))) if columns else 0
+    rows = [{name: value(row) for name, value in values.items()} for row in range(count)]
     return [{**row, "key": _key(row)} for row in rows]
+
+
+def _or_none(mask: Any, value: Callable[[int], Any], row: int) -> Any:
+    return None if mask[row] else value(row)
 
 
 def order_of(seed: int, epoch: int, what: str = "") -> Any:

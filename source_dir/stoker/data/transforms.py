@@ -24,6 +24,7 @@ __all__ = [
     "CenterCrop",
     "CheckLabel",
     "DecodeImage",
+    "Drop",
     "ImageTransform",
     "RandomHorizontalFlip",
     "RandomResizedCrop",
@@ -81,6 +82,23 @@ class CheckLabel(RecordTransform):
         if not 0 <= int(label) < self.classes:
             raise ValueError(f"label {label} is outside 0…{self.classes - 1}")
         return {**record, "label": int(label)}
+
+
+class Drop(RecordTransform):
+    """CPU task: leaves columns out that are not to be trained on; a record may lack them.
+
+    Args:
+        columns: their names.
+    """
+
+    random = False
+    uses_random = False
+
+    def __init__(self, *columns: str) -> None:
+        self.columns = frozenset(columns)
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        return {name: value for name, value in record.items() if name not in self.columns}
 
 
 class ImageTransform(RecordTransform):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stoker.data.buffers import Buffers
+from stoker.data.columns import Schema
 from stoker.data.direct import DirectHosts, Request
 from stoker.data.rows import Assembly, Rows, Server
 from stoker.data.serving import columns_of
@@ -60,13 +61,14 @@ class Transport:
         self.bytes_by: Counter[str] = Counter()
         """Bytes that came "direct" and through "ray"; those of this host's own blocks count as the latter."""
 
-    def fetch(self, parts: Sequence[Rows]) -> Fetched:
+    def fetch(self, parts: Sequence[Rows], schema: Schema) -> Fetched:
         """Train worker: the rows of all parts, one after the other.
 
         Raises:
             ray.exceptions.RayError: a block cannot be had at all.
+            SchemaError: a block is not as it was reported, or has other columns than its split.
         """
-        batch = Assembly(self.buffers, sum(part.stop - part.start for part in parts))
+        batch = Assembly(self.buffers, sum(part.stop - part.start for part in parts), schema)
         starts = [sum(p.stop - p.start for p in parts[:i]) for i in range(len(parts))]
         # Ask all hosts before reading from the first one.
         asked = [self.direct.ask(part) if self.direct else None for part in parts]
@@ -77,11 +79,8 @@ class Transport:
         blocks = self._through_ray([part.block for part, _ in left]) if left else []
         arrived = time.perf_counter()
         for (part, at), columns in zip(left, blocks, strict=True):
-            for name, column in columns.items():
-                rows = column[part.start : part.stop]
-                self.bytes_by["ray"] += rows.nbytes
-                batch.put(name, rows, at)
-        return Fetched(batch.columns, arrived)
+            self.bytes_by["ray"] += batch.take(part, columns, at)
+        return Fetched(batch.finish(), arrived)
 
     def _receive(self, request: Request, batch: Assembly, at: int) -> bool:
         try:

@@ -29,7 +29,8 @@ T = TypeVar("T")
 class WebDatasetSource(Source):
     """Head and CPU task: `0001.jpg`, `0001.cls` → `image` (bytes), `label`; other members by suffix."""
 
-    def __init__(self, files: list[Any]) -> None:
+    def __init__(self, files: list[Any], columns: list[str] | None = None) -> None:
+        self.columns = columns
         self.paths = [f.path for f in files]
         self.folder = common_folder(files)
         self.sizes = [f.size for f in files]
@@ -88,7 +89,13 @@ class WebDatasetSource(Source):
         return list(shuffled(range(count), order))
 
     def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
-        return shuffled(self._stream(piece.path), order)
+        stream = shuffled(self._stream(piece.path), order)
+        return stream if self.columns is None else map(self._wanted, stream)
+
+    def _wanted(self, record: Record | BadRecord) -> Record | BadRecord:
+        """A record without the columns that nobody asked for."""
+        names = ("key", *(self.columns or ()))
+        return record if isinstance(record, BadRecord) else {n: record[n] for n in names if n in record}
 
     def _stream(self, path: str) -> Iterator[Record | BadRecord]:
         shard = path.removeprefix(self.folder)

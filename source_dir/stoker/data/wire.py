@@ -4,7 +4,8 @@ A greeting proves to each side that the other holds the run's key. Then the trai
 blocks, one request after the other, and gets for each a JSON header and the bytes of the columns:
 
     request   length, {"take": [block, first row, row after the last], "done": [blocks that may go]}
-    answer    length, {"columns": [[name, dtype, shape], …], "text": {name: [strings]}}, bytes
+    answer    length, {"rows": of the whole block, "columns": [[name, dtype, shape of a row], …],
+                       "text": {name: [strings]}}, bytes
               length, {"error": why}
 """
 

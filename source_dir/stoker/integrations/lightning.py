@@ -123,6 +123,9 @@ class LightningRecipe(ImageClassification):
         except TypeError as error:
             raise UsageError(f"params.init: {self.module} cannot be made of it: {error}") from None
 
+    def wanted(self) -> list[str] | None:
+        return self.columns
+
     def batch_of(self, columns: dict[str, Any]) -> Any:
         """Train worker: what `training_step` and `validation_step` of the module get.
 

@@ -1,0 +1,81 @@
+"""Every host: Arrow columns as values of records, and where they are NULL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+def values_of(column: Any) -> Callable[[int], Any]:
+    """CPU task: row number → Python value or NumPy array, chosen once per column by its type."""
+    import pyarrow as pa
+
+    kind = column.type
+    array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    if isinstance(kind, pa.FixedShapeTensorType) or hasattr(array, "to_numpy_ndarray"):
+        tensors = array.to_numpy_ndarray()
+        return lambda row: tensors[row]
+    if isinstance(kind, pa.ExtensionType):
+        tensors = array.to_numpy(zero_copy_only=False)
+        return lambda row: tensors[row]
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        content = array.field("bytes")
+        return lambda row: content[row].as_py()
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return lambda row: array[row].values.to_numpy(zero_copy_only=False)
+    return lambda row: array[row].as_py()
+
+
+def mask_of(column: Any, rows: NDArray[np.int64] | None = None) -> NDArray[np.bool_] | None:
+    """Every host: which rows of a column are NULL, or hold one in a list; None where none does.
+
+    Args:
+        column: chunked.
+        rows: those that count; None: all.
+    """
+    import numpy as np
+
+    masks = [_mask(chunk) for chunk in column.chunks]
+    if all(mask is None for mask in masks):
+        return None
+    whole = np.concatenate(
+        [np.zeros(len(c), bool) if m is None else m for c, m in zip(column.chunks, masks, strict=True)]
+    )
+    if rows is None:
+        return whole
+    counted = np.zeros_like(whole)
+    counted[rows] = whole[rows]
+    return counted if counted.any() else None
+
+
+def _mask(array: Any) -> NDArray[np.bool_] | None:
+    import numpy as np
+    import pyarrow as pa
+    from pyarrow import compute
+
+    if isinstance(array.type, pa.ExtensionType):
+        array = array.storage
+    kind = array.type
+    mask = _nulls(array) if array.null_count else None
+    inner = None
+    if pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+        inner = _mask(array.field("bytes"))
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        there = np.flatnonzero(~mask) if mask is not None else np.arange(len(array))
+        lists = array if mask is None else array.drop_null()
+        values = _mask(lists.flatten())
+        if values is not None:
+            inner = np.zeros(len(array), bool)
+            inner[there[compute.list_parent_indices(lists).to_numpy()[values]]] = True
+    if inner is None:
+        return mask
+    return inner if mask is None else mask | inner
+
+
+def _nulls(array: Any) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = array.is_null().to_numpy(zero_copy_only=False)
+    return found

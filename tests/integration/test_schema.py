@@ -1,0 +1,73 @@
+"""The schema of a split on a real cluster: fixed on the head, checked wherever blocks go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import parquet
+from running import run_job
+from streaming import Train
+
+from stoker.data.opening import open_data
+from stoker.data.transport import Transport
+from stoker.schema import Config
+
+
+def config(recipe: str, **changes: Any) -> Config:
+    data = {"block_records": 8, "bad_record_budget": 0.5, "order": "exact", **changes}
+    return Config.model_validate(
+        {"recipe": recipe, "data": data, "train": {"epochs": 1, "batch_size": 16}, "seed": 1}
+    )
+
+
+def batches(train: Train) -> dict[str, list[Any]]:
+    """All rows of the first training epoch, column by column, as a train worker gets them."""
+    ids = [list(step) for step in train.steps("train", 0)]
+    transport = Transport(None, pinned=False, timeout_s=60)
+    found: dict[str, list[Any]] = {}
+    for portion in train.portions:
+        assert portion.schema is not None
+        for name, column in transport.fetch(portion.blocks, portion.schema).columns.items():
+            found.setdefault(name, []).extend(column if isinstance(column, list) else column.tolist())
+    assert found["__id"] == [one for step in ids for one in step]
+    return found
+
+
+def test_a_null_is_refused_before_training(ray_cluster: None, tmp_path: Path) -> None:
+    x = [None if i == 30 else float(i) for i in range(64)]
+    table = pa.table({"x0": x, "x1": [0.0] * 64, "y": [0.0] * 64})
+    parquet.write_table(table, tmp_path / "train.parquet")
+    outcome = run_job(tmp_path, recipe="rows:Regression", params={"data": str(tmp_path)})
+    assert outcome.code == 2
+    assert "train.parquet: column x0 holds 1 NULL(s) in 64 rows; say what" in (outcome.summary.error or "")
+
+
+def test_rows_of_a_ray_dataset_with_a_null_keep_their_numbers(ray_cluster: None) -> None:
+    train = Train(config("holes:RayRows", shuffle=False))
+    found = batches(train)
+    (bad,) = train.events("quarantined")
+    train.close()
+    assert (bad["key"], bad["reason"]) == ("k7", "column 'x' is None")
+    rows = [i for i in range(60) if i != 7]
+    assert found["x"] == [2**53 + i for i in rows][: len(found["x"])]
+    assert found["word"] == [f"w{i}" for i in rows]
+    assert found["v"] == [[i / 2, i / 4] for i in rows]
+
+
+def test_records_that_lack_a_column_are_quarantined_by_every_task(ray_cluster: None) -> None:
+    train = Train(config("holes:Optional"))
+    found = batches(train)
+    bad = train.events("quarantined")
+    train.close()
+    assert {one["key"] for one in bad} == {str(i) for i in range(101) if i % 3 == 1}
+    assert {one["reason"] for one in bad} == {"no column 'more', which other records have"}
+    assert set(found["more"]) == {1} and len(found["more"]) + len(bad) == 101
+
+
+def test_a_first_record_that_ends_its_process_does_not_end_the_head(ray_cluster: None) -> None:
+    data = open_data(config("holes:FirstKills"))
+    assert data.chains["train"].schemas == ()
+    assert [sorted(schema.columns) for schema in data.chains["val"].schemas] == [["__id", "x0", "x1", "y"]]
+
