@@ -135,6 +135,9 @@ class Shelf:
     """As Lightning has it: 0 keeps none for its metric, -1 all that have one."""
     monitored: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Checkpoint → its metric, mode and value; empty for those in the middle of an epoch."""
+    tell: Callable[[str], Any] = print
+    """Takes what is worth saying."""
+    _told: bool = False
 
     def fill(self, upto: int) -> None:
         """Take in what an earlier start of this run has left.
@@ -170,10 +173,24 @@ class Shelf:
         best = self.best()
         newest = sorted(self.monitored, key=step_of, reverse=True)[: self.newest]
         for name in [n for n in self.monitored if n not in best and n not in newest]:
-            self.store.remove(name)
             del self.monitored[name]
+            self._remove(name)
         if best:
             first = self.monitored[best[0]]
             ranks = {name: self.monitored[name]["value"] for name in best}
             note = {"checkpoint": best[0], **first, "best_k": ranks}
             self.store.write_note(BEST, json.dumps(note, indent=1))
+
+    def _remove(self, name: str) -> None:
+        """A checkpoint too many costs room, not the run: said once, as every later one meets the same."""
+        try:
+            self.store.remove(name)
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                cause = " ".join(str(error).split())[:300]
+                self.tell(
+                    f"the checkpoint {name} in {self.store.where} could not be removed ({cause}); training"
+                    " goes on, and old checkpoints stay: allow the job to delete there (on S3:"
+                    " s3:DeleteObject, docs/iam), or make room yourself (this is said once)"
+                )

@@ -34,7 +34,7 @@ class Keeper:
         """Finished epochs: epoch, step, metrics, books; for the summary of a run that goes on."""
         self.resumed: Checkpoint | None = None
         self.writer = Writer(self._note)
-        self.shelf = Shelf(store, config.checkpoint.keep, config.checkpoint.save_top_k)
+        self.shelf = Shelf(store, config.checkpoint.keep, config.checkpoint.save_top_k, tell=self._note)
         self._copier = snapshot.Copier()
         self._config = config.model_dump(mode="json")
         self._saved_at = time.monotonic()
