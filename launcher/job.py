@@ -7,13 +7,14 @@ SageMaker is only where that copy lies and where the data of `channels` appears.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stoker.config import Resolved, UsageError, resolved_yaml
+from stoker.config import SECRETS_FILE, Resolved, UsageError, resolved_yaml, secrets_json
 from stoker.extras import requirement_lines
 from stoker.place import COMMIT_FILE
 from stoker.sizing import prices
@@ -71,6 +72,8 @@ class Job:
         params = {**config.params, **self.data, **(data_at or {})}
         staged = Resolved(config.model_copy(update={"params": params}), self.resolved.origins)
         (folder / "job.yaml").write_text(resolved_yaml(staged), encoding="utf-8")
+        if (secrets := secrets_json(staged.config)) is not None:
+            write_private(folder / SECRETS_FILE, secrets)
         commit = git_commit(self.source_dir or own)
         if commit:
             (folder / COMMIT_FILE).write_text(commit + "\n")
@@ -91,6 +94,12 @@ class Job:
                 shutil.copytree(item, target, ignore=_IGNORED)
             else:
                 shutil.copy2(item, target)
+
+
+def write_private(file: Path, text: str) -> None:
+    """Laptop: a new file that only its owner may read."""
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as output:
+        output.write(text)
 
 
 def git_commit(folder: Path) -> str | None:
@@ -132,7 +141,7 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
         else:
             problems += [
                 f"--source-dir {source_dir}: {name} would hide Stoker's own; rename it"
-                for name in ("stoker", "train.py", "job.yaml")
+                for name in ("stoker", "train.py", "job.yaml", SECRETS_FILE)
                 if (source_dir / name).exists()
             ]
     if problems:

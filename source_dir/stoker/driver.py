@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from stoker import redaction
 from stoker.bootstrap.topology import label
 from stoker.config import Resolved, UsageError, resolved_yaml
 from stoker.data.ledger import DataError
@@ -93,6 +94,7 @@ def run(resolved: Resolved, place: Place) -> int:
     """
     global LAST_ERROR
     config = resolved.config
+    redaction.learn(config.model_dump(mode="json"))
     log = open_log(place.run_dir)
     (place.run_dir / "config.yaml").write_text(resolved_yaml(resolved), encoding="utf-8")
     summary = Summary(
@@ -147,7 +149,7 @@ def run(resolved: Resolved, place: Place) -> int:
         console.close()
         summary.tracking = sender.about() if sender is not None else {}
         recorder.close(last_figures(coordinator, recorder))
-    LAST_ERROR = summary.error or ""
+    LAST_ERROR = redaction.scrub(summary.error or "")
     draw_report(place.run_dir, console)
     if sender is not None:
         for line in sender.close(summary):
@@ -305,11 +307,18 @@ def last_figures(coordinator: Any, recorder: Recorder) -> dict[str, Any]:
         return {}
 
 
+class LogFormatter(logging.Formatter):
+    """Head: log lines without the run's secrets, which an exception's text may hold."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redaction.scrub(super().format(record))
+
+
 def open_log(run_dir: Path) -> logging.Logger:
     """Head: the run's log file; Ray's own messages go there and not on the screen."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(run_dir / "logs" / "driver.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("ray", "ray.data", "ray.train", "stoker"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]

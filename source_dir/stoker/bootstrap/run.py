@@ -149,7 +149,7 @@ def read_configuration(arguments: list[str], hyperparameters: Mapping[str, str])
     Raises:
         UsageError: with every problem found.
     """
-    from stoker.config import Resolved, hyperparameter_overrides, load
+    from stoker.config import SECRETS_FILE, Resolved, hyperparameter_overrides, load
 
     parser = argparse.ArgumentParser(description="Run one Stoker job on this host.")
     parser.add_argument("--config", type=Path)
@@ -162,6 +162,10 @@ def read_configuration(arguments: list[str], hyperparameters: Mapping[str, str])
     if not _copied_by_toolkit(arguments):
         overrides += hyperparameter_overrides(rest)
     resolved = load(path, overrides, origin="arguments")
+    if os.environ.get("STOKER_BACKEND") == "local":
+        # There the staged copy lies in the run directory, which is kept and passed on.
+        with contextlib.suppress(OSError):
+            path.with_name(SECRETS_FILE).unlink(missing_ok=True)
     # What the launcher resolved from file and command line keeps its first origin.
     origins = {}
     with contextlib.suppress(OSError, ValueError):

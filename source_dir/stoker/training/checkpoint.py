@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -107,16 +108,43 @@ def describe(store: Store, name: str) -> Checkpoint:
         ) from None
 
 
-def load(checkpoint: Checkpoint) -> Content:
-    """Train worker: a checkpoint's content, on the CPU."""
+def read_plain(file: Any, where: str) -> Any:
+    """Train worker: what `torch.save` has written of plain values and tensors, on the CPU.
+
+    Args:
+        file: a path or an open file.
+        where: names it in errors.
+
+    Raises:
+        OSError: it holds anything else, which could run code; nothing of it was executed.
+    """
+    import pickle
+
     import torch
+
+    try:
+        return torch.load(file, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        found = re.search(r"GLOBAL (\w+\.[\w.]+)", str(error))
+        raise OSError(
+            f"{where}: holds {found[1] if found else 'more'} besides plain values and tensors, which"
+            " could run code: it was not loaded. Remove this checkpoint, and check who may write there"
+        ) from None
+
+
+def load(checkpoint: Checkpoint) -> Content:
+    """Train worker: a checkpoint's content, on the CPU.
+
+    Raises:
+        OSError: its state holds more than plain values and tensors.
+    """
     from safetensors.torch import load_file
 
     with checkpoint.store.local(checkpoint.name) as folder:
         ema = folder / EMA
         return Content(
             load_file(folder / WEIGHTS),
-            torch.load(folder / STATE, weights_only=True, map_location="cpu"),
+            read_plain(folder / STATE, f"{checkpoint.path}/{STATE}"),
             checkpoint.meta,
             load_file(ema) if ema.is_file() else None,
         )
