@@ -33,6 +33,7 @@ from stoker.tracking.recorder import Recorder, teller
 from stoker.tracking.summary import Cluster, Host, Summary
 from stoker.training import resuming
 from stoker.training.plan import blocks_note, plan_workers, refuse_impossible, steps_per_epoch
+from stoker.training.sharing import refuse_unshared
 from stoker.training.store import open_store
 
 POLL_S = 0.2
@@ -127,6 +128,7 @@ def run(resolved: Resolved, place: Place) -> int:
         summary.train_workers = workers
         console = make_console(config.train.epochs, steps, screen_log)
         start = resuming.prepare(config, place, data, workers, summary, teller(recorder, console))
+        refuse_unshared(config, start.where, place.train_group, use_gpu)
         coordinator = start_coordinator(config, data, workers, start.first_epoch, start.position)
         console.line(opening_line(data, workers, use_gpu))
         for note in filter(None, (blocks_note(config, data, workers), cache_note(config))):
