@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stoker.bootstrap.requirements import CONSTRAINTS, constraint_lines
 from stoker.config import SECRETS_FILE, Resolved, UsageError, resolved_yaml, secrets_json
 from stoker.extras import requirement_lines
 from stoker.place import COMMIT_FILE
@@ -68,6 +69,7 @@ class Job:
             for name in ("recipes", "configs"):
                 if (own / name).is_dir():
                     shutil.copytree(own / name, folder / name, ignore=_IGNORED)
+        self._stage_constraints(folder)
         config = self.resolved.config
         params = {**config.params, **self.data, **(data_at or {})}
         staged = Resolved(config.model_copy(update={"params": params}), self.resolved.origins)
@@ -81,6 +83,14 @@ class Job:
         if prices.user_file().is_file():
             # Newer than the table in the package, so that the run's cost is that of today's prices.
             shutil.copy2(prices.user_file(), folder / prices.STAGED_FILE.name)
+
+    def _stage_constraints(self, folder: Path) -> None:
+        """The versions on this machine, so that hosts which install at different times install the same."""
+        wanted, constraints = folder / "requirements.txt", folder / CONSTRAINTS
+        if wanted.is_file():
+            given = constraints.read_text() if constraints.is_file() else ""
+            lines = constraint_lines(wanted.read_text(), given)
+            constraints.write_text("".join(f"{line}\n" for line in lines))
 
     def _stage_user_source(self, folder: Path, source_dir: Path) -> None:
         for item in sorted(source_dir.iterdir()):

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stoker.bootstrap import requirements
 from stoker.bootstrap.logs import prefix_output, say
 
 if TYPE_CHECKING:
@@ -98,6 +99,10 @@ def run_in_container(resource: Mapping[str, Any], arguments: list[str]) -> int:
     _adopt_orphans()
     try:
         outcome = _play(resource, arguments)
+    except requirements.InstallError as error:
+        say(str(error))
+        write_failure(str(error))
+        return 2 if isinstance(error, requirements.ConflictError) else 1
     except Exception as error:  # whatever it is, the job's console shall show it
         import traceback
 
@@ -115,8 +120,6 @@ def run_in_container(resource: Mapping[str, Any], arguments: list[str]) -> int:
 
 
 def _play(resource: Mapping[str, Any], arguments: list[str]) -> Outcome:
-    from stoker.bootstrap import requirements
-
     installed = requirements.ensure(CODE)
     if installed:
         say(f"installed {', '.join(installed)} in {time.monotonic() - STARTED:.0f} s")
