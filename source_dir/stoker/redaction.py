@@ -1,8 +1,8 @@
 """Anywhere: what is secret in a configuration never reaches a file that a run leaves behind, or the screen.
 
-A value is secret by the name of its key (`api_token`, `DB_PASSWORD`), or by its place in an address
-(`https://user:password@host`, `?token=…`). The run itself works with the values; whatever is written
-shows `(redacted)`. Loads neither ray nor torch.
+A value is secret by the name of its key (`api_token`, `DB_PASSWORD`), by its form (`AKIA…`), or by its
+place in an address (`https://user:password@host`, `?token=…`). The run itself works with the values;
+whatever is written shows `(redacted)`. Loads neither ray nor torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ _KEYS = {"api", "access", "secret", "private", "account", "auth", "signing", "en
 """What a secret key is called before the word `key`."""
 _ORDINARY = re.compile(r"[A-Za-z _-]{,11}")
 """Short words are not looked for in other text: `token_pooling: average` may be no secret at all."""
+_VALUE = re.compile(
+    r"((AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_\w{30,}|github_pat_\w{30,}|hf_[A-Za-z]{30,}|sk-\w{20,}|-----BEGIN)"
+)
+"""Credentials that are known by their form, whatever their key is called."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _QUERY = re.compile(r"(?<=[?&])([\w.~-]+)=([^&#\s'\"]+)")
@@ -42,7 +46,7 @@ def is_secret(name: str, value: Any = "") -> bool:
         return False
     if isinstance(value, int | float):
         return bool(words) and words[-1] in _WORDS
-    return any(found)
+    return any(found) or (isinstance(value, str) and _VALUE.search(value) is not None)
 
 
 def redacted_at(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

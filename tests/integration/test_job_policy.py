@@ -69,6 +69,8 @@ def as_list(value: Any) -> list[str]:
 
 def wanted(environ: dict[str, Any], body: bytes) -> list[tuple[str, str]]:
     """The IAM actions of a request to S3, with the resource of each."""
+    if "/s3/aws4_request" not in environ.get("HTTP_AUTHORIZATION", ""):
+        return []  # of another service
     bucket, _, key = environ["PATH_INFO"].lstrip("/").partition("/")
     query = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
     method, arn = environ["REQUEST_METHOD"], f"arn:aws:s3:::{bucket}"
@@ -83,8 +85,8 @@ def wanted(environ: dict[str, Any], body: bytes) -> list[tuple[str, str]]:
     return [(f"s3:{actions.get(method, deletes)}", f"{arn}/{key}")]
 
 
-def job_role() -> list[dict[str, Any]]:
-    text = (ROOT / "docs/iam/job-role.json").read_text()
+def statements(policy: str) -> list[dict[str, Any]]:
+    text = (ROOT / f"docs/iam/{policy}.json").read_text()
     text = text.replace("DATA-BUCKET", DATA).replace("BUCKET", BUCKET)
     return [s for s in json.loads(text)["Statement"] if "s3:" in json.dumps(s["Action"])]
 
@@ -94,7 +96,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Policed]:
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # one line per request otherwise
-    door = Policed(job_role())
+    door = Policed(statements("job-role"))
     server = make_server("127.0.0.1", 0, door, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
@@ -159,3 +161,27 @@ def test_a_denied_delete_is_said_once_and_every_checkpoint_stays(s3: Policed) ->
     newest = checkpoint.newest_valid(store, said.append)
     assert newest is not None and newest.name == "step-00000004"
     assert len(said) == 1, "the others are whole, too"
+
+
+def test_the_launchers_policy_names_every_call_that_it_makes(s3: Policed, tmp_path: Path) -> None:
+    from launcher.backends import sagemaker
+    from launcher.job import open_job
+    from launcher.sagemaker import aws
+    from stoker.config import load
+    from tests.fakes.aws import REGION, ROLE
+
+    s3.statements = statements("launcher")
+    (tmp_path / "shards").mkdir()
+    with (tmp_path / "shards" / "0.tar").open("wb") as file:
+        file.truncate(9 * 2**20)  # sent in several parts
+    keys = [
+        f"sagemaker.region={REGION}", f"sagemaker.role={ROLE}", f"sagemaker.s3_uri=s3://{BUCKET}/stoker",
+        "sagemaker.gpu.type=ml.g5.2xlarge", f"params.data={tmp_path / 'shards'}",
+    ]  # fmt: skip
+    aws.client.cache_clear()
+    try:
+        sagemaker.submit(sagemaker.plan(open_job(load(None, keys))), lambda line: None)
+    finally:
+        aws.client.cache_clear()
+    assert s3.denied == []
+    assert s3.asked == {"s3:ListBucket", "s3:PutObject"}

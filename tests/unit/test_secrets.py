@@ -48,6 +48,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
         ("key", "image", False),
         ("token", None, False),
         ("path", "runs/secret.txt", False),
+        ("anything", "AKIAIOSFODNN7EXAMPLE", True),
     ],
 )
 def test_a_key_tells_what_is_secret(name: str, value: Any, secret: bool) -> None:

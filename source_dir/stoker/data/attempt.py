@@ -161,7 +161,7 @@ class Attempt:
         """A pass has given all its blocks."""
         with self.changed:
             stream.splitter.end()
-            stream.books.check_budget(self.passes.config.data.bad_record_budget, None)
+            stream.books.check_budget(self.passes.config.data.bad_record_budget, stream.books.read)
             if stream.splitter.rows == 0 and stream.books.carried.trained == 0:
                 raise DataError(f"the {stream.books.split} split gave no record")
             self.changed.notify_all()
@@ -176,11 +176,10 @@ class Attempt:
             self.keeping.take(split, epoch, report, node)
         for bad in report.bad:
             self.event("quarantined", split=split, epoch=epoch, key=bad.key, reason=bad.reason)
-        if stream.total is not None:
-            try:
-                stream.books.check_budget(self.passes.config.data.bad_record_budget, stream.total)
-            except DataError as error:
-                self.fail(str(error))
+        try:
+            stream.books.check_budget(self.passes.config.data.bad_record_budget, stream.total)
+        except DataError as error:
+            self.fail(str(error))
 
     def _execute_rows(self, me: Any, buffer_bytes: int) -> None:
         """Thread: executions of Ray Data, one after the other, for datasets of the recipe's own."""

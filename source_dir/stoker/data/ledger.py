@@ -18,6 +18,9 @@ class DataError(RuntimeError):
     """Head and train worker: the data of this run cannot be trusted or no longer comes."""
 
 
+LEAST_ASSUMED = 100_000
+"""Records that a pass is taken to have while nobody knows how many."""
+
 STATED = (CacheError, ChainError, DataError, UsageError)
 """Errors whose text is the line that people are to read."""
 
@@ -74,17 +77,27 @@ class EpochBooks:
         self.used_ids = self.carried.used_ids + id_sum + sum(remaining_ids)
 
     def check_budget(self, budget: float, total: int | None) -> None:
-        """Fail as soon as it is certain that too many records are bad.
+        """Fail as soon as too many records are bad.
+
+        Args:
+            budget: largest fraction.
+            total: records of the whole pass. None: nobody knows, so it counts as `LEAST_ASSUMED` until more
+                have been read: a few bad ones at the start say nothing of the rest.
 
         Raises:
             DataError: naming how many, and the first with its reason.
         """
-        whole = max(self.read, total or 0)
+        whole = max(self.read, LEAST_ASSUMED if total is None else total)
         if self.bad and self.bad > budget * whole:
             first = self.first_bad
             example = f"; the first is {first.key}: {first.reason}" if first else ""
+            of = (
+                f"{self.read} {self.split} records read so far"
+                if total is None
+                else f"{whole} {self.split} records"
+            )
             raise DataError(
-                f"{self.bad} of {whole} {self.split} records cannot be used, more than"
+                f"{self.bad} of {of} cannot be used, more than"
                 f" data.bad_record_budget allows ({budget:.2%}){example} (all of them: quarantine.jsonl)"
             )
 
