@@ -27,8 +27,11 @@ def begin(worker: Worker, keeper: Keeper, chosen: tuple[str, bool, str] | None) 
     found: Checkpoint | None = None
     if worker.rank == 0:
         worker.attempt = ray.get(worker.coordinator.new_attempt.remote())
-        found = keeper.newest() if worker.attempt else None
-        refuse_earlier(ray.get(worker.coordinator.published.remote()), found)
+        if worker.attempt:
+            found = keeper.newest()
+            own = chosen is not None and chosen[0] == keeper.store.where
+            start = f"{chosen[0].rstrip('/')}/{chosen[2]}" if chosen is not None and own else ""
+            refuse_earlier(ray.get(worker.coordinator.published.remote()) or start, found)
         if found is None and chosen is not None:
             found = describe(open_store(*chosen[:2]), chosen[2])
         first, position = (found.meta["next_epoch"], found.meta["position"]) if found else (0, None)
@@ -46,7 +49,8 @@ def refuse_earlier(published: str, found: Checkpoint | None) -> None:
     """Train worker (rank 0): a restart goes on from the run's last checkpoint, or it fails.
 
     Args:
-        published: the last checkpoint that this run has written; "" without one.
+        published: the last checkpoint that this run has written, or the one of its own that it went on from;
+            "" without one.
         found: the newest whole one that this host sees.
 
     Raises:
