@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.config import Resolved, UsageError, load, schema_rows, type_name
+from stoker.redaction import redact
 from stoker.schema import Config
 
 if TYPE_CHECKING:
@@ -260,7 +261,7 @@ def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str
             value: Any = values
             for part in key.split("."):
                 value = value[part]
-            default = f"{value!r} ({resolved.origins[key]})"
+            default = f"{redact(value, key)!r} ({resolved.origins[key]})"
         rows.append((key, kind, default, info.description or ""))
     if resolved:
         from launcher.job import source_root
@@ -273,7 +274,7 @@ def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str
             default = "required" if info.is_required() else repr(info.default)
             given = resolved.config.params.get(info.alias or name)
             if given is not None:
-                default = f"{given!r} ({resolved.origins.get(key, 'file')})"
+                default = f"{redact(given, key)!r} ({resolved.origins.get(key, 'file')})"
             rows.append((key, type_name(info.annotation), default, info.description or ""))
     widths = [min(max(len(row[i]) for row in rows), limit) for i, limit in enumerate((34, 24, 40))]
     return [

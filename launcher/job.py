@@ -7,13 +7,15 @@ SageMaker is only where that copy lies and where the data of `channels` appears.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stoker.config import Resolved, UsageError, resolved_yaml
+from stoker.bootstrap.requirements import CONSTRAINTS, constraint_lines
+from stoker.config import SECRETS_FILE, Resolved, UsageError, resolved_yaml, secrets_json
 from stoker.extras import requirement_lines
 from stoker.place import COMMIT_FILE
 from stoker.sizing import prices
@@ -67,10 +69,13 @@ class Job:
             for name in ("recipes", "configs"):
                 if (own / name).is_dir():
                     shutil.copytree(own / name, folder / name, ignore=_IGNORED)
+        self._stage_constraints(folder)
         config = self.resolved.config
         params = {**config.params, **self.data, **(data_at or {})}
         staged = Resolved(config.model_copy(update={"params": params}), self.resolved.origins)
         (folder / "job.yaml").write_text(resolved_yaml(staged), encoding="utf-8")
+        if (secrets := secrets_json(staged.config)) is not None:
+            write_private(folder / SECRETS_FILE, secrets)
         commit = git_commit(self.source_dir or own)
         if commit:
             (folder / COMMIT_FILE).write_text(commit + "\n")
@@ -78,6 +83,14 @@ class Job:
         if prices.user_file().is_file():
             # Newer than the table in the package, so that the run's cost is that of today's prices.
             shutil.copy2(prices.user_file(), folder / prices.STAGED_FILE.name)
+
+    def _stage_constraints(self, folder: Path) -> None:
+        """The versions on this machine, so that hosts which install at different times install the same."""
+        wanted, constraints = folder / "requirements.txt", folder / CONSTRAINTS
+        if wanted.is_file():
+            given = constraints.read_text() if constraints.is_file() else ""
+            lines = constraint_lines(wanted.read_text(), given)
+            constraints.write_text("".join(f"{line}\n" for line in lines))
 
     def _stage_user_source(self, folder: Path, source_dir: Path) -> None:
         for item in sorted(source_dir.iterdir()):
@@ -91,6 +104,12 @@ class Job:
                 shutil.copytree(item, target, ignore=_IGNORED)
             else:
                 shutil.copy2(item, target)
+
+
+def write_private(file: Path, text: str) -> None:
+    """Laptop: a new file that only its owner may read."""
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as output:
+        output.write(text)
 
 
 def git_commit(folder: Path) -> str | None:
@@ -132,7 +151,7 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
         else:
             problems += [
                 f"--source-dir {source_dir}: {name} would hide Stoker's own; rename it"
-                for name in ("stoker", "train.py", "job.yaml")
+                for name in ("stoker", "train.py", "job.yaml", SECRETS_FILE)
                 if (source_dir / name).exists()
             ]
     if problems:

@@ -14,14 +14,11 @@ from launcher.sagemaker.groups import training_group
 from launcher.sagemaker.model import instance_types, limit_problems
 from launcher.sagemaker.request import CODE_CHANNEL, IMAGE_ACCOUNT, INPUT, Draft
 from stoker.config import UsageError, load
+from stoker.redaction import is_secret
 from stoker.sizing import prices
 
 PYTHONS = ((3, 11), (3, 12))
 MAX_RUNTIME_S = 28 * 86_400
-SECRET_NAME = re.compile(r"(token|secret|password|passwd|credential|api_?key|access_?key|private_?key)", re.I)
-SECRET_VALUE = re.compile(
-    r"((AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_\w{30,}|github_pat_\w{30,}|hf_[A-Za-z]{30,}|sk-\w{20,}|-----BEGIN)"
-)
 RESERVED_VARIABLES = ("RAY_AUTH_", "RAY_ADDRESS", "RAY_DATA_AUTOLOAD_", "SM_", "STOKER_")
 
 
@@ -243,7 +240,7 @@ def _secrets(draft: Draft) -> Iterator[str]:
     }
     for section, entries in shown.items():
         for name, value in entries.items():
-            if SECRET_NAME.search(name) or SECRET_VALUE.search(str(value)):
+            if is_secret(name, str(value)):
                 yield (
                     f"sagemaker.{section}.{name}: looks like a secret, and everyone who may"
                     " describe the"
@@ -263,7 +260,7 @@ def _hyperparameters(draft: Draft) -> Iterator[str]:
             yield (
                 f"{where}: a single quote breaks SageMaker's start script (got {value!r}); put it in the file"
             )
-        elif not SECRET_NAME.search(key):
+        elif not is_secret(key, ""):
             try:
                 load(None, [f"{key.replace('__', '.')}={value}"], origin=where)
             except UsageError as error:

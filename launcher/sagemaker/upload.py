@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from launcher.files import files_below
-from launcher.job import Job
+from launcher.job import Job, write_private
 from stoker.config import UsageError
 
 ARCHIVE = "sourcedir.tar.gz"
@@ -54,10 +54,7 @@ def find_data_uploads(data: Mapping[str, str], s3_uri: str) -> tuple[DataUpload,
 def stage(job: Job, folder: Path, data_at: dict[str, str], token_file: str) -> None:
     """Laptop: write the staged source and, beside it, a fresh Ray token that only it holds."""
     job.stage(folder, data_at)
-    token = folder / token_file
-    descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32))
+    write_private(folder / token_file, secrets.token_hex(32))
 
 
 def pack(folder: Path, archive: Path) -> None:

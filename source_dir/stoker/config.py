@@ -18,9 +18,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from stoker import redaction
 from stoker.schema import Config
 
 NULLS = {"", "null", "none", "~"}
+SECRETS_FILE = "job.secrets.json"
+"""Beside a staged `job.yaml`: the values that it shows as redacted. Only its owner may read it."""
 
 
 class UsageError(Exception):
@@ -52,6 +55,8 @@ def load(path: str | Path | None, overrides: Iterable[str] = (), origin: str = "
     """
     where = str(path) if path else "configuration"
     tree = _read_yaml(Path(path)) if path else {}
+    if path and (secrets := Path(path).with_name(SECRETS_FILE)).is_file():
+        tree = _overlaid(tree, json.loads(secrets.read_text(encoding="utf-8")))
     origins = {key: where for key, _ in _leaves(tree)}
     problems: list[str] = []
     for text in overrides:
@@ -62,8 +67,13 @@ def load(path: str | Path | None, overrides: Iterable[str] = (), origin: str = "
         try:
             _put(tree, key.strip(), parse_value(value))
         except ValueError as error:
-            problems.append(f"{origin}: {key}: {error}")
+            problems.append(f"{origin}: {key}: {redaction.REDACTED if redaction.is_secret(key) else error}")
         origins[key.strip()] = origin
+    for keys in redaction.redacted_at(tree):
+        problems.append(
+            f"{where}: {'.'.join(keys)}: holds {redaction.REDACTED} in place of its value, which a run does"
+            f" not write down; give it: {'.'.join(keys)}=…"
+        )
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
@@ -126,7 +136,7 @@ def describe(detail: ErrorDetails, model: type[BaseModel], prefix: str = "") -> 
     message = message[:1].lower() + message[1:]
     if detail["type"] == "missing":
         return f"{key}: is required and has no default"
-    return f"{key}: {message} (got {detail['input']!r})"
+    return f"{key}: {message} (got {redaction.redact(detail['input'], loc[-1] if loc else '')!r})"
 
 
 def schema_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
@@ -152,16 +162,36 @@ def type_name(annotation: Any) -> str:
 
 
 def to_yaml(config: BaseModel) -> str:
-    """Anywhere: a configuration as the YAML that `load` reads back to the same value."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """Anywhere: a configuration as YAML that `load` reads back to the same value, secrets apart."""
+    tree = redaction.redact(config.model_dump(mode="json"))
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def secrets_json(config: BaseModel) -> str | None:
+    """Laptop: what `to_yaml` leaves out, for `SECRETS_FILE` beside it; None where nothing is secret."""
+
+    def hidden(whole: Any, shown: Any) -> Any:
+        if isinstance(whole, Mapping):
+            return {key: hidden(below, shown[key]) for key, below in whole.items() if below != shown[key]}
+        return whole
+
+    tree = config.model_dump(mode="json")
+    shown = redaction.redact(tree)
+    return None if shown == tree else json.dumps(hidden(tree, shown))
 
 
 def resolved_yaml(resolved: Resolved) -> str:
-    """Anywhere: the configuration with each value's origin as a comment."""
+    """Anywhere: the configuration, without its secrets, with each value's origin as a comment."""
     origins = json.dumps(resolved.origins, indent=1, ensure_ascii=False).splitlines()[1:-1]
     header = ["# The resolved configuration of this run. Values not named below are defaults."]
     header += [f"# {line.strip().rstrip(',')}" for line in origins]
     return "\n".join(header) + "\n" + to_yaml(resolved.config)
+
+
+def _overlaid(tree: Any, secrets: Any) -> Any:
+    if isinstance(secrets, Mapping) and isinstance(tree, Mapping):
+        return {**tree, **{key: _overlaid(tree.get(key), below) for key, below in secrets.items()}}
+    return secrets
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -15,6 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from stoker import redaction
 from stoker.bootstrap.topology import label
 from stoker.config import Resolved, UsageError, resolved_yaml
 from stoker.data.ledger import DataError
@@ -32,6 +33,7 @@ from stoker.tracking.recorder import Recorder, teller
 from stoker.tracking.summary import Cluster, Host, Summary
 from stoker.training import resuming
 from stoker.training.plan import blocks_note, plan_workers, refuse_impossible, steps_per_epoch
+from stoker.training.sharing import refuse_unshared
 from stoker.training.store import open_store
 
 POLL_S = 0.2
@@ -93,6 +95,7 @@ def run(resolved: Resolved, place: Place) -> int:
     """
     global LAST_ERROR
     config = resolved.config
+    redaction.learn(config.model_dump(mode="json"))
     log = open_log(place.run_dir)
     (place.run_dir / "config.yaml").write_text(resolved_yaml(resolved), encoding="utf-8")
     summary = Summary(
@@ -125,6 +128,7 @@ def run(resolved: Resolved, place: Place) -> int:
         summary.train_workers = workers
         console = make_console(config.train.epochs, steps, screen_log)
         start = resuming.prepare(config, place, data, workers, summary, teller(recorder, console))
+        refuse_unshared(config, start.where, place.train_group, use_gpu)
         coordinator = start_coordinator(config, data, workers, start.first_epoch, start.position)
         console.line(opening_line(data, workers, use_gpu))
         for note in filter(None, (blocks_note(config, data, workers), cache_note(config))):
@@ -147,7 +151,7 @@ def run(resolved: Resolved, place: Place) -> int:
         console.close()
         summary.tracking = sender.about() if sender is not None else {}
         recorder.close(last_figures(coordinator, recorder))
-    LAST_ERROR = summary.error or ""
+    LAST_ERROR = redaction.scrub(summary.error or "")
     draw_report(place.run_dir, console)
     if sender is not None:
         for line in sender.close(summary):
@@ -305,11 +309,18 @@ def last_figures(coordinator: Any, recorder: Recorder) -> dict[str, Any]:
         return {}
 
 
+class LogFormatter(logging.Formatter):
+    """Head: log lines without the run's secrets, which an exception's text may hold."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redaction.scrub(super().format(record))
+
+
 def open_log(run_dir: Path) -> logging.Logger:
     """Head: the run's log file; Ray's own messages go there and not on the screen."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(run_dir / "logs" / "driver.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("ray", "ray.data", "ray.train", "stoker"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]

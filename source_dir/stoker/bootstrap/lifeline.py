@@ -35,8 +35,10 @@ class Ended:
 class LifelineServer:
     """Head: accepts worker hosts, tells them when Ray is ready and when the job is over."""
 
-    def __init__(self, address: str, port: int, token: str) -> None:
+    def __init__(self, address: str, port: int, token: str, versions: dict[str, str] | None = None) -> None:
+        """Args: versions: of the head's packages; every host compares its own before it joins."""
         self._token = token
+        self._message: dict[str, object] = {"ready": True, "versions": versions or {}}
         self._lock = threading.Lock()
         self._connections: dict[str, socket.socket] = {}
         self._ready = False
@@ -53,7 +55,7 @@ class LifelineServer:
         with self._lock:
             self._ready = True
             for connection in self._connections.values():
-                _send(connection, {"ready": True})
+                _send(connection, self._message)
 
     def end(self, code: int, expected: Collection[str] = (), grace_s: float = 0) -> None:
         """Head: the job is over; every worker host leaves now.
@@ -92,7 +94,7 @@ class LifelineServer:
             with self._lock:
                 self._connections[host] = connection
                 if self._ready:
-                    _send(connection, {"ready": True})
+                    _send(connection, self._message)
             with contextlib.suppress(OSError):
                 connection.settimeout(None)
                 while connection.recv(1024):
@@ -125,6 +127,8 @@ class Lifeline:
     def __init__(self, address: str, port: int, host: str, token: str, timeout_s: float = 5.0) -> None:
         self._socket = socket.create_connection((address, port), timeout=timeout_s)
         self._buffer = b""
+        self.head_versions: dict[str, str] = {}
+        """Of the head's packages, once it is ready."""
         try:
             _keep_alive(self._socket)
             self._socket.settimeout(HELLO_TIMEOUT_S)
@@ -153,6 +157,8 @@ class Lifeline:
             if message is None:
                 return False
             if message.get("ready"):
+                sent = message.get("versions")
+                self.head_versions = dict(sent) if isinstance(sent, dict) else {}
                 return True
 
     def poll(self, timeout_s: float) -> Ended | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from stoker.bootstrap import cluster, raynode
+from stoker.bootstrap import cluster, raynode, requirements
 from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
 from stoker.bootstrap.logs import say, say_at_once
 from stoker.bootstrap.raynode import ClusterError, RayNode
@@ -97,7 +97,7 @@ def run_head(
         address = raynode.address_of(topology.interface)
         # First the line by which the other hosts hear of whatever else may fail.
         raynode.probe_port(address, lifeline_port(config.cluster.port), "cluster.port + 1")
-        lifeline = LifelineServer(address, lifeline_port(config.cluster.port), token)
+        lifeline = LifelineServer(address, lifeline_port(config.cluster.port), token, package_versions(code))
         raynode.probe_port(address, config.cluster.port, "cluster.port")
         head = ["--head", f"--port={config.cluster.port}", "--include-dashboard=false"]
         node = RayNode([*head, *_shared_arguments(resolved, topology, address)], cluster.RAY_LOG)
@@ -161,6 +161,11 @@ def run_worker(resolved: Resolved, topology: Topology, code: Path, stop: Stop, s
                 raise ClusterError(f"Ray on the head {topology.head} is not ready after its time-out")
             if isinstance(ready, Ended):
                 return _left(ready)
+            if differs := requirements.difference(package_versions(code), lifeline.head_versions):
+                raise ClusterError(
+                    f"its packages are not those of the head {topology.head}: {differs}; pin them in"
+                    f" {requirements.CONSTRAINTS} beside requirements.txt, or use one image for all hosts"
+                )
             own = raynode.address_of(topology.interface)
             join = [f"--address={address}:{config.cluster.port}"]
             node = RayNode([*join, *_shared_arguments(resolved, topology, own)], cluster.RAY_LOG)
@@ -229,6 +234,12 @@ def container_place(base: Path, topology: Topology, formed_s: float) -> Place:
         train_group=label(topology.gpu_group),
         expected_hosts=topology.hosts,
     )
+
+
+def package_versions(code: Path) -> dict[str, str]:
+    """Every host: the versions of what the staged requirements ask for, which all hosts must share."""
+    file = code / "requirements.txt"
+    return requirements.versions(file.read_text(encoding="utf-8") if file.is_file() else "")
 
 
 def lifeline_port(ray_port: int) -> int:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stoker.bootstrap import requirements
 from stoker.bootstrap.logs import prefix_output, say
 
 if TYPE_CHECKING:
@@ -98,6 +99,10 @@ def run_in_container(resource: Mapping[str, Any], arguments: list[str]) -> int:
     _adopt_orphans()
     try:
         outcome = _play(resource, arguments)
+    except requirements.InstallError as error:
+        say(str(error))
+        write_failure(str(error))
+        return 2 if isinstance(error, requirements.ConflictError) else 1
     except Exception as error:  # whatever it is, the job's console shall show it
         import traceback
 
@@ -115,8 +120,6 @@ def run_in_container(resource: Mapping[str, Any], arguments: list[str]) -> int:
 
 
 def _play(resource: Mapping[str, Any], arguments: list[str]) -> Outcome:
-    from stoker.bootstrap import requirements
-
     installed = requirements.ensure(CODE)
     if installed:
         say(f"installed {', '.join(installed)} in {time.monotonic() - STARTED:.0f} s")
@@ -149,7 +152,7 @@ def read_configuration(arguments: list[str], hyperparameters: Mapping[str, str])
     Raises:
         UsageError: with every problem found.
     """
-    from stoker.config import Resolved, hyperparameter_overrides, load
+    from stoker.config import SECRETS_FILE, Resolved, hyperparameter_overrides, load
 
     parser = argparse.ArgumentParser(description="Run one Stoker job on this host.")
     parser.add_argument("--config", type=Path)
@@ -162,6 +165,10 @@ def read_configuration(arguments: list[str], hyperparameters: Mapping[str, str])
     if not _copied_by_toolkit(arguments):
         overrides += hyperparameter_overrides(rest)
     resolved = load(path, overrides, origin="arguments")
+    if os.environ.get("STOKER_BACKEND") == "local":
+        # There the staged copy lies in the run directory, which is kept and passed on.
+        with contextlib.suppress(OSError):
+            path.with_name(SECRETS_FILE).unlink(missing_ok=True)
     # What the launcher resolved from file and command line keeps its first origin.
     origins = {}
     with contextlib.suppress(OSError, ValueError):

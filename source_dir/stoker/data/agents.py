@@ -6,6 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,16 @@ from stoker.data.cleaning import Cleaner
 from stoker.data.host_cache import CacheError, CacheSpec
 from stoker.data.rows import Server
 from stoker.data.serving import BlockServer, columns_of
+from stoker.recipe import where_raised
 
 SAMPLE_EVERY_S = 3.0
 AGENT_START_S = 60.0
 """A host whose agent has not answered by then does without; its blocks come through Ray."""
 ANSWER_S = 5.0
+RESTARTS = 3
+"""A host whose agent dies more often does without for the rest of the run."""
+RESTART_AFTER_S = 6.0
+"""By then the shell that removes the cache of a dead agent's host has done so."""
 
 
 class HostAgent:
@@ -126,8 +132,12 @@ def _own_cgroups() -> list[str]:
 class Agents:
     """Head: keeps an agent on every host of the cluster, whenever it joins, and samples their CPUs.
 
+    An agent that dies is started again, and that is said: without it a host's blocks come through Ray's
+    object store, its CPUs are not sampled, and its cache is gone.
+
     Args:
         told: takes {node: percent} every few seconds.
+        note: takes one line about an agent that died.
         serve: other hosts serve their blocks to train workers.
         cache: what hosts keep until the run ends.
     """
@@ -137,9 +147,13 @@ class Agents:
         told: Callable[[dict[str, float]], None],
         serve: bool = True,
         cache: CacheSpec | None = None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.secret = secrets.token_bytes(32)
-        self._told, self._serve, self._cache = told, serve, cache
+        self._told, self._serve, self._cache, self._note = told, serve, cache, note
+        self._deaths: Counter[str] = Counter()
+        self._not_before: dict[str, float] = {}
+        """When an agent that died may be started again, by node."""
         self._cleaner = clean_up(cache)
         self._lock = threading.Lock()
         self._servers: dict[str, Server] = {}
@@ -161,14 +175,18 @@ class Agents:
             alive = {n["NodeID"]: n for n in ray.nodes() if n["Alive"]}
             agents = {node: agent for node, agent in agents.items() if node in alive}
             for node in alive:
-                if node != own and node not in agents:
+                due = self._not_before.get(node, 0.0) <= time.monotonic()
+                if node != own and node not in agents and due:
                     agents[node] = self._start(node)
                     starting[agents[node].where.remote()] = (node, agents[node], time.monotonic())
-            self._take_in(starting)
+            died = self._take_in(starting)
             started = time.monotonic()
             calls = {node: agents[node].cpu_pct.remote() for node in self._ready(agents)}
-            sample = {own: meter.sample()} | self._answers(calls)
-            self._told(sample)
+            used, gone = self._answers(calls)
+            for node, cause in (died | gone).items():
+                agents.pop(node, None)
+                self._bury(node, alive.get(node, {}), cause)
+            self._told({own: meter.sample()} | used)
             time.sleep(max(0.5, SAMPLE_EVERY_S - (time.monotonic() - started)))
 
     def _start(self, node: str) -> Any:
@@ -177,38 +195,72 @@ class Agents:
         options = {"num_cpus": 0, "max_concurrency": 8, "label_selector": {ray._raylet.RAY_NODE_ID_KEY: node}}
         return ray.remote(HostAgent).options(**options).remote(self.secret, self._cache)
 
+    def _bury(self, node: str, about: dict[str, Any], cause: str) -> None:
+        """An agent died: whether, and when, there will be another, and say so."""
+        import ray
+
+        if not any(n["NodeID"] == node and n["Alive"] for n in ray.nodes()):
+            return  # with its host, which others tell of
+        self._deaths[node] += 1
+        name = about.get("Labels", {}).get("stoker.host") or about.get("NodeManagerHostname", node)
+        again = self._deaths[node] <= RESTARTS
+        self._not_before[node] = time.monotonic() + RESTART_AFTER_S if again else float("inf")
+        then = (
+            "it is started again" if again else f"it died {self._deaths[node]} times and is not started again"
+        )
+        self._note(
+            f"the agent on host {name} died ({cause}); {then}. Until it answers, the host's blocks come"
+            " through Ray's object store"
+        )
+
     def _ready(self, agents: dict[str, Any]) -> list[str]:
         with self._lock:
             self._servers = {node: s for node, s in self._servers.items() if node in agents}
             return list(self._servers)
 
-    def _take_in(self, starting: dict[Any, tuple[str, Any, float]]) -> None:
-        """Agents that have answered become servers; those that never do are left alone."""
+    def _take_in(self, starting: dict[Any, tuple[str, Any, float]]) -> dict[str, str]:
+        """Agents that have answered become servers; those that never do are left alone.
+
+        Returns:
+            Nodes whose agent died as it started, with the cause.
+        """
         import ray
 
+        died: dict[str, str] = {}
         if not starting:
-            return
+            return died
         done, _ = ray.wait(list(starting), num_returns=len(starting), timeout=0.5)
         for call in list(starting):
             node, agent, since = starting[call]
             if call in done:
                 del starting[call]
-                with contextlib.suppress(ray.exceptions.RayError):
+                try:
                     address, port = ray.get(call)
-                    with self._lock:
-                        self._servers[node] = Server(agent, address, port)
+                except ray.exceptions.RayError as error:
+                    died[node] = where_raised(error)[:200]
+                    continue
+                with self._lock:
+                    self._servers[node] = Server(agent, address, port)
             elif time.monotonic() - since > AGENT_START_S:
                 del starting[call]
+        return died
 
-    def _answers(self, calls: dict[str, Any]) -> dict[str, float]:
+    def _answers(self, calls: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
+        """(what the agents say, nodes whose agent has died with the cause)."""
         import ray
 
+        found: dict[str, float] = {}
+        died: dict[str, str] = {}
         if not calls:
-            return {}
+            return found, died
         done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S)
-        found = {}
         for node, call in calls.items():
-            if call in done:
-                with contextlib.suppress(ray.exceptions.RayError):
-                    found[node] = float(ray.get(call))
-        return found
+            if call not in done:
+                continue
+            try:
+                found[node] = float(ray.get(call))
+            except ray.exceptions.ActorDiedError:
+                died[node] = "its process ended"
+            except ray.exceptions.RayError:
+                continue  # perhaps it answers the next time
+        return found, died

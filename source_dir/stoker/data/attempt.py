@@ -171,7 +171,7 @@ class Attempt:
         """A pass has given all its blocks."""
         with self.changed:
             stream.splitter.end()
-            stream.books.check_budget(self.passes.config.data.bad_record_budget, None)
+            stream.books.check_budget(self.passes.config.data.bad_record_budget, stream.books.read)
             if stream.splitter.rows == 0 and stream.books.carried.trained == 0:
                 raise DataError(f"the {stream.books.split} split gave no record")
             self.changed.notify_all()
@@ -184,7 +184,8 @@ class Attempt:
             if deadly and (total := self.totals[split]) is not None:
                 # Now, not when the block is there: its other records may be as bad.
                 budget, first = self.passes.config.data.bad_record_budget, next(iter(deadly.items()))
-                refuse_over_budget(split, len(deadly), total, budget, BadRecord(*first))
+                of = f"{total} {split} records"
+                refuse_over_budget(len(deadly), total, of, budget, BadRecord(*first))
         except DataError as error:
             self.fail(str(error))
             return None
@@ -206,11 +207,10 @@ class Attempt:
             self.keeping.take(split, epoch, report, node)
         for bad in report.bad:
             self.event("quarantined", split=split, epoch=epoch, key=bad.key, reason=bad.reason)
-        if stream.total is not None:
-            try:
-                stream.books.check_budget(self.passes.config.data.bad_record_budget, stream.total)
-            except DataError as error:
-                self.fail(str(error))
+        try:
+            stream.books.check_budget(self.passes.config.data.bad_record_budget, stream.total)
+        except DataError as error:
+            self.fail(str(error))
         return True
 
     def _execute_rows(self, me: Any, buffer_bytes: int) -> None:

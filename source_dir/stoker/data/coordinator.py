@@ -48,12 +48,16 @@ class Coordinator:
         self.stop_reason = ""
         self.chain = {split: ChainBooks() for split in ("train", "val")}
         self.events: list[dict[str, Any]] = []
+        self.last_checkpoint = ""
         self.training: dict[int, str] = {}
         """Node of each rank."""
         self.keeping = Keeping(passes.cache.kind) if passes.cache else None
         self.suspects = Suspects()
         self.agents = Agents(
-            lambda used: self.log("host_cpu", {"hosts": used}), serve=direct, cache=passes.cache
+            lambda used: self.log("host_cpu", {"hosts": used}),
+            serve=direct,
+            cache=passes.cache,
+            note=lambda text: self.log("note", {"text": text}),
         )
 
     def servers(self) -> tuple[bytes, dict[str, Server]]:
@@ -65,6 +69,11 @@ class Coordinator:
         with self.changed:
             self.trainings += 1
             return self.trainings
+
+    def published(self) -> str:
+        """Train worker's call (rank 0): folder or URI of the last checkpoint of this run; "" without one."""
+        with self.changed:
+            return self.last_checkpoint
 
     def begin(
         self,
@@ -311,6 +320,8 @@ class Coordinator:
         """Train worker's call: one event for events.jsonl and the screen."""
         with self.changed:
             self._event(event, **values)
+            if event == "checkpoint":
+                self.last_checkpoint = values["path"]
             if event == "train_worker":
                 self.training[values["rank"]] = values["node"]
 

@@ -138,7 +138,8 @@ class DirectHosts:
         now = time.monotonic()
         with self._lock:
             link = self._links.get(node)
-            if link is None and now >= self._ask_after:
+            # A server that failed may have been started again, at another port.
+            if (link is None or link.avoided_until) and now >= self._ask_after:
                 self._ask_after = now + ASK_AGAIN_S
                 ask = True
             else:

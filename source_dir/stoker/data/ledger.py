@@ -18,6 +18,9 @@ class DataError(RuntimeError):
     """Head and train worker: the data of this run cannot be trusted or no longer comes."""
 
 
+LEAST_ASSUMED = 100_000
+"""Records that a pass is taken to have while nobody knows how many."""
+
 STATED = (CacheError, ChainError, DataError, UsageError)
 """Errors whose text is the line that people are to read."""
 
@@ -74,13 +77,19 @@ class EpochBooks:
         self.used_ids = self.carried.used_ids + id_sum + sum(remaining_ids)
 
     def check_budget(self, budget: float, total: int | None) -> None:
-        """Fail as soon as it is certain that too many records are bad.
+        """Fail as soon as too many records are bad.
+
+        Args:
+            budget: largest fraction.
+            total: records of the whole pass. None: nobody knows, so it counts as `LEAST_ASSUMED` until more
+                have been read: a few bad ones at the start say nothing of the rest.
 
         Raises:
             DataError: naming how many, and the first with its reason.
         """
-        whole = max(self.read, total or 0)
-        refuse_over_budget(self.split, self.bad, whole, budget, self.first_bad)
+        whole = max(self.read, LEAST_ASSUMED if total is None else total)
+        of = f"{self.read} {self.split} records read so far" if total is None else f"{whole} {self.split} records"
+        refuse_over_budget(self.bad, whole, of, budget, self.first_bad)
 
     def settle(self) -> dict[str, int]:
         """Close the epoch.
@@ -114,8 +123,15 @@ class EpochBooks:
         }
 
 
-def refuse_over_budget(split: str, bad: int, whole: int, budget: float, first: BadRecord | None) -> None:
+def refuse_over_budget(bad: int, whole: int, of: str, budget: float, first: BadRecord | None) -> None:
     """Head: fail where too many records are bad.
+
+    Args:
+        bad: how many are.
+        whole: of how many.
+        of: these in words.
+        budget: largest fraction.
+        first: of them.
 
     Raises:
         DataError: naming how many, and the first with its reason.
@@ -123,7 +139,7 @@ def refuse_over_budget(split: str, bad: int, whole: int, budget: float, first: B
     if bad and bad > budget * whole:
         example = f"; the first is {first.key}: {first.reason}" if first else ""
         raise DataError(
-            f"{bad} of {whole} {split} records cannot be used, more than data.bad_record_budget allows"
+            f"{bad} of {of} cannot be used, more than data.bad_record_budget allows"
             f" ({budget:.2%}){example} (all of them: quarantine.jsonl)"
         )
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import re
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from ray.train.lightning import (
 )
 
 from stoker.data.feed import Pass
+from stoker.integrations.lightning_state import pack, plain_state, unpack
 from stoker.training.export import keep_example
 from stoker.training.keeping import Keeper
 from stoker.training.loop import open_pass, settle
@@ -33,7 +33,7 @@ from stoker.training.worker import Worker, check_finite, count_records, mean_ove
 def build(worker: Worker) -> None:
     """Train worker: the module, as its author made it; the trainer wraps it for DDP."""
     worker.model = worker.recipe.model().to(worker.device)
-    worker.scheduler = TrainerState()
+    worker.scheduler = TrainerState(lambda text: worker.log("note", text=text))
 
 
 def run_epochs(worker: Worker, keeper: Keeper, first: int, carried: Progress | None, has_val: bool) -> bool:
@@ -77,7 +77,7 @@ def run_epochs(worker: Worker, keeper: Keeper, first: int, carried: Progress | N
     state.trainer = trainer
     val = [ValBatches(reports)] if has_val else None
     with state.as_file(module) as path:
-        trainer.fit(module, TrainBatches(reports), val, ckpt_path=path, weights_only=False if path else None)
+        trainer.fit(module, TrainBatches(reports), val, ckpt_path=path, weights_only=True if path else None)
     if reports.stop:
         worker.log("stopped", reason=reports.stop)
     elif trainer.current_epoch < config.train.epochs:
@@ -88,22 +88,29 @@ def run_epochs(worker: Worker, keeper: Keeper, first: int, carried: Progress | N
 class TrainerState:
     """Train worker: the trainer's optimisers, schedulers, loops and callbacks, for a checkpoint."""
 
-    def __init__(self) -> None:
+    def __init__(self, tell: Callable[[str], Any]) -> None:
+        """Args: tell: takes what is left out of checkpoints, each line once."""
         self.trainer: pl.Trainer | None = None
         self.loaded: bytes = b""
+        self._tell, self._told = tell, set[str]()
 
     def state_dict(self) -> dict[str, Any]:
-        """The trainer's checkpoint without the weights, as bytes in a tensor.
+        """The trainer's checkpoint without the weights, as bytes in a tensor."""
+        return {"lightning": pack(self.state())} if self.trainer is not None else {}
 
-        Callbacks may keep objects of any type, which a checkpoint that is read with `weights_only` cannot.
+    def state(self) -> dict[str, Any]:
+        """The same as plain values and tensors.
+
+        Raises:
+            UsageError: something that training cannot go on without is not plain.
         """
-        if self.trainer is None:
-            return {}
-        content = self.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        content.pop("state_dict")
-        file = io.BytesIO()
-        torch.save(content, file)
-        return {"lightning": torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)}
+        assert self.trainer is not None  # noqa: S101 - set before fit
+        return plain_state(self.trainer._checkpoint_connector.dump_checkpoint(), self._once)
+
+    def _once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._tell(text)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "lightning" in state:
@@ -122,9 +129,8 @@ class _CheckpointFile:
     def __enter__(self) -> str | None:
         if not self.content:
             return None
+        state = unpack(self.content, "the checkpoint's state of the Lightning trainer")
         self.folder = tempfile.TemporaryDirectory()
-        # Written by this job's own train worker; the manifest's checksum has been verified.
-        state = torch.load(io.BytesIO(self.content), weights_only=False)
         state["state_dict"] = self.module.state_dict()
         path = Path(self.folder.name) / "resume.ckpt"
         torch.save(state, path)
@@ -220,6 +226,10 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         self.exhausted, self.books = False, []
         self.started = time.perf_counter()
         return self.train
+
+    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
+        if self.worker.rank == 0:
+            self.worker.scheduler.state()  # what no checkpoint can hold is refused before the first step
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
         worker, progress, given = self.worker, self.progress, self.given.popleft()

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from stoker.redaction import scrub
 from stoker.sizing.cost import cost_row
 from stoker.tracking.summary import Summary
 
@@ -30,7 +31,8 @@ class PlainConsole:
         self.log = log.open("a", buffering=1) if log else None
 
     def line(self, text: str) -> None:
-        """Show a line and keep it in the run's console.log."""
+        """Show a line, without the run's secrets, and keep it in the run's console.log."""
+        text = scrub(text)
         self.show(text)
         if self.log:
             self.log.write(text + "\n")

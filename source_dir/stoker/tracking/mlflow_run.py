@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from stoker.redaction import scrub
 from stoker.schema import MlflowConfig
 from stoker.tracking.summary import Status, Summary
 
@@ -208,4 +209,4 @@ def end_tags(summary: Summary) -> dict[str, str]:
         "stoker.bottleneck": summary.bottleneck,
         "stoker.train_workers": summary.train_workers or None,
     }
-    return {key: str(value) for key, value in values.items() if value is not None}
+    return {key: scrub(str(value)) for key, value in values.items() if value is not None}

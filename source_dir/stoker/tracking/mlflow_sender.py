@@ -19,6 +19,7 @@ from typing import Any
 
 import stoker
 from stoker.place import COMMIT_FILE, Place
+from stoker.redaction import redact
 from stoker.schema import Config, MlflowConfig
 from stoker.tracking import mlflow_run
 from stoker.tracking.mlflow_run import MlflowRun
@@ -84,8 +85,9 @@ class MlflowSender:
             kept: where the checkpoints lie, which outlives this host: the run's id is kept there, too.
         """
         self.settings, self.run_dir, self.model_dir = settings, run_dir, model_dir
-        self.uri, self.experiment = str(settings.uri), settings.experiment or name
-        self.tags = {**tags, **settings.tags}
+        # What is shown and written down; the client gets the one in `settings`.
+        self.uri, self.experiment = str(redact(settings.uri)), settings.experiment or name
+        self.tags = {**tags, **redact(settings.tags)}
         self.kept = kept
         self.kept_id: str | None = None
         """The run's id as it lies with the checkpoints."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stoker.redaction import scrub
 from stoker.sizing.cost import run_cost
 from stoker.sizing.prices import PriceList
 from stoker.tracking.board import Board
@@ -61,7 +62,7 @@ class Recorder:
             hosts = {names.get(node, node): used for node, used in event["hosts"].items()}
             event = {**event, "hosts": hosts}
             self.load.take(hosts, training=self.summary.steps > 0)
-        self.events_file.write(json.dumps(event, default=str) + "\n")
+        self.events_file.write(scrub(json.dumps(event, default=str)) + "\n")
         if kind in NOTABLE:
             self.summary.events.append(event)
         handler = getattr(self, f"_on_{kind}", None)
@@ -92,7 +93,7 @@ class Recorder:
     def _on_quarantined(self, event: dict[str, Any]) -> None:
         with (self.run_dir / "quarantine.jsonl").open("a") as file:
             row = {key: event[key] for key in ("split", "epoch", "key", "reason")}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(scrub(json.dumps(row, ensure_ascii=False)) + "\n")
 
     def _on_step(self, event: dict[str, Any]) -> None:
         self.summary.steps = event["step"]

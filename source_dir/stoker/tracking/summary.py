@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stoker.config import UsageError
+from stoker.redaction import scrub
 
 Status = Literal["running", "succeeded", "failed", "interrupted"]
 Bottleneck = Literal["gpu", "cpu", "network", "gpu_host_cpu"]
@@ -123,7 +124,7 @@ class Summary(BaseModel):
     def write(self, run_dir: Path) -> None:
         """Head: write it at once or not at all."""
         draft = run_dir / ".summary.json"
-        draft.write_text(self.model_dump_json(indent=1, by_alias=True))
+        draft.write_text(scrub(self.model_dump_json(indent=1, by_alias=True)))
         draft.replace(run_dir / "summary.json")
 
 

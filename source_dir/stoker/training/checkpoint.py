@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -107,16 +108,43 @@ def describe(store: Store, name: str) -> Checkpoint:
         ) from None
 
 
-def load(checkpoint: Checkpoint) -> Content:
-    """Train worker: a checkpoint's content, on the CPU."""
+def read_plain(file: Any, where: str) -> Any:
+    """Train worker: what `torch.save` has written of plain values and tensors, on the CPU.
+
+    Args:
+        file: a path or an open file.
+        where: names it in errors.
+
+    Raises:
+        OSError: it holds anything else, which could run code; nothing of it was executed.
+    """
+    import pickle
+
     import torch
+
+    try:
+        return torch.load(file, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        found = re.search(r"GLOBAL (\w+\.[\w.]+)", str(error))
+        raise OSError(
+            f"{where}: holds {found[1] if found else 'more'} besides plain values and tensors, which"
+            " could run code: it was not loaded. Remove this checkpoint, and check who may write there"
+        ) from None
+
+
+def load(checkpoint: Checkpoint) -> Content:
+    """Train worker: a checkpoint's content, on the CPU.
+
+    Raises:
+        OSError: its state holds more than plain values and tensors.
+    """
     from safetensors.torch import load_file
 
     with checkpoint.store.local(checkpoint.name) as folder:
         ema = folder / EMA
         return Content(
             load_file(folder / WEIGHTS),
-            torch.load(folder / STATE, weights_only=True, map_location="cpu"),
+            read_plain(folder / STATE, f"{checkpoint.path}/{STATE}"),
             checkpoint.meta,
             load_file(ema) if ema.is_file() else None,
         )
@@ -135,6 +163,9 @@ class Shelf:
     """As Lightning has it: 0 keeps none for its metric, -1 all that have one."""
     monitored: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Checkpoint → its metric, mode and value; empty for those in the middle of an epoch."""
+    tell: Callable[[str], Any] = print
+    """Takes what is worth saying."""
+    _told: bool = False
 
     def fill(self, upto: int) -> None:
         """Take in what an earlier start of this run has left.
@@ -170,10 +201,24 @@ class Shelf:
         best = self.best()
         newest = sorted(self.monitored, key=step_of, reverse=True)[: self.newest]
         for name in [n for n in self.monitored if n not in best and n not in newest]:
-            self.store.remove(name)
             del self.monitored[name]
+            self._remove(name)
         if best:
             first = self.monitored[best[0]]
             ranks = {name: self.monitored[name]["value"] for name in best}
             note = {"checkpoint": best[0], **first, "best_k": ranks}
             self.store.write_note(BEST, json.dumps(note, indent=1))
+
+    def _remove(self, name: str) -> None:
+        """A checkpoint too many costs room, not the run: said once, as every later one meets the same."""
+        try:
+            self.store.remove(name)
+        except OSError as error:
+            if not self._told:
+                self._told = True
+                cause = " ".join(str(error).split())[:300]
+                self.tell(
+                    f"the checkpoint {name} in {self.store.where} could not be removed ({cause}); training"
+                    " goes on, and old checkpoints stay: allow the job to delete there (on S3:"
+                    " s3:DeleteObject, docs/iam), or make room yourself (this is said once)"
+                )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stoker.redaction import redact
 from stoker.training import checkpoint, snapshot
 from stoker.training.checkpoint import Checkpoint, Content, Shelf
 from stoker.training.snapshot import Progress
@@ -34,9 +35,9 @@ class Keeper:
         """Finished epochs: epoch, step, metrics, books; for the summary of a run that goes on."""
         self.resumed: Checkpoint | None = None
         self.writer = Writer(self._note)
-        self.shelf = Shelf(store, config.checkpoint.keep, config.checkpoint.save_top_k)
+        self.shelf = Shelf(store, config.checkpoint.keep, config.checkpoint.save_top_k, tell=self._note)
         self._copier = snapshot.Copier()
-        self._config = config.model_dump(mode="json")
+        self._config = redact(config.model_dump(mode="json"))
         self._saved_at = time.monotonic()
         self._asked = False
         self._position: Any = None
@@ -222,7 +223,7 @@ def write_model(worker: Worker, chosen: Checkpoint, target: Path) -> None:
         shutil.copy2(source, target / checkpoint.WEIGHTS)
     about = {
         "recipe": worker.config.recipe,
-        "params": worker.config.params,
+        "params": redact(worker.config.params),
         "checkpoint": chosen.name,
         "weights": "ema" if averaged else "model",
         **{key: chosen.meta[key] for key in ("epoch", "step", "samples", "metrics")},

@@ -10,6 +10,7 @@ from typing import Any
 from stoker.config import UsageError
 from stoker.place import Place
 from stoker.recipe import load_recipe
+from stoker.redaction import redact, redacted_at
 from stoker.schema import Config
 from stoker.tracking.recorder import notable_events
 from stoker.tracking.summary import Summary, less_is_better
@@ -189,7 +190,7 @@ def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callabl
     Raises:
         UsageError: one line for each key that differs and must not.
     """
-    before, now = start.meta["config"], config.model_dump(mode="json")
+    before, now = redact(start.meta["config"]), redact(config.model_dump(mode="json"))
     problems = [
         f"{key}: {_at(now, key)!r} here, {_at(before, key)!r} in {start.name}; go on with the same, or start"
         " anew with --resume never"
@@ -198,6 +199,9 @@ def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callabl
     ]
     for name in sorted({*before["params"], *now["params"]}):
         old, new = before["params"].get(name), now["params"].get(name)
+        hidden = [".".join(keys) for keys in redacted_at({name: new})]
+        if hidden:
+            log(f"params.{', params.'.join(hidden)}: secret, so not compared with {start.name}")
         if old == new:
             continue
         text = f"params.{name}: {new!r} here, {old!r} in {start.name}"

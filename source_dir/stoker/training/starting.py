@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import platform
+
 from stoker.training.checkpoint import Checkpoint, describe
 from stoker.training.keeping import Keeper
 from stoker.training.snapshot import from_rank_0
-from stoker.training.store import open_store
+from stoker.training.store import open_store, step_of
 from stoker.training.worker import Worker, reached
 
 
@@ -25,7 +27,11 @@ def begin(worker: Worker, keeper: Keeper, chosen: tuple[str, bool, str] | None) 
     found: Checkpoint | None = None
     if worker.rank == 0:
         worker.attempt = ray.get(worker.coordinator.new_attempt.remote())
-        found = keeper.newest() if worker.attempt else None
+        if worker.attempt:
+            found = keeper.newest()
+            own = chosen is not None and chosen[0] == keeper.store.where
+            start = f"{chosen[0].rstrip('/')}/{chosen[2]}" if chosen is not None and own else ""
+            refuse_earlier(ray.get(worker.coordinator.published.remote()) or start, found)
         if found is None and chosen is not None:
             found = describe(open_store(*chosen[:2]), chosen[2])
         first, position = (found.meta["next_epoch"], found.meta["position"]) if found else (0, None)
@@ -37,6 +43,28 @@ def begin(worker: Worker, keeper: Keeper, chosen: tuple[str, bool, str] | None) 
     agreed = (worker.attempt, found and found.name, found and found.meta)
     worker.attempt, name, meta = from_rank_0(worker, agreed)
     return Checkpoint(keeper.store, name, meta) if worker.rank and name else found
+
+
+def refuse_earlier(published: str, found: Checkpoint | None) -> None:
+    """Train worker (rank 0): a restart goes on from the run's last checkpoint, or it fails.
+
+    Args:
+        published: the last checkpoint that this run has written, or the one of its own that it went on from;
+            "" without one.
+        found: the newest whole one that this host sees.
+
+    Raises:
+        OSError: this host does not see the last one whole.
+    """
+    last = published.rpartition("/")[2]
+    if not last or (found is not None and step_of(found.name) >= step_of(last)):
+        return
+    instead = f"only {found.name} is" if found else "no checkpoint is"
+    raise OSError(
+        f"{published}, the last checkpoint of this run, is not there or not whole on {platform.node()}, where"
+        f" training starts again ({instead}); going back would train on silently from an earlier state. With"
+        " several hosts that train, checkpoint.dir must be s3:// or a folder that they share"
+    )
 
 
 def nothing_left(worker: Worker, keeper: Keeper, first_epoch: int) -> str:

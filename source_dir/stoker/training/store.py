@@ -7,6 +7,7 @@ written last: without a manifest it was not finished, and with one every bit of 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import mmap
@@ -14,9 +15,12 @@ import os
 import re
 import shutil
 import tempfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
+
+from stoker.training import drafts
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-\d{8,}")
@@ -57,7 +61,7 @@ class Store(Protocol):
         ...
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint, its manifest first."""
+        """Remove a checkpoint, its manifest first; OSError where that is not allowed."""
         ...
 
     def write_note(self, file: str, content: str) -> None:
@@ -112,18 +116,24 @@ class FolderStore:
 
     def draft(self) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for left in self.folder.glob(".draft-*"):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        return Path(tempfile.mkdtemp(prefix=".draft-", dir=self.folder))
+        drafts.sweep(self.folder)
+        return drafts.new(self.folder)
 
     def publish(self, draft: Path, name: str) -> None:
         for path in draft.iterdir():
             sync(path)
         draft.chmod(0o755)  # a temporary folder is its owner's alone
-        before = self.folder / f".draft-replaced-{name}"
-        if (self.folder / name).exists():
-            (self.folder / name).rename(before)
-        draft.rename(self.folder / name)
+        before = drafts.new(self.folder)
+        # Each writer moves the one before into a folder of its own; of two at once, the later one stays.
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                (self.folder / name).rename(before / uuid.uuid4().hex)
+            try:
+                draft.rename(self.folder / name)
+                break
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
         sync(self.folder)
         shutil.rmtree(before, ignore_errors=True)
 
@@ -133,10 +143,11 @@ class FolderStore:
 
     def remove(self, name: str) -> None:
         (self.folder / name / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(self.folder / name, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.folder / name)
 
     def write_note(self, file: str, content: str) -> None:
-        draft = self.folder / f".{file}"
+        draft = self.folder / f".{file}-{uuid.uuid4().hex}"
         draft.write_text(content)
         draft.replace(self.folder / file)
 

@@ -1,0 +1,119 @@
+"""Anywhere: what is secret in a configuration never reaches a file that a run leaves behind, or the screen.
+
+A value is secret by the name of its key (`api_token`, `DB_PASSWORD`), by its form (`AKIA…`), or by its
+place in an address (`https://user:password@host`, `?token=…`). The run itself works with the values;
+whatever is written shows `(redacted)`. Loads neither ray nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+from urllib.parse import quote
+
+REDACTED = "(redacted)"
+SHORTEST = 6
+"""Shorter values, too, are redacted only where their key stands."""
+_WORDS = {"token", "password", "passwd", "passphrase", "pwd", "secret", "credential", "apikey", "accesskey"}
+_KEYS = {"api", "access", "secret", "private", "account", "auth", "signing", "encryption"}
+"""What a secret key is called before the word `key`."""
+_ORDINARY = re.compile(r"[A-Za-z _-]{,11}")
+"""Short words are not looked for in other text: `token_pooling: average` may be no secret at all."""
+_VALUE = re.compile(
+    r"((AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_\w{30,}|github_pat_\w{30,}|hf_[A-Za-z]{30,}|sk-\w{20,}|-----BEGIN)"
+)
+"""Credentials that are known by their form, whatever their key is called."""
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_QUERY = re.compile(r"(?<=[?&])([\w.~-]+)=([^&#\s'\"]+)")
+_known: set[str] = set()
+
+
+def is_secret(name: str, value: Any = "") -> bool:
+    """Anywhere: whether a key's name says that its value is secret.
+
+    Args:
+        name: `hf_token`, `DB_PASSWORD`, `apiKey`, with or without its section.
+        value: numbers and flags are secret only under a name that ends so: `max_tokens: 128` is not.
+    """
+    words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]
+    found = [word.removesuffix("s") in _WORDS or word in _WORDS for word in words]
+    found += [first in _KEYS and second in ("key", "keys") for first, second in pairwise(words)]
+    if value is None or isinstance(value, bool):
+        return False
+    if isinstance(value, int | float):
+        return bool(words) and words[-1] in _WORDS
+    return any(found) or (isinstance(value, str) and _VALUE.search(value) is not None)
+
+
+def redacted_at(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Anywhere: where `(redacted)` stands in a configuration, as paths of keys."""
+    if isinstance(tree, Mapping):
+        for key, below in tree.items():
+            yield from redacted_at(below, (*path, str(key)))
+    elif isinstance(tree, list | tuple):
+        for below in tree:
+            yield from redacted_at(below, path)
+    elif isinstance(tree, str) and REDACTED in tree:
+        yield path
+
+
+def redact(value: Any, name: str = "", secret: bool = False) -> Any:
+    """Anywhere: the same nesting of dicts and lists, secrets replaced.
+
+    Args:
+        value: of a configuration.
+        name: of its key.
+        secret: everything in it is.
+    """
+    if isinstance(value, Mapping):
+        secret = secret or is_secret(name)
+        return {key: redact(below, str(key), secret) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact(below, name, secret) for below in value]
+    if is_secret(name, value) or (secret and isinstance(value, str)):
+        return REDACTED
+    return _address(value) if isinstance(value, str) else value
+
+
+def learn(tree: Any) -> None:
+    """Anywhere: remember the secrets of a configuration, so that `scrub` finds them in any text."""
+    for text in _secrets(tree):
+        if len(text) >= SHORTEST and not _ORDINARY.fullmatch(text):
+            _known.update({text, quote(text, safe=""), json.dumps(text)[1:-1]})
+            _known.add(json.dumps(text, ensure_ascii=False)[1:-1])
+
+
+def scrub(text: str) -> str:
+    """Anywhere: a text without the secrets that were learnt, however they got into it."""
+    for secret in sorted(_known, key=len, reverse=True):
+        text = text.replace(secret, REDACTED)
+    return text
+
+
+def _address(text: str) -> str:
+    if "://" not in text:
+        return text
+    text = _USER.sub(REDACTED, text)
+    return _QUERY.sub(lambda m: f"{m[1]}={REDACTED if _in_query(m[1]) else m[2]}", text)
+
+
+def _in_query(name: str) -> bool:
+    return is_secret(name) or name.lower().rpartition("-")[2] in ("signature", "sig")
+
+
+def _secrets(value: Any, name: str = "", secret: bool = False) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, below in value.items():
+            yield from _secrets(below, str(key), secret or is_secret(name))
+    elif isinstance(value, list | tuple):
+        for below in value:
+            yield from _secrets(below, name, secret)
+    elif is_secret(name, value) or (secret and isinstance(value, str)):
+        yield str(value)
+    elif isinstance(value, str) and "://" in value:
+        yield from _USER.findall(value)
+        yield from (text for key, text in _QUERY.findall(value) if _in_query(key))

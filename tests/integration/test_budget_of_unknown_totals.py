@@ -1,0 +1,40 @@
+"""The budget for bad records acts during a pass also where nobody knows how many records there are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from streaming import Train
+
+from stoker.schema import Config
+
+
+def job(budget: float, **params: Any) -> Config:
+    return Config.model_validate(
+        {
+            "recipe": "endless:Unknown",
+            "params": params,
+            "data": {"block_records": 10, "bad_record_budget": budget, "shuffle": False},
+            "train": {"epochs": 1, "batch_size": 10},
+        }
+    )
+
+
+def test_a_source_that_is_all_bad_fails_long_before_its_end(ray_cluster: None) -> None:
+    train = Train(job(0.001, train_records=2000, first_bad=2000))
+    try:
+        with pytest.raises(AssertionError, match=r"110 of 110 train records read so far cannot be used"):
+            list(train.steps("train", 0))
+    finally:
+        train.close()
+
+
+def test_bad_records_at_the_start_are_no_false_alarm(ray_cluster: None) -> None:
+    train = Train(job(0.05, train_records=200, first_bad=10))
+    try:
+        ids = [i for step in train.steps("train", 0) for i in step]
+        assert len(ids) == 190
+        assert train.settle("train", 0, ids)["quarantined"] == 10
+    finally:
+        train.close()

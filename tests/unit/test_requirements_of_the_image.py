@@ -1,0 +1,152 @@
+"""What a job installs never replaces the image's torch, and is the same on every host."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from launcher.job import Job
+from stoker.bootstrap import requirements
+from stoker.bootstrap.lifeline import Lifeline, LifelineServer
+from stoker.config import load
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def wheel(folder: Path, name: str, version: str, *requires: str) -> Path:
+    """A package of one empty module."""
+    folder.mkdir(parents=True, exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    files = {
+        f"{name}.py": "",
+        f"{info}/METADATA": about + "".join(f"Requires-Dist: {line}\n" for line in requires),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{file},,\n" for file in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, content in files.items():
+            archive.writestr(file, content)
+    return path
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python of its own with pip and a torch, as a training image has it."""
+    folder = tmp_path_factory.mktemp("image")
+    subprocess.run([sys.executable, "-m", "virtualenv", "-q", folder / "venv"], check=True, timeout=120)
+    python = folder / "venv" / "bin" / "python"
+    torch = wheel(folder / "torch", "torch", "2.15.0+cu130")
+    install = [python, "-m", "pip", "install", "-q", "--no-index", torch]
+    subprocess.run(install, check=True, timeout=120, env=plain_environment())
+    return python
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    """What pip finds: packages that go with the image's torch, and some that do not."""
+    folder = tmp_path / "index"
+    wheel(folder, "torch", "1.0")
+    wheel(folder, "wantsold", "1.0", "torch<2")
+    wheel(folder, "goes_along", "1.0", "torch>=2", "helper")
+    wheel(folder, "helper", "1.0")
+    wheel(folder, "helper", "2.0")
+    return folder
+
+
+def plain_environment(**more: str) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "PYTHON"))}
+    return kept | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"} | more
+
+
+def container(folder: Path, python: Path, wanted: str, index: Path) -> tuple[int, str]:
+    """`python train.py` in a container of that image: its exit code and the failure it leaves."""
+    code, base = folder / "code", folder / "ml"
+    shutil.copytree(ROOT / "source_dir" / "stoker", code / "stoker", ignore=shutil.ignore_patterns("*.pyc"))
+    shutil.copy2(ROOT / "source_dir" / "train.py", code)
+    (code / "requirements.txt").write_text(wanted)
+    (base / "input" / "config").mkdir(parents=True)
+    resource = {"current_host": "algo-1", "hosts": ["algo-1"], "current_group_name": "gpu"}
+    (base / "input" / "config" / "resourceconfig.json").write_text(json.dumps(resource))
+    done = subprocess.run(
+        [python, "train.py"], cwd=code, timeout=120, capture_output=True, text=True,
+        env=plain_environment(SAGEMAKER_BASE_DIR=str(base), PIP_NO_INDEX="1", PIP_FIND_LINKS=str(index)),
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, (base / "output" / "failure").read_text()
+
+
+def installed(python: Path, name: str) -> str:
+    script = f"from importlib.metadata import version; print(version({name!r}))"
+    done = subprocess.run([python, "-c", script], capture_output=True, text=True, env=plain_environment())
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        ("torch==1.0", "torch==1.0 would replace the image's torch 2.15.0+cu130"),
+        ("wantsold", "wantsold 1.0 depends on torch<2, but the image's torch 2.15.0+cu130 stays"),
+    ],
+)
+def test_a_requirement_that_would_replace_the_images_torch_is_refused(
+    tmp_path: Path, image: Path, index: Path, wanted: str, says: str
+) -> None:
+    code, failure = container(tmp_path, image, f"{wanted}\n", index)
+    assert (code, installed(image, "torch")) == (2, "2.15.0+cu130")
+    assert says in failure and "\n" not in failure
+
+
+def test_what_the_image_lacks_gets_the_staged_versions(tmp_path: Path, image: Path, index: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("goes_along\n")
+    (tmp_path / requirements.CONSTRAINTS).write_text("helper==1.0\n")
+    script = "import sys, pathlib; from stoker.bootstrap.requirements import *;"
+    script += "print(ensure(pathlib.Path(sys.argv[1])), versions('goes_along'))"
+    where = {"PYTHONPATH": str(ROOT / "source_dir"), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
+    done = subprocess.run(
+        [image, "-c", script, tmp_path], capture_output=True, text=True, env=plain_environment(**where)
+    )
+    assert done.returncode == 0, done.stderr
+    assert installed(image, "helper") == "1.0", "and not the newest"
+    assert installed(image, "torch") == "2.15.0+cu130"
+    assert "{'torch': '2.15.0', 'goes-along': '1.0', 'helper': '1.0'}" in done.stdout
+
+
+def test_the_staged_copy_names_the_versions_of_the_machine_that_submits(tmp_path: Path) -> None:
+    source = tmp_path / "mine"
+    source.mkdir()
+    (source / "requirements.txt").write_text("scikit-learn\n")
+    (source / requirements.CONSTRAINTS).write_text("Pillow==11.0\n")
+    Job(load(None), source).stage(tmp_path / "code")
+    lines = (tmp_path / "code" / requirements.CONSTRAINTS).read_text().splitlines()
+    assert f"timm=={metadata.version('timm')}" in lines
+    assert f"scikit-learn=={metadata.version('scikit-learn')}" in lines
+    assert f"scipy=={metadata.version('scipy')}" in lines, "what that needs"
+    assert "Pillow==11.0" in lines, "the user's own word"
+    assert not [line for line in lines if line.startswith(("torch==", "torchvision==", "ray==", "pillow=="))]
+
+
+def test_a_host_with_other_packages_than_the_heads_names_them() -> None:
+    text = "timm\npydantic\n"
+    here = requirements.versions(text)
+    assert here["timm"] == metadata.version("timm") and "safetensors" in here and "ray" in here
+    server = LifelineServer("127.0.0.1", 0, "t" * 32, here | {"timm": "0.1", "extra": "3"})
+    server.ready()
+    line = Lifeline("127.0.0.1", server._socket.getsockname()[1], "algo-2", "t" * 32)
+    try:
+        assert line.wait_ready(20) is True
+        says = requirements.difference(here, line.head_versions)
+        assert says == f"extra (absent) here, 3 on the head; timm {here['timm']} here, 0.1 on the head"
+        assert requirements.difference(here, dict(here)) == ""
+    finally:
+        line.close()
+        server.end(0)

@@ -1,0 +1,140 @@
+"""A secret in a configuration reaches the run, and nothing that is written or shown."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from launcher import commands
+from launcher.job import open_job
+from stoker import redaction
+from stoker.bootstrap import run as bootstrap
+from stoker.config import SECRETS_FILE, UsageError, load
+from stoker.redaction import REDACTED, is_secret, redact
+from stoker.training import checkpoint, resuming
+from stoker.training.checkpoint import Content
+from stoker.training.store import open_store
+
+SECRET = 's3cr3t-V4lue/+"quoted"'
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_known", set())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("hf_token", "x", True),
+        ("HF_TOKEN", "x", True),
+        ("api_key", "x", True),
+        ("apiKey", "x", True),
+        ("aws_secret_access_key", "x", True),
+        ("db.password", "x", True),
+        ("password2", "x", True),
+        ("password", 123456, True),
+        ("credentials", "x", True),
+        ("max_tokens", 128, False),
+        ("num_tokens_per_record", 128, False),
+        ("class_token", True, False),
+        ("tokenizer", "bert", False),
+        ("key", "image", False),
+        ("token", None, False),
+        ("path", "runs/secret.txt", False),
+        ("anything", "AKIAIOSFODNN7EXAMPLE", True),
+    ],
+)
+def test_a_key_tells_what_is_secret(name: str, value: Any, secret: bool) -> None:
+    assert is_secret(name, value) is secret
+
+
+def test_nested_values_and_addresses_are_redacted_and_nothing_else() -> None:
+    tree = {
+        "data": "s3://bucket/a?b=c",
+        "store": {"url": "https://me:pw1@host/x?token=t0k&part=1", "secrets": {"a": ["x", "y"], "n": 3}},
+        "signed": "https://host/x?X-Amz-Signature=abc&X-Amz-Date=2026",
+        "lr": 0.1,
+    }
+    assert redact(tree) == {
+        "data": "s3://bucket/a?b=c",
+        "store": {
+            "url": f"https://{REDACTED}@host/x?token={REDACTED}&part=1",
+            "secrets": {"a": [REDACTED, REDACTED], "n": 3},
+        },
+        "signed": f"https://host/x?X-Amz-Signature={REDACTED}&X-Amz-Date=2026",
+        "lr": 0.1,
+    }
+
+
+def test_text_loses_every_spelling_of_a_secret_and_no_ordinary_word() -> None:
+    redaction.learn({"token": SECRET, "password": "hunter2-and-more", "token_mode": "average", "pin": "x"})
+    text = f"{SECRET} {json.dumps(SECRET)} https://h/?token=s3cr3t-V4lue%2F%2B%22quoted%22 hunter2-and-more"
+    scrubbed = redaction.scrub(f"{text} average x")
+    assert scrubbed == f'{REDACTED} "{REDACTED}" https://h/?token={REDACTED} {REDACTED} average x'
+
+
+def job_file(folder: Path, **params: Any) -> Path:
+    path = folder / "job.yaml"
+    sections = {
+        "recipe": "rows:Counting",
+        "params": params,
+        "tracking": {"mlflow": {"tags": {"api_key": SECRET}}},
+        "sagemaker": {"environment": {"HF_TOKEN": SECRET}},
+    }
+    path.write_text(yaml.safe_dump(sections))
+    return path
+
+
+def test_the_staged_job_gets_the_value_through_a_private_file_that_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = load(job_file(tmp_path, data="x", nested={"hf_token": SECRET, "depth": 3}))
+    code = tmp_path / "code"
+    open_job(resolved).stage(code)
+    private = code / SECRETS_FILE
+    assert stat.S_IMODE(private.stat().st_mode) == 0o600
+    others = [path for path in code.rglob("*") if path.is_file() and path != private]
+    assert not [path for path in others if SECRET.encode()[:12] in path.read_bytes()]
+    monkeypatch.setenv("STOKER_BACKEND", "local")
+    read = bootstrap.read_configuration(["--config", str(code / "job.yaml")], {})
+    assert read.config == resolved.config
+    assert not private.exists()
+    with pytest.raises(UsageError, match=r"params.nested.hf_token: holds \(redacted\) in place of its value"):
+        bootstrap.read_configuration(["--config", str(code / "job.yaml")], {})
+
+
+def test_what_the_command_line_shows_holds_no_secret(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = job_file(tmp_path, hf_token=SECRET, data="x")
+    for text in (f"tracking.mlflow.timeout_s={SECRET}", f"params.password={SECRET}"):
+        try:
+            commands.show(path, [text], Path("tests/recipes"))
+        except UsageError as error:
+            assert SECRET in str(error), "what stands under an ordinary key is shown"
+    with pytest.raises(UsageError) as caught:
+        load(path, [f"sagemaker.environment.TOKEN=[{SECRET}]", "train.epochs=x"])
+    assert SECRET not in str(caught.value)
+    assert SECRET not in capsys.readouterr().out
+
+
+def test_a_run_goes_on_with_another_secret_and_says_that_it_was_not_compared(tmp_path: Path) -> None:
+    def config(**params: Any) -> Any:
+        return load(job_file(tmp_path, **params)).config
+
+    kept = redact(config(token="first-token-1", width=4).model_dump(mode="json"))
+    about = {"step": 5, "monitored": None, "config": kept, "global_batch": 64, "workers": 1}
+    store = open_store(str(tmp_path / "kept"))
+    saved = checkpoint.save(store, Content({"w": torch.zeros(1)}, {}, about))
+    said: list[str] = []
+    resuming.check_same_run(config(token="other-token-2", width=4), 1, saved, said.append)
+    assert said == ["params.token: secret, so not compared with step-00000005"]
+    with pytest.raises(UsageError, match=r"params.width: 8 here, 4 in"):
+        resuming.check_same_run(config(token="other-token-2", width=8), 1, saved, said.append)

@@ -1,0 +1,159 @@
+"""A checkpoint is data: whoever can write one cannot run code with it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stoker.config import UsageError
+from stoker.integrations.lightning_state import pack, plain_state, unpack
+from stoker.training import checkpoint
+from stoker.training.checkpoint import Content
+from stoker.training.store import MANIFEST, open_store, sha256, verify
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ARGUED = {
+    "source_dir/stoker/data/tasks.py": (3, "pieces and chains, pickled by the head of this run"),
+    "source_dir/stoker/data/host_cache.py": (1, "records in a folder that only this user may enter"),
+    "source_dir/stoker/training/export.py": (1, "a copy of an object of this very process"),
+    "source_dir/stoker/sizing/profile.py": (1, "sent by the parent process through a pipe"),
+}
+"""Where pickles are read, how often, and why nobody else can have written them."""
+
+READERS = {"pickle", "cloudpickle", "cPickle", "dill", "joblib", "marshal", "shelve"}
+
+
+class Attack:
+    """Makes a file as it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.mark}",)
+
+
+def forge(folder: Path, state: Any) -> checkpoint.Checkpoint:
+    """A checkpoint whose state an attacker wrote, with a manifest that fits."""
+    saved = checkpoint.save(
+        open_store(str(folder)), Content({"w": torch.zeros(3)}, {}, {"step": 5, "monitored": None})
+    )
+    torch.save(state, folder / saved.name / checkpoint.STATE)
+    sums = json.loads((folder / saved.name / MANIFEST).read_text())
+    sums[checkpoint.STATE] = sha256(folder / saved.name / checkpoint.STATE)
+    (folder / saved.name / MANIFEST).write_text(json.dumps(sums))
+    assert verify(saved.store, saved.name) is None
+    return saved
+
+
+@pytest.mark.parametrize("where", ["optimizer", "ranks"])
+def test_a_forged_state_is_refused_and_nothing_of_it_runs(tmp_path: Path, where: str) -> None:
+    mark = tmp_path / "executed"
+    saved = forge(tmp_path / "kept", {where: [Attack(mark)]})
+    with pytest.raises(OSError, match="could run code") as caught:
+        checkpoint.load(saved)
+    assert not mark.exists()
+    text = str(caught.value)
+    assert saved.path in text and "system" in text and "\n" not in text
+
+
+def test_a_plain_pickle_in_its_place_is_refused_too(tmp_path: Path) -> None:
+    mark = tmp_path / "executed"
+    saved = forge(tmp_path / "kept", {})
+    file = Path(saved.path) / checkpoint.STATE
+    file.write_bytes(pickle.dumps(Attack(mark)))
+    with pytest.raises(OSError, match="could run code"):
+        checkpoint.load(saved)
+    assert not mark.exists()
+
+
+def test_lightnings_state_becomes_plain_and_what_cannot_is_said() -> None:
+    said: list[str] = []
+    dumped = {
+        "epoch": 3,
+        "loops": OrderedDict(fit=Counter(steps=7)),
+        "state_dict": {"w": torch.zeros(9)},
+        "hyper_parameters": {"anything": object()},
+        "optimizer_states": [
+            {"state": {0: {"step": torch.tensor(4.0)}}, "groups": [{"lr": np.float64(0.1)}]}
+        ],
+        "lr_schedulers": [{"last_epoch": np.int64(3), "betas": (0.9, 0.99)}],
+        "callbacks": {"EarlyStopping": {"best": torch.tensor(0.5)}, "Own": {"seen": object()}},
+    }
+    state = unpack(pack(plain_state(dumped, said.append)).numpy().tobytes(), "here")
+    assert state == {
+        "epoch": 3,
+        "loops": {"fit": {"steps": 7}},
+        "optimizer_states": [{"state": {0: {"step": torch.tensor(4.0)}}, "groups": [{"lr": 0.1}]}],
+        "lr_schedulers": [{"last_epoch": 3, "betas": (0.9, 0.99)}],
+        "callbacks": {"EarlyStopping": {"best": torch.tensor(0.5)}},
+    }
+    assert len(said) == 1 and "callback Own['seen'] is a builtins.object" in said[0]
+    dumped["lr_schedulers"] = [{"anneal": len}]
+    with pytest.raises(UsageError, match=r"lr_schedulers\[0\]\['anneal'\] is a builtins.builtin_function"):
+        plain_state(dumped, said.append)
+
+
+def unsafe_reads(path: Path) -> list[str]:
+    """Calls in a source file that could execute what they read."""
+    tree = ast.parse(path.read_text())
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in READERS:
+            names = [alias.name for alias in node.names if "load" in alias.name.lower()]
+            found += [f"line {node.lineno}: from {node.module} import {name}" for name in names]
+        if not isinstance(node, ast.Call):
+            continue
+        words = ast.unparse(node.func).split(".")
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        unsafe = (
+            given.get("weights_only") == "False"
+            or given.get("allow_pickle", "False") != "False"
+            or (words == ["torch", "load"] and given.get("weights_only") != "True")
+            or (len(words) > 1 and words[-2] in READERS and words[-1] in ("load", "loads", "open"))
+            or (words == ["yaml", "load"] and given.get("Loader") not in ("_UniqueKeys", "yaml.SafeLoader"))
+            or words in (["eval"], ["exec"], ["yaml", "unsafe_load"], ["yaml", "full_load"])
+            or words[-1] == "Unpickler"
+        )
+        found += [f"line {node.lineno}: {ast.unparse(node)}"] if unsafe else []
+    return found
+
+
+def test_no_source_file_reads_pickles_but_those_that_are_argued() -> None:
+    files = [
+        path
+        for folder in ("source_dir", "launcher", "benchmarks", "scripts")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+    assert len(files) > 100
+    found = {str(path.relative_to(ROOT)): unsafe_reads(path) for path in files}
+    counts = {name: len(calls) for name, calls in found.items() if calls}
+    assert counts == {name: count for name, (count, _) in ARGUED.items()}, found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "trainer.fit(m, weights_only=False)",
+        "pickle.loads(b)",
+        "ray.cloudpickle.load(f)",
+        "from pickle import loads",
+        "np.load(f, allow_pickle=True)",
+        "yaml.load(t, Loader=yaml.Loader)",
+    ],
+)
+def test_the_scan_sees_what_it_looks_for(tmp_path: Path, line: str) -> None:
+    (tmp_path / "x.py").write_text(line)
+    assert len(unsafe_reads(tmp_path / "x.py")) == 1
