@@ -7,8 +7,10 @@ from typing import Any
 from urllib.parse import unquote
 
 from stoker.config import UsageError
+from stoker.data.checksums import sums_of
 from stoker.data.filesystems import filesystem_of, join
 from stoker.data.parquet import Filters, ParquetSource
+from stoker.data.sources import PARQUET_SUFFIXES
 
 
 class DeltaSource(ParquetSource):
@@ -71,7 +73,9 @@ def open_delta(
         }
         for path, action in zip(paths, actions, strict=True)
     }
-    return DeltaSource(schema, filesystem.get_file_info(paths), columns, filters, constants)
+    files = filesystem.get_file_info(paths)
+    sums = sums_of(uri, files, PARQUET_SUFFIXES)
+    return DeltaSource(schema, files, columns, filters, constants, sums)
 
 
 def _ruled_out(dataset: Any, filters: Filters | None) -> set[str]:

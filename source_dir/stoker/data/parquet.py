@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.config import UsageError
-from stoker.data.filesystems import common_folder, filesystem_of_files
+from stoker.data import checksums
+from stoker.data.filesystems import common_folder, filesystem_of_files, is_local
 from stoker.data.sources import BadRecord, Piece, Record, Source, digest
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class ParquetSource(Source):
         columns: columns of the records; None: all.
         filters: rows to keep; None: all.
         constants: per path, columns that the file does not hold and their value in all its rows.
+        sums: SHA-256 by path; every file is compared with it before its rows are given. Empty: there is
+            none.
     """
 
     def __init__(
@@ -58,16 +61,21 @@ class ParquetSource(Source):
         columns: list[str] | None = None,
         filters: Filters | None = None,
         constants: dict[str, dict[str, Any]] | None = None,
+        sums: dict[str, str] | None = None,
     ) -> None:
         self.paths = [f.path for f in files]
         self.columns, self.filters = columns, filters
-        self.constants = constants or {}
+        self.constants, self.sums = constants or {}, sums or {}
         self.sizes = [f.size for f in files]
         self.folder = common_folder(files)
         self.filesystem = filesystem_of_files(files)
         self.footers: list[Footer] = []
 
     def check(self) -> None:
+        if self.sums and not is_local(self.paths[0]):
+            # One copy that every host reads; local files may be copies of the host's own.
+            with ThreadPoolExecutor(16) as pool:
+                list(pool.map(self._verify, self.paths))
         self._ensure_footers()
         schema = self._whole_schema(self.paths[0], self.footers[0].schema)
         named = dict.fromkeys([*(self.columns or []), *self._filter_columns()])
@@ -92,6 +100,9 @@ class ParquetSource(Source):
             why = f" that matches {self.filters}" if self.filters else ""
             raise UsageError(f"{self.paths[0]}: the Parquet files hold no row{why}")
 
+    def _verify(self, path: str) -> None:
+        checksums.verify(self.filesystem, path, self.sums[path])
+
     def _whole_schema(self, path: str, schema: Any) -> dict[str, Any]:
         """Column → its type; None for one that the file does not hold itself."""
         return {field.name: field.type for field in schema} | dict.fromkeys(self.constants.get(path, {}))
@@ -109,6 +120,8 @@ class ParquetSource(Source):
             metadata = fragment.metadata
             sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
             schema = fragment.physical_schema
+            if metadata.num_rows != sum(sizes):
+                raise ValueError(f"its footer tells {metadata.num_rows} rows and row groups of {sum(sizes)}")
         except Exception as error:
             text = " ".join(str(error).split())
             raise UsageError(f"{path}: not a whole Parquet file: {text[:200]}") from None
@@ -176,7 +189,6 @@ class ParquetSource(Source):
         """Every host: positions within these row groups, one after the other, of the rows to keep."""
         import numpy as np
         import pyarrow as pa
-        from pyarrow import parquet
 
         rows = sum(g.rows for g in groups)
         if not self.filters:
@@ -185,12 +197,7 @@ class ParquetSource(Source):
         names = self._filter_columns()
         with self.filesystem.open_input_file(path) as file:
             own = [name for name in names if name not in constants]
-            numbers = [g.number for g in groups]
-            table = (
-                parquet.ParquetFile(file).read_row_groups(numbers, columns=own)
-                if own
-                else pa.table({"": pa.nulls(rows)})
-            )
+            table = _read_groups(file, path, groups, own) if own else pa.table({"": pa.nulls(rows)})
         for name in names:
             if name in constants:
                 table = table.append_column(name, pa.array([constants[name]] * rows))
@@ -208,7 +215,8 @@ class ParquetSource(Source):
     def fingerprint(self) -> str:
         self._ensure_footers()
         names = [path.removeprefix(self.folder) for path in self.paths]
-        return digest(names, self.sizes, [f.groups for f in self.footers], self.filters)
+        groups = [f.groups for f in self.footers]
+        return digest(names, self.sizes, groups, self.filters, *self.sums.values())
 
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
         self._ensure_footers()
@@ -232,14 +240,15 @@ class ParquetSource(Source):
 
     def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         import numpy as np
-        from pyarrow import parquet
 
         groups: list[Group] = list(piece.items)
+        if self.sums and is_local(piece.path):
+            self._verify(piece.path)
         kept = self._rows(piece.path, groups)
         constants = self.constants.get(piece.path, {})
         wanted = None if self.columns is None else [c for c in self.columns if c not in constants]
         with self.filesystem.open_input_file(piece.path) as file:
-            table = parquet.ParquetFile(file).read_row_groups([g.number for g in groups], columns=wanted)
+            table = _read_groups(file, piece.path, groups, wanted)
         name = piece.path.removeprefix(self.folder)
         columns = {column: _values(table[column]) for column in table.column_names}
         added = {c: v for c, v in constants.items() if self.columns is None or c in self.columns}
@@ -257,7 +266,7 @@ class ParquetSource(Source):
 
     def label_values(self, column: str) -> set[Any]:
         """Head: the distinct values of a column."""
-        from pyarrow import compute, parquet
+        from pyarrow import compute
 
         self._ensure_footers()
         found: set[Any] = set()
@@ -266,11 +275,32 @@ class ParquetSource(Source):
                 found.add(self.constants[path][column])
                 continue
             with self.filesystem.open_input_file(path) as file:
-                numbers = [g.number for g in footer.groups]
-                table = parquet.ParquetFile(file).read_row_groups(numbers, columns=[column])
+                table = _read_groups(file, path, footer.groups, [column])
             values = table[column].take(self._rows(path, footer.groups))
             found.update(compute.unique(values).to_pylist())
         return found
+
+
+def _read_groups(file: Any, path: str, groups: list[Group], columns: list[str] | None) -> Any:
+    """Every host: row groups as a table; pages that carry a checksum are compared with it.
+
+    Raises:
+        UsageError: the file does not hold what its footer tells.
+        OSError: it cannot be read, or a checksum is wrong.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = sum(g.rows for g in groups)
+    try:
+        reader = parquet.ParquetFile(file, page_checksum_verification=True)
+        table = reader.read_row_groups([g.number for g in groups], columns=columns)
+    except (OSError, pa.ArrowException) as error:
+        kind = OSError if isinstance(error, OSError) else UsageError
+        raise kind(f"{path}: damaged, or cannot be read: {' '.join(str(error).split())[:200]}") from None
+    if table.num_rows != rows and (columns is None or columns):
+        raise UsageError(f"{path}: damaged: row groups of {rows} rows hold {table.num_rows}")
+    return table
 
 
 def without(filters: Filters | None, columns: Iterable[str]) -> Filters | None:
