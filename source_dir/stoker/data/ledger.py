@@ -88,12 +88,20 @@ class EpochBooks:
                 f" data.bad_record_budget allows ({budget:.2%}){example} (all of them: quarantine.jsonl)"
             )
 
-    def settle(self) -> dict[str, int]:
+    def settle(self, total: int | None = None) -> dict[str, int]:
         """Close the epoch.
+
+        Args:
+            total: records that the source has counted; None: nobody knows.
 
         Raises:
             DataError: records were lost, came twice, or were exchanged.
         """
+        if total is not None and self.read != total:
+            raise DataError(
+                f"{self.split} epoch {self.epoch}: the source counted {total} records before training, but"
+                f" gave {self.read}: the data has changed or is damaged"
+            )
         booked = self.trained + self.bad + self.remainder
         if booked != self.read:
             raise DataError(
