@@ -10,11 +10,14 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stoker.data import pixels
+from stoker.data.decode import sized
 from stoker.data.fusion import fuse
 from stoker.data.host_cache import KeptRecord
 from stoker.data.picture import is_hwc
 from stoker.data.sources import BadRecord, Record, record_id
 from stoker.data.stages import Stage
+from stoker.data.transforms import DecodeImage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -78,7 +81,15 @@ class Segment(NamedTuple):
 class Chain:
     """Head and CPU task: the stages of one split with the job's seed."""
 
-    def __init__(self, stages: list[Stage], seed: int, with_keys: bool = False, prefix: int = 0) -> None:
+    def __init__(
+        self,
+        stages: list[Stage],
+        seed: int,
+        with_keys: bool = False,
+        prefix: int = 0,
+        max_pixels: int = pixels.DEFAULT,
+    ) -> None:
+        self.max_pixels = max_pixels
         self.stages = stages
         self.seed = seed
         self.with_keys = with_keys
@@ -89,6 +100,7 @@ class Chain:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """CPU task: unpickling imports what the transforms need, before the first record is timed."""
         self.__dict__.update(state)
+        pixels.limit(self.max_pixels)
         for segment in self._segments:
             for stage in segment.stages:
                 prepare = getattr(stage.apply, "prepare", None)
@@ -111,6 +123,7 @@ class Chain:
         Raises:
             ChainError: a batch stage raised, lost records, or the records do not fit together.
         """
+        pixels.limit(self.max_pixels)
         report = BlockReport(costs={"read": StageCost()})
         good = self._take(records, report)
         for segment in self._segments:
@@ -127,9 +140,12 @@ class Chain:
 
     def _take(self, records: Iterable[Record | BadRecord], report: BlockReport) -> list[Record]:
         good: list[Record] = []
+        # Stoker's decoder looks at the header itself.
+        decodes = bool(self.stages) and isinstance(self.stages[0].apply, DecodeImage)
         started = time.thread_time()
         for record in records:
             report.records += 1
+            record = sized(record, decodes)
             if isinstance(record, BadRecord):
                 report.id_sum += record_id(record.key)
                 _quarantine(report, record)
