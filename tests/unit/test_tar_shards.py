@@ -1,4 +1,4 @@
-"""Tar shards are read to their end: damage, joined archives and ambiguous names are refused, never passed over."""
+"""Tar shards are read to their end: damage, joined archives and ambiguous names are refused."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def test_joined_archives_are_refused_not_half_read(reader: Any, tmp_path: Path) 
 
 
 @BOTH
-@pytest.mark.parametrize("end", ["cut in a header", "cut between members", "one zero block", "zeros for members"])
+@pytest.mark.parametrize(
+    "end", ["cut in a header", "cut between members", "one zero block", "zeros for members"]
+)
 def test_an_end_that_is_none_is_an_error(reader: Any, end: str, tmp_path: Path) -> None:
     whole = tar_of(pairs(0, 100))
     content = {

@@ -19,8 +19,8 @@ CHUNK_BYTES = 4 * 2**20
 _LINE = re.compile(r"(\\?)([0-9a-fA-F]{64}) [ *](.+)")
 _ESCAPED = {r"\\": "\\", r"\n": "\n", r"\r": "\r"}
 
-_verified: set[tuple[str, str]] = set()
-"""(path, SHA-256) of files that this process has found good."""
+_verified: set[tuple[str, str, int, int]] = set()
+"""(path, SHA-256, size, time of change) of files that this process has found good."""
 
 
 def sums_of(root: str, files: list[Any], suffixes: tuple[str, ...]) -> dict[str, str]:
@@ -103,16 +103,18 @@ def compare(path: str, found: str, expected: str) -> None:
 
 
 def verify(filesystem: Any, path: str, expected: str) -> None:
-    """Every host: read a whole file and compare it, once per process.
+    """Every host: read a whole file and compare it, once per process as long as it does not change.
 
     Raises:
         UsageError: it is not what is listed.
     """
-    if (path, expected) in _verified:
+    about = filesystem.get_file_info(path)
+    state = (path, expected, about.size, about.mtime_ns)
+    if state in _verified:
         return
     sha256 = hashlib.sha256()
     with filesystem.open_input_stream(path) as stream:
         while chunk := stream.read(CHUNK_BYTES):
             sha256.update(chunk)
     compare(path, sha256.hexdigest(), expected)
-    _verified.add((path, expected))
+    _verified.add(state)

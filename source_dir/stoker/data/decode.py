@@ -114,8 +114,8 @@ def check_size(content: bytes) -> None:
         try:
             with Image.open(io.BytesIO(content)) as image:
                 pixels.check(*image.size)
-        except Image.DecompressionBombError:
-            raise ValueError(pixels.too_large()) from None
+        except Image.DecompressionBombError as error:
+            raise pixels.too_large(error) from None
         except (OSError, SyntaxError):
             return  # damaged, or no image: its decoder says so
 
@@ -271,8 +271,8 @@ def decode_with_pillow(content: bytes, mode: Mode) -> NDArray[Any]:
             pixels.check(*opened.size)
             opened.load()
             image = ImageOps.exif_transpose(opened)
-    except Image.DecompressionBombError:
-        raise ValueError(pixels.too_large()) from None
+    except Image.DecompressionBombError as error:
+        raise pixels.too_large(error) from None
     except UnidentifiedImageError:
         raise ValueError(f"not an image (first bytes {content[:8]!r})") from None
     except (OSError, SyntaxError) as error:

@@ -30,7 +30,7 @@ def limit(most: int) -> None:
         from PIL import Image
 
         # Pillow refuses twice this number and warns of more than it.
-        Image.MAX_IMAGE_PIXELS = max(most // 2, 1)
+        Image.MAX_IMAGE_PIXELS = (most + 1) // 2
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
 
@@ -46,9 +46,13 @@ def check(width: int, height: int) -> None:
         ValueError: it has more pixels than are allowed.
     """
     if width * height > allowed():
-        raise ValueError(f"{width} × {height} = {width * height:,} pixels: {too_large()}")
+        raise ValueError(f"{width} × {height} = {width * height:,} pixels: {_beyond()}")
 
 
-def too_large() -> str:
-    """CPU task: the words for an image beyond the limit."""
+def too_large(error: Exception) -> ValueError:
+    """CPU task: Pillow's refusal in the words of the configuration."""
+    return ValueError(f"{str(error).partition(' exceeds')[0]}: {_beyond()}")
+
+
+def _beyond() -> str:
     return f"more than data.max_pixels allows ({allowed():,})"
