@@ -21,7 +21,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from stoker.config import UsageError
-from stoker.data.chain import HWC_SUFFIX, KEY_COLUMN, Chain
+from stoker.data.chain import HWC_SUFFIX, KEY_COLUMN, Chain, ChainError
 from stoker.data.sources import BadRecord, read_images
 from stoker.data.transforms import DecodeImage, as_stages
 
@@ -75,7 +75,7 @@ class Folder:
             self.path.write_bytes(damage(self.content))
             try:
                 found = read(self.root)
-            except (UsageError, OSError, ValueError) as error:
+            except (UsageError, ChainError, OSError, ValueError) as error:
                 assert str(error), f"damage {number} of seed {SEED}: refused without a word"
                 yield "refused", damage
                 continue
