@@ -16,10 +16,10 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from stoker.config import load
-from stoker.data import pixels
 from stoker.data.chain import Chain
 from stoker.data.decode import decode_image
 from stoker.data.opening import open_data
+from stoker.data.pixels import MOST, limit_pixels
 from stoker.data.sources import Record, read_torch
 from stoker.data.transforms import DecodeImage, RecordTransform, as_stages
 
@@ -27,7 +27,7 @@ from stoker.data.transforms import DecodeImage, RecordTransform, as_stages
 @pytest.fixture(autouse=True)
 def _limit_as_before() -> Iterator[None]:
     yield
-    pixels.limit(pixels.DEFAULT)
+    limit_pixels(MOST)
 
 
 def bomb(side: int = 13_000) -> bytes:

@@ -10,11 +10,11 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stoker.data import pixels
 from stoker.data.decode import sized
 from stoker.data.fusion import fuse
 from stoker.data.host_cache import KeptRecord
 from stoker.data.picture import is_hwc
+from stoker.data.pixels import MOST, limit_pixels
 from stoker.data.sources import BadRecord, Record, record_id
 from stoker.data.stages import Stage
 from stoker.data.transforms import DecodeImage
@@ -82,12 +82,7 @@ class Chain:
     """Head and CPU task: the stages of one split with the job's seed."""
 
     def __init__(
-        self,
-        stages: list[Stage],
-        seed: int,
-        with_keys: bool = False,
-        prefix: int = 0,
-        max_pixels: int = pixels.DEFAULT,
+        self, stages: list[Stage], seed: int, with_keys: bool = False, prefix: int = 0, max_pixels: int = MOST
     ) -> None:
         self.max_pixels = max_pixels
         self.stages = stages
@@ -100,7 +95,7 @@ class Chain:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """CPU task: unpickling imports what the transforms need, before the first record is timed."""
         self.__dict__.update(state)
-        pixels.limit(self.max_pixels)
+        limit_pixels(self.max_pixels)
         for segment in self._segments:
             for stage in segment.stages:
                 prepare = getattr(stage.apply, "prepare", None)
@@ -123,7 +118,7 @@ class Chain:
         Raises:
             ChainError: a batch stage raised, lost records, or the records do not fit together.
         """
-        pixels.limit(self.max_pixels)
+        limit_pixels(self.max_pixels)
         report = BlockReport(costs={"read": StageCost()})
         good = self._take(records, report)
         for segment in self._segments:

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from stoker.config import UsageError
 from stoker.data import checksums
 from stoker.data.filesystems import common_folder, filesystem_of_files, is_local
+from stoker.data.row_groups import Group, read_groups
 from stoker.data.sources import BadRecord, Piece, Record, Source, digest
 
 if TYPE_CHECKING:
@@ -19,14 +20,6 @@ if TYPE_CHECKING:
 Filters = list[tuple[str, str, Any]] | list[list[tuple[str, str, Any]]]
 """As pandas and pyarrow write them: [("label", "<", 5), ("split", "==", "train")] are joined by AND; a
 list of such lists is joined by OR. Operators: == != < > <= >= in, not in."""
-
-
-class Group(NamedTuple):
-    """Head: a row group that may hold rows of the split."""
-
-    number: int
-    first_row: int
-    rows: int
 
 
 @dataclass(frozen=True)
@@ -195,9 +188,8 @@ class ParquetSource(Source):
             return np.arange(rows)
         constants = self.constants.get(path, {})
         names = self._filter_columns()
-        with self.filesystem.open_input_file(path) as file:
-            own = [name for name in names if name not in constants]
-            table = _read_groups(file, path, groups, own) if own else pa.table({"": pa.nulls(rows)})
+        own = [name for name in names if name not in constants]
+        table = read_groups(self.filesystem, path, groups, own) if own else pa.table({"": pa.nulls(rows)})
         for name in names:
             if name in constants:
                 table = table.append_column(name, pa.array([constants[name]] * rows))
@@ -247,8 +239,7 @@ class ParquetSource(Source):
         kept = self._rows(piece.path, groups)
         constants = self.constants.get(piece.path, {})
         wanted = None if self.columns is None else [c for c in self.columns if c not in constants]
-        with self.filesystem.open_input_file(piece.path) as file:
-            table = _read_groups(file, piece.path, groups, wanted)
+        table = read_groups(self.filesystem, piece.path, groups, wanted)
         name = piece.path.removeprefix(self.folder)
         columns = {column: _values(table[column]) for column in table.column_names}
         added = {c: v for c, v in constants.items() if self.columns is None or c in self.columns}
@@ -274,33 +265,10 @@ class ParquetSource(Source):
             if column in self.constants.get(path, {}):
                 found.add(self.constants[path][column])
                 continue
-            with self.filesystem.open_input_file(path) as file:
-                table = _read_groups(file, path, footer.groups, [column])
+            table = read_groups(self.filesystem, path, footer.groups, [column])
             values = table[column].take(self._rows(path, footer.groups))
             found.update(compute.unique(values).to_pylist())
         return found
-
-
-def _read_groups(file: Any, path: str, groups: list[Group], columns: list[str] | None) -> Any:
-    """Every host: row groups as a table; pages that carry a checksum are compared with it.
-
-    Raises:
-        UsageError: the file does not hold what its footer tells.
-        OSError: it cannot be read, or a checksum is wrong.
-    """
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    rows = sum(g.rows for g in groups)
-    try:
-        reader = parquet.ParquetFile(file, page_checksum_verification=True)
-        table = reader.read_row_groups([g.number for g in groups], columns=columns)
-    except (OSError, pa.ArrowException) as error:
-        kind = OSError if isinstance(error, OSError) else UsageError
-        raise kind(f"{path}: damaged, or cannot be read: {' '.join(str(error).split())[:200]}") from None
-    if table.num_rows != rows and (columns is None or columns):
-        raise UsageError(f"{path}: damaged: row groups of {rows} rows hold {table.num_rows}")
-    return table
 
 
 def without(filters: Filters | None, columns: Iterable[str]) -> Filters | None:

@@ -10,12 +10,12 @@ import os
 import sys
 import warnings
 
-DEFAULT = 100_000_000
+MOST = 100_000_000
 
-_of_process = {"most": DEFAULT}
+_of_process = {"most": MOST}
 
 
-def limit(most: int) -> None:
+def limit_pixels(most: int) -> None:
     """CPU task: set the limit of this process, for Stoker's decoders, Pillow and OpenCV.
 
     Pillow then refuses larger images wherever it is called from: a dataset or a transform of the user's.
