@@ -100,10 +100,16 @@ def test_a_bomb_of_a_few_kilobytes_is_quarantined_in_little_memory(tmp_path: Pat
         "grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before\n"
         "print(report.rows, [bad.key for bad in report.bad], report.bad[0].reason)\n"
         "assert grown < 100_000, f'{grown} kB more'\n"
+        # What a user's code fetches and decodes by itself.
+        "import cv2, numpy\n"
+        "content = (source.folder + '/a/bomb.png')\n"
+        "try: cv2.imread(content)\n"
+        "except cv2.error as error: print('OpenCV refuses')\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 ['a/bomb.png'] DecodeImage")
+    assert done.stdout.endswith("OpenCV refuses\n")
     assert "Image size (169000000 pixels): more than data.max_pixels allows (100,000,000)" in done.stdout
 
 

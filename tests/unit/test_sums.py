@@ -136,3 +136,15 @@ def test_with_sums_the_fingerprint_is_that_of_the_content(form: str, tmp_path: P
     before = fingerprint()
     change(last)
     assert before != fingerprint()
+
+
+def test_the_files_of_a_delta_table_are_compared_too(tmp_path: Path) -> None:
+    deltalake = pytest.importorskip("deltalake")
+    rows = pa.table({"name": [f"b{i}" for i in range(20)], "label": [7] * 20})
+    deltalake.write_deltalake(str(tmp_path / "train"), rows)
+    write_sums(tmp_path)
+    assert len(records(tmp_path)) == 20
+    [file] = (tmp_path / "train").glob("*.parquet")
+    change(file)
+    with pytest.raises(UsageError, match=rf"{file.name}: damaged or changed: its SHA-256 is"):
+        records(tmp_path)

@@ -30,9 +30,16 @@ class DeltaSource(ParquetSource):
 
 
 def open_delta(
-    uri: str, columns: list[str] | None, filters: Filters | None, version: int | None
+    uri: str, columns: list[str] | None, filters: Filters | None, version: int | None, data: str
 ) -> DeltaSource:
     """Head: the files of a Delta table at a version, those that the partitions rule out left away.
+
+    Args:
+        uri: the table.
+        columns: of the records; None: all.
+        filters: rows to keep; None: all.
+        version: of the table; None: the newest.
+        data: the data root, the table itself or above it, where a SHA256SUMS may lie.
 
     Raises:
         UsageError: deltalake is absent, no such table or version, or one that needs deletion vectors or
@@ -74,7 +81,7 @@ def open_delta(
         for path, action in zip(paths, actions, strict=True)
     }
     files = filesystem.get_file_info(paths)
-    sums = sums_of(uri, files, PARQUET_SUFFIXES)
+    sums = sums_of(data, files, PARQUET_SUFFIXES)
     return DeltaSource(schema, files, columns, filters, constants, sums)
 
 

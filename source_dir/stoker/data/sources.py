@@ -165,9 +165,9 @@ def read_delta(
     if split is None or is_delta_table(table):
         if split not in (None, "train"):
             return None
-        return open_delta(table, columns, filters, version)
+        return open_delta(table, columns, filters, version, table)
     folder = split_folder(table, split)
-    return open_delta(folder, columns, filters, version) if folder else None
+    return open_delta(folder, columns, filters, version, table) if folder else None
 
 
 def read_webdataset(root: str, split: str) -> Source | None:
