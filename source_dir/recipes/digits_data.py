@@ -60,7 +60,9 @@ def _write_parquet(folder: Path, rows: list[tuple[str, bytes, int]]) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     table = pa.table({"image": [r[1] for r in rows], "label": [r[2] for r in rows]})
-    parquet.write_table(table, folder / "digits.parquet", row_group_size=SHARD_RECORDS)
+    parquet.write_table(
+        table, folder / "digits.parquet", row_group_size=SHARD_RECORDS, write_page_checksum=True
+    )
 
 
 def _write_images(folder: Path, rows: list[tuple[str, bytes, int]]) -> None:

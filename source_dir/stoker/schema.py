@@ -66,6 +66,11 @@ class DataConfig(Section):
     cache_folder: str | None = Field(
         None, description="with cache: disk, an absolute folder on each host; null: where Ray keeps its files"
     )
+    max_pixels: int = Field(
+        100_000_000,
+        ge=1,
+        description="largest image, width × height; a larger one is quarantined before it is decoded",
+    )
     stall_timeout_s: float = Field(
         600, gt=0, description="fail when a train worker waits longer than this for its next batch"
     )

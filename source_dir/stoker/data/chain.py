@@ -15,10 +15,13 @@ from stoker.data.columns import ID_COLUMN as ID_COLUMN
 from stoker.data.columns import KEY_COLUMN as KEY_COLUMN
 from stoker.data.columns import ChainError as ChainError
 from stoker.data.columns import Packed, Schema, leave, pack, schema_of
+from stoker.data.decode import sized
 from stoker.data.fusion import fuse
 from stoker.data.host_cache import KeptRecord
+from stoker.data.pixels import MOST, limit_pixels
 from stoker.data.sources import BadRecord, Record, record_id
 from stoker.data.stages import Stage
+from stoker.data.transforms import DecodeImage
 
 
 @dataclass
@@ -71,7 +74,10 @@ class Segment(NamedTuple):
 class Chain:
     """Head and CPU task: the stages of one split with the job's seed."""
 
-    def __init__(self, stages: list[Stage], seed: int, with_keys: bool = False, prefix: int = 0) -> None:
+    def __init__(
+        self, stages: list[Stage], seed: int, with_keys: bool = False, prefix: int = 0, max_pixels: int = MOST
+    ) -> None:
+        self.max_pixels = max_pixels
         self.stages = stages
         self.seed = seed
         self.with_keys = with_keys
@@ -84,6 +90,7 @@ class Chain:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """CPU task: unpickling imports what the transforms need, before the first record is timed."""
         self.__dict__.update(state)
+        limit_pixels(self.max_pixels)
         for segment in self._segments:
             for stage in segment.stages:
                 prepare = getattr(stage.apply, "prepare", None)
@@ -107,6 +114,7 @@ class Chain:
             ChainError: a batch stage raised, lost records, or the records do not fit together or into the
                 split's schema.
         """
+        limit_pixels(self.max_pixels)
         report = BlockReport(costs={"read": StageCost()})
         good = self._take(records, report)
         for segment in self._segments:
@@ -143,9 +151,12 @@ class Chain:
 
     def _take(self, records: Iterable[Record | BadRecord], report: BlockReport) -> list[Record]:
         good: list[Record] = []
+        # Stoker's decoder looks at the header itself.
+        decodes = bool(self.stages) and isinstance(self.stages[0].apply, DecodeImage)
         started = time.thread_time()
         for record in records:
             report.records += 1
+            record = sized(record, decodes)
             if isinstance(record, BadRecord):
                 report.id_sum += record_id(record.key)
                 _quarantine(report, record)

@@ -10,8 +10,12 @@ from __future__ import annotations
 
 import io
 import threading
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+from stoker.data import pixels
+from stoker.data.sources import BadRecord, Record
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,8 +30,10 @@ _TRANSPOSED = {5, 6, 7, 8}
 _ORIGIN_STAYS = {1, 5}
 
 _KEPT_BYTES = 64 << 20
-_MOST_PIXELS = 1 << 27
-"""Pillow, which refuses decompression bombs, judges larger ones."""
+_DAMAGE = ("premature end", "corrupt jpeg data", "inconsistent progression")
+"""Warnings of libjpeg-turbo after which pixels are wrong; Pillow would pass over them."""
+_IMAGES = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
+_PNG = b"\x89PNG\r\n\x1a\n"
 
 _of_thread = threading.local()
 
@@ -58,6 +64,9 @@ def jpeg_header(content: bytes) -> JpegHeader | None:
     Returns:
         None for what is not JPEG, has 12 bits or four components (CMYK), is arithmetic coded or
         lossless, or is damaged: Pillow judges those.
+
+    Raises:
+        ValueError: it has more pixels than are allowed.
     """
     if content[:2] != b"\xff\xd8":
         return None
@@ -84,12 +93,49 @@ def jpeg_header(content: bytes) -> JpegHeader | None:
             # The number of the tag in either byte order, or its name in XMP.
             may_turn |= b"\x01\x12" in part or b"\x12\x01" in part or b":Orientation" in part
         at += 2 + length
-    if frame is None or at + 5 > end or not 0 < frame[0] * frame[1] <= _MOST_PIXELS:
+    if frame is None or at + 5 > end or not frame[0] * frame[1]:
         return None
     rows, columns, rows_at, components, marker = frame
+    pixels.check(columns, rows)
     sequential = marker != 0xC2 and content[at + 4] == components
     orientation = _orientation(content) if may_turn else 1
     return JpegHeader(rows, columns, rows_at, sequential, orientation) if orientation else None
+
+
+def check_size(content: bytes) -> None:
+    """CPU task: refuse an encoded image whose header tells too many pixels, whatever is to decode it.
+
+    Raises:
+        ValueError: it does.
+    """
+    from PIL import Image
+
+    if content.startswith(_IMAGES) and jpeg_header(content) is None:
+        try:
+            with Image.open(io.BytesIO(content)) as image:
+                pixels.check(*image.size)
+        except Image.DecompressionBombError as error:
+            raise pixels.too_large(error) from None
+        except (OSError, SyntaxError):
+            return  # damaged, or no image: its decoder says so
+
+
+def sized(record: Record | BadRecord, decodes: bool) -> Record | BadRecord:
+    """CPU task: a record; a bad one where an encoded image in it has too many pixels.
+
+    Args:
+        record: as its source gives it.
+        decodes: the column `image` needs no look: its decoder refuses such images.
+    """
+    if isinstance(record, BadRecord):
+        return record
+    for name, value in record.items():
+        if isinstance(value, bytes) and not (decodes and name == "image"):
+            try:
+                check_size(value)
+            except ValueError as error:
+                return BadRecord(record["key"], f"column {name}: {error}")
+    return record
 
 
 def _orientation(content: bytes) -> int:
@@ -108,7 +154,7 @@ def decode_image(content: bytes, mode: Mode = "RGB") -> NDArray[Any]:
     """CPU task: an encoded image, upright, as a uint8 array, height × width × channels.
 
     Raises:
-        ValueError: empty, truncated or no image.
+        ValueError: empty, damaged, truncated, too large or no image.
     """
     import numpy as np
 
@@ -183,8 +229,7 @@ def _decode_jpeg(
         if cut and "extraneous bytes before marker 0xd9" not in text:
             return _decode_jpeg(content, header, mode, factor, header.rows, buffer)
         if not cut:
-            if "premature end" in text.lower():
-                # Pillow would fill the rest with grey where the end marker is there.
+            if any(words in text.lower() for words in _DAMAGE):
                 raise ValueError(f"cannot be decoded: {text}") from None
             return None
     channels = 1 if mode == "L" else 3
@@ -212,17 +257,22 @@ def decode_with_pillow(content: bytes, mode: Mode) -> NDArray[Any]:
     """CPU task: any image that Pillow reads, upright, as a uint8 array, height × width × channels.
 
     Raises:
-        ValueError: empty, truncated or no image.
+        ValueError: empty, damaged, truncated, too large or no image.
     """
     import numpy as np
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     if not content:
         raise ValueError("the image is empty (0 bytes)")
+    if content.startswith(_PNG):
+        check_png(content)
     try:
         with Image.open(io.BytesIO(content)) as opened:
+            pixels.check(*opened.size)
             opened.load()
             image = ImageOps.exif_transpose(opened)
+    except Image.DecompressionBombError as error:
+        raise pixels.too_large(error) from None
     except UnidentifiedImageError:
         raise ValueError(f"not an image (first bytes {content[:8]!r})") from None
     except (OSError, SyntaxError) as error:
@@ -232,3 +282,21 @@ def decode_with_pillow(content: bytes, mode: Mode) -> NDArray[Any]:
         image = Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
     array = np.asarray(image.convert(mode))
     return array[..., None] if array.ndim == 2 else array
+
+
+def check_png(content: bytes) -> None:
+    """CPU task: compare the chunks of a PNG with their checksums, which Pillow does for its header only.
+
+    Raises:
+        ValueError: one is wrong or missing.
+    """
+    at, view = len(_PNG), memoryview(content)
+    kind = b""
+    while kind != b"IEND":
+        end = at + 8 + int.from_bytes(content[at : at + 4])
+        kind = content[at + 4 : at + 8]
+        if end + 4 > len(content):
+            raise ValueError("cannot be decoded: the PNG is truncated")
+        if zlib.crc32(view[at + 4 : end]) != int.from_bytes(content[end : end + 4]):
+            raise ValueError(f"cannot be decoded: the checksum of the PNG's {kind!r} part is wrong")
+        at = end + 4

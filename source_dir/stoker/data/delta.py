@@ -7,9 +7,11 @@ from typing import Any
 from urllib.parse import unquote
 
 from stoker.config import UsageError
+from stoker.data.checksums import sums_of
 from stoker.data.filesystems import filesystem_of, join
 from stoker.data.nulls import Nulls
 from stoker.data.parquet import Filters, ParquetSource
+from stoker.data.sources import PARQUET_SUFFIXES
 
 
 class DeltaSource(ParquetSource):
@@ -34,8 +36,17 @@ def open_delta(
     filters: Filters | None,
     version: int | None,
     nulls: Nulls | None = None,
+    data: str = "",
 ) -> DeltaSource:
     """Head: the files of a Delta table at a version, those that the partitions rule out left away.
+
+    Args:
+        uri: the table.
+        columns: of the records; None: all.
+        filters: rows to keep; None: all.
+        version: of the table; None: the newest.
+        nulls: what becomes of the NULLs of a column; those of others are refused.
+        data: the data root, the table itself or above it, where a SHA256SUMS may lie.
 
     Raises:
         UsageError: deltalake is absent, no such table or version, or one that needs deletion vectors or
@@ -76,7 +87,9 @@ def open_delta(
         }
         for path, action in zip(paths, actions, strict=True)
     }
-    return DeltaSource(types, filesystem.get_file_info(paths), columns, filters, constants, nulls)
+    files = filesystem.get_file_info(paths)
+    sums = sums_of(data or uri, files, PARQUET_SUFFIXES)
+    return DeltaSource(types, files, columns, filters, constants, nulls, sums)
 
 
 def _ruled_out(dataset: Any, filters: Filters | None) -> set[str]:

@@ -72,7 +72,12 @@ def list_files(uri: str, suffixes: tuple[str, ...] = ()) -> list[Any]:
 def filesystem_of_files(files: list[Any]) -> Any:
     """Every host: the filesystem of files that `list_files` found; S3 paths have no leading slash."""
     first = files[0].path
-    return filesystem_of(first if first.startswith("/") else f"s3://{first}")[0]
+    return filesystem_of(first if is_local(first) else f"s3://{first}")[0]
+
+
+def is_local(path: str) -> bool:
+    """Every host: whether a path that `list_files` found lies in this host's file system."""
+    return path.startswith("/")
 
 
 def common_folder(files: list[Any]) -> str:

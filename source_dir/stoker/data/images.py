@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stoker.config import UsageError
+from stoker.data import checksums
 from stoker.data.filesystems import filesystem_of, list_files
 from stoker.data.rereading import read_again
 from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source, cut_indices, digest
@@ -20,9 +22,13 @@ class ImageFolderSource(Source):
     """Head and CPU task: `folder/class/file.jpg` → columns `image` (the file's bytes), `label`.
 
     Labels count the classes in alphabetical order.
+
+    Args:
+        folder: of the split.
+        data: the data root above it, or None: the folder itself; a SHA256SUMS in either is obeyed.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, data: str | None = None) -> None:
         self.folder = folder
         _, root = filesystem_of(folder)
         files = list_files(folder, IMAGE_SUFFIXES)
@@ -36,7 +42,12 @@ class ImageFolderSource(Source):
         label_of = {name: label for label, name in enumerate(self.names)}
         self.root = root
         self.bytes = sum(f.size or 0 for f in files)
-        self.files = [(path, label_of[path.split("/")[0]]) for path in relative]
+        sums = checksums.sums_of(data or folder, files, IMAGE_SUFFIXES)
+        self.files = [
+            (path, label_of[path.split("/")[0]], *([sums[f.path]] if sums else []))
+            for path, f in zip(relative, files, strict=True)
+        ]
+        """Path, label and, where they are listed, SHA-256."""
 
     def check(self) -> None:
         if len(self.names) < 2:
@@ -76,10 +87,13 @@ class ImageFolderSource(Source):
 
     def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         filesystem, _ = filesystem_of(self.folder)
-        for path, label in piece.items:
+        for path, label, *sums in piece.items:
             content = read_again(path, partial(_content, filesystem, f"{piece.path}/{path}"))
             if isinstance(content, BadRecord):
                 yield content
+                continue
+            if sums and hashlib.sha256(content).hexdigest() != sums[0]:
+                yield BadRecord(path, f"damaged or changed: its SHA-256 is not that of {checksums.NAME}")
                 continue
             yield {"key": path, "image": content, "label": label}
 

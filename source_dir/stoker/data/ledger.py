@@ -88,15 +88,24 @@ class EpochBooks:
             DataError: naming how many, and the first with its reason.
         """
         whole = max(self.read, LEAST_ASSUMED if total is None else total)
-        of = f"{self.read} {self.split} records read so far" if total is None else f"{whole} {self.split} records"
+        known = f"{whole} {self.split} records"
+        of = f"{self.read} {self.split} records read so far" if total is None else known
         refuse_over_budget(self.bad, whole, of, budget, self.first_bad)
 
-    def settle(self) -> dict[str, int]:
+    def settle(self, total: int | None = None) -> dict[str, int]:
         """Close the epoch.
+
+        Args:
+            total: records that the source has counted; None: nobody knows.
 
         Raises:
             DataError: records were lost, came twice, or were exchanged.
         """
+        if total is not None and self.read != total:
+            raise DataError(
+                f"{self.split} epoch {self.epoch}: the source counted {total} records before training, but"
+                f" gave {self.read}: the data has changed or is damaged"
+            )
         booked = self.trained + self.bad + self.remainder
         if booked != self.read:
             raise DataError(

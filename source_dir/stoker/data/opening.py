@@ -77,7 +77,9 @@ def open_data(config: Config) -> Data:
         prefix = 0
         if keeps(config) and isinstance(source, Source):
             prefix = prefix_length(stages)
-        data.chains[split] = Chain(stages, config.seed, config.tracking.record_ids, prefix)
+        data.chains[split] = Chain(
+            stages, config.seed, config.tracking.record_ids, prefix, config.data.max_pixels
+        )
     if keeps(config):
         refuse_uncacheable(config.recipe, data)
     fix_schemas(data.sources, data.chains, config.data.block_records)

@@ -7,11 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from stoker.config import UsageError
+from stoker.data import checksums
 from stoker.data.arrow import mask_of, values_of
-from stoker.data.filesystems import common_folder, filesystem_of_files
+from stoker.data.filesystems import common_folder, filesystem_of_files, is_local
 from stoker.data.nulls import (
     READ_LIMIT_BYTES,
     VALID_SUFFIX,
@@ -22,6 +23,7 @@ from stoker.data.nulls import (
     in_statistics,
     refusal,
 )
+from stoker.data.row_groups import Group, read_groups
 from stoker.data.sources import BadRecord, Piece, Record, Source, digest
 
 if TYPE_CHECKING:
@@ -30,14 +32,6 @@ if TYPE_CHECKING:
 Filters = list[tuple[str, str, Any]] | list[list[tuple[str, str, Any]]]
 """As pandas and pyarrow write them: [("label", "<", 5), ("split", "==", "train")] are joined by AND; a
 list of such lists is joined by OR. Operators: == != < > <= >= in, not in."""
-
-
-class Group(NamedTuple):
-    """Head: a row group that may hold rows of the split."""
-
-    number: int
-    first_row: int
-    rows: int
 
 
 @dataclass(frozen=True)
@@ -65,6 +59,8 @@ class ParquetSource(Source):
         filters: rows to keep; None: all.
         constants: per path, columns that the file does not hold and their value in all its rows.
         nulls: what becomes of the NULLs of a column; those of others are refused.
+        sums: SHA-256 by path; every file is compared with it before its rows are given. Empty: there is
+            none.
     """
 
     def __init__(
@@ -74,10 +70,11 @@ class ParquetSource(Source):
         filters: Filters | None = None,
         constants: dict[str, dict[str, Any]] | None = None,
         nulls: Nulls | None = None,
+        sums: dict[str, str] | None = None,
     ) -> None:
         self.paths = [f.path for f in files]
         self.columns, self.filters = columns, filters
-        self.constants, self.nulls = constants or {}, nulls or {}
+        self.constants, self.nulls, self.sums = constants or {}, nulls or {}, sums or {}
         self.types: dict[str, Any] = {}
         """Arrow types of columns that files may lack."""
         self.sizes = [f.size for f in files]
@@ -86,6 +83,10 @@ class ParquetSource(Source):
         self.footers: list[Footer] = []
 
     def check(self) -> None:
+        if self.sums and not is_local(self.paths[0]):
+            # One copy that every host reads; local files may be copies of the host's own.
+            with ThreadPoolExecutor(16) as pool:
+                list(pool.map(self._verify, self.paths))
         self._ensure_footers()
         schema = self._whole_schema(self.paths[0], self.footers[0].schema)
         named = dict.fromkeys([*(self.columns or []), *self._filter_columns(), *self.nulls])
@@ -144,12 +145,12 @@ class ParquetSource(Source):
             raise UsageError(*problems)
 
     def _count_nulls(self, path: str, column: str, groups: list[Group]) -> int:
-        from pyarrow import parquet
-
-        with self.filesystem.open_input_file(path) as file:
-            table = parquet.ParquetFile(file).read_row_groups([g.number for g in groups], columns=[column])
+        table = read_groups(self.filesystem, path, groups, [column])
         mask = mask_of(table[column], self._rows(path, groups))
         return 0 if mask is None else int(mask.sum())
+
+    def _verify(self, path: str) -> None:
+        checksums.verify(self.filesystem, path, self.sums[path])
 
     def _whole_schema(self, path: str, schema: Any) -> dict[str, Any]:
         """Column → its type; None for one that the file does not hold itself."""
@@ -168,6 +169,8 @@ class ParquetSource(Source):
             metadata = fragment.metadata
             sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
             schema = fragment.physical_schema
+            if metadata.num_rows != sum(sizes):
+                raise ValueError(f"its footer tells {metadata.num_rows} rows and row groups of {sum(sizes)}")
             nulls = in_statistics(metadata, self.columns or schema.names, range(len(sizes)))
         except Exception as error:
             text = " ".join(str(error).split())
@@ -236,21 +239,14 @@ class ParquetSource(Source):
         """Every host: positions within these row groups, one after the other, of the rows to keep."""
         import numpy as np
         import pyarrow as pa
-        from pyarrow import parquet
 
         rows = sum(g.rows for g in groups)
         if not self.filters:
             return np.arange(rows)
         constants = self.constants.get(path, {})
         names = self._filter_columns()
-        with self.filesystem.open_input_file(path) as file:
-            own = [name for name in names if name not in constants]
-            numbers = [g.number for g in groups]
-            table = (
-                parquet.ParquetFile(file).read_row_groups(numbers, columns=own)
-                if own
-                else pa.table({"": pa.nulls(rows)})
-            )
+        own = [name for name in names if name not in constants]
+        table = read_groups(self.filesystem, path, groups, own) if own else pa.table({"": pa.nulls(rows)})
         for name in names:
             if name in constants:
                 table = table.append_column(name, pa.array([constants[name]] * rows))
@@ -269,7 +265,8 @@ class ParquetSource(Source):
         self._ensure_footers()
         names = [path.removeprefix(self.folder) for path in self.paths]
         rules = [self.nulls] if self.nulls else []
-        return digest(names, self.sizes, [f.groups for f in self.footers], self.filters, *rules)
+        groups = [f.groups for f in self.footers]
+        return digest(names, self.sizes, groups, self.filters, *rules, *self.sums.values())
 
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
         self._ensure_footers()
@@ -293,14 +290,14 @@ class ParquetSource(Source):
 
     def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         import numpy as np
-        from pyarrow import parquet
 
         groups: list[Group] = list(piece.items)
+        if self.sums and is_local(piece.path):
+            self._verify(piece.path)
         kept = self._rows(piece.path, groups)
         constants = self.constants.get(piece.path, {})
         wanted = None if self.columns is None else [c for c in self.columns if c not in constants]
-        with self.filesystem.open_input_file(piece.path) as file:
-            table = parquet.ParquetFile(file).read_row_groups([g.number for g in groups], columns=wanted)
+        table = read_groups(self.filesystem, piece.path, groups, wanted)
         name = piece.path.removeprefix(self.folder)
         rules = Rules(piece.path, self.nulls)
         columns: dict[str, Callable[[int], Any]] = {}
@@ -328,7 +325,7 @@ class ParquetSource(Source):
 
     def label_values(self, column: str) -> set[Any]:
         """Head: the distinct values of a column."""
-        from pyarrow import compute, parquet
+        from pyarrow import compute
 
         self._ensure_footers()
         found: set[Any] = set()
@@ -336,9 +333,7 @@ class ParquetSource(Source):
             if column in self.constants.get(path, {}):
                 found.add(self.constants[path][column])
                 continue
-            with self.filesystem.open_input_file(path) as file:
-                numbers = [g.number for g in footer.groups]
-                table = parquet.ParquetFile(file).read_row_groups(numbers, columns=[column])
+            table = read_groups(self.filesystem, path, footer.groups, [column])
             values = table[column].take(self._rows(path, footer.groups))
             found.update(compute.unique(values).to_pylist())
         return found

@@ -31,6 +31,7 @@ Record = dict[str, Any]
 
 SPLIT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation", "test")}
 ID_MODULUS = 2**63
+PARQUET_SUFFIXES = (".parquet", ".pq")
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 
@@ -119,7 +120,7 @@ def read_images(root: str, split: str) -> Source | None:
     from stoker.data.images import ImageFolderSource
 
     folder = split_folder(root, split)
-    return ImageFolderSource(folder) if folder else None
+    return ImageFolderSource(folder, root) if folder else None
 
 
 def read_parquet(
@@ -143,12 +144,14 @@ def read_parquet(
     Raises:
         UsageError: nothing there, or a Delta table, whose old files are not to be read.
     """
+    from stoker.data.checksums import sums_of
     from stoker.data.parquet import ParquetSource
 
     if is_delta_table(root):
         raise UsageError(f"{root}: is a Delta table, some of its files may be old; read it with read_delta")
-    files = split_files(root, split, (".parquet", ".pq"))
-    return ParquetSource(files, columns, filters, nulls=nulls) if files else None
+    files = split_files(root, split, PARQUET_SUFFIXES)
+    sums = sums_of(root, files, PARQUET_SUFFIXES) if files else None
+    return ParquetSource(files, columns, filters, nulls=nulls, sums=sums) if files else None
 
 
 def read_delta(
@@ -178,9 +181,9 @@ def read_delta(
     if split is None or is_delta_table(table):
         if split not in (None, "train"):
             return None
-        return open_delta(table, columns, filters, version, nulls)
+        return open_delta(table, columns, filters, version, nulls, table)
     folder = split_folder(table, split)
-    return open_delta(folder, columns, filters, version, nulls) if folder else None
+    return open_delta(folder, columns, filters, version, nulls, table) if folder else None
 
 
 def read_webdataset(root: str, split: str, columns: list[str] | None = None) -> Source | None:
@@ -191,12 +194,13 @@ def read_webdataset(root: str, split: str, columns: list[str] | None = None) -> 
         split: train or val.
         columns: give these columns only; default: all.
     """
+    from stoker.data.checksums import sums_of
     from stoker.data.webdataset import WebDatasetSource
 
     if root.startswith("pipe:"):
         raise UsageError(f"{root}: pipe: addresses run commands and are refused; use a path or s3://")
     files = split_files(root, split, (".tar",))
-    return WebDatasetSource(files, columns=columns) if files else None
+    return WebDatasetSource(files, sums_of(root, files, (".tar",)), columns) if files else None
 
 
 def read_torch(dataset: Any, columns: tuple[str, ...] = ("image", "label")) -> Source:
@@ -230,7 +234,7 @@ def read_any(root: str, split: str, columns: list[str] | None = None) -> Source 
     names = [f.path.lower() for f in files]
     if any(name.endswith(".tar") for name in names):
         return read_webdataset(root, split, columns)
-    if any(name.endswith((".parquet", ".pq")) for name in names):
+    if any(name.endswith(PARQUET_SUFFIXES) for name in names):
         return read_parquet(root, split, columns)
     if any(name.endswith(IMAGE_SUFFIXES) for name in names):
         return read_images(root, split)

@@ -132,7 +132,7 @@ class Stream:
         used = list(self.finished.values())
         rows, padded = sum(u[0] for u in used), sum(u[2] for u in used)
         self.books.use(rows, padded, sum(u[1] for u in used), remaining)
-        counts = self.books.settle()
+        counts = self.books.settle(self.total)
         self.settled = True
         self.blocks.clear()
         self.held_bytes = 0

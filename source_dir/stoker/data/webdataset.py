@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import tarfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from stoker.config import UsageError
-from stoker.data.filesystems import common_folder, filesystem_of_files
+from stoker.data import checksums
+from stoker.data.filesystems import common_folder, filesystem_of_files, is_local
 from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source, digest
+from stoker.data.tar import members, streamed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,22 +25,38 @@ SHUFFLE_WINDOW = 1024
 
 _END = b"\0" * 1024
 
+_COLUMNS = {
+    **dict.fromkeys((suffix[1:] for suffix in IMAGE_SUFFIXES), "image"),
+    **dict.fromkeys(("cls", "index"), "label"),
+    **dict.fromkeys(("txt", "text"), "text"),
+}
+"""Columns that are not named like the suffix."""
+
 T = TypeVar("T")
 
 
 class WebDatasetSource(Source):
-    """Head and CPU task: `0001.jpg`, `0001.cls` → `image` (bytes), `label`; other members by suffix."""
+    """Head and CPU task: `0001.jpg`, `0001.cls` → `image` (bytes), `label`; see `Naming`.
 
-    def __init__(self, files: list[Any], columns: list[str] | None = None) -> None:
+    Args:
+        files: pyarrow FileInfo of each shard.
+        sums: SHA-256 by path; every shard is compared with it while it is read. Empty: there is none.
+        columns: of the records; None: all.
+    """
+
+    def __init__(
+        self, files: list[Any], sums: dict[str, str] | None = None, columns: list[str] | None = None
+    ) -> None:
         self.columns = columns
         self.paths = [f.path for f in files]
         self.folder = common_folder(files)
         self.sizes = [f.size for f in files]
         self.filesystem = filesystem_of_files(files)
+        self.sums = sums or {}
         self.rows: list[int | None] = [None] * len(files)
 
     def check(self) -> None:
-        local = self.paths[0].startswith("/") and sum(self.sizes) <= WALK_LIMIT_BYTES
+        local = is_local(self.paths[0]) and sum(self.sizes) <= WALK_LIMIT_BYTES
         with ThreadPoolExecutor(8) as pool:
             self.rows = list(pool.map(self._walk if local else self._tail, self.paths, self.sizes))
         if self.count() == 0:
@@ -46,15 +64,11 @@ class WebDatasetSource(Source):
 
     def _walk(self, path: str, size: int) -> int:
         self._tail(path, size)
-        keys = set()
-        try:
-            with self.filesystem.open_input_file(path) as file, tarfile.open(fileobj=file) as tar:
-                for member in tar:
-                    if member.isfile():
-                        keys.add(_split_name(member.name)[0])
-        except (tarfile.TarError, OSError, EOFError) as error:
-            raise UsageError(f"{path}: not a whole tar shard: {error}") from None
-        return len(keys)
+        naming = Naming(path)
+        with self.filesystem.open_input_file(path) as file:
+            for member in members(file, path, contents=False):
+                naming.place(member.name)
+        return len(naming.stems)
 
     def _tail(self, path: str, size: int) -> None:
         """A whole tar ends with two empty blocks, so one small read finds a truncated shard."""
@@ -74,7 +88,9 @@ class WebDatasetSource(Source):
         return sum(known) if len(known) == len(self.rows) else None
 
     def fingerprint(self) -> str:
-        return digest([path.removeprefix(self.folder) for path in self.paths], self.sizes)
+        return digest(
+            [path.removeprefix(self.folder) for path in self.paths], self.sizes, *self.sums.values()
+        )
 
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
         pieces = [Piece(p, rows=n, home=p) for p, n in zip(self.paths, self.rows, strict=True)]
@@ -98,26 +114,80 @@ class WebDatasetSource(Source):
         return record if isinstance(record, BadRecord) else {n: record[n] for n in names if n in record}
 
     def _stream(self, path: str) -> Iterator[Record | BadRecord]:
+        """The last record is given when the whole shard was read and found good."""
         shard = path.removeprefix(self.folder)
-        current: Record | None = None
-        with (
-            self.filesystem.open_input_stream(path) as stream,
-            tarfile.open(fileobj=stream, mode="r|") as tar,
-        ):
-            for member in tar:
-                if not member.isfile():
+        naming = Naming(path)
+        sha256 = hashlib.sha256() if self.sums else None
+        current: Record = {}
+        with self.filesystem.open_input_stream(path) as stream:
+            for member in members(streamed(stream, sha256), path):
+                place = naming.place(member.name)
+                if place is None:
                     continue
-                stem, suffix = _split_name(member.name)
+                stem, column, suffix = place
                 key = f"{shard}:{stem}"
-                file = tar.extractfile(member)
-                content = file.read() if file else b""
-                if current is None or current["key"] != key:
-                    if current is not None:
-                        yield _checked(current)
-                    current = {"key": key}
-                _put(current, suffix, content)
-        if current is not None:
+                if current and current["key"] != key:
+                    yield _checked(current)
+                    current = {}
+                current["key"] = key
+                _put(current, column, suffix, member.content)
+        if sha256 is not None:
+            checksums.compare(path, sha256.hexdigest(), self.sums[path])
+        if current:
             yield _checked(current)
+
+
+class Naming:
+    """Head and CPU task: the members of one shard → record and column.
+
+    `<stem>.<suffix>` gives a column by its suffix: an image suffix → `image`, `cls` and `index` → `label`,
+    `txt` and `text` → `text`, another one → a column of its name. `<stem>.<column>.<suffix>` names the
+    column itself. The suffix alone decides how the content is read. Hidden files are left out.
+
+    Args:
+        path: of the shard, for errors.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.stems: set[str] = set()
+        self._stem: str | None = None
+        self._columns: dict[str, str] = {}
+        """Of the present record: column → member."""
+
+    def place(self, member: str) -> tuple[str, str, str] | None:
+        """Stem, column and suffix of the next member; None for a hidden file.
+
+        Raises:
+            UsageError: two members for one column, a record in two places, or a name that gives no column.
+        """
+        folder, _, base = member.rpartition("/")
+        if base.startswith("."):
+            return None
+        name, _, rest = base.partition(".")
+        stem = f"{folder}/{name}" if folder else name
+        column, _, suffix = rest.lower().rpartition(".")
+        column = column or _COLUMNS.get(suffix, suffix)
+        if column in ("", "key") or column.startswith("__"):
+            raise UsageError(
+                f"{self.path}: {member} gives no column: name it {name}.<column>.<suffix>"
+                " (not key, nor beginning with __)"
+            )
+        if stem != self._stem:
+            if stem in self.stems:
+                raise UsageError(
+                    f"{self.path}: the members of record {stem} are not neighbours (the second part begins at"
+                    f" {member}); write the shard in the order of names, as tar --sort=name does"
+                )
+            self.stems.add(stem)
+            self._stem, self._columns = stem, {}
+        if column in self._columns:
+            raise UsageError(
+                f"{self.path}: {self._columns[column]} and {member} both give the column {column}; name"
+                f" one of them {name}.<column>.{suffix}: {name}.mask.png gives the column mask"
+            )
+        self._columns[column] = member
+        return stem, column, suffix
 
 
 def shuffled(stream: Iterable[T], order: np.random.Generator | None) -> Iterator[T]:
@@ -136,29 +206,21 @@ def shuffled(stream: Iterable[T], order: np.random.Generator | None) -> Iterator
     yield from (window[i] for i in order.permutation(len(window)))
 
 
-def _split_name(name: str) -> tuple[str, str]:
-    folder, _, base = name.rpartition("/")
-    stem, _, suffix = base.partition(".")
-    return (f"{folder}/{stem}" if folder else stem), suffix.lower()
-
-
-def _put(record: Record, suffix: str, content: bytes) -> None:
+def _put(record: Record, column: str, suffix: str, content: bytes) -> None:
     """Adds one tar member to a record; what cannot be read marks the record as bad."""
     try:
-        if f".{suffix}" in IMAGE_SUFFIXES:
-            record["image"] = content
-        elif suffix in ("cls", "index"):
-            record["label"] = int(content)
+        if suffix in ("cls", "index"):
+            record[column] = int(content)
         elif suffix == "json":
-            record["json"] = json.loads(content)
+            record[column] = json.loads(content)
         elif suffix in ("txt", "text"):
-            record["text"] = content.decode()
+            record[column] = content.decode()
         else:
-            record[suffix] = content
+            record[column] = content
     except ValueError as error:
-        record["_bad"] = f".{suffix}: {error}"
+        record["__bad"] = f".{suffix}: {error}"
 
 
 def _checked(record: Record) -> Record | BadRecord:
-    reason = record.pop("_bad", None)
+    reason = record.pop("__bad", None)
     return BadRecord(record["key"], reason) if reason else record

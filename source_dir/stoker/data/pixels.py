@@ -1,0 +1,58 @@
+"""CPU task: how many pixels an image may have; its header tells, before anything is decoded.
+
+A PNG of 21 kB can be an image of 13,000 × 13,000 pixels, which takes gigabytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+
+MOST = 100_000_000
+
+_of_process = {"most": MOST}
+
+
+def limit_pixels(most: int) -> None:
+    """CPU task: set the limit of this process, for Stoker's decoders, Pillow and OpenCV.
+
+    Pillow then refuses larger images wherever it is called from: a dataset or a transform of the user's.
+    OpenCV reads its limit when it is imported.
+    """
+    if _of_process.get("set") == most:
+        return
+    _of_process.update(most=most, set=most)
+    if "cv2" not in sys.modules:
+        os.environ["OPENCV_IO_MAX_IMAGE_PIXELS"] = str(most)
+    with contextlib.suppress(ImportError):
+        from PIL import Image
+
+        # Pillow refuses twice this number and warns of more than it.
+        Image.MAX_IMAGE_PIXELS = (most + 1) // 2
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+
+
+def allowed() -> int:
+    """CPU task: the limit of this process."""
+    return _of_process["most"]
+
+
+def check(width: int, height: int) -> None:
+    """CPU task: refuse an image that is too large.
+
+    Raises:
+        ValueError: it has more pixels than are allowed.
+    """
+    if width * height > allowed():
+        raise ValueError(f"{width} × {height} = {width * height:,} pixels: {_beyond()}")
+
+
+def too_large(error: Exception) -> ValueError:
+    """CPU task: Pillow's refusal in the words of the configuration."""
+    return ValueError(f"{str(error).partition(' exceeds')[0]}: {_beyond()}")
+
+
+def _beyond() -> str:
+    return f"more than data.max_pixels allows ({allowed():,})"

@@ -1,0 +1,38 @@
+"""Every host: row groups of a Parquet file, read with the checksums of their pages."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from stoker.config import UsageError
+
+
+class Group(NamedTuple):
+    """Head: a row group that may hold rows of the split."""
+
+    number: int
+    first_row: int
+    rows: int
+
+
+def read_groups(filesystem: Any, path: str, groups: list[Group], columns: list[str] | None) -> Any:
+    """Every host: row groups as a table; pages that carry a checksum are compared with it.
+
+    Raises:
+        UsageError: the file does not hold what its footer tells.
+        OSError: it cannot be read, or a checksum is wrong.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = sum(g.rows for g in groups)
+    try:
+        with filesystem.open_input_file(path) as file:
+            reader = parquet.ParquetFile(file, page_checksum_verification=True)
+            table = reader.read_row_groups([g.number for g in groups], columns=columns)
+    except (OSError, pa.ArrowException) as error:
+        kind = OSError if isinstance(error, OSError) else UsageError
+        raise kind(f"{path}: damaged, or cannot be read: {' '.join(str(error).split())[:200]}") from None
+    if table.num_rows != rows and (columns is None or columns):
+        raise UsageError(f"{path}: damaged: row groups of {rows} rows hold {table.num_rows}")
+    return table

@@ -1,0 +1,188 @@
+"""CPU task and head: a strict tar reader that finds damage where `tarfile` stops without a word.
+
+Formats: ustar, GNU (long names) and PAX. The checksum of every header is verified, the archive must end with
+two zero blocks, and nothing but zeros may follow them. Names beyond a header's 100 characters and the
+contents of members carry no checksum in a tar; only a `SHA256SUMS` file protects those.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from stoker.config import UsageError
+
+BLOCK = 512
+CHUNK_BYTES = 4 * 2**20
+"""Read at once: every read of a stream on S3 is a request."""
+MOST_ZEROS = 64 * 1024
+"""Zeros at the end of an archive. Tools pad to 10 KiB; a file whose tail was never written has more."""
+
+_REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
+_PAX = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
+_KINDS = {
+    tarfile.LNKTYPE: "a hard link",
+    tarfile.SYMTYPE: "a symbolic link",
+    tarfile.GNUTYPE_SPARSE: "a sparse file",
+}
+
+
+class Member(NamedTuple):
+    """CPU task and head: a regular file of an archive."""
+
+    name: str
+    content: bytes
+    """Empty where only names are asked for."""
+
+
+def members(file: Any, path: str, contents: bool = True) -> Iterator[Member]:
+    """CPU task and head: the regular files of an archive, in order; folders are left out.
+
+    Args:
+        file: what to read; without `contents` it must be able to seek.
+        path: names it in errors.
+        contents: read the members, too.
+
+    Raises:
+        UsageError: the archive is damaged or cut short, more follows its end, or a member is neither a
+            regular file nor a folder.
+    """
+    tar = _Tar(file, path)
+    extra: dict[str, str] = {}
+    while (header := tar.header()) is not None:
+        size = int(extra["size"]) if "size" in extra else header.size
+        if size < 0:
+            raise tar.damaged(tar.start, f"it tells a size of {size} bytes")
+        if header.type in _PAX:
+            extra |= tar.pax(size)
+        elif header.type == tarfile.GNUTYPE_LONGNAME:
+            extra["path"] = _text(tar.content(size).rstrip(b"\0"))
+        elif header.type == tarfile.GNUTYPE_LONGLINK:
+            tar.content(size)  # the name of a link's target; the link itself is refused
+        elif header.type == tarfile.XGLTYPE:
+            if {"path", "size"} & tar.pax(size).keys():
+                raise UsageError(f"{path}: the global PAX header at byte {tar.start} renames members")
+        else:
+            name = extra.get("path", header.name)
+            if header.type in _REGULAR:
+                if any(key.startswith("GNU.sparse") for key in extra):
+                    raise tar.refused(name, _KINDS[tarfile.GNUTYPE_SPARSE])
+                yield Member(name, tar.content(size) if contents else tar.skip(size))
+            elif header.type != tarfile.DIRTYPE:
+                raise tar.refused(name, _KINDS.get(header.type, f"of the type {header.type!r}"))
+            extra = {}
+    if extra:
+        raise tar.damaged(tar.start, "the member that a long name announces is missing")
+
+
+class _Tar:
+    """CPU task and head: headers and contents of one archive, by position."""
+
+    def __init__(self, file: Any, path: str) -> None:
+        self.file, self.path = file, path
+        self.start = self.at = 0
+        """Where the last header begins, and where the next byte is read."""
+
+    def header(self) -> tarfile.TarInfo | None:
+        """The next header; None at the end, where everything that follows has been looked at."""
+        self.start = self.at
+        block = self._take(BLOCK, "the end of the archive is missing")
+        if not block.strip(b"\0"):
+            self._end()
+            return None
+        try:
+            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except (tarfile.HeaderError, ValueError) as error:
+            raise self.damaged(self.start, str(error)) from None
+        if block[257:265] == tarfile.GNU_MAGIC:
+            # GNU tar keeps times where ustar has the beginning of a long name.
+            header.name = _text(block[:100].partition(b"\0")[0])
+        return header
+
+    def content(self, size: int) -> bytes:
+        """The contents of a member."""
+        content = self._take(size, f"its member has {size} bytes")
+        self._take(-size % BLOCK, "padding is missing")
+        return content
+
+    def skip(self, size: int) -> bytes:
+        """Pass over the contents of a member; the header after it shows that they were there."""
+        self.at += size + -size % BLOCK
+        self.file.seek(self.at)
+        return b""
+
+    def pax(self, size: int) -> dict[str, str]:
+        """An extended header: lines of `length key=value`."""
+        lines, at = {}, 0
+        content = self.content(size)
+        try:
+            while at < len(content):
+                length = int(content[at : content.index(b" ", at)])
+                line = content[at : at + length]
+                key, sign, value = line[line.index(b" ") + 1 : -1].partition(b"=")
+                if len(line) != length or not sign or line[-1:] != b"\n":
+                    raise ValueError("a line of it does not end where it says")
+                lines[_text(key)] = _text(value)
+                at += length
+            if "size" in lines:
+                int(lines["size"])
+        except ValueError as error:
+            raise self.damaged(self.start, f"an extended header that cannot be read: {error}") from None
+        return lines
+
+    def _end(self) -> None:
+        zeros = BLOCK
+        while chunk := self.file.read(CHUNK_BYTES):
+            if rest := chunk.lstrip(b"\0"):
+                at = self.start + zeros + len(chunk) - len(rest)
+                raise UsageError(
+                    f"{self.path}: the archive ends at byte {self.start}, but more follows at byte {at}:"
+                    " damaged, or shards that were joined by cat; keep them apart, or join them with"
+                    " tar --concatenate"
+                )
+            zeros += len(chunk)
+        if zeros < 2 * BLOCK:
+            raise self.damaged(self.start, "the end of the archive is missing")
+        if zeros > MOST_ZEROS:
+            raise self.damaged(self.start, f"{zeros} zeros up to its end, as if it was never written whole")
+
+    def _take(self, size: int, what: str) -> bytes:
+        content: bytes = self.file.read(size)
+        if len(content) < size:
+            raise self.damaged(self.start, f"cut short after {self.at + len(content)} bytes: {what}")
+        self.at += size
+        return content
+
+    def damaged(self, at: int, why: str) -> UsageError:
+        return UsageError(f"{self.path}: damaged tar shard, byte {at}: {why}; copy or write it again")
+
+    def refused(self, name: str, kind: str) -> UsageError:
+        return UsageError(
+            f"{self.path}: {name} (byte {self.start}) is {kind}; a shard must hold regular files only:"
+            " write it again with tar --dereference --hard-dereference"
+        )
+
+
+def streamed(stream: Any, digest: Any = None) -> io.BufferedReader:
+    """CPU task: a stream read in large chunks, each of which goes into the digest, too."""
+    return io.BufferedReader(_Raw(stream, digest), CHUNK_BYTES)
+
+
+class _Raw(io.RawIOBase):
+    def __init__(self, stream: Any, digest: Any) -> None:
+        self.stream, self.digest = stream, digest
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count: int = self.stream.readinto(buffer)
+        if self.digest is not None:
+            self.digest.update(memoryview(buffer)[:count])
+        return count
+
+
+def _text(content: bytes) -> str:
+    return content.decode("utf-8", "surrogateescape")

@@ -1,0 +1,75 @@
+"""Data on disk that tests write, damage and read through the sources."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import random
+import tarfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stoker.data.sources import BadRecord, read_any
+
+DAMAGES = int(os.environ.get("STOKER_FUZZ", "500"))
+"""Damages per format; STOKER_FUZZ raises the number."""
+SEED = int(os.environ.get("STOKER_FUZZ_SEED", "12"))
+
+
+def tar_of(members: Iterable[tuple[str, bytes]], form: int = tarfile.USTAR_FORMAT) -> bytes:
+    """A tar as Python writes it: ustar, GNU or PAX."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w", format=form) as tar:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return content.getvalue()
+
+
+def write_sums(root: Path) -> None:
+    """SHA256SUMS, byte for byte as `sha256sum` writes it."""
+    files = sorted(p for p in root.rglob("*") if p.is_file() and p.name != "SHA256SUMS")
+    lines = [f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(root)}\n" for p in files]
+    (root / "SHA256SUMS").write_text("".join(lines))
+
+
+def records(root: Path | str, split: str = "train") -> list[Any]:
+    """All records of a split, as a run reads them: checked first, then piece by piece."""
+    source = read_any(str(root), split)
+    assert source is not None
+    source.check()
+    reader = source.for_tasks()
+    found = [record for piece in source.pieces(100, None) for record in reader.read(piece, None)]
+    # The books of an epoch compare these when they close.
+    assert source.count() in (None, len(found)), f"counted {source.count()}, read {len(found)}"
+    return found
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What happened to a file: one byte is another, or the rest is missing."""
+
+    at: int
+    byte: int | None
+
+    def __call__(self, content: bytes) -> bytes:
+        if self.byte is None:
+            return content[: self.at]
+        return content[: self.at] + bytes([content[self.at] ^ self.byte]) + content[self.at + 1 :]
+
+
+def damages(size: int, what: str) -> list[Damage]:
+    """Seeded: four bytes of five are changed, every fifth file is cut short."""
+    chance = random.Random(f"{SEED}/{what}")
+    return [
+        Damage(chance.randrange(size), None if n % 5 == 4 else chance.randrange(1, 256))
+        for n in range(DAMAGES)
+    ]
+
+
+def keys(found: list[Any]) -> list[str]:
+    return [record.key if isinstance(record, BadRecord) else record["key"] for record in found]

@@ -1,0 +1,79 @@
+"""Data that is not what it was: a run whose source gives other records than it counted, or listed, fails."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from damage import write_sums
+from pyarrow import parquet
+from running import run_job
+from streaming import Train
+
+from stoker.schema import Config
+
+DATA = {"bad_record_budget": 0.1, "block_records": 20, "shuffle": False, "order": "exact"}
+
+
+def test_a_run_with_a_lost_record_fails_when_its_epoch_closes(ray_cluster: None, tmp_path: Path) -> None:
+    outcome = run_job(
+        tmp_path,
+        recipe="short:Short",
+        params={"train_records": 101, "val_records": 10},
+        data=DATA,
+        train={"epochs": 1, "batch_size": 10},
+    )
+    assert outcome.code == 1
+    assert outcome.summary.status == "failed"
+    assert outcome.summary.error == (
+        "train epoch 0: the source counted 101 records before training, but gave 100: the data has changed or"
+        " is damaged"
+    )
+
+
+@pytest.mark.parametrize(("more", "given"), [(-1, "100"), (1, "102"), (0, "")])
+def test_what_an_earlier_run_consumed_counts_too(more: int, given: str, ray_cluster: None) -> None:
+    """The epoch is interrupted after 30 rows, one bad record among those read, and closed by another run."""
+    recipe: dict[str, Any] = (
+        {"recipe": "short:Short", "params": {"train_records": 101, "more": more}}
+        if more
+        else {"recipe": "rows:Counting", "params": {"train_records": 101, "bad": (3,)}}
+    )
+    train = Train(Config.model_validate({**recipe, "data": DATA, "train": {"epochs": 1, "batch_size": 10}}))
+    try:
+        ids = [i for step in islice(train.steps("train", 0), 3) for i in step]
+        train.again(1, 0, train.position(0, 3, ids))
+        rest = [i for step in train.steps("train", 0) for i in step]
+        if not more:
+            assert train.settle("train", 0, rest)["read"] == 101
+        else:
+            with pytest.raises(
+                AssertionError, match=f"counted 101 records before training, but gave {given}"
+            ):
+                train.settle("train", 0, rest)
+    finally:
+        train.close()
+
+
+def test_a_run_on_a_file_that_is_not_the_listed_one_fails_and_names_it(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    path = tmp_path / "data" / "train" / "rows.parquet"
+    path.parent.mkdir(parents=True)
+    table = pa.table({"x0": [1.0] * 64, "x1": [2.0] * 64, "y": [3.0] * 64})
+    parquet.write_table(table, path, use_dictionary=False, compression="none")
+    write_sums(tmp_path / "data")
+    content = bytearray(path.read_bytes())
+    content[300] ^= 1  # one value, which Parquet cannot tell from another
+    path.write_bytes(content)
+    outcome = run_job(
+        tmp_path,
+        recipe="rows:Regression",
+        params={"data": str(tmp_path / "data")},
+        train={"epochs": 1, "batch_size": 8},
+    )
+    assert outcome.code == 1
+    assert f"{path}: damaged or changed: its SHA-256 is" in (outcome.summary.error or "")

@@ -1,0 +1,151 @@
+"""Seeded damage to files of every format: what arrives is right, or quarantined, or the run is refused.
+
+`STOKER_FUZZ=20000` raises the number of damages per format, `STOKER_FUZZ_SEED` changes them.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from damage import DAMAGES, SEED, Damage, damages, keys, records, tar_of, write_sums
+from PIL import Image
+from pyarrow import parquet
+
+from stoker.config import UsageError
+from stoker.data.chain import HWC_SUFFIX, KEY_COLUMN, Chain, ChainError
+from stoker.data.sources import BadRecord, read_images
+from stoker.data.transforms import DecodeImage, as_stages
+
+RECORDS = 24
+
+
+@cache
+def photo(seed: int) -> bytes:
+    rng = np.random.default_rng(seed)
+    image = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)).resize((64, 48))
+    content = io.BytesIO()
+    image.save(content, "JPEG", quality=90, progressive=seed % 2 == 1)
+    return content.getvalue()
+
+
+def shard() -> bytes:
+    forms = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
+    return tar_of(
+        [(f"{i:04d}.{s}", c) for i in range(RECORDS) for s, c in (("jpg", photo(i % 4)), ("cls", b"%d" % i))],
+        forms[SEED % 3],
+    )
+
+
+def table() -> bytes:
+    content = io.BytesIO()
+    columns = {
+        "image": [photo(i % 4)[:200] for i in range(RECORDS)],
+        "label": list(range(RECORDS)),
+        "weight": [i / 7 for i in range(RECORDS)],
+        "name": [f"name {i % 5}" for i in range(RECORDS)],
+    }
+    parquet.write_table(pa.table(columns), content, row_group_size=10, write_page_checksum=True)
+    return content.getvalue()
+
+
+class Folder:
+    """A data set of one damaged file among whole ones."""
+
+    def __init__(self, root: Path, name: str, content: bytes, sums: bool, others: dict[str, bytes]) -> None:
+        self.root, self.path, self.content = root, root / "train" / name, content
+        for other, its in {name: content, **others}.items():
+            (root / "train" / other).parent.mkdir(parents=True, exist_ok=True)
+            (root / "train" / other).write_bytes(its)
+        if sums:
+            write_sums(root)
+
+    def outcomes(self, read: Callable[[Path], list[Any]], what: str) -> Iterator[tuple[str, Damage]]:
+        """What becomes of each damage: right, quarantined, refused, or wrong."""
+        whole = read(self.root)
+        for number, damage in enumerate(damages(len(self.content), what)):
+            self.path.write_bytes(damage(self.content))
+            try:
+                found = read(self.root)
+            except (UsageError, ChainError, OSError, ValueError) as error:
+                assert str(error), f"damage {number} of seed {SEED}: refused without a word"
+                yield "refused", damage
+                continue
+            assert keys(found) == keys(whole), f"seed {SEED}, {what} {number}: {damage} changes the records"
+            good = [(a, b) for a, b in zip(found, whole, strict=True) if not isinstance(a, BadRecord)]
+            if any(repr(a) != repr(b) for a, b in good):
+                yield "wrong", damage
+            else:
+                yield "right" if len(good) == len(whole) else "quarantined", damage
+
+
+def decoded(root: Path) -> list[Any]:
+    """The records of an image folder as the chain decodes them."""
+    source = read_images(str(root), "train")
+    assert source is not None
+    source.check()
+    chain = Chain(as_stages([DecodeImage()]), seed=0, with_keys=True)
+    [piece] = source.pieces(1000, None)
+    columns, report = chain.run(source.for_tasks().read(piece, None), epoch=0)
+    good = dict(zip(columns[KEY_COLUMN], columns["image" + HWC_SUFFIX], strict=True))
+    bad = {record.key: record for record in report.bad}
+    return [bad.get(key) or {"key": key, "image": good[key].tobytes()} for key, *_ in source.files]  # type: ignore[attr-defined]
+
+
+def folder(form: str, root: Path, sums: bool) -> tuple[Folder, Callable[[Path], list[Any]]]:
+    if form == "tar":
+        return Folder(root, "1.tar", shard(), sums, {"0.tar": tar_of([("x.cls", b"1")])}), records
+    if form == "parquet":
+        return Folder(root, "1.parquet", table(), sums, {"0.parquet": table()}), records
+    return Folder(root, f"a/{form}.jpg", photo(form == "progressive"), sums, {"b/0.jpg": photo(2)}), decoded
+
+
+FORMS = pytest.mark.parametrize("form", ["tar", "parquet", "jpeg", "progressive"])
+
+
+@FORMS
+def test_with_sums_nothing_wrong_ever_arrives(form: str, tmp_path: Path) -> None:
+    data, read = folder(form, tmp_path, sums=True)
+    found = Counter(outcome for outcome, _ in data.outcomes(read, form))
+    assert found["wrong"] == 0, f"seed {SEED}: {found}"
+    assert found["refused" if form in ("tar", "parquet") else "quarantined"] == DAMAGES
+
+
+@FORMS
+def test_without_sums_what_the_format_protects_arrives_right(form: str, tmp_path: Path) -> None:
+    data, read = folder(form, tmp_path, sums=False)
+    found: Counter[str] = Counter()
+    for outcome, damage in data.outcomes(read, form):
+        found[outcome] += 1
+        if damage.byte is None:
+            # Of a tar, zeros at its end may be missing.
+            assert outcome in ("refused", "quarantined") or form == "tar", f"seed {SEED}: {damage} {outcome}"
+        if protected(form, data.content, damage.at):
+            assert outcome != "wrong", f"seed {SEED}: {damage} is {outcome}"
+    assert found.total() == DAMAGES
+    # Contents of JPEG and tar carry no checksum: of JPEG the decoder finds what does not fit together.
+    limits = {"tar": 0.75, "parquet": 0.05, "jpeg": 0.6, "progressive": 0.5}
+    assert found["wrong"] < limits[form] * DAMAGES, f"seed {SEED}: {found}"
+
+
+def protected(form: str, content: bytes, at: int) -> bool:
+    """Whether the format itself keeps a checksum of this byte."""
+    if form == "tar":
+        return any(header <= at < header + 512 for header in headers(content))
+    if form == "parquet":
+        return at < len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    return False
+
+
+@cache
+def headers(content: bytes) -> list[int]:
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        return [member.offset for member in tar]
