@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from stoker.data import images, rereading
@@ -37,6 +40,14 @@ class Damaged(Flaky):
         return {"x": Image.open(io.BytesIO(b"no image"))}
 
 
+class Drawing(Flaky):
+    """Draws before it fails, as augmentation inside a dataset does."""
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = random.random() + float(np.random.random()) + float(torch.rand(()))
+        return super().__getitem__(index) | {"drawn": drawn}
+
+
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rereading, "WAITS_S", (0.0, 0.0))
@@ -53,6 +64,14 @@ def read(dataset: Any) -> list[Any]:
 )
 def test_a_hiccup_is_read_again(times: int, error: Exception) -> None:
     assert [record["x"] for record in read(Flaky(times, error))] == [0, 1, 2]
+
+
+def test_a_record_that_is_read_again_draws_what_it_would_have_drawn() -> None:
+    drawn = []
+    for times in (0, 1, 2):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        drawn.append([record["drawn"] for record in read(Drawing(times, OSError(5, "mount")))])
+    assert drawn[0] == drawn[1] == drawn[2] and len(set(drawn[0])) == 3
 
 
 @pytest.mark.parametrize(

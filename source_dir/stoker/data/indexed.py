@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stoker.config import UsageError
-from stoker.data.rereading import read_again
+from stoker.data.rereading import generators, read_again
 from stoker.data.sources import BadRecord, Piece, Record, Source, cut_indices, digest
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class TorchSource(IndexedSource):
 
     def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         for index in piece.items:
-            item = read_again(str(index), partial(self.dataset.__getitem__, index))
+            item = read_again(str(index), partial(self.dataset.__getitem__, index), generators())
             if isinstance(item, BadRecord):
                 yield item
                 continue
