@@ -124,7 +124,7 @@ class Way:
         config = Config.model_validate(
             {
                 "recipe": "whole_way:Given",
-                "data": {"block_records": block_records, "shuffle": False, "bad_record_budget": 0.9},
+                "data": {"block_records": block_records, "shuffle": False, "bad_record_budget": 0.99},
                 "train": {"batch_size": batch_size, "epochs": 1},
             }
         )

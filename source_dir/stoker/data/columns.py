@@ -67,13 +67,13 @@ class Schema(NamedTuple):
         """Every host: how rows with other columns differ; empty where they do not."""
         if self.columns == other.columns:
             return ""
+        there = f" in record {other.record}" if other.record else ""
         for name, column in self.columns.items():
             found = other.columns.get(name)
             if found != column:
-                what = f"{found}" if found else "absent"
-                return f"column {name!r} is {what} in record {other.record}, {column} in record {self.record}"
+                return f"column {name!r} is {found or 'absent'}{there}, {column} in record {self.record}"
         extra = next(name for name in other.columns if name not in self.columns)
-        return f"column {extra!r} is in record {other.record} and not in record {self.record}"
+        return f"column {extra!r} is {other.columns[extra]}{there}, absent in record {self.record}"
 
     def of_records(self) -> Schema:
         """CPU task: the columns as records have them, before they are packed."""

@@ -63,7 +63,7 @@ class Request:
         arrays, text = header["columns"], header["text"]
         found = {name: Column(dtype, tuple(shape)) for name, dtype, shape in arrays}
         found |= dict.fromkeys(text, Column(TEXT))
-        batch.check(self.part, Schema(found, self.block), header["rows"])
+        batch.check(self.part, Schema(found), header["rows"])
         for name, values in text.items():
             if len(values) != rows:
                 raise SchemaError(f"{len(values)} values of column {name!r} came for {rows} rows")

@@ -17,6 +17,8 @@ from stoker.config import UsageError
 if TYPE_CHECKING:
     import numpy as np
 
+    from stoker.data.parquet import ParquetSource
+
 Nulls = dict[str, Any]
 """Column → "quarantine", "keep" or a value of the column's type."""
 
@@ -63,6 +65,44 @@ def in_statistics(metadata: Any, columns: Sequence[str], groups: Sequence[int]) 
             else:
                 column.nulls += nulls
     return found
+
+
+def check_nulls(source: ParquetSource, columns: list[str]) -> None:
+    """Head: refuse NULLs that no rule allows, in all columns at once.
+
+    Args:
+        source: its footers are read.
+        columns: of its records.
+
+    Raises:
+        UsageError: a line per column.
+    """
+    problems, reads = [], 0
+    files = list(zip(source.paths, source.footers, strict=True))
+    rows = {path: footer.matching for path, footer in files}
+    for column in columns:
+        if column in source.nulls:
+            kinds = [f.schema.field(column).type for _, f in files if column in f.schema.names]
+            check_rule(column, source.nulls[column], kinds[0] if kinds else source.types[column])
+            if column + VALID_SUFFIX in columns:
+                problems.append(f"nulls: column {column} and {column}{VALID_SUFFIX}: rename the latter")
+            continue
+        counts = {}
+        for path, footer in files:
+            found = footer.nulls.get(column, Found())
+            nulls = found.nulls
+            if source.constants.get(path, {}).get(column, ()) is None:
+                nulls = footer.matching
+            elif found.unclear or (nulls and source.filters):
+                reads += found.unclear_bytes
+                fits = reads <= READ_LIMIT_BYTES
+                nulls = source.count_nulls(path, column, footer.groups) if fits else 0
+            if nulls:
+                counts[path] = nulls
+        if counts:
+            problems.append(refusal(column, counts, rows))
+    if problems:
+        raise UsageError(*problems)
 
 
 def check_rule(column: str, rule: Any, kind: Any) -> None:

@@ -13,16 +13,7 @@ from stoker.config import UsageError
 from stoker.data import checksums
 from stoker.data.arrow import mask_of, values_of
 from stoker.data.filesystems import common_folder, filesystem_of_files, is_local
-from stoker.data.nulls import (
-    READ_LIMIT_BYTES,
-    VALID_SUFFIX,
-    Found,
-    Nulls,
-    Rules,
-    check_rule,
-    in_statistics,
-    refusal,
-)
+from stoker.data.nulls import Found, Nulls, Rules, check_nulls, in_statistics
 from stoker.data.row_groups import Group, read_groups
 from stoker.data.sources import BadRecord, Piece, Record, Source, digest
 
@@ -107,44 +98,13 @@ class ParquetSource(Source):
                     raise UsageError(
                         f"{path}: column {column} is {kinds[1]}, in {self.paths[0]} it is {kinds[0]}"
                     )
-        self._check_nulls([*(self.columns or schema)])
+        check_nulls(self, [*(self.columns or schema)])
         if self.count() == 0:
             why = f" that matches {self.filters}" if self.filters else ""
             raise UsageError(f"{self.paths[0]}: the Parquet files hold no row{why}")
 
-    def _check_nulls(self, columns: list[str]) -> None:
-        """Refuse NULLs that no rule allows, in all columns at once.
-
-        Raises:
-            UsageError: a line per column.
-        """
-        problems, reads = [], 0
-        rows = dict(zip(self.paths, (footer.matching for footer in self.footers), strict=True))
-        for column in columns:
-            if column in self.nulls:
-                kinds = [f.schema.field(column).type for f in self.footers if column in f.schema.names]
-                check_rule(column, self.nulls[column], kinds[0] if kinds else self.types[column])
-                if column + VALID_SUFFIX in columns:
-                    problems.append(f"nulls: column {column} and {column}{VALID_SUFFIX}: rename the latter")
-                continue
-            counts = {}
-            for path, footer in zip(self.paths, self.footers, strict=True):
-                found = footer.nulls.get(column, Found())
-                nulls = found.nulls
-                if self.constants.get(path, {}).get(column, ()) is None:
-                    nulls = footer.matching
-                elif found.unclear or (nulls and self.filters):
-                    reads += found.unclear_bytes
-                    fits = reads <= READ_LIMIT_BYTES
-                    nulls = self._count_nulls(path, column, footer.groups) if fits else 0
-                if nulls:
-                    counts[path] = nulls
-            if counts:
-                problems.append(refusal(column, counts, rows))
-        if problems:
-            raise UsageError(*problems)
-
-    def _count_nulls(self, path: str, column: str, groups: list[Group]) -> int:
+    def count_nulls(self, path: str, column: str, groups: list[Group]) -> int:
+        """Head: NULLs of a column among the rows that the filters keep, by reading it."""
         table = read_groups(self.filesystem, path, groups, [column])
         mask = mask_of(table[column], self._rows(path, groups))
         return 0 if mask is None else int(mask.sum())

@@ -59,7 +59,7 @@ class Assembly:
             SchemaError: naming the block and what is wrong.
         """
         if difference := self.schema.difference(found):
-            raise SchemaError(f"a block does not have the columns of its split: {difference}")
+            raise SchemaError(f"block {part.block.hex()} has other columns than its split: {difference}")
         if rows != part.of:
             raise SchemaError(
                 f"block {part.block.hex()} has {rows} rows, but was reported with {part.of}: it was made"
@@ -91,7 +91,7 @@ class Assembly:
         Raises:
             SchemaError: the block is not what was reported.
         """
-        self.check(part, schema_of(columns, part.block.hex()), min(map(len, columns.values()), default=0))
+        self.check(part, schema_of(columns), min(map(len, columns.values()), default=0))
         rows, size = part.stop - part.start, 0
         for name, column in columns.items():
             values = column[part.start : part.stop]
