@@ -26,7 +26,8 @@ class Attack:
         return os.system, (f"touch {self.mark}",)
 
 
-def test_the_state_of_a_lightning_trainer_is_read_as_data(tmp_path: Path) -> None:
+def test_the_state_of_a_lightning_trainer_is_read_as_data(ray_cluster: None, tmp_path: Path) -> None:
+    # With the cluster, although it is not used: Ray, once imported, knows no other authentication mode.
     from stoker.integrations import lightning_loop
 
     mark = tmp_path / "executed"
