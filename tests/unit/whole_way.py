@@ -22,6 +22,7 @@ from stoker.data.position import Position
 from stoker.data.rows import Server
 from stoker.data.serving import BlockServer
 from stoker.data.sources import BadRecord, Piece, Source, cut_indices
+from stoker.data.suspects import Suspects
 from stoker.data.tasks import Loaded, groups_of
 from stoker.data.transport import Transport
 from stoker.recipe import Recipe
@@ -134,9 +135,8 @@ class Way:
         passes = Passes(config, data.sources, packed, schemas=schemas)
         bad: list[BadRecord] = []
         start = Position(epoch=0, plan=passes.identity(data.sources["train"].fingerprint()))
-        attempt = Attempt(
-            0, workers, passes, data.totals, start, threading.Condition(), _books(), lambda *_, **__: None
-        )
+        shared = (threading.Condition(), _books(), lambda *_, **__: None, None, Suspects())
+        attempt = Attempt(0, workers, passes, data.totals, start, *shared)
         stream = attempt.streams["train", 0]
         plan = passes.plan("train", 0, None)
         loaded = Loaded(data.sources["train"].for_tasks(), pickle.loads(packed["train"]))  # noqa: S301
@@ -149,9 +149,9 @@ class Way:
             reference = Reference()
             self.store[reference] = columns
             references.append(reference)
-            attempt._deliver(stream, reference, report, "far")
+            attempt.deliver(stream, reference, report, "far")
             bad += report.bad
-        attempt._produced(stream)
+        attempt.produced(stream)
         _raise(attempt.failure)
         damage(references, self.store)
         transport = Transport(None, pinned=False, timeout_s=10)
