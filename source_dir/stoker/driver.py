@@ -18,7 +18,7 @@ from typing import Any
 from stoker.bootstrap.topology import label
 from stoker.config import Resolved, UsageError, resolved_yaml
 from stoker.data.ledger import DataError
-from stoker.data.opening import Data, cache_note, discover, open_data, start_coordinator
+from stoker.data.opening import Data, cache_note, discover, exact_note, open_data, start_coordinator
 from stoker.data.pipeline import GROUP_LABEL
 from stoker.extras import refuse_missing
 from stoker.hosts import host_changes, hosts
@@ -127,7 +127,8 @@ def run(resolved: Resolved, place: Place) -> int:
         start = resuming.prepare(config, place, data, workers, summary, teller(recorder, console))
         coordinator = start_coordinator(config, data, workers, start.first_epoch, start.position)
         console.line(opening_line(data, workers, use_gpu))
-        for note in filter(None, (blocks_note(config, data, workers), cache_note(config))):
+        notes = blocks_note(config, data, workers), cache_note(config), exact_note(config, data)
+        for note in filter(None, notes):
             recorder.take({"time": time.time(), "event": "note", "text": note})
             console.line(f"note: {note}")
         fit = Fit(config, place, coordinator, workers, use_gpu, steps, "val" in data.sources, start)

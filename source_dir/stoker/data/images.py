@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from stoker.config import UsageError
 from stoker.data.filesystems import filesystem_of, list_files
-from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source, cut_indices, digest
+from stoker.data.identity import fingerprint_of_files
+from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source, cut_indices
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,6 +20,8 @@ class ImageFolderSource(Source):
 
     Labels count the classes in alphabetical order.
     """
+
+    random = False
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -33,7 +36,7 @@ class ImageFolderSource(Source):
         self.names = sorted({path.split("/")[0] for path in relative})
         label_of = {name: label for label, name in enumerate(self.names)}
         self.root = root
-        self.bytes = sum(f.size or 0 for f in files)
+        self.sizes = [f.size or 0 for f in files]
         self.files = [(path, label_of[path.split("/")[0]]) for path in relative]
 
     def check(self) -> None:
@@ -49,7 +52,8 @@ class ImageFolderSource(Source):
         return len(self.files)
 
     def fingerprint(self) -> str:
-        return digest(self.files, self.bytes)
+        paths = [f"{self.root}/{path}" for path, _ in self.files]
+        return fingerprint_of_files(filesystem_of(self.folder)[0], paths, self.sizes, self.files)
 
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
         return self.pieces_at_home(records, order, 0)
@@ -69,7 +73,7 @@ class ImageFolderSource(Source):
 
     def for_tasks(self) -> ImageFolderSource:
         light = copy.copy(self)
-        light.files = []
+        light.files, light.sizes = [], []
         return light
 
     def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.config import UsageError
 from stoker.data.filesystems import common_folder, filesystem_of_files
-from stoker.data.sources import BadRecord, Piece, Record, Source, digest
+from stoker.data.identity import fingerprint_of_files
+from stoker.data.sources import BadRecord, Piece, Record, Source
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,6 +52,8 @@ class ParquetSource(Source):
         filters: rows to keep; None: all.
         constants: per path, columns that the file does not hold and their value in all its rows.
     """
+
+    random = False
 
     def __init__(
         self,
@@ -208,7 +211,9 @@ class ParquetSource(Source):
     def fingerprint(self) -> str:
         self._ensure_footers()
         names = [path.removeprefix(self.folder) for path in self.paths]
-        return digest(names, self.sizes, [f.groups for f in self.footers], self.filters)
+        constants = [self.constants.get(path) for path in self.paths]
+        layout = names, [f.groups for f in self.footers], self.columns, self.filters, constants
+        return fingerprint_of_files(self.filesystem, self.paths, self.sizes, layout)
 
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
         self._ensure_footers()

@@ -35,8 +35,13 @@ class Passes:
         self.kept = kept or {}
         """Splits whose records hosts keep across epochs → what names the results that they keep."""
 
-    def identity(self, fingerprint: str) -> Plan:
-        """What fixes the order of the training records of an epoch."""
+    def identity(self, fingerprint: str, unstable: str = "") -> Plan:
+        """What fixes the order of the training records of an epoch, and which they are.
+
+        Args:
+            fingerprint: of the source.
+            unstable: why that does not tell its records; empty: it does.
+        """
         data = self.config.data
         return Plan(
             seed=self.config.seed,
@@ -44,6 +49,7 @@ class Passes:
             order=data.order,
             block_records=data.block_records,
             fingerprint=fingerprint,
+            unstable=unstable,
             homes=self._homes("train"),
         )
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from stoker.data.caching import Reading
 from stoker.data.chain import BlockReport, Chain
 from stoker.data.host_cache import CacheSpec, HostCache
+from stoker.data.seeding import seeded
 from stoker.data.sources import BadRecord, Record, Source, record_id
 
 KEPT_SETUPS = 4
@@ -147,6 +148,11 @@ def groups_of(loaded: Loaded, plan: EpochPlan, work: Work) -> Iterator[tuple[dic
     started = time.perf_counter()
     reading = Reading(loaded.source, piece, order, loaded.cache, work.store) if loaded.cache else None
     records = iter(reading) if reading else loaded.source.read(piece, order())
+    if loaded.source.random:
+        listing = loaded.source.listing(piece)
+        keys = None if listing is None else [key for key, _ in listing]
+        what = "read" if keys else f"piece/{work.number}"
+        records = seeded(records, keys, f"{plan.seed}/{plan.epoch}/{what}")
     keep = reading.keep if reading else None
     nth, following, bad = 0, next(records, None), 0
     while following is not None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from stoker.config import UsageError
 from stoker.data.filesystems import common_folder, filesystem_of_files
-from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source, digest
+from stoker.data.identity import fingerprint_of_files
+from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,6 +29,8 @@ T = TypeVar("T")
 
 class WebDatasetSource(Source):
     """Head and CPU task: `0001.jpg`, `0001.cls` → `image` (bytes), `label`; other members by suffix."""
+
+    random = False
 
     def __init__(self, files: list[Any]) -> None:
         self.paths = [f.path for f in files]
@@ -73,7 +76,8 @@ class WebDatasetSource(Source):
         return sum(known) if len(known) == len(self.rows) else None
 
     def fingerprint(self) -> str:
-        return digest([path.removeprefix(self.folder) for path in self.paths], self.sizes)
+        names = [path.removeprefix(self.folder) for path in self.paths]
+        return fingerprint_of_files(self.filesystem, self.paths, self.sizes, names)
 
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
         pieces = [Piece(p, rows=n, home=p) for p, n in zip(self.paths, self.rows, strict=True)]
