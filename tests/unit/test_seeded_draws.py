@@ -73,7 +73,7 @@ def test_a_group_with_the_same_first_record_draws_its_own() -> None:
 def test_torch_is_seeded_also_where_users_code_is_the_first_to_import_it() -> None:
     # A process of its own, in which nothing but the transform itself loads torch.
     code = (
-        "import json, pickle, sys\n"
+        "import importlib, json, pickle, sys\n"
         "from stoker.data.opening import open_data\n"
         "from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of\n"
         "from stoker.schema import Config\n"
@@ -83,6 +83,7 @@ def test_torch_is_seeded_also_where_users_code_is_the_first_to_import_it() -> No
         "plan = EpochPlan(seed=3, epoch=0, split='train', shuffle=False, block_records=15)\n"
         "work = Work(0, pickle.dumps(source.pieces(30, None)[0]))\n"
         "assert 'torch' not in sys.modules\n"
+        "importlib.invalidate_caches()\n"
         "columns, _ = next(groups_of(Loaded(source, data.chains['train']), plan, work))\n"
         "print(json.dumps(columns['t'].tolist()))\n"
     )

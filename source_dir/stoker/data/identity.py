@@ -7,6 +7,7 @@ fingerprints agree when their bases and the digests that both have agree.
 
 from __future__ import annotations
 
+import io
 import pickle
 import time
 from bisect import bisect_right
@@ -73,19 +74,28 @@ def identity_of(source: Source) -> Identity:
 
 def _as_tasks_get_it(source: Source) -> Source:
     """A copy, for reading may open files that cannot be pickled; arrays are shared, not copied."""
-    from ray import cloudpickle
+    from ray.cloudpickle import CloudPickler
+
+    from stoker.data.host_cache import as_array
+
+    class Sharing(CloudPickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            shared = as_array(value)
+            return super().reducer_override(value) if shared is NotImplemented else shared
 
     buffers: list[pickle.PickleBuffer] = []
-    body = cloudpickle.dumps(source.for_tasks(), protocol=5, buffer_callback=buffers.append)
-    copied: Source = pickle.loads(body, buffers=buffers)  # noqa: S301 - of this process
+    stream = io.BytesIO()
+    Sharing(stream, protocol=5, buffer_callback=buffers.append).dump(source.for_tasks())
+    copied: Source = pickle.loads(stream.getbuffer(), buffers=buffers)  # noqa: S301 - of this process
     return copied
 
 
 def _sample(source: Source, copied: Source) -> tuple[list[str], bool, bool]:
     """Digests of one sample after the other, whether reading draws, and whether it differs from itself."""
     content, found, draws, differs = blake2b(digest_size=4), [], False, False
+    pieces = list(_sampled_pieces(source))
     until, done = time.monotonic() + BUDGET_S, 0
-    for piece, count in _sampled_pieces(source):
+    for piece, count in pieces:
         for first, again, other in zip(*(_read(copied, piece, count, seed) for seed in "112"), strict=True):
             draws |= first[1] or first[0] != other[0]
             differs |= first[0] != again[0]

@@ -7,7 +7,7 @@ import importlib.util
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
 from itertools import chain, repeat
 from typing import Any, TypeVar
@@ -41,9 +41,9 @@ def seed_torch(seed: int) -> None:
     if generator is not None:
         generator.manual_seed(seed)
     else:
-        _WhenLoaded.seed = seed
-        if _WhenLoaded not in sys.meta_path:
-            sys.meta_path.insert(0, _WhenLoaded)
+        _when_loaded.seed = seed
+        if _when_loaded not in sys.meta_path:
+            sys.meta_path.insert(0, _when_loaded)
 
 
 class _WhenLoaded(MetaPathFinder):
@@ -51,22 +51,29 @@ class _WhenLoaded(MetaPathFinder):
 
     seed = 0
 
-    @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Called by Python's import."""
         if name != "torch":
             return None
-        sys.meta_path.remove(cls)
+        _forget_torch()
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 
             def load_and_seed(module: Any) -> None:
                 load(module)
-                module.default_generator.manual_seed(cls.seed)
+                module.default_generator.manual_seed(self.seed)
 
             spec.loader.exec_module = load_and_seed  # type: ignore[method-assign]
         return spec
+
+
+_when_loaded = _WhenLoaded()
+
+
+def _forget_torch() -> None:
+    with suppress(ValueError):  # another thread may have done so
+        sys.meta_path.remove(_when_loaded)
 
 
 def seeded(records: Iterable[T], keys: Iterable[str] | None, text: str) -> Iterator[T]:
@@ -98,6 +105,7 @@ def drawing(text: str) -> Iterator[None]:
     finally:
         import numpy as np
 
+        _forget_torch()
         random.setstate(before["random"])
         np.random.set_state(before["numpy"])
         if "torch" in before:

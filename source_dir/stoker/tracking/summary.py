@@ -47,13 +47,15 @@ class Records(Part):
     trained: int = 0
     quarantined: int = 0
     remainder: int = 0
+    repeated: int = 0
+    """Records trained more than once in an epoch, each time beyond the first."""
     validated: int = 0
     epochs: list[dict[str, Any]] = []
 
     def add(self, counts: dict[str, Any]) -> None:
         """Take in the books of one pass over one split."""
         self.epochs.append(counts)
-        for name in ("read", "quarantined", "remainder", "trained", "validated"):
+        for name in ("read", "quarantined", "remainder", "repeated", "trained", "validated"):
             if counts["split"] == "train" or name == "validated":
                 setattr(self, name, getattr(self, name) + counts.get(name, 0))
 
