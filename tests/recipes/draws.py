@@ -117,6 +117,28 @@ class Halves(Recipe):
         return [Plain()]
 
 
+class Listed(Source):
+    """Pieces that differ by their items alone, in an order that is known; `keys` repeats after so many."""
+
+    random = False
+
+    def __init__(self, n: int, keys: int = 10**9) -> None:
+        self.n, self.keys = n, keys
+
+    def count(self) -> int:
+        return self.n
+
+    def pieces(self, records: int, order: Any) -> list[Piece]:
+        return [Piece("", items=tuple(range(i, min(i + 10, self.n)))) for i in range(0, self.n, 10)]
+
+    def arrangement(self, count: int, order: Any) -> list[int]:
+        return list(range(count))
+
+    def read(self, piece: Piece, order: Any) -> Any:
+        for i in piece.items:
+            yield {"key": f"k{i % self.keys}", "number": i}
+
+
 class Plain(RecordTransform):
     random = False
 

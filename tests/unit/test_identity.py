@@ -15,17 +15,21 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from draws import Augmenting, Lazy, Unsteady
+from draws import Augmenting, Lazy, Listed, Plain, Unsteady
 from pyarrow import parquet
 from rows import Numbers
 from torch.utils.data import Subset, TensorDataset
 
 from stoker.config import UsageError
 from stoker.data.caching import key_of
+from stoker.data.chain import Chain
+from stoker.data.host_cache import CacheError, CacheSpec, HostCache
 from stoker.data.identity import agree, identity_of
 from stoker.data.opening import open_data
 from stoker.data.position import Plan, Position
 from stoker.data.sources import Source, read_any, read_images, read_parquet, read_torch
+from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of
+from stoker.data.transforms import as_stages
 from stoker.schema import Config
 
 
@@ -137,6 +141,29 @@ def test_looking_at_a_dataset_leaves_it_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     moved = shutil.move(tmp_path / "bytes", tmp_path / "elsewhere" / "bytes")
     assert identity_of(read_torch(Lazy(str(moved)))).text.partition("~")[2] == here.text.partition("~")[2]
+
+
+def numbers(source: Source, cache: HostCache, epoch: int) -> list[int]:
+    """What a pass over a source gives on a host that keeps records."""
+    loaded = Loaded(source, Chain(as_stages([Plain()]), seed=1, prefix=1), cache)
+    plan = EpochPlan(seed=1, epoch=epoch, split="train", shuffle=False, block_records=10)
+    found: list[int] = []
+    for number, piece in enumerate(source.pieces(10, None)):
+        for columns, _ in groups_of(loaded, plan, Work(number, pickle.dumps(piece))):
+            found += columns["number"].tolist()
+    return found
+
+
+def test_a_cache_gives_every_piece_its_own_records(tmp_path: Path) -> None:
+    cache = HostCache(tmp_path / "cache", "k", CacheSpec("disk", "test", 10**8))
+    for epoch in range(2):
+        assert numbers(Listed(40), cache, epoch) == list(range(40))
+
+
+def test_two_records_of_one_key_are_refused_by_a_cache(tmp_path: Path) -> None:
+    cache = HostCache(tmp_path / "cache", "k", CacheSpec("disk", "test", 10**8))
+    with pytest.raises(CacheError, match="two records have the key k0"):
+        numbers(Listed(40, keys=5), cache, 0)
 
 
 def images(folder: Path) -> Source:
