@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.data.ledger import EpochBooks
+import pytest
+
+from stoker.data.chain import BlockReport
+from stoker.data.ledger import DataError, EpochBooks
 from stoker.data.position import CarriedBooks
+from stoker.data.sources import record_id
 from stoker.tracking.console import books_text
 from stoker.tracking.scalars import Scalars
 from stoker.tracking.summary import Records
@@ -47,6 +51,21 @@ def test_repeats_are_counted_beside_the_books() -> None:
     scalars = Scalars()
     found = scalars.of({"event": "records", "split": "train", **counted})
     assert found["data/repeated"] == 785
+
+
+def test_rows_of_a_ray_dataset_that_changed_before_the_place_of_a_resume_are_found() -> None:
+    # Such rows are read again from the first, and those that were trained before are skipped.
+    def settle(first: str) -> dict[str, int]:
+        before = CarriedBooks(trained=2, used_ids=record_id("a") + record_id("b"))
+        books = EpochBooks("train", 0, carried=before)
+        ids = sum(map(record_id, (first, "b", "c")))
+        books.take("0/0", BlockReport(records=3, id_sum=ids))
+        books.use(1, 0, record_id("c"), [])
+        return books.settle()
+
+    assert settle("a")["trained"] == 3
+    with pytest.raises(DataError, match="the data has changed since the checkpoint"):
+        settle("x")
 
 
 def test_books_without_repeats_say_nothing_of_them() -> None:

@@ -57,9 +57,8 @@ def identity_of(source: Source) -> Identity:
     text = source.fingerprint()
     if text and not source.random:
         return Identity(text)
-    dataset = getattr(source, "dataset", source)
-    kind = type(dataset).__name__
-    base = text or digest(type(source).__name__, kind, source.count(), content_of(dataset))
+    kind = type(getattr(source, "dataset", source)).__name__
+    base = text or digest(source.count(), content_of(source))
     try:
         copied = _as_tasks_get_it(source)
         digests, draws, differs = _sample(source, copied)

@@ -105,9 +105,10 @@ class EpochBooks:
                 f" trained + {self.bad} quarantined + {self.remainder} remaining = {booked}"
             )
         if (self.used_ids + self.bad_ids - self.read_ids) % ID_MODULUS:
+            changed = ", or the data has changed since the checkpoint" if self.carried.trained else ""
             raise DataError(
                 f"{self.split} epoch {self.epoch}: the counts agree but the record ids do not: some"
-                " came twice and others never"
+                f" came twice and others never{changed}"
             )
         return self.counts()
 
