@@ -19,7 +19,7 @@ from stoker import redaction
 from stoker.bootstrap.topology import label
 from stoker.config import Resolved, UsageError, resolved_yaml
 from stoker.data.ledger import DataError
-from stoker.data.opening import Data, cache_note, discover, open_data, start_coordinator
+from stoker.data.opening import Data, cache_note, discover, exact_note, open_data, start_coordinator
 from stoker.data.pipeline import GROUP_LABEL
 from stoker.extras import refuse_missing
 from stoker.hosts import host_changes, hosts
@@ -131,7 +131,8 @@ def run(resolved: Resolved, place: Place) -> int:
         refuse_unshared(config, start.where, place.train_group, use_gpu)
         coordinator = start_coordinator(config, data, workers, start.first_epoch, start.position)
         console.line(opening_line(data, workers, use_gpu))
-        for note in filter(None, (blocks_note(config, data, workers), cache_note(config))):
+        notes = blocks_note(config, data, workers), cache_note(config), exact_note(config, data)
+        for note in filter(None, notes):
             recorder.take({"time": time.time(), "event": "note", "text": note})
             console.line(f"note: {note}")
         fit = Fit(config, place, coordinator, workers, use_gpu, steps, "val" in data.sources, start)

@@ -94,7 +94,7 @@ class Attempt:
                     start = start.model_copy(
                         update={
                             "epoch": epoch, "rows": 0, "done": [], "partial": {}, "books": CarriedBooks(),
-                            "plan": self.passes.identity(start.plan.fingerprint),
+                            "plan": self.passes.identity(start.plan.fingerprint, start.plan.unstable),
                         }
                     )  # fmt: skip
                 yield Stream(splitter, EpochBooks(split, epoch, carried=start.books), total, Trail(start))
@@ -229,7 +229,8 @@ class Attempt:
 
     def _execute(self, stream: Stream, me: Any, buffer_bytes: int) -> None:
         books = stream.books
-        plan = self.passes.plan(books.split, books.epoch, None)
+        start = stream.trail.start if stream.trail else None
+        plan = self.passes.plan(books.split, books.epoch, start)
         dataset = self.passes.rows(plan, (self.number, books.split, books.epoch), me)
         for bundle in dataset.iter_internal_ref_bundles():
             for entry in bundle.blocks:

@@ -2,7 +2,7 @@
 
 The first stages of a chain that draw nothing give the same result for a record in every epoch. With
 `data.cache` a host keeps these results; the rest of the chain runs on them. Keys hold the source's
-fingerprint and the stages, so nothing is found that other data or another chain has left.
+fingerprint, the split and the stages, so nothing is found that other data or another chain has left.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from stoker.config import UsageError
-from stoker.data.host_cache import HostCache
+from stoker.data.host_cache import CacheError, HostCache
 from stoker.data.sources import BadRecord, Piece, Record, Source, digest
 from stoker.data.stages import Stage
 from stoker.data.witness import one_by_one
@@ -49,11 +49,11 @@ def refuse_nothing_to_keep(stages: list[Stage]) -> None:
     )
 
 
-def key_of(source: Source, stages: list[Stage]) -> str:
-    """Head: names the results of these stages on this data."""
+def key_of(split: str, fingerprint: str, stages: list[Stage]) -> str:
+    """Head: names the results of these stages on the data of this split."""
     from ray import cloudpickle
 
-    return digest(source.fingerprint(), [stage.name for stage in stages], cloudpickle.dumps(stages))
+    return digest(split, fingerprint, [stage.name for stage in stages], cloudpickle.dumps(stages))
 
 
 def homes_of(count: int | None, block_records: int) -> int:
@@ -89,8 +89,9 @@ class Reading:
     ) -> None:
         self.refuses = refuses
         self.source, self.piece, self.order, self.cache, self.store = source, piece, order, cache, store
-        self.name = f"{piece.path}:{piece.start}:{piece.stop}"
-        self.seen: list[str] = []
+        items = f":{digest(piece.items)}" if piece.items else ""
+        self.name = f"{piece.path}:{piece.start}:{piece.stop}{items}"
+        self.seen: dict[str, None] = {}
         """Keys in the order in which they were read."""
         self.kept = 0
 
@@ -113,7 +114,12 @@ class Reading:
             if isinstance(record, BadRecord):
                 yield record
                 continue
-            self.seen.append(record["key"])
+            if record["key"] in self.seen:
+                raise CacheError(
+                    f"data.cache: two records have the key {record['key']}, so one would be taken for the"
+                    " other; give each its own, or set it to none"
+                )
+            self.seen[record["key"]] = None
             kept = self.cache.load(record["key"])
             self.kept += kept is not None
             yield record if kept is None else kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from stoker.data.decode import sized
 from stoker.data.fusion import fuse
 from stoker.data.host_cache import KeptRecord
 from stoker.data.pixels import MOST, limit_pixels
+from stoker.data.seeding import seed_globals, seed_torch
 from stoker.data.sources import BadRecord, Record, record_id
 from stoker.data.stages import Stage
 from stoker.data.transforms import DecodeImage
@@ -123,8 +123,9 @@ class Chain:
                 if segment.is_prefix and keep is not None:
                     _keep(good, keep, report)
             else:
+                seed = f"{self.seed}/{epoch}/{segment.number}"
                 for stage in segment.stages:
-                    good = self._per_batch(good, stage, report) if good else good
+                    good = self._per_batch(good, stage, seed, report) if good else good
         return self._leave(good, report), report
 
     def _leave(self, records: list[Record], report: BlockReport) -> dict[str, Any]:
@@ -216,11 +217,13 @@ class Chain:
             record["key"] = key
             yield record
 
-    def _per_batch(self, records: list[Record], stage: Stage, report: BlockReport) -> list[Record]:
+    def _per_batch(self, records: list[Record], stage: Stage, seed: str, report: BlockReport) -> list[Record]:
         records, columns, _, _ = self._pack(records, report, stage.name)
         if not records:
             return []
-        _seed_globals(record_id(f"{self.seed}/{records[0]['key']}"), True, stage.uses_torch)
+        if stage.random:
+            # By all records of the group: another one may have the same first record.
+            seed_globals(f"{seed}/{stage.name}/" + "\n".join(record["key"] for record in records))
         started = time.thread_time()
         try:
             out = stage.apply(columns)
@@ -276,13 +279,16 @@ def _generators(stages: list[Stage]) -> Callable[[str], Any]:
     if not any(stage.random for stage in stages):
         still = _NoGenerator()
         return lambda text: still
-    uses_random = any(stage.uses_random for stage in stages)
-    uses_torch = any(stage.uses_torch for stage in stages)
+    uses_any = any(stage.random and stage.uses_random for stage in stages)
+    uses_torch = any(stage.random and stage.uses_torch for stage in stages)
 
     def generator(text: str) -> Any:
-        seed = record_id(text)
-        if uses_random or uses_torch:
-            _seed_globals(seed, uses_random, uses_torch)
+        if uses_any:
+            seed = seed_globals(text)
+        else:
+            seed = record_id(text)
+            if uses_torch:
+                seed_torch(seed)
         # The numbers of default_rng(seed), at half its cost.
         return np.random.Generator(np.random.PCG64(seed))
 
@@ -294,15 +300,6 @@ class _NoGenerator:
 
     def __getattr__(self, name: str) -> Any:
         raise TypeError(f"a transform that declares random = False asks for rng.{name}")
-
-
-def _seed_globals(seed: int, uses_random: bool, uses_torch: bool) -> None:
-    if uses_random:
-        random.seed(seed)
-    if uses_torch:
-        import torch
-
-        torch.default_generator.manual_seed(seed)
 
 
 def _quarantine(report: BlockReport, bad: BadRecord) -> None:

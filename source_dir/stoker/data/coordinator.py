@@ -21,7 +21,7 @@ from stoker.data.keeping import Keeping
 from stoker.data.ledger import ChainBooks, DataError
 from stoker.data.pipeline import Passes
 from stoker.data.placement import ChainHost
-from stoker.data.position import Position
+from stoker.data.position import CarriedBooks, Plan, Position
 from stoker.data.rows import Rows, Server
 from stoker.data.streams import Portion, Stream, ids_of
 from stoker.data.suspects import Start, Suspects
@@ -35,12 +35,12 @@ class Coordinator:
         passes: Passes,
         totals: dict[str, int | None],
         hosts: Callable[[Counter[str]], list[ChainHost]],
-        fingerprint: str,
+        plan: Plan,
         buffer_bytes: int,
         direct: bool = True,
     ) -> None:
         self.passes, self.totals, self.hosts = passes, totals, hosts
-        self.plan, self.buffer_bytes = passes.identity(fingerprint), buffer_bytes
+        self.plan, self.buffer_bytes = plan, buffer_bytes
         self.by_row = not passes.has_pieces("train")
         self.changed = threading.Condition()
         self.attempt: Attempt | None = None
@@ -136,15 +136,18 @@ class Coordinator:
         position.check(self.plan)
         if position.epoch != first_epoch:
             raise ValueError(f"the position is of epoch {position.epoch}, not of {first_epoch}")
-        if not position.again:
+        if not position.by_row or (not position.again and self.plan.order == "exact"):
             return position
+        # In another order, the first rows would be others than those that were trained.
+        repeated = position.books.repeated + position.rows
         if position.rows:
             text = (
                 f"epoch {first_epoch} begins again: with data.order any, rows of a ray.data.Dataset have"
-                " no fixed place; data.order exact goes on where it was"
+                f" no fixed place, so {position.rows} records are trained once more ({repeated} repeated in"
+                " all in this epoch); data.order exact goes on where it was"
             )
             self._event("note", text=text)
-        return self._fresh(first_epoch)
+        return self._fresh(first_epoch).model_copy(update={"books": CarriedBooks(repeated=repeated)})
 
     def _fresh(self, epoch: int) -> Position:
         again = self.by_row and self.plan.order == "any"

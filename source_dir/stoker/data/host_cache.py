@@ -313,10 +313,15 @@ class _Pickler(pickle.Pickler):
     """CPU task: tensors go as arrays, whose memory need not be copied."""
 
     def reducer_override(self, value: Any) -> Any:
-        kind = type(value)
-        if kind.__module__ == "torch" and kind.__name__ == "Tensor" and not value.requires_grad:
-            with contextlib.suppress(TypeError, RuntimeError):
-                import torch
+        return as_array(value)
 
-                return torch.from_numpy, (value.numpy(),)
-        return NotImplemented
+
+def as_array(value: Any) -> Any:
+    """Every host: how to pickle a tensor as an array; NotImplemented for all else."""
+    kind = type(value)
+    if kind.__module__ == "torch" and kind.__name__ == "Tensor" and not value.requires_grad:
+        with contextlib.suppress(TypeError, RuntimeError):
+            import torch
+
+            return torch.from_numpy, (value.numpy(),)
+    return NotImplemented

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from stoker.config import UsageError
 from stoker.data import checksums
 from stoker.data.filesystems import filesystem_of, list_files
+from stoker.data.identity import fingerprint_of_files
 from stoker.data.rereading import read_again
-from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source, cut_indices, digest
+from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source, cut_indices
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,6 +29,8 @@ class ImageFolderSource(Source):
         data: the data root above it, or None: the folder itself; a SHA256SUMS in either is obeyed.
     """
 
+    random = False
+
     def __init__(self, folder: str, data: str | None = None) -> None:
         self.folder = folder
         _, root = filesystem_of(folder)
@@ -41,7 +44,7 @@ class ImageFolderSource(Source):
         self.names = sorted({path.split("/")[0] for path in relative})
         label_of = {name: label for label, name in enumerate(self.names)}
         self.root = root
-        self.bytes = sum(f.size or 0 for f in files)
+        self.sizes = [f.size or 0 for f in files]
         sums = checksums.sums_of(data or folder, files, IMAGE_SUFFIXES)
         self.files = [
             (path, label_of[path.split("/")[0]], *([sums[f.path]] if sums else []))
@@ -62,7 +65,8 @@ class ImageFolderSource(Source):
         return len(self.files)
 
     def fingerprint(self) -> str:
-        return digest(self.files, self.bytes)
+        paths = [f"{self.root}/{path}" for path, *_ in self.files]
+        return fingerprint_of_files(filesystem_of(self.folder)[0], paths, self.sizes, self.files)
 
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
         return self.pieces_at_home(records, order, 0)
@@ -82,7 +86,7 @@ class ImageFolderSource(Source):
 
     def for_tasks(self) -> ImageFolderSource:
         light = copy.copy(self)
-        light.files = []
+        light.files, light.sizes = [], []
         return light
 
     def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:

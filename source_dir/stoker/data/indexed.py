@@ -34,6 +34,8 @@ class IndexedSource(Source):
 class RangeSource(IndexedSource):
     """Head and CPU task: the numbers 0 … n-1 as records of one column `index`."""
 
+    random = False
+
     def __init__(self, n: int) -> None:
         if n < 1:
             raise UsageError(f"read_range({n}): a split needs at least one record")
@@ -41,6 +43,9 @@ class RangeSource(IndexedSource):
 
     def count(self) -> int:
         return self.n
+
+    def fingerprint(self) -> str:
+        return digest("range", self.n)
 
     def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         for index in piece.items:
@@ -68,9 +73,6 @@ class TorchSource(IndexedSource):
 
     def count(self) -> int:
         return len(self.dataset)
-
-    def fingerprint(self) -> str:
-        return digest(type(self.dataset).__qualname__, len(self.dataset))
 
     def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         for index in piece.items:

@@ -34,6 +34,9 @@ class EpochBooks:
     read: int = 0
     trained: int = 0
     padded: int = 0
+    repeated: int = 0
+    """Records that were trained more than once in this epoch, each time beyond the first: those of an epoch
+    that began again, and padded ones."""
     remainder: int = 0
     read_ids: int = 0
     used_ids: int = 0
@@ -48,7 +51,7 @@ class EpochBooks:
         before = self.carried
         self.read, self.read_ids = before.read, before.read_ids
         self.bad, self.bad_ids = before.bad, before.bad_ids
-        self.trained = before.trained
+        self.trained, self.repeated = before.trained, before.repeated
 
     def take(self, block: str, report: BlockReport) -> bool:
         """Book one preprocessed block; False where it was booked before."""
@@ -73,6 +76,7 @@ class EpochBooks:
             remaining_ids: of the rows that nobody took.
         """
         self.padded, self.remainder = padded, len(remaining_ids)
+        self.repeated = self.carried.repeated + padded
         self.trained = self.carried.trained + rows - padded
         self.used_ids = self.carried.used_ids + id_sum + sum(remaining_ids)
 
@@ -113,9 +117,10 @@ class EpochBooks:
                 f" trained + {self.bad} quarantined + {self.remainder} remaining = {booked}"
             )
         if (self.used_ids + self.bad_ids - self.read_ids) % ID_MODULUS:
+            changed = ", or the data has changed since the checkpoint" if self.carried.trained else ""
             raise DataError(
                 f"{self.split} epoch {self.epoch}: the counts agree but the record ids do not: some"
-                " came twice and others never"
+                f" came twice and others never{changed}"
             )
         return self.counts()
 
@@ -129,6 +134,7 @@ class EpochBooks:
             "quarantined": self.bad,
             "remainder": self.remainder,
             "padded": self.padded,
+            "repeated": self.repeated,
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.bootstrap.topology import label
@@ -12,10 +12,13 @@ from stoker.config import Resolved, UsageError
 from stoker.data.caching import key_of, prefix_length, refuse_nothing_to_keep
 from stoker.data.coordinator import Coordinator
 from stoker.data.host_cache import CacheSpec
+from stoker.data.identity import Identity, identity_of
 from stoker.data.pipeline import GROUP_LABEL, Passes
 from stoker.data.placement import ChainHost, chain_hosts
 from stoker.data.position import Position
 from stoker.data.probing import fix_schemas
+from stoker.data.seeding import drawing
+from stoker.data.sources import Source
 from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe, where_raised
 from stoker.schema import Config
 
@@ -31,6 +34,15 @@ class Data:
     sources: dict[str, Any]
     chains: dict[str, Any]
     totals: dict[str, int | None]
+    _identities: dict[str, Identity] = field(default_factory=dict)
+
+    def identity(self, split: str) -> Identity:
+        """Head: what tells whether a split holds the same records; looked at once."""
+        if split not in self._identities:
+            source = self.sources[split]
+            of_pieces = isinstance(source, Source)
+            self._identities[split] = identity_of(source) if of_pieces else Identity(type(source).__name__)
+        return self._identities[split]
 
 
 def discover(resolved: Resolved) -> Config:
@@ -41,7 +53,8 @@ def discover(resolved: Resolved) -> Config:
     """
     config = resolved.config
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
-    found = from_recipe(recipe, "discover")
+    with drawing(f"{config.seed}/recipe"):
+        found = from_recipe(recipe, "discover")
     return config.model_copy(update={"params": {**config.params, **found}})
 
 
@@ -53,13 +66,14 @@ def open_data(config: Config) -> Data:
             batched.
     """
     from stoker.data.chain import Chain
-    from stoker.data.sources import Source
     from stoker.data.transforms import as_stages
 
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     data = Data({}, {}, {})
     for split in ("train", "val"):
-        source = from_recipe(recipe, "read", split)
+        # One that splits its records by chance (torch's random_split, say) does so alike for both.
+        with drawing(f"{config.seed}/recipe"):
+            source = from_recipe(recipe, "read", split)
         if source is None and split == "train":
             raise UsageError(f"{config.recipe}: read('train') returned nothing to train on")
         if source is None:
@@ -73,9 +87,11 @@ def open_data(config: Config) -> Data:
             )
         data.sources[split] = source
         data.totals[split] = source.count() if isinstance(source, Source) else None
-        stages = as_stages(from_recipe(recipe, "preprocess", split))
+        with drawing(f"{config.seed}/recipe"):
+            stages = as_stages(from_recipe(recipe, "preprocess", split))
         prefix = 0
-        if keeps(config) and isinstance(source, Source):
+        # Records that are drawn anew in every epoch are not kept; for training that is refused below.
+        if keeps(config) and isinstance(source, Source) and not data.identity(split).draws:
             prefix = prefix_length(stages)
         data.chains[split] = Chain(
             stages, config.seed, config.tracking.record_ids, prefix, config.data.max_pixels
@@ -98,18 +114,32 @@ def cache_note(config: Config) -> str:
     return ""
 
 
+def exact_note(config: Config, data: Data) -> str:
+    """Head: a line where `data.order: exact` cannot give what it promises; else empty."""
+    unstable = data.identity("train").unstable
+    if config.data.order == "exact" and unstable:
+        return (
+            f"data.order exact: {unstable}, so two runs differ and an interrupted one cannot be resumed; draw"
+            " from the generators of random, numpy.random or torch, which are seeded for each record"
+        )
+    return ""
+
+
 def refuse_uncacheable(recipe: str, data: Data) -> None:
     """Head: refuse a cache that could never hold anything of the training records.
 
     Raises:
-        UsageError: they come through Ray Data, or the first stage of their chain is random.
+        UsageError: they come through Ray Data, reading them or the first stage of their chain is random.
     """
-    from stoker.data.sources import Source
-
     if not isinstance(data.sources["train"], Source):
         raise UsageError(
             f"data.cache: {recipe}.read('train') returned a ray.data.Dataset, which Ray Data executes; set"
             " it to none, or return one of stoker.data.sources"
+        )
+    if why := data.identity("train").draws:
+        raise UsageError(
+            f"data.cache: {recipe}.read('train'): {why}, and a cache would repeat the first epoch's; set it"
+            " to none, or draw in a transform of the chain"
         )
     refuse_nothing_to_keep(data.chains["train"].stages)
 
@@ -154,16 +184,16 @@ def start_coordinator(
 
     chains = {split: ray.cloudpickle.dumps(chain) for split, chain in data.chains.items()}
     kept = {
-        split: key_of(data.sources[split], chain.stages[: chain.prefix])
+        split: key_of(split, data.identity(split).text, chain.stages[: chain.prefix])
         for split, chain in data.chains.items()
         if chain.prefix
     }
     schemas = {split: chain.schemas for split, chain in data.chains.items()}
     passes = Passes(config, data.sources, chains, _cache(config) if kept else None, kept, schemas)
-    source = data.sources["train"]
-    fingerprint = source.fingerprint() if passes.has_pieces("train") else type(source).__name__
+    identity = data.identity("train")
+    plan = passes.identity(identity.text, identity.unstable)
     if position is not None:
-        Position.model_validate(position).check(passes.identity(fingerprint))
+        Position.model_validate(position).check(plan)
     node = ray.get_runtime_context().get_node_id()
     resources = ray.cluster_resources()
     actor = ray.remote(Coordinator).options(
@@ -175,7 +205,7 @@ def start_coordinator(
         passes,
         data.totals,
         Hosts(config, node),
-        fingerprint,
+        plan,
         max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0))),
         config.data.transport == "direct",
     )

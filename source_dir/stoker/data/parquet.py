@@ -13,9 +13,10 @@ from stoker.config import UsageError
 from stoker.data import checksums
 from stoker.data.arrow import mask_of, values_of
 from stoker.data.filesystems import common_folder, filesystem_of_files, is_local
+from stoker.data.identity import fingerprint_of_files
 from stoker.data.nulls import Found, Nulls, Rules, check_nulls, in_statistics
 from stoker.data.row_groups import Group, read_groups
-from stoker.data.sources import BadRecord, Piece, Record, Source, digest
+from stoker.data.sources import BadRecord, Piece, Record, Source
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,6 +54,8 @@ class ParquetSource(Source):
         sums: SHA-256 by path; every file is compared with it before its rows are given. Empty: there is
             none.
     """
+
+    random = False
 
     def __init__(
         self,
@@ -224,9 +227,10 @@ class ParquetSource(Source):
     def fingerprint(self) -> str:
         self._ensure_footers()
         names = [path.removeprefix(self.folder) for path in self.paths]
-        rules = [self.nulls] if self.nulls else []
+        constants = [self.constants.get(path) for path in self.paths]
         groups = [f.groups for f in self.footers]
-        return digest(names, self.sizes, groups, self.filters, *rules, *self.sums.values())
+        layout = names, groups, self.columns, self.filters, constants, self.nulls, [*self.sums.values()]
+        return fingerprint_of_files(self.filesystem, self.paths, self.sizes, layout)
 
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
         self._ensure_footers()

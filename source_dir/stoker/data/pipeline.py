@@ -39,8 +39,13 @@ class Passes:
         self.schemas = {split: found for split, found in (schemas or {}).items() if found}
         """What every block of a split must have; of the others the first block of the run says it."""
 
-    def identity(self, fingerprint: str) -> Plan:
-        """What fixes the order of the training records of an epoch."""
+    def identity(self, fingerprint: str, unstable: str = "") -> Plan:
+        """What fixes the order of the training records of an epoch, and which they are.
+
+        Args:
+            fingerprint: of the source.
+            unstable: why that does not tell its records; empty: it does.
+        """
         data = self.config.data
         return Plan(
             seed=self.config.seed,
@@ -48,6 +53,7 @@ class Passes:
             order=data.order,
             block_records=data.block_records,
             fingerprint=fingerprint,
+            unstable=unstable,
             homes=self._homes("train"),
         )
 

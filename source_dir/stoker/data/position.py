@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from stoker.config import UsageError
 from stoker.data.chain import BlockReport
+from stoker.data.identity import SEPARATOR, agree
 from stoker.data.sources import ID_MODULUS
 
 
@@ -28,6 +29,8 @@ class CarriedBooks(BaseModel):
     used_ids: int = 0
     bad: int = 0
     bad_ids: int = 0
+    repeated: int = 0
+    """Records trained before the epoch began again: they are trained once more."""
 
 
 class Plan(BaseModel):
@@ -40,6 +43,8 @@ class Plan(BaseModel):
     order: str
     block_records: int
     fingerprint: str
+    unstable: str = ""
+    """Why the fingerprint does not tell whether the records are the same; empty: it does."""
     homes: int = 0
     """Into how many parts the records are divided, each of which is permuted by itself."""
 
@@ -73,10 +78,20 @@ class Position(BaseModel):
         Raises:
             UsageError: naming what has changed.
         """
-        if self.plan.fingerprint != plan.fingerprint:
+        if not agree(self.plan.fingerprint, plan.fingerprint):
+            before, now = (p.fingerprint.partition(SEPARATOR)[0] for p in (self.plan, plan))
+            how = f"fingerprint {before}, now {now}"
+            if before == now:
+                how = "names, sizes and counts agree, but not what the records hold"
             raise UsageError(
-                f"resume: the training data has changed since the checkpoint was written (fingerprint"
-                f" {self.plan.fingerprint}, now {plan.fingerprint}); restore it, or start a new run"
+                f"resume: the training data has changed since the checkpoint was written ({how}); restore it,"
+                " or start a new run"
+            )
+        unstable = self.plan.unstable or plan.unstable
+        if unstable and "exact" in (self.plan.order, plan.order):
+            raise UsageError(
+                f"resume: {unstable}, so the run cannot go on exactly; draw from the generators of random,"
+                " numpy.random or torch, which are seeded for each record, or start a new run"
             )
         for key in ("seed", "shuffle"):
             before, now = getattr(self.plan, key), getattr(plan, key)

@@ -62,6 +62,10 @@ class Piece:
 class Source(ABC):
     """Head and CPU task: the records of one split."""
 
+    random: bool = True
+    """False: reading draws no random numbers. Else the global generators (`random`, `numpy.random`, torch)
+    are seeded for every record, by (seed, epoch, key) where `listing` tells the keys."""
+
     def check(self) -> None:  # noqa: B027 - nothing to check is a good answer
         """Head: look at what can be looked at before training.
 
@@ -107,8 +111,11 @@ class Source(ABC):
         return self
 
     def fingerprint(self) -> str:
-        """Head: short text that changes when other records would be read; cheap to make."""
-        return digest(type(self).__name__, self.count())
+        """Head: short text that changes when other records would be read; made within about a second.
+
+        Empty: nothing but reading tells, so a sample of the records is read (`stoker.data.identity`).
+        """
+        return ""
 
     def classes(self) -> list[str] | None:
         """Head: names of the classes in the order of their labels, where the source knows them."""

@@ -35,7 +35,8 @@ class RecordTransform(ABC):
     random: bool = True
     """False: the same record gives the same result in every epoch, so that it may be cached."""
     uses_random: bool = True
-    """False: draws from `rng` at most, so that Python's `random` need not be seeded for each record."""
+    """False: draws from `rng` at most, so that the global generators (`random`, `numpy.random`, torch) need
+    not be seeded for each record."""
 
     @abstractmethod
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
@@ -55,7 +56,7 @@ class Stage:
     random: bool = True
     """False: draws nothing, so its result may be kept across epochs. Unknown callables count as random."""
     uses_random: bool = True
-    """May draw from Python's `random`."""
+    """May draw from the global generators of Python's `random`, NumPy or torch."""
     of_torchvision: bool = False
     """Stands for a transform of torchvision, which leaves a tensor to what follows."""
 

@@ -16,6 +16,7 @@ from stoker.data.caching import Reading
 from stoker.data.chain import BlockReport, Chain
 from stoker.data.host_cache import CacheSpec, HostCache
 from stoker.data.rereading import FlakyReadError
+from stoker.data.seeding import seeded
 from stoker.data.serving import columns_of
 from stoker.data.sources import BadRecord, Record, Source, record_id
 from stoker.data.witness import Care, Guard, Witness
@@ -195,6 +196,11 @@ def groups_of(
         records = guard.read(loaded.source, piece, order())
     else:
         records = loaded.source.read(piece, order())
+    if loaded.source.random:
+        listing = loaded.source.listing(piece)
+        keys = None if listing is None else [key for key, _ in listing]
+        what = "read" if keys else f"piece/{work.number}"
+        records = seeded(records, keys, f"{plan.seed}/{plan.epoch}/{what}")
     if guard:
         one = partial(_run_alone, loaded.chain, plan.epoch)
         records = guard.watch(records, one, work.skip * plan.block_records)

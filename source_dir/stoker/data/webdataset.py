@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from stoker.config import UsageError
 from stoker.data import checksums
 from stoker.data.filesystems import common_folder, filesystem_of_files, is_local
-from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source, digest
+from stoker.data.identity import fingerprint_of_files
+from stoker.data.sources import IMAGE_SUFFIXES, BadRecord, Piece, Record, Source
 from stoker.data.tar import members, streamed
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class WebDatasetSource(Source):
         sums: SHA-256 by path; every shard is compared with it while it is read. Empty: there is none.
         columns: of the records; None: all.
     """
+
+    random = False
 
     def __init__(
         self, files: list[Any], sums: dict[str, str] | None = None, columns: list[str] | None = None
@@ -88,9 +91,9 @@ class WebDatasetSource(Source):
         return sum(known) if len(known) == len(self.rows) else None
 
     def fingerprint(self) -> str:
-        return digest(
-            [path.removeprefix(self.folder) for path in self.paths], self.sizes, *self.sums.values()
-        )
+        names = [path.removeprefix(self.folder) for path in self.paths]
+        layout = names, self.columns, [*self.sums.values()]
+        return fingerprint_of_files(self.filesystem, self.paths, self.sizes, layout)
 
     def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
         pieces = [Piece(p, rows=n, home=p) for p, n in zip(self.paths, self.rows, strict=True)]

@@ -128,6 +128,8 @@ def key_figures(summary: Summary) -> list[Figure]:
         found.append(Figure("time", duration(summary.seconds), f"{summary.steps:,} steps"))
     if records.read:
         note = f"{records.quarantined:,} quarantined, {records.remainder:,} remaining"
+        if records.repeated:
+            note += f", {records.repeated:,} repeated"
         found.append(Figure("records trained", f"{records.trained:,}", note))
     if summary.cost and summary.cost.get("usd") is not None:
         per = number(summary.cost.get("usd_per_million_samples"))

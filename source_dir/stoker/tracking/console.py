@@ -10,7 +10,7 @@ from typing import Any
 
 from stoker.redaction import scrub
 from stoker.sizing.cost import cost_row
-from stoker.tracking.summary import Summary
+from stoker.tracking.summary import Records, Summary
 
 PLAIN_EVERY_S = 10.0
 
@@ -192,13 +192,7 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
             f" {held / 1e9:.2f} GB on {len(summary.cache['hosts'])} host(s)"
         )
         rows.append(("cache", text))
-    rows.append(
-        (
-            "records",
-            f"{records.read} read = {records.trained} trained + {records.quarantined} quarantined"
-            f" + {records.remainder} remaining",
-        )
-    )
+    rows.append(("records", books_text(records)))
     if cost := cost_row(summary):
         rows.append(cost)
     if summary.model:
@@ -209,6 +203,15 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
     rows.append(("report", f"{run_dir}/report.html"))
     rows.append(("next", f"tensorboard --logdir {run_dir}/tensorboard"))
     return rows
+
+
+def books_text(records: Records) -> str:
+    """Head: what became of the training records of all epochs."""
+    text = (
+        f"{records.read} read = {records.trained} trained + {records.quarantined} quarantined"
+        f" + {records.remainder} remaining"
+    )
+    return f"{text}; {records.repeated} repeated" if records.repeated else text
 
 
 def report(summary: Summary, console: PlainConsole, run_dir: Path, code: int) -> None:

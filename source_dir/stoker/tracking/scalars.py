@@ -14,7 +14,7 @@ class Scalars:
 
     def __init__(self) -> None:
         self.step = 0
-        self._quarantined: dict[tuple[str, int], int] = {}
+        self._books: dict[tuple[str, int], dict[str, Any]] = {}
 
     def of(self, event: dict[str, Any]) -> dict[str, float]:
         """The event's metrics by name; they belong to `self.step`."""
@@ -43,8 +43,12 @@ class Scalars:
         return dict(event["metrics"])
 
     def _of_records(self, event: dict[str, Any]) -> dict[str, float]:
-        self._quarantined[event["split"], event["epoch"]] = event["quarantined"]
-        return {"data/quarantined": sum(self._quarantined.values())}
+        self._books[event["split"], event["epoch"]] = event
+        books = self._books.values()
+        return {
+            "data/quarantined": sum(counts["quarantined"] for counts in books),
+            "data/repeated": sum(counts.get("repeated", 0) for counts in books),
+        }
 
     def _of_resumed(self, event: dict[str, Any]) -> dict[str, float]:
         self.step = event["step"]

@@ -48,21 +48,32 @@ class Records(Part):
     trained: int = 0
     quarantined: int = 0
     remainder: int = 0
+    repeated: int = 0
+    """Records trained more than once in an epoch, each time beyond the first."""
     validated: int = 0
     epochs: list[dict[str, Any]] = []
 
     def add(self, counts: dict[str, Any]) -> None:
-        """Take in the books of one pass over one split."""
+        """Take in the books of one pass over one split; where it was there before, it was made anew."""
+        split, epoch = counts["split"], counts["epoch"]
+        if any((old["split"], old["epoch"]) == (split, epoch) for old in self.epochs):
+            later = {(old["split"], old["epoch"]) for old in self.epochs if old["epoch"] > epoch}
+            self._forget({*later, (split, epoch), *([("val", epoch)] if split == "train" else [])})
         self.epochs.append(counts)
-        for name in ("read", "quarantined", "remainder", "trained", "validated"):
+        for name in ("read", "quarantined", "remainder", "repeated", "trained", "validated"):
             if counts["split"] == "train" or name == "validated":
                 setattr(self, name, getattr(self, name) + counts.get(name, 0))
 
     def rewind(self, epoch: int) -> None:
         """Forget the passes from an epoch on: it is trained again, from a checkpoint within it or before."""
-        before = [counts for counts in self.epochs if counts["epoch"] < epoch]
+        self._forget(
+            {(counts["split"], counts["epoch"]) for counts in self.epochs if counts["epoch"] >= epoch}
+        )
+
+    def _forget(self, passes: set[tuple[str, int]]) -> None:
+        left = [counts for counts in self.epochs if (counts["split"], counts["epoch"]) not in passes]
         self.__dict__.update(Records().__dict__)
-        for counts in before:
+        for counts in left:
             self.add(counts)
 
 

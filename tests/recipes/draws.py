@@ -1,0 +1,187 @@
+"""Recipes whose code draws random numbers as ordinary datasets and transforms do: from global generators."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stoker.data.sources import Piece, Record, Source, read_range, read_torch
+from stoker.data.transforms import RecordTransform
+from stoker.recipe import Recipe
+
+
+def drawn() -> dict[str, float]:
+    """One number of each global generator."""
+    import torch
+
+    return {"r": random.random(), "n": float(np.random.rand()), "t": float(torch.rand(()))}
+
+
+class Augmenting:
+    """A map-style dataset as they are: it draws in `__getitem__`."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"number": index, **drawn()}
+
+
+class AugmentingSource(Source):
+    """As `Augmenting`, with pieces and keys of its own."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def count(self) -> int:
+        return self.n
+
+    def pieces(self, records: int, order: Any) -> list[Piece]:
+        return [Piece("", i, min(i + records, self.n)) for i in range(0, self.n, records)]
+
+    def read(self, piece: Piece, order: Any) -> Any:
+        for i in range(piece.start, piece.stop):
+            yield {"key": f"k{i}", "number": i, **drawn()}
+
+
+class Augment(RecordTransform):
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        return {**record, "number": record["index"], **drawn()}
+
+
+def augment(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch stage: a number of each generator for every record, and for one the same for all."""
+    import torch
+
+    n = len(batch["index"])
+    return {
+        "number": batch["index"],
+        "r": np.array([random.random() for _ in range(n)]),
+        "n": np.random.rand(n),
+        "t": torch.rand(n).double().numpy(),
+    }
+
+
+class Draws(Recipe):
+    """Draws in the place that `where` names."""
+
+    where: str = "dataset"
+    n: int = 60
+
+    def read(self, split: str) -> Any:
+        if split == "val":
+            return None
+        if self.where == "dataset":
+            return read_torch(Augmenting(self.n))
+        return AugmentingSource(self.n) if self.where == "source" else read_range(self.n)
+
+    def preprocess(self, split: str) -> list[Any]:
+        return {"transform": [Augment()], "batch": [augment]}.get(self.where, [])
+
+
+class Split(Recipe):
+    """Splits one dataset by chance, once for each split, as many scripts do."""
+
+    n: int = 100
+
+    def read(self, split: str) -> Any:
+        from torch.utils.data import random_split
+
+        numbers = [{"number": i} for i in range(self.n)]
+        train, val = random_split(numbers, [0.8, 0.2])  # type: ignore[arg-type]
+        return read_torch(train if split == "train" else val)
+
+
+class Halves(Recipe):
+    """Two subsets of one dataset, of equal length."""
+
+    n: int = 40
+    shift: int = 0
+    """Another dataset of equal type and length."""
+
+    def read(self, split: str) -> Any:
+        from torch.utils.data import Subset
+
+        numbers = [{"number": i + self.shift} for i in range(self.n)]
+        half = self.n // 2
+        part = range(half) if split == "train" else range(half, self.n)
+        return read_torch(Subset(numbers, list(part)))  # type: ignore[arg-type]
+
+    def preprocess(self, split: str) -> list[Any]:
+        return [Plain()]
+
+
+class Listed(Source):
+    """Pieces that differ by their items alone, in an order that is known; `keys` repeats after so many."""
+
+    random = False
+
+    def __init__(self, n: int, keys: int = 10**9) -> None:
+        self.n, self.keys = n, keys
+
+    def count(self) -> int:
+        return self.n
+
+    def pieces(self, records: int, order: Any) -> list[Piece]:
+        return [Piece("", items=tuple(range(i, min(i + 10, self.n)))) for i in range(0, self.n, 10)]
+
+    def arrangement(self, count: int, order: Any) -> list[int]:
+        return list(range(count))
+
+    def read(self, piece: Piece, order: Any) -> Any:
+        for i in piece.items:
+            yield {"key": f"k{i % self.keys}", "number": i}
+
+
+class Plain(RecordTransform):
+    random = False
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        return {**record, "number": record["number"]}
+
+
+class Cached(Draws):
+    """As `Draws`, with a chain whose first stage may be kept."""
+
+    def preprocess(self, split: str) -> list[Any]:
+        return [Plain()]
+
+
+class Unsteady:
+    """A map-style dataset with a generator of its own, which nobody can seed."""
+
+    def __init__(self, n: int = 40) -> None:
+        self.n, self.rng = n, np.random.default_rng()
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"number": index, "noise": float(self.rng.random())}
+
+
+class FromUnsteady(Cached):
+    def read(self, split: str) -> Any:
+        return read_torch(Unsteady()) if split == "train" else None
+
+
+class Lazy:
+    """Opens its file when the first record is read, as datasets do that are sent to other processes."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.file = path, None
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if self.file is None:
+            self.file = Path(self.path).open("rb")  # noqa: SIM115
+        self.file.seek(index)
+        return {"byte": self.file.read(1)[0]}

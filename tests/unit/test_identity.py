@@ -1,0 +1,273 @@
+"""Other records are never taken for those that a cache holds or a checkpoint was written with."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import shutil
+import tarfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from draws import Augmenting, Lazy, Listed, Plain, Unsteady
+from pyarrow import parquet
+from rows import Numbers
+from torch.utils.data import Subset, TensorDataset
+
+from stoker.config import UsageError
+from stoker.data.caching import key_of
+from stoker.data.chain import Chain
+from stoker.data.host_cache import CacheError, CacheSpec, HostCache
+from stoker.data.identity import agree, identity_of
+from stoker.data.opening import open_data
+from stoker.data.position import Plan, Position
+from stoker.data.sources import Source, read_any, read_images, read_parquet, read_torch
+from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of
+from stoker.data.transforms import as_stages
+from stoker.schema import Config
+
+
+def job(recipe: str, **sections: Any) -> Config:
+    train = {"epochs": 2}
+    return Config.model_validate({"recipe": f"draws:{recipe}", "train": train, "seed": 3, **sections})
+
+
+def resume(before: Source, now: Source, order: str = "exact") -> None:
+    """What a run does that goes on from a checkpoint: refuse other data."""
+    plans = []
+    for source in (before, now):
+        identity = identity_of(source)
+        plans.append(
+            Plan(
+                seed=1,
+                shuffle=True,
+                order=order,
+                block_records=4,
+                fingerprint=identity.text,
+                unstable=identity.unstable,
+            )
+        )
+    saved = Position(epoch=0, rows=5, plan=plans[0]).model_dump_json()
+    Position.model_validate_json(saved).check(plans[1])
+
+
+def test_two_subsets_of_equal_length_have_caches_of_their_own() -> None:
+    data = open_data(job("Halves", data={"cache": "memory"}))
+    keys = {
+        key_of(split, data.identity(split).text, chain.stages[: chain.prefix])
+        for split, chain in data.chains.items()
+        if chain.prefix
+    }
+    assert len(keys) == 2
+    # Not only for their names: what they hold tells them apart.
+    assert not agree(data.identity("train").text, data.identity("val").text)
+
+
+def test_a_dataset_of_equal_type_and_length_with_other_records_is_refused() -> None:
+    before = open_data(job("Halves")).sources["train"]
+    same = open_data(job("Halves")).sources["train"]
+    resume(before, same)
+    other = open_data(job("Halves", params={"shift": 1})).sources["train"]
+    with pytest.raises(UsageError, match="the training data has changed"):
+        resume(before, other)
+
+
+def test_the_state_of_a_dataset_counts_where_the_sample_would_not_show_it() -> None:
+    pixels, labels = torch.zeros(5000, 3), torch.arange(5000)
+    before = read_torch(TensorDataset(pixels, labels))
+    resume(before, read_torch(TensorDataset(pixels.clone(), labels.clone())))
+    changed = labels.clone()
+    changed[4321] = 7
+    with pytest.raises(UsageError, match="the training data has changed"):
+        resume(before, read_torch(TensorDataset(pixels, changed)))
+    indices = list(range(4000))
+    part = read_torch(Subset(TensorDataset(pixels, labels), indices))
+    moved = read_torch(Subset(TensorDataset(pixels, labels), [*indices[:-1], 4999]))
+    with pytest.raises(UsageError, match="the training data has changed"):
+        resume(part, moved)
+
+
+class Shifted(Numbers):
+    shift = 0
+
+    def read(self, piece: Any, order: Any) -> Any:
+        for record in super().read(piece, order):
+            yield {**record, "y": record["y"] + self.shift}
+
+
+def test_a_source_of_the_users_own_is_told_by_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Shifted(500)
+    resume(before, Shifted(500))
+    text = identity_of(before).text
+    monkeypatch.setattr(Shifted, "shift", 1)
+    assert not agree(text, identity_of(before).text)
+    with pytest.raises(UsageError, match="the training data has changed"):
+        resume(Numbers(500), Numbers(500, shard=100))  # the same records in other pieces
+
+
+def test_a_dataset_that_draws_from_global_generators_can_be_resumed_but_not_cached() -> None:
+    resume(read_torch(Augmenting(40)), read_torch(Augmenting(40)))
+    with pytest.raises(UsageError, match=r"Augmenting draws random numbers .*repeat the first epoch's"):
+        open_data(job("Cached", data={"cache": "memory"}))
+    open_data(job("Cached"))
+
+
+def test_a_dataset_that_nobody_can_seed_is_neither_cached_nor_resumed_exactly() -> None:
+    with pytest.raises(UsageError, match=r"data.cache: .*Unsteady draws random numbers"):
+        open_data(job("FromUnsteady", data={"cache": "disk"}))
+    with pytest.raises(UsageError, match=r"resume: Unsteady gives another record each time.*exactly"):
+        resume(read_torch(Unsteady()), read_torch(Unsteady()))
+    # Where the order is free, type, length and state are what there is to compare.
+    resume(read_torch(Unsteady()), read_torch(Unsteady()), "any")
+    with pytest.raises(UsageError, match="the training data has changed"):
+        resume(read_torch(Unsteady()), read_torch(Unsteady(41)), "any")
+
+
+def test_looking_at_a_dataset_leaves_it_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"abcde")
+    dataset = Lazy(str(tmp_path / "bytes"))
+    state = np.random.get_state()[1].tolist()
+    here = identity_of(read_torch(dataset))
+    assert dataset.file is None, "an open file could not be sent to other processes"
+    pickle.dumps(dataset)
+    assert np.random.get_state()[1].tolist() == state
+    # Where the data lies is no part of what it is.
+    (tmp_path / "elsewhere").mkdir()
+    moved = shutil.move(tmp_path / "bytes", tmp_path / "elsewhere" / "bytes")
+    assert identity_of(read_torch(Lazy(str(moved)))).text.partition("~")[2] == here.text.partition("~")[2]
+
+
+def numbers(source: Source, cache: HostCache, epoch: int) -> list[int]:
+    """What a pass over a source gives on a host that keeps records."""
+    loaded = Loaded(source, Chain(as_stages([Plain()]), seed=1, prefix=1), cache)
+    plan = EpochPlan(seed=1, epoch=epoch, split="train", shuffle=False, block_records=10)
+    found: list[int] = []
+    for number, piece in enumerate(source.pieces(10, None)):
+        for columns, _ in groups_of(loaded, plan, Work(number, pickle.dumps(piece))):
+            found += columns["number"].tolist()
+    return found
+
+
+def test_a_cache_gives_every_piece_its_own_records(tmp_path: Path) -> None:
+    cache = HostCache(tmp_path / "cache", "k", CacheSpec("disk", "test", 10**8))
+    for epoch in range(2):
+        assert numbers(Listed(40), cache, epoch) == list(range(40))
+
+
+def test_two_records_of_one_key_are_refused_by_a_cache(tmp_path: Path) -> None:
+    cache = HostCache(tmp_path / "cache", "k", CacheSpec("disk", "test", 10**8))
+    with pytest.raises(CacheError, match="two records have the key k0"):
+        numbers(Listed(40, keys=5), cache, 0)
+
+
+def images(folder: Path) -> Source:
+    for label in ("cat", "dog"):
+        (folder / "train" / label).mkdir(parents=True)
+        for i in range(20):
+            (folder / "train" / label / f"{i}.jpg").write_bytes(f"{label} {i:3}".encode() * 50)
+    source = read_images(str(folder), "train")
+    assert source is not None
+    return source
+
+
+def rows(folder: Path) -> Source:
+    folder.mkdir()
+    numbers = pa.table({"x": pa.array(range(1000), pa.int64()), "y": pa.array([0.5] * 1000)})
+    parquet.write_table(numbers, folder / "train.parquet", compression=None, use_dictionary=False)
+    return opened(folder)
+
+
+def shards(folder: Path) -> Source:
+    folder.mkdir()
+    with tarfile.open(folder / "train-0.tar", "w") as tar:
+        for i in range(50):
+            member = tarfile.TarInfo(f"{i:03}.txt")
+            member.size = 6
+            tar.addfile(member, io.BytesIO(b"text%02d" % i))
+    return opened(folder)
+
+
+def opened(folder: Path) -> Source:
+    source = read_any(str(folder), "train")
+    assert source is not None
+    source.check()
+    return source
+
+
+@pytest.mark.parametrize("make", [images, rows, shards])
+def test_a_file_that_is_changed_in_place_is_noticed_at_equal_size(
+    make: Callable[[Path], Source], tmp_path: Path
+) -> None:
+    before = make(tmp_path / "data")
+    text = identity_of(before).text
+    copied = tmp_path / "copy"
+    shutil.copytree(tmp_path / "data", copied)
+    assert identity_of(opened(copied)).text == text, "the data may move"
+    file = sorted(f for f in copied.rglob("*") if f.is_file())[-1]
+    content = bytearray(file.read_bytes())
+    at = content.find(b"text49") + 5 if make is shards else len(content) // 3
+    content[at] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match="names, sizes and counts agree, but not what the records hold"):
+        changed = opened(copied)
+        assert not agree(text, identity_of(changed).text)
+        Position(epoch=0, plan=plan(text)).check(plan(identity_of(changed).text))
+
+
+def plan(text: str) -> Plan:
+    return Plan(seed=1, shuffle=True, order="any", block_records=4, fingerprint=text)
+
+
+def test_contents_that_two_files_have_exchanged_are_noticed(tmp_path: Path) -> None:
+    text = identity_of(images(tmp_path / "data")).text
+    one, other = (tmp_path / "data/train/cat" / name for name in ("3.jpg", "4.jpg"))
+    one.rename(tmp_path / "x"), other.rename(one), (tmp_path / "x").rename(other)
+    assert not agree(text, identity_of(opened(tmp_path / "data")).text)
+
+
+def test_other_columns_of_the_same_files_are_other_records(tmp_path: Path) -> None:
+    rows(tmp_path / "data")
+    texts = []
+    for columns in (["x"], ["y"], None):
+        source = read_parquet(str(tmp_path / "data"), "train", columns)
+        assert source is not None
+        texts.append(identity_of(source).text)
+    assert len(set(texts)) == 3
+
+
+def test_two_samples_agree_as_far_as_both_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # One machine is slower than the other, so it looks at less within the same time.
+    before = images(tmp_path / "data")
+    whole = identity_of(before).text
+    monkeypatch.setattr("stoker.data.identity.BUDGET_S", 0.0)
+    little = identity_of(before).text
+    assert len(little) < len(whole)
+    assert agree(little, whole) and agree(whole, little)
+    assert not agree(little, "0" + whole[1:])
+
+
+class Slow(Augmenting):
+    reads: ClassVar[list[int]] = []
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(0.1)
+        self.reads.append(index)
+        return super().__getitem__(index)
+
+
+def test_of_a_slow_dataset_no_more_is_read_than_a_second_allows() -> None:
+    identity_of(read_torch(Slow(1000)))
+    assert len(Slow.reads) == 3 * 2, "two records, each of them thrice"
+
+
+def test_many_numbers_in_many_pieces_take_little_time() -> None:
+    labels = torch.zeros(1_000_000, dtype=torch.int64)
+    started = time.process_time()
+    identity_of(read_torch(TensorDataset(labels, labels)))
+    assert time.process_time() - started < 5

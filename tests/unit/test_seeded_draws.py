@@ -1,0 +1,112 @@
+"""What users' code draws from the global generators depends on (seed, epoch, record), and on nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stoker.data.chain import KEY_COLUMN
+from stoker.data.opening import open_data
+from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of
+from stoker.schema import Config
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+
+
+def drawn(
+    where: str, epoch: int = 0, only: int | None = None, block: int = 15, piece: int = 30, **recipe: Any
+) -> dict[str, tuple[float, ...]]:
+    """Key → the numbers drawn for that record in a pass, or in one piece: all that one process reads."""
+    job: dict[str, Any] = {"recipe": "draws:Draws", "params": {"where": where, **recipe}, "seed": 3}
+    data = open_data(Config.model_validate(job | {"tracking": {"record_ids": True}}))
+    loaded = Loaded(data.sources["train"], data.chains["train"])
+    plan = EpochPlan(seed=3, epoch=epoch, split="train", shuffle=False, block_records=block)
+    found: dict[str, tuple[float, ...]] = {}
+    for number, part in enumerate(data.sources["train"].pieces(piece, None)):
+        if only in (None, number):
+            for columns, _ in groups_of(loaded, plan, Work(number, pickle.dumps(part))):
+                rows = zip(*(columns[name].tolist() for name in ("r", "n", "t")), strict=True)
+                found |= dict(zip(columns[KEY_COLUMN], rows, strict=True))
+    return found
+
+
+PLACES = pytest.mark.parametrize("where", ["dataset", "source", "transform", "batch"])
+
+
+@PLACES
+def test_the_same_records_draw_the_same_whatever_a_process_did_before(where: str) -> None:
+    whole = drawn(where)
+    assert len(whole) == 60
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    other_process = drawn(where, only=1)
+    assert len(other_process) == 30
+    assert other_process == {key: whole[key] for key in other_process}
+
+
+@PLACES
+def test_every_record_and_every_epoch_draws_anew(where: str) -> None:
+    epochs = [drawn(where, epoch) for epoch in range(3)]
+    for generator in range(3):
+        values = [numbers[generator] for epoch in epochs for numbers in epoch.values()]
+        assert len(set(values)) == 3 * 60
+
+
+@pytest.mark.parametrize("where", ["dataset", "transform"])
+def test_how_records_are_cut_into_tasks_and_blocks_does_not_change_what_they_draw(where: str) -> None:
+    assert drawn(where, block=7, piece=20) == drawn(where)
+
+
+def test_a_group_with_the_same_first_record_draws_its_own() -> None:
+    assert drawn("batch", n=14) != {k: v for k, v in drawn("batch", n=15).items() if k != "14"}
+
+
+def test_torch_is_seeded_also_where_users_code_is_the_first_to_import_it() -> None:
+    # A process of its own, in which nothing but the transform itself loads torch.
+    code = (
+        "import importlib, json, pickle, sys\n"
+        "from stoker.data.opening import open_data\n"
+        "from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of\n"
+        "from stoker.schema import Config\n"
+        "data = open_data(Config.model_validate({'recipe': 'draws:Draws', 'params': {'where': 'transform'},"
+        " 'seed': 3}))\n"
+        "source = data.sources['train']\n"
+        "plan = EpochPlan(seed=3, epoch=0, split='train', shuffle=False, block_records=15)\n"
+        "work = Work(0, pickle.dumps(source.pieces(30, None)[0]))\n"
+        "assert 'torch' not in sys.modules\n"
+        "importlib.invalidate_caches()\n"
+        "columns, _ = next(groups_of(Loaded(source, data.chains['train']), plan, work))\n"
+        "print(json.dumps(columns['t'].tolist()))\n"
+    )
+    paths = os.pathsep.join([str(RECIPES), *sys.path])
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    here = drawn("transform")
+    assert json.loads(out.stdout) == [here[str(i)][2] for i in range(15)]
+
+
+def test_a_split_by_chance_is_the_same_for_both_splits_and_for_every_start() -> None:
+    def opened() -> dict[str, set[int]]:
+        data = open_data(Config.model_validate({"recipe": "draws:Split", "seed": 3}))
+        return {split: set(source.dataset.indices) for split, source in data.sources.items()}
+
+    first = opened()
+    assert not first["train"] & first["val"]
+    assert len(first["train"] | first["val"]) == 100
+    torch.rand(7)
+    assert opened() == first
