@@ -63,6 +63,8 @@ class Position(BaseModel):
     again: bool = False
     """The place cannot be found again: the epoch starts from its beginning."""
     books: CarriedBooks = CarriedBooks()
+    unvalidated: int | None = None
+    """An epoch that was trained but not validated: its validation comes first."""
 
     def check(self, plan: Plan) -> None:
         """Head: refuse to go on in other data or another order.

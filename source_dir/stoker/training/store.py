@@ -52,6 +52,10 @@ class Store(Protocol):
         """Make a draft a checkpoint, in the place of one of that name; its manifest becomes visible last."""
         ...
 
+    def add(self, name: str, file: str, content: str) -> None:
+        """Write a small file into a checkpoint that is there."""
+        ...
+
     def local(self, name: str) -> contextlib.AbstractContextManager[Path]:
         """The checkpoint as a folder of this host, for as long as it is needed."""
         ...
@@ -135,6 +139,12 @@ class FolderStore:
         (self.folder / name / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(self.folder / name, ignore_errors=True)
 
+    def add(self, name: str, file: str, content: str) -> None:
+        draft = self.folder / name / f".{file}"
+        draft.write_text(content)
+        sync(draft)
+        draft.replace(self.folder / name / file)
+
     def write_note(self, file: str, content: str) -> None:
         draft = self.folder / f".{file}"
         draft.write_text(content)
@@ -213,6 +223,9 @@ class CopyStore:
             self.filesystem.delete_file(f"{folder}/{MANIFEST}")
         with contextlib.suppress(FileNotFoundError):
             self.filesystem.delete_dir(folder)
+
+    def add(self, name: str, file: str, content: str) -> None:
+        self.write_note(f"{name}/{file}", content)
 
     def write_note(self, file: str, content: str) -> None:
         with self.filesystem.open_output_stream(f"{self.path}/{file}") as target:
