@@ -93,8 +93,7 @@ class Keeper:
                 # Figures such as samples/s differ between ranks: rank 0 decides.
                 reason = snapshot.from_rank_0(self.worker, self.early_stopping.reason)
                 self.early_stopping.reason = reason
-            entry = {"epoch": epoch, "step": self.worker.step, "metrics": finite(metrics), "books": books}
-            self.history.append(entry)
+            self.add_epoch(epoch, metrics, books)
         if self.pending is not None and self._completes:
             self.pending = None
             if self.worker.rank == 0:
@@ -104,6 +103,11 @@ class Keeper:
         else:
             self.take(progress or Progress(epoch + 1), metrics)
         return reason
+
+    def add_epoch(self, epoch: int, metrics: dict[str, float], books: list[dict[str, Any]]) -> None:
+        """An epoch is finished: later checkpoints tell of it."""
+        entry = {"epoch": epoch, "step": self.worker.step, "metrics": finite(metrics), "books": books}
+        self.history.append(entry)
 
     def take(
         self, progress: Progress, metrics: dict[str, float], pending: dict[str, Any] | None = None

@@ -236,7 +236,8 @@ def carried_progress(worker: Worker, meta: dict[str, Any], ranks: list[dict[str,
         loss_sum, rows, keys = own["loss_sum"], own["loss_rows"], list(own["keys"])
     else:
         # Checkpoints without the number of records hold a sum over steps.
-        mean = sum(part["loss_sum"] for part in ranks) / sum(part.get("loss_rows", steps) for part in ranks)
+        counted = sum(part.get("loss_rows", steps) for part in ranks)
+        mean = sum(part["loss_sum"] for part in ranks) / max(counted, 1)
         rows = max(1, samples // worker.world_size)
         loss_sum, keys = mean * rows, []
     if meta["global_batch"] != worker.global_batch:
