@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from stoker.training import strategies
 from stoker.training.snapshot import Progress
 from stoker.training.worker import Worker, not_finite
 
@@ -101,7 +102,8 @@ def _strict(worker: Worker) -> Iterator[Named]:
     models = [("weight", worker.model), ("averaged weight", worker.ema and worker.ema.module)]
     for kind, model in models:
         if model is not None:
-            yield from _floats((f"{kind} {name}", p) for name, p in model.named_parameters())
+            named = strategies.plain(model).named_parameters()
+            yield from _floats((f"{kind} {name}", p) for name, p in named)
     if worker.optimizer is not None:
         yield from _floats(_flat("optimiser state", list(worker.optimizer.state.values())))
 
@@ -109,7 +111,8 @@ def _strict(worker: Worker) -> Iterator[Named]:
 def _buffers(worker: Worker) -> Iterator[Named]:
     for model in (worker.model, worker.ema and worker.ema.module):
         if model is not None:
-            yield from _floats((f"buffer {name}", b) for name, b in model.named_buffers())
+            named = strategies.plain(model).named_buffers()
+            yield from _floats((f"buffer {name}", b) for name, b in named)
 
 
 def _floats(named: Any) -> Iterator[Named]:
