@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_step import feed, make, run
+from steps import feed, make, run
 
 from stoker.training import strategies
 from stoker.training.finite import check_state
@@ -24,13 +21,9 @@ def answer(rank: int, worker: Any, progress: Progress) -> str:
     return ""
 
 
-def process(rank: int, port: int, folder: str) -> None:
+def cases(rank: int, folder: str) -> dict[Any, str]:
     """One of two ranks: rank 1 alone is spoilt."""
-    import torch.distributed as dist
-
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    del folder
     found: dict[Any, str] = {}
     for strategy in ("ddp", "fsdp"):
         worker, step = make(rank, 2, strategy=strategy, optimizer="adamw", ema_decay=0.9)
@@ -54,20 +47,7 @@ def process(rank: int, port: int, folder: str) -> None:
             if rank:
                 with torch.no_grad():
                     local.view(-1)[-1] = 0.0
-    torch.save(found, Path(folder) / f"rank-{rank}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, str]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = torch.multiprocessing.spawn(process, (port, str(folder)), nprocs=2, join=False)
-    while not context.join(timeout=120):
-        pass
-    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
+    return found
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
