@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
-import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,23 @@ from stoker.training import checkpoint
 from stoker.training.store import open_store
 
 RECORDS, VALIDATED = 48, 200
-DEADLINE_S = 120.0
 
 
-def when(ready: Any, then: Any) -> threading.Thread:
-    """In a thread: wait for an event, then do something."""
+@contextlib.contextmanager
+def when(ready: Callable[[], bool], then: Callable[[], None]) -> Iterator[None]:
+    """Beside what follows: wait for an event, then do something."""
+    over = threading.Event()
 
     def wait() -> None:
-        until = time.monotonic() + DEADLINE_S
-        while not ready() and time.monotonic() < until:
-            time.sleep(0.02)
-        then()
+        while not over.wait(0.02):
+            if ready():
+                return then()
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    return thread
+    yield
+    over.set()
+    thread.join()
 
 
 def test_a_stop_in_a_long_validation_costs_no_training(
@@ -48,9 +51,8 @@ def test_a_stop_in_a_long_validation_costs_no_training(
         "train": {"epochs": 1, "batch_size": 1, "workers": 2, "lr": 0.01, "threads": 1},
     }
     began = run_dir / "validating"
-    stopper = when(began.exists, lambda: driver.request_stop("SIGTERM"))
-    stopped = run_job(tmp_path, run_dir=run_dir, **job)
-    stopper.join()
+    with when(began.exists, lambda: driver.request_stop("SIGTERM")):
+        stopped = run_job(tmp_path, run_dir=run_dir, **job)
     assert (stopped.code, stopped.summary.status) == (143, "interrupted"), stopped.summary.error
     batches = len(began.read_text())
     assert batches < VALIDATED // 2, "the rest of the validation was not made"
@@ -63,9 +65,8 @@ def test_a_stop_in_a_long_validation_costs_no_training(
     # It goes on by validating; a stop that comes when all is done is no interruption.
     monkeypatch.setattr(driver, "_stop_reason", "")
     events = run_dir / "events.jsonl"
-    late = when(lambda: '"event": "complete"' in events.read_text(), lambda: driver.request_stop("SIGTERM"))
-    rest = run_job(tmp_path, run_dir=run_dir, **job)
-    late.join()
+    with when(lambda: '"event": "complete"' in events.read_text(), lambda: driver.request_stop("SIGTERM")):
+        rest = run_job(tmp_path, run_dir=run_dir, **job)
     assert (rest.code, rest.summary.status) == (0, "succeeded"), rest.summary.error
     assert rest.summary.steps == RECORDS // 2
     assert rest.summary.records.trained == RECORDS
