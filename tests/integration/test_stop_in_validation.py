@@ -29,7 +29,8 @@ def when(ready: Callable[[], bool], then: Callable[[], None]) -> Iterator[None]:
     def wait() -> None:
         while not over.wait(0.02):
             if ready():
-                return then()
+                then()
+                return
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
