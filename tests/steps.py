@@ -80,7 +80,7 @@ class Explode(nn.Module):
 def make(rank: int = 0, world: int = 1, explode: bool = False, **train: Any) -> tuple[Worker, Step]:
     config = Config.model_validate({"seed": 3, "train": train})
     worker = Worker(config, Tiny(explode=explode), None, 0, rank, world, torch.device("cpu"))
-    build(worker, steps_per_epoch=3)
+    build(worker, records=3 * 8)
     return worker, Step(worker)
 
 
@@ -104,7 +104,9 @@ def run(worker: Worker, step: Step, batches: list[Any], epochs: int = 2) -> dict
     import torch.distributed as dist
 
     losses, norms, rates = [], [], []
-    for _ in range(epochs):
+    for epoch in range(epochs):
+        if epoch:
+            worker.schedule.begin(epoch, 0, worker.step)
         for window in windows(batches, worker.config.train.accumulate_steps):
             for batch in window:
                 step.accumulate(batch)

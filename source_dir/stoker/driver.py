@@ -135,7 +135,7 @@ def run(resolved: Resolved, place: Place) -> int:
         for note in filter(None, notes):
             recorder.take({"time": time.time(), "event": "note", "text": note})
             console.line(f"note: {note}")
-        fit = Fit(config, place, coordinator, workers, use_gpu, steps, "val" in data.sources, start)
+        fit = Fit(config, place, coordinator, workers, use_gpu, data.totals, start)
         sender = start_sender(config, place, open_store(start.where, start.synced))
         follow(fit, coordinator, recorder, console, summary, sender)
         code = conclude(fit, summary)
@@ -203,20 +203,21 @@ class Fit:
         coordinator: Any,
         workers: int,
         use_gpu: bool,
-        steps: int | None,
-        has_val: bool,
+        totals: dict[str, int | None],
         start: resuming.Start,
     ) -> None:
         self.error: BaseException | None = None
         self.reason = ""
+        self.complete = False
+        """Whether training has come to its own end, with its model written."""
         settings = {
             "config": config,
             "coordinator": coordinator,
             "checkpoints": (start.where, start.synced),
             "resume": start.chosen,
             "model_dir": str(place.model_dir),
-            "steps_per_epoch": steps,
-            "has_val": has_val,
+            "records": totals["train"],
+            "has_val": "val" in totals,
         }
         (place.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         selector = {GROUP_LABEL: place.train_group} if place.train_group else None
@@ -258,13 +259,14 @@ def follow(
         for event in [*ray.get(coordinator.drain.remote(), timeout=60), *notes]:
             recorder.take(event)
             console.take(event)
+            fit.complete = fit.complete or event["event"] == "complete"
         if not alive:
             return
         if _stop_reason and not stop_sent:
             coordinator.request_stop.remote(_stop_reason)
             stop_sent = time.monotonic()
         if stop_sent and time.monotonic() - stop_sent > STOP_DEADLINE_S:
-            fit.reason = f"no checkpoint within {STOP_DEADLINE_S:.0f} s of: {_stop_reason}"
+            fit.reason = f"training did not end within {STOP_DEADLINE_S:.0f} s of: {_stop_reason}"
             return
         if time.monotonic() > next_hosts:
             next_hosts = time.monotonic() + 2
@@ -283,7 +285,7 @@ def conclude(fit: Fit, summary: Summary) -> int:
         summary.status = "failed"
         summary.error = fit.reason or cause_of(fit.error)  # type: ignore[arg-type]
         return 1
-    if _stop_reason:
+    if _stop_reason and not fit.complete:
         summary.status, summary.error = "interrupted", _stop_reason
         return _stop_code
     failed = [done["error"] for done in summary.exports if done["error"]]

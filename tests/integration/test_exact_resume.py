@@ -42,7 +42,7 @@ def start(rank: int, seed: int, train: dict[str, Any]) -> Worker:
         {"seed": seed, "train": {**EVERYTHING, "layer_decay": None, "batch_size": 8, **train}}
     )
     worker = Worker(config, Dropping(), None, 0, rank, 2, torch.device("cpu"))
-    build(worker, steps_per_epoch=6)
+    build(worker, records=6 * 16)
     return worker
 
 
@@ -69,7 +69,7 @@ def cases(rank: int, folder: str) -> dict[Any, Any]:
         run(worker, Step(worker), batches[:2], epochs=1)
         if worker.scaler:
             worker.scaler.update(1024.0)  # another scale than a new scaler's
-        progress = Progress(0, steps=2, samples=32, loss_sum=torch.tensor(float(rank)))
+        progress = Progress(0, steps=2, samples=32, loss_sum=torch.tensor(float(rank)), loss_rows=16)
         parts = snapshot.gather(worker, snapshot.rank_part(worker, progress))
         live = snapshot.live_state(worker)
         meta = {"step": 2, "next_epoch": 0, "epoch_steps": 2, "epoch_samples": 32, "global_batch": 16}
@@ -87,6 +87,7 @@ def cases(rank: int, folder: str) -> dict[Any, Any]:
         carried = snapshot.carried_progress(other, meta, ranks)
         assert carried is not None
         other.step = 2
+        other.schedule.begin(carried.epoch, carried.carried_samples, other.step)
         snapshot.set_rng_state(ranks[rank]["rng"], other.device)
         losses = run(other, Step(other), batches[2:], epochs=1)["losses"]
         found[name] = (whole, (losses, state(other)), float(carried.loss_sum))

@@ -33,7 +33,10 @@ def stops_after(values: list[float], **limits: object) -> int | None:
         ([1.0, 0.95, 0.9], {"patience": 2, "min_delta": 0.1}, 3),
         ([1.0, 0.75, 0.5, 0.5], {"patience": 1, "min_delta": 0.25}, 2),  # exactly min_delta is no improvement
         ([1.0, 0.5, 0.2], {"stopping_threshold": 0.5}, 3),  # must be passed, not reached
-        ([1, math.nan], {}, 2),
+        ([1, math.nan, 2, 0.5, 1], {"patience": 3}, None),
+        ([math.nan, math.inf, 0.5, 1], {"patience": 3}, None),
+        ([1, math.nan, math.nan, math.nan], {"patience": 3}, 4),
+        ([1, 2, math.inf], {"mode": "max", "patience": 1, "stopping_threshold": 9}, 3),
         ([1, 2, 3, 3], {"mode": "max", "patience": 1}, 4),
     ],
 )

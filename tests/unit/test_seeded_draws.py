@@ -70,32 +70,32 @@ def test_a_group_with_the_same_first_record_draws_its_own() -> None:
     assert drawn("batch", n=14) != {k: v for k, v in drawn("batch", n=15).items() if k != "14"}
 
 
-def test_torch_is_seeded_also_where_users_code_is_the_first_to_import_it() -> None:
-    # A process of its own, in which nothing but the transform itself loads torch.
+def test_torch_is_seeded_also_where_users_code_is_the_first_to_import_it(tmp_path: Path) -> None:
+    # A process of its own, as chain processes are: nothing but the transform itself loads torch.
+    config = {"recipe": "draws:Draws", "params": {"where": "transform"}, "seed": 3}
+    data = open_data(Config.model_validate(config))
+    source, chain = data.sources["train"], data.chains["train"]
+    (tmp_path / "work").write_bytes(pickle.dumps((source, chain, source.pieces(30, None)[0])))
     code = (
         "import importlib, json, pickle, sys\n"
-        "from stoker.data.opening import open_data\n"
         "from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of\n"
-        "from stoker.schema import Config\n"
-        "data = open_data(Config.model_validate({'recipe': 'draws:Draws', 'params': {'where': 'transform'},"
-        " 'seed': 3}))\n"
-        "source = data.sources['train']\n"
+        "source, chain, piece = pickle.load(open(sys.argv[1], 'rb'))\n"
         "plan = EpochPlan(seed=3, epoch=0, split='train', shuffle=False, block_records=15)\n"
-        "work = Work(0, pickle.dumps(source.pieces(30, None)[0]))\n"
+        "work = Work(0, pickle.dumps(piece))\n"
         "assert 'torch' not in sys.modules\n"
         "importlib.invalidate_caches()\n"
-        "columns, _ = next(groups_of(Loaded(source, data.chains['train']), plan, work))\n"
+        "columns, _ = next(groups_of(Loaded(source, chain), plan, work))\n"
         "print(json.dumps(columns['t'].tolist()))\n"
     )
     paths = os.pathsep.join([str(RECIPES), *sys.path])
     out = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, str(tmp_path / "work")],
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        check=True,
         timeout=120,
     )
+    assert out.returncode == 0, out.stderr
     here = drawn("transform")
     assert json.loads(out.stdout) == [here[str(i)][2] for i in range(15)]
 

@@ -82,7 +82,7 @@ def test_layer_decay_is_refused_where_the_model_names_no_layers() -> None:
     config = Config.model_validate({"train": {"layer_decay": 0.5}})
     worker = Worker(config, Flat(), None, 0, 0, 1, torch.device("cpu"))
     with pytest.raises(UsageError, match=r"train\.layer_decay: Sequential does not say"):
-        build(worker, steps_per_epoch=3)
+        build(worker, records=24)
 
 
 class Linear(Tiny):
@@ -95,7 +95,7 @@ def compiled_and_not() -> list[dict[str, Any]]:
     for compiled in (False, True):
         config = Config.model_validate({"train": {"compile": compiled, "lr": 0.1}})
         worker = Worker(config, Linear(), None, 0, 0, 1, torch.device("cpu"))
-        build(worker, steps_per_epoch=2)
+        build(worker, records=16)
         found.append(run(worker, Step(worker), feed(16, 8)))
     return found
 

@@ -26,6 +26,8 @@ ARGUED = {
     "source_dir/stoker/data/tasks.py": (3, "pieces and chains, pickled by the head of this run"),
     "source_dir/stoker/data/host_cache.py": (1, "records in a folder that only this user may enter"),
     "source_dir/stoker/training/export.py": (1, "a copy of an object of this very process"),
+    "source_dir/stoker/data/identity.py": (1, "a copy of an object of this very process"),
+    "source_dir/stoker/data/probing.py": (1, "sources and chains, pickled by the head of this run"),
     "source_dir/stoker/sizing/profile.py": (1, "sent by the parent process through a pipe"),
 }
 """Where pickles are read, how often, and why nobody else can have written them."""

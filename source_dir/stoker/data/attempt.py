@@ -83,6 +83,12 @@ class Attempt:
     def _passes(self, start: Position) -> Iterator[Stream]:
         config = self.passes.config
         pad = config.data.remainder == "pad"
+        due = start.unvalidated
+        if due is not None and "val" in self.totals:
+            splitter = Splitter(self.workers, config.train.batch_size, equal=False)
+            yield Stream(splitter, EpochBooks("val", due), self.totals["val"])
+            if due == start.epoch:
+                return  # train.max_steps has ended training within this epoch
         for epoch in range(start.epoch, config.train.epochs):
             for split, total in self.totals.items():
                 train = split == "train"
@@ -95,6 +101,7 @@ class Attempt:
                         update={
                             "epoch": epoch, "rows": 0, "done": [], "partial": {}, "books": CarriedBooks(),
                             "plan": self.passes.identity(start.plan.fingerprint, start.plan.unstable),
+                            "unvalidated": None,
                         }
                     )  # fmt: skip
                 yield Stream(splitter, EpochBooks(split, epoch, carried=start.books), total, Trail(start))

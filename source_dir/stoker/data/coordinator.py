@@ -147,7 +147,8 @@ class Coordinator:
                 " all in this epoch); data.order exact goes on where it was"
             )
             self._event("note", text=text)
-        return self._fresh(first_epoch).model_copy(update={"books": CarriedBooks(repeated=repeated)})
+        changes = {"books": CarriedBooks(repeated=repeated), "unvalidated": position.unvalidated}
+        return self._fresh(first_epoch).model_copy(update=changes)
 
     def _fresh(self, epoch: int) -> Position:
         again = self.by_row and self.plan.order == "any"
@@ -176,13 +177,12 @@ class Coordinator:
             else:
                 return self._why_over(attempt)
             portion = stream.portion(step, rank)
-            if split == "train":
-                current.pace.ask(rank, epoch, step)
-                # Between two steps of the optimiser only: accumulated gradients are not kept.
-                whole = (step + 1) % self.passes.config.train.accumulate_steps == 0
-                if portion is not None and whole:
-                    portion.stop = self.stop_reason if current.stop.due(epoch, step) else ""
-                    portion.checkpoint = current.checkpoint.take(rank, epoch, step)
+            val = split == "val"
+            current.pace.ask(rank, epoch, step, val)
+            # Between two steps of the optimiser only: accumulated gradients are not kept.
+            if portion is not None and (val or (step + 1) % self.passes.config.train.accumulate_steps == 0):
+                portion.stop = self.stop_reason if current.stop.due(epoch, step, val) else ""
+                portion.checkpoint = not val and current.checkpoint.take(rank, epoch, step)
             stream.release()
             self.changed.notify_all()
             return portion

@@ -71,6 +71,8 @@ class Position(BaseModel):
     deadly: dict[str, str] = {}
     """Training records that were quarantined because they killed their process: key → reason. A run that
     goes on leaves them out as well, so that groups keep their rows."""
+    unvalidated: int | None = None
+    """An epoch that was trained but not validated: its validation comes first."""
 
     def check(self, plan: Plan) -> None:
         """Head: refuse to go on in other data or another order.

@@ -6,8 +6,8 @@ Train workers ask for the same steps in the same sequence, each at its own pace.
 
 from __future__ import annotations
 
-Step = tuple[int, int]
-"""(epoch, step of the epoch)."""
+Step = tuple[int, bool, int]
+"""(epoch, whether of its validation, which follows its training, step of the pass)."""
 
 
 class Pace:
@@ -16,14 +16,14 @@ class Pace:
     def __init__(self) -> None:
         self.asked: dict[int, Step] = {}
 
-    def ask(self, rank: int, epoch: int, step: int) -> None:
+    def ask(self, rank: int, epoch: int, step: int, val: bool = False) -> None:
         """A rank asks for a step."""
-        self.asked[rank] = (epoch, step)
+        self.asked[rank] = (epoch, val, step)
 
     def first_unasked(self) -> Step:
-        """Head: the first step that no rank has asked for; it may lie beyond its epoch's end."""
-        epoch, step = max(self.asked.values(), default=(0, -1))
-        return epoch, step + 1
+        """Head: the first step that no rank has asked for; it may lie beyond its pass's end."""
+        epoch, val, step = max(self.asked.values(), default=(0, False, -1))
+        return epoch, val, step + 1
 
 
 class Signal:
@@ -37,9 +37,9 @@ class Signal:
         if self.since is None:
             self.since = pace.first_unasked()
 
-    def due(self, epoch: int, step: int) -> bool:
+    def due(self, epoch: int, step: int, val: bool = False) -> bool:
         """Whether a rank that is given this step shall see it."""
-        return self.since is not None and (epoch, step) >= self.since
+        return self.since is not None and (epoch, val, step) >= self.since
 
 
 class OneTimeSignal(Signal):

@@ -184,6 +184,8 @@ class ValBatches:
         for columns in feed:
             if count_records(columns):
                 yield reports.batch_of("val", columns)
+        # Here and not after the batch that said so: all ranks end after the same one.
+        reports.cut = reports.stop = feed.stop
 
 
 class Reports(RayTrainReportCallback):  # type: ignore[misc]
@@ -200,9 +202,13 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         self.train: Pass | None = None
         self.val: Pass | None = None
         self.given: deque[Given] = deque()
+        self.rows = 0
+        """Rows of this rank's trained batches since the pass began."""
         self.exhausted = False
         self.books: list[dict[str, Any]] = []
         self.stop = ""
+        self.cut = ""
+        """Why a validation was not finished."""
         self.asked = False
         self.started = self.elapsed = 0.0
 
@@ -222,7 +228,7 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         self.train, self.val = open_pass(self.worker, "train", epoch), None
         self.train.keys += self.progress.carried_keys
         self.given.clear()
-        self.worker.feed_step = 0
+        self.worker.feed_step = self.rows = 0
         self.exhausted, self.books = False, []
         self.started = time.perf_counter()
         return self.train
@@ -239,11 +245,15 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         worker.feed_step += 1
         progress.samples = progress.carried_samples + (given.rows - given.padded) * worker.world_size
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        rows, self.rows = given.rows - self.rows, given.rows
         if loss is not None:  # a module that optimises by hand returns none
-            progress.loss_sum += loss.detach()
+            if module.automatic_optimization:
+                loss = loss.detach() * trainer.accumulate_grad_batches  # by which Lightning has divided it
+            progress.loss_sum += loss.detach() * rows
+            progress.loss_rows += rows
         if progress.steps == 1 or progress.steps % worker.config.tracking.log_every_steps == 0:
             assert self.train is not None  # noqa: S101
-            mean = float(progress.loss_sum) / progress.steps
+            mean = float(progress.loss_sum) / max(progress.loss_rows, 1)
             check_finite(mean, worker, progress.epoch)
             worker.log(
                 "step",
@@ -259,8 +269,8 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         limit = worker.config.train.max_steps
         if given.stop or (worker.step == limit and not self.exhausted):
             # Here and not at the end of the epoch, which Lightning would count as done.
-            self.stop = given.stop or f"train.max_steps reached at step {worker.step}"
-            self.asked = bool(given.stop)
+            self.asked = worker.step != limit
+            self.stop = given.stop if self.asked else f"train.max_steps reached at step {worker.step}"
             trainer.should_stop = True
             self.keeper.take(progress, {})
         elif worker.step != limit:
@@ -272,23 +282,34 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
 
     def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
         _sync_buffers(trainer, True)
-        if self.val is not None:
+        if self.cut:
+            self.asked = trainer.should_stop = True
+        elif self.val is not None:
             self.books.append(settle(self.worker, self.val))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         worker, progress = self.worker, self.progress
-        if self.stop:
+        if self.stop and not self.cut:
             return
         self._settle_train()
-        metrics = {conventional(name): float(value) for name, value in trainer.callback_metrics.items()}
-        loss = mean_over_ranks(worker, progress.loss_sum / max(progress.steps, 1))
+        # Of an unfinished validation nothing counts.
+        logged = {} if self.cut else trainer.callback_metrics
+        metrics = {conventional(name): float(value) for name, value in logged.items()}
+        loss = mean_over_ranks(worker, progress.loss_sum / max(progress.loss_rows, 1))
+        check_finite(loss, worker, progress.epoch)
         assert self.train is not None  # noqa: S101
         metrics = {"train/loss": loss, "lr": learning_rate(trainer)} | metrics
         metrics["perf/samples_per_s"] = (progress.samples - progress.carried_samples) / self.elapsed
         metrics["perf/input_wait_pct"] = 100 * self.train.times.wait_s / self.elapsed
         worker.log("epoch", epoch=progress.epoch, step=worker.step, metrics=metrics)
         worker.samples += progress.samples
-        reason = self.keeper.after_epoch(progress.epoch, metrics, self.books)
+        reason = ""
+        if self.cut:
+            worker.log("note", text=f"epoch {progress.epoch + 1} was not validated: {self.cut}")
+            self.keeper.add_epoch(progress.epoch, metrics, self.books)
+            self.keeper.take(Progress(progress.epoch + 1), {})
+        else:
+            reason = self.keeper.after_epoch(progress.epoch, metrics, self.books)
         if reason:
             self.stop, trainer.should_stop = reason, True
         ray.train.report(metrics)

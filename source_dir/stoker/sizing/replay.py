@@ -85,7 +85,7 @@ def measure_gpu(config: Config, recipe: Recipe, columns: dict[str, Any], seconds
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda:0" if on_gpu else "cpu")
     worker = Worker(config, recipe, _Nobody(), attempt=0, rank=0, world_size=1, device=device)
-    build(worker, steps_per_epoch=1000)
+    build(worker, records=1000 * config.train.batch_size)
     size = config.train.batch_size
     batches = [_batch(columns, size, number, device) for number in range(CACHED_BATCHES)]
     wait = torch.cuda.synchronize if on_gpu else (lambda: None)

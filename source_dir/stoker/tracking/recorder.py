@@ -16,7 +16,7 @@ from stoker.sizing.cost import run_cost
 from stoker.sizing.prices import PriceList
 from stoker.tracking.board import Board
 from stoker.tracking.bottleneck import HostLoad, bottleneck
-from stoker.tracking.summary import STEP_TERMS, Summary, finite, less_is_better
+from stoker.tracking.summary import STEP_TERMS, Summary
 
 NOTABLE = ("resumed", "stop", "stopped", "note", "host_lost", "host_joined")
 """Events that the summary keeps."""
@@ -119,14 +119,8 @@ class Recorder:
         self.running["samples"] = event["epoch_samples"]
 
     def _on_epoch(self, event: dict[str, Any]) -> None:
-        metrics = finite(event["metrics"])
         self.summary.steps, self.summary.epochs = event["step"], event["epoch"] + 1
-        self.summary.metrics.last = metrics
-        best = self.summary.metrics.best
-        for name, value in metrics.items():
-            if name.startswith(("val/", "train/")):
-                pick = min if less_is_better(name) else max
-                best[name] = pick(best.get(name, value), value)
+        self.summary.metrics.take(event["metrics"])
 
     def _on_cache(self, event: dict[str, Any]) -> None:
         hosts = [
@@ -157,7 +151,7 @@ class Recorder:
         self.summary.records.add(counts)
 
     def _on_resumed(self, event: dict[str, Any]) -> None:
-        self.summary.records.rewind(event["epoch"])
+        self.summary.records.rewind(event["epoch"], event.get("validate"))
         self.running.clear()
         self.told_step = self.pass_from = event["step"]
 

@@ -64,13 +64,19 @@ class Records(Part):
             if counts["split"] == "train" or name == "validated":
                 setattr(self, name, getattr(self, name) + counts.get(name, 0))
 
-    def rewind(self, epoch: int) -> None:
-        """Forget the passes from an epoch on: it is trained again, from a checkpoint within it or before."""
+    def rewind(self, epoch: int, validate: int | None = None) -> None:
+        """Forget the passes from an epoch on: it is trained again, from a checkpoint within it or before.
+
+        Args:
+            epoch: the first that is trained again.
+            validate: an epoch before it that is only validated again.
+        """
         self._forget(
-            {(counts["split"], counts["epoch"]) for counts in self.epochs if counts["epoch"] >= epoch}
+            {("val", validate)}
+            | {(counts["split"], counts["epoch"]) for counts in self.epochs if counts["epoch"] >= epoch}
         )
 
-    def _forget(self, passes: set[tuple[str, int]]) -> None:
+    def _forget(self, passes: set[tuple[str, int | None]]) -> None:
         left = [counts for counts in self.epochs if (counts["split"], counts["epoch"]) not in passes]
         self.__dict__.update(Records().__dict__)
         for counts in left:
@@ -92,6 +98,14 @@ class Speed(Part):
 class Metrics(Part):
     last: dict[str, float] = {}
     best: dict[str, float] = {}
+
+    def take(self, metrics: dict[str, Any]) -> None:
+        """Take in an epoch's metrics; what is not a finite number does not count."""
+        self.last = finite(metrics)
+        for name, value in self.last.items():
+            if name.startswith(("val/", "train/")):
+                pick = min if less_is_better(name) else max
+                self.best[name] = pick(self.best.get(name, value), value)
 
 
 class Summary(BaseModel):

@@ -12,12 +12,12 @@ from stoker.training import optimizers, strategies
 from stoker.training.worker import Worker
 
 
-def build(worker: Worker, steps_per_epoch: int | None) -> None:
+def build(worker: Worker, records: int | None) -> None:
     """Train worker: fill in the worker; the same weights on every rank.
 
     Args:
         worker: its configuration and recipe say what to make.
-        steps_per_epoch: optimiser steps, None where they are not known.
+        records: of an epoch, for the schedule; None where nobody knows.
 
     Raises:
         UsageError: this host cannot compute as the configuration asks.
@@ -29,7 +29,7 @@ def build(worker: Worker, steps_per_epoch: int | None) -> None:
     if worker.recipe.own_loop:
         own_loop(worker.recipe).build(worker)
     else:
-        build_model(worker, steps_per_epoch)
+        build_model(worker, records)
     for split in ("train", "val"):
         module = worker.recipe.on_device(split)
         worker.modules[split] = module.to(worker.device) if module is not None else (lambda batch: batch)
@@ -41,11 +41,11 @@ def own_loop(recipe: Recipe) -> Any:
     return importlib.import_module(recipe.own_loop)
 
 
-def build_model(worker: Worker, steps_per_epoch: int | None) -> None:
+def build_model(worker: Worker, records: int | None) -> None:
     """Train worker: model, averaged model, optimiser, schedule and scaler; see `build`."""
     import torch
 
-    config, train = worker.config, worker.config.train
+    train = worker.config.train
     check_device(train, worker.device)
     model = worker.recipe.model()
     sharded = train.strategy == "fsdp" and worker.world_size > 1
@@ -60,7 +60,7 @@ def build_model(worker: Worker, steps_per_epoch: int | None) -> None:
         compile_forward(model, sharded)
     worker.model = strategies.prepare_model(model, worker.device, train.strategy)
     worker.optimizer = optimizers.make_optimizer(worker.recipe, worker.model, train, worker.world_size)
-    worker.scheduler = optimizers.make_scheduler(worker.optimizer, config, steps_per_epoch)
+    worker.schedule = optimizers.make_schedule(worker.recipe, worker.optimizer, train, records)
     if train.precision == "fp16":
         worker.scaler = torch.amp.GradScaler(worker.device.type)
 

@@ -6,12 +6,18 @@ step-00000123/
     state.pt             optimiser, scheduler, scaler, and per rank: random states, running sums
     meta.json            epoch, step, data position, metrics, configuration, history
     manifest.json        SHA-256 of each of them, written last
+    outcome.json         what validation has added since: metrics, history, early stopping
+
+A checkpoint at the end of an epoch is written before the epoch is validated. Until its outcome is there
+its `meta.json` says so under `pending`, and a run that goes on from it validates first.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -21,6 +27,7 @@ from typing import Any
 from stoker.training.store import FULL, Store, name_of, step_of, verify, write_manifest
 
 WEIGHTS, EMA, STATE, META = "model.safetensors", "ema.safetensors", "state.pt", "meta.json"
+OUTCOME = "outcome.json"
 BEST = "best.json"
 
 
@@ -48,6 +55,17 @@ class Checkpoint:
     def path(self) -> str:
         """Folder or URI."""
         return f"{self.store.where.rstrip('/')}/{self.name}"
+
+    @property
+    def pending(self) -> dict[str, Any] | None:
+        """The epoch that was trained but not validated: epoch, metrics, books, whole; None: there is none."""
+        found: dict[str, Any] | None = self.meta.get("pending")
+        return found
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """Where the data goes on: with the validation that is missing, if one is."""
+        return {**self.meta["position"], "unvalidated": self.pending and self.pending["epoch"]}
 
 
 def save(store: Store, content: Content) -> Checkpoint:
@@ -82,10 +100,59 @@ def save(store: Store, content: Content) -> Checkpoint:
     return Checkpoint(store, name, content.meta)
 
 
+def add_outcome(saved: Checkpoint, outcome: dict[str, Any]) -> Checkpoint:
+    """Train worker (rank 0, the writer's thread): complete a checkpoint by what validation has found.
+
+    Args:
+        saved: it stays as it is, but for one more file.
+        outcome: replaces keys of its `meta.json`.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    outcome = json.loads(json.dumps(outcome))
+    content = {"outcome": outcome, "sha256": _digest(outcome)}
+    saved.store.add(saved.name, OUTCOME, json.dumps(content, indent=1))
+    return Checkpoint(saved.store, saved.name, {**saved.meta, **outcome})
+
+
+def awaiting(saved: Checkpoint, max_steps: int | None) -> Checkpoint:
+    """Every host: a checkpoint as a run goes on from it.
+
+    Where max_steps ended an epoch early, the epoch was to be validated as it was; if training may now go on,
+    it is validated at its end.
+    """
+    cut_short = saved.pending is not None and not saved.pending["whole"]
+    if cut_short and (max_steps is None or saved.meta["step"] < max_steps):
+        return Checkpoint(saved.store, saved.name, {**saved.meta, "pending": None})
+    return saved
+
+
+def _digest(outcome: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(outcome).encode()).hexdigest()
+
+
+def problem_of(store: Store, name: str) -> str | None:
+    """Every host: why nothing can go on from a checkpoint; None where it is whole and finite.
+
+    Raises:
+        OSError: an S3 place that cannot be reached; that says nothing about the checkpoint.
+    """
+    problem = verify(store, name)
+    if problem is not None or describe(store, name).meta.get("finite"):
+        return problem
+    # Written by a version that did not look.
+    from stoker.training.finite import non_finite
+
+    content = load(describe(store, name))
+    found = non_finite(content.weights, content.ema, content.state.get("optimizer"))
+    return f"its {found} hold NaN or infinity" if found else None
+
+
 def newest_valid(store: Store, log: Callable[[str], Any] | None = None) -> Checkpoint | None:
-    """Every host: the newest checkpoint whose files are whole; says why others were passed over."""
+    """Every host: the newest checkpoint that is whole and finite; says why others were passed over."""
     for name in store.names():
-        problem = verify(store, name)
+        problem = problem_of(store, name)
         if problem is None:
             return describe(store, name)
         if log:
@@ -94,18 +161,24 @@ def newest_valid(store: Store, log: Callable[[str], Any] | None = None) -> Check
 
 
 def describe(store: Store, name: str) -> Checkpoint:
-    """Every host: a checkpoint with its `meta.json`, unchecked.
+    """Every host: a checkpoint with its `meta.json` and its outcome, unchecked.
 
     Raises:
         OSError: this host does not see it.
     """
     try:
-        return Checkpoint(store, name, json.loads(store.read(name, META)))
+        meta = json.loads(store.read(name, META))
     except FileNotFoundError:
         raise OSError(
             f"{store.where}/{name}: not on this host; with several hosts that train, checkpoint.dir must"
             " be a folder that they share, or s3://"
         ) from None
+    # One that is absent or cut short is made again: by validating.
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        added = json.loads(store.read(name, OUTCOME))
+        if _digest(added["outcome"]) == added["sha256"]:
+            meta |= added["outcome"]
+    return Checkpoint(store, name, meta)
 
 
 def read_plain(file: Any, where: str) -> Any:
@@ -177,7 +250,12 @@ class Shelf:
         for name in self.store.names():
             if step_of(name) <= upto:
                 with contextlib.suppress(OSError, ValueError):
-                    self.monitored[name] = describe(self.store, name).meta["monitored"] or {}
+                    self._note(describe(self.store, name))
+
+    def _note(self, saved: Checkpoint) -> None:
+        """A metric that is not finite is no metric: nothing compares with it."""
+        entry = saved.meta["monitored"] or {}
+        self.monitored[saved.name] = entry if math.isfinite(entry.get("value", math.nan)) else {}
 
     def best(self) -> list[str]:
         """Those that stay for their metric, the best first; of equals the earlier."""
@@ -196,8 +274,8 @@ class Shelf:
         return names if self.top_k < 0 else names[: self.top_k]
 
     def add(self, saved: Checkpoint) -> None:
-        """Take in a new checkpoint, remove what need not stay, note the best for whoever looks."""
-        self.monitored[saved.name] = saved.meta["monitored"] or {}
+        """Take in a checkpoint or its outcome, remove what need not stay, note the best for whoever looks."""
+        self._note(saved)
         best = self.best()
         newest = sorted(self.monitored, key=step_of, reverse=True)[: self.newest]
         for name in [n for n in self.monitored if n not in best and n not in newest]:

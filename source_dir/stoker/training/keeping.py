@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from stoker.redaction import redact
+from stoker.tracking.summary import finite
 from stoker.training import checkpoint, snapshot
 from stoker.training.checkpoint import Checkpoint, Content, Shelf
+from stoker.training.finite import check_scale, check_state
 from stoker.training.snapshot import Progress
-from stoker.training.stopping import EarlyStopping, mode_of, monitored
-from stoker.training.store import Store, verify
+from stoker.training.stopping import EarlyStopping, monitored
+from stoker.training.store import Store, name_of
 from stoker.training.worker import Worker
 from stoker.training.writer import Writer
 
@@ -34,6 +36,12 @@ class Keeper:
         self.history: list[dict[str, Any]] = []
         """Finished epochs: epoch, step, metrics, books; for the summary of a run that goes on."""
         self.resumed: Checkpoint | None = None
+        self.pending: dict[str, Any] | None = None
+        """Of the checkpoint taken or gone on from last: the epoch that is still to be validated."""
+        self._completes = False
+        """Whether that checkpoint lies where this run's do, so that the outcome joins it."""
+        self._last: Checkpoint | None = None
+        """Rank 0: the one that was written or gone on from last."""
         self.writer = Writer(self._note)
         self.shelf = Shelf(store, config.checkpoint.keep, config.checkpoint.save_top_k, tell=self._note)
         self._copier = snapshot.Copier()
@@ -61,40 +69,71 @@ class Keeper:
             progress.feed.checkpoint = False
             self.take(progress, {})
 
-    def after_epoch(self, epoch: int, metrics: dict[str, float], books: list[dict[str, Any]]) -> str:
-        """A checkpoint at the end of an epoch, with early stopping's word. Collective.
+    def after_epoch(
+        self,
+        epoch: int,
+        metrics: dict[str, float],
+        books: list[dict[str, Any]],
+        progress: Progress | None = None,
+    ) -> str:
+        """An epoch's metrics are known: they join its checkpoint, or one is taken with them. Collective.
 
         Args:
-            epoch: the finished one.
+            epoch: the one that was trained and, where there is a split for it, validated.
             metrics: its metrics.
             books: its records by split, as the coordinator settled them.
+            progress: of an epoch that `train.max_steps` has ended early; None: it was trained whole.
 
         Returns:
             Why training shall stop, or "".
         """
         reason = ""
-        if self.early_stopping:
-            self.early_stopping.update(metrics)
-            # Figures such as samples/s differ between ranks: rank 0 decides.
-            reason = snapshot.from_rank_0(self.worker, self.early_stopping.reason)
-            self.early_stopping.reason = reason
-        self.history.append({"epoch": epoch, "step": self.worker.step, "metrics": metrics, "books": books})
-        self.take(Progress(epoch + 1), metrics)
+        if progress is None:
+            if self.early_stopping:
+                self.early_stopping.update(metrics)
+                # Figures such as samples/s differ between ranks: rank 0 decides.
+                reason = snapshot.from_rank_0(self.worker, self.early_stopping.reason)
+                self.early_stopping.reason = reason
+            self.add_epoch(epoch, metrics, books)
+        if self.pending is not None and self._completes:
+            self.pending = None
+            if self.worker.rank == 0:
+                self.writer.submit(
+                    f"the outcome of step {self.worker.step}", self._complete_later(self._outcome(metrics))
+                )
+        else:
+            self.take(progress or Progress(epoch + 1), metrics)
         return reason
 
-    def take(self, progress: Progress, metrics: dict[str, float]) -> None:
+    def add_epoch(self, epoch: int, metrics: dict[str, float], books: list[dict[str, Any]]) -> None:
+        """An epoch is finished: later checkpoints tell of it."""
+        entry = {"epoch": epoch, "step": self.worker.step, "metrics": finite(metrics), "books": books}
+        self.history.append(entry)
+
+    def take(
+        self, progress: Progress, metrics: dict[str, float], pending: dict[str, Any] | None = None
+    ) -> None:
         """A checkpoint now; what is slow about it happens beside the training. Collective.
 
         Args:
             progress: of the epoch that follows from it: its rest, or the whole.
             metrics: what is known of the model; empty: it does not compete for being the best.
+            pending: the epoch that is validated next: epoch, metrics and books so far, and whether it was
+                trained whole. Whatever ends the validation then costs no training.
+
+        Raises:
+            FloatingPointError: on all ranks: there is something to save that is not finite.
         """
         worker, started = self.worker, time.perf_counter()
+        check_state(worker, progress)
+        check_scale(worker, progress.epoch)
         if worker.rank == 0:
             self.writer.make_room()  # the copies of the one before are overwritten now
         parts = snapshot.gather(worker, snapshot.rank_part(worker, progress))
         live = snapshot.live_state(worker)
         self._saved_at, self._asked = time.monotonic(), False
+        self.pending, self._completes = pending, True
+        worker.kept = name_of(worker.step)
         if worker.rank:
             return
         meta = self._meta(progress, metrics)
@@ -108,16 +147,11 @@ class Keeper:
         """Before the books of an epoch are closed: where its last checkpoint stands must be known."""
         import ray
 
-        if self._position is not None:
+        if self._position is not None and not isinstance(self._position, dict):
             ray.wait([self._position], timeout=CALL_TIMEOUT_S)
 
     def _meta(self, progress: Progress, metrics: dict[str, float]) -> dict[str, Any]:
-        worker, config = self.worker, self.worker.config
-        watched = None
-        if metrics:
-            name = monitored(config, metrics)
-            mode = mode_of(name, config.checkpoint.mode)
-            watched = {"metric": name, "mode": mode, "value": metrics[name]}
+        worker = self.worker
         return {
             "step": worker.step,
             "samples": worker.samples + progress.samples,
@@ -127,17 +161,28 @@ class Keeper:
             "epoch_samples": progress.samples,
             "workers": worker.world_size,
             "global_batch": worker.global_batch,
-            "metrics": metrics,
-            "monitored": watched,
-            "early_stopping": self.early_stopping.state() if self.early_stopping else None,
-            "history": list(self.history),
+            "finite": True,
+            **self._outcome(metrics),
             "config": self._config,
             "time": time.time(),
+        }
+
+    def _outcome(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """The part of `meta.json` that validation changes."""
+        return {
+            "metrics": finite(metrics),
+            "monitored": monitored(self.worker.config, metrics) if metrics else None,
+            "early_stopping": self.early_stopping.state() if self.early_stopping else None,
+            "history": list(self.history),
+            "pending": self.pending,
         }
 
     def _ask_position(self, progress: Progress, parts: list[dict[str, Any]]) -> Any:
         """Where the data stands: asked now, waited for by the writer."""
         worker = self.worker
+        if progress.feed is None and progress.steps and self.resumed is not None:
+            # Nothing was trained since.
+            return self.resumed.meta["position"]
         if progress.feed is None:
             # Of an epoch whose books are closed: where the next one begins.
             return worker.coordinator.position.remote(worker.attempt, progress.epoch - 1, 0, 0)
@@ -149,8 +194,9 @@ class Keeper:
             import ray
 
             started, meta = time.perf_counter(), content.meta
-            meta["position"] = ray.get(position, timeout=CALL_TIMEOUT_S)
-            saved = checkpoint.save(self.store, content)
+            known = isinstance(position, dict)
+            meta["position"] = position if known else ray.get(position, timeout=CALL_TIMEOUT_S)
+            saved = self._last = checkpoint.save(self.store, content)
             self.shelf.add(saved)
             self.worker.log(
                 "checkpoint",
@@ -160,6 +206,14 @@ class Keeper:
                 seconds=round(time.perf_counter() - started, 4),
                 paused_s=round(paused_s, 4),
             )
+
+        return write
+
+    def _complete_later(self, outcome: dict[str, Any]) -> Callable[[], None]:
+        def write() -> None:
+            if self._last is not None:
+                self._last = checkpoint.add_outcome(self._last, outcome)
+                self.shelf.add(self._last)
 
         return write
 
@@ -174,19 +228,22 @@ class Keeper:
         ranks = snapshot.put_back(worker, content)
         progress = snapshot.carried_progress(worker, meta, ranks)
         worker.step, worker.samples = meta["step"], meta["samples"] - meta["epoch_samples"]
-        self.history, self.resumed = list(meta["history"]), saved
+        self.history, self.resumed, self._last = list(meta["history"]), saved, saved
+        self.pending, worker.kept = saved.pending, saved.name
+        self._completes = snapshot.from_rank_0(worker, saved.store.where == self.store.where)
         if self.early_stopping:
             self.early_stopping.restore(meta["early_stopping"])
         if worker.rank == 0 and saved.store.where == self.store.where:
             self.shelf.fill(meta["step"])
-        worker.log("resumed", epoch=meta["next_epoch"], step=worker.step, path=saved.path)
+        validate = self.pending["epoch"] if self.pending else None
+        worker.log("resumed", epoch=meta["next_epoch"], step=worker.step, path=saved.path, validate=validate)
         # Last: nothing between here and the next step may draw a random number.
         if worker.rank < len(ranks):
             snapshot.set_rng_state(ranks[worker.rank]["rng"], worker.device)
         return progress
 
     def newest(self) -> Checkpoint | None:
-        """Rank 0: the newest whole checkpoint of this run."""
+        """Rank 0: the newest whole and finite checkpoint of this run."""
         return checkpoint.newest_valid(self.store, self._note)
 
     def write_model(self, target: Path) -> None:
@@ -205,7 +262,7 @@ class Keeper:
             self.writer.wait(CALL_TIMEOUT_S)
 
     def _whole(self, name: str) -> bool:
-        problem = verify(self.store, name)
+        problem = checkpoint.problem_of(self.store, name)
         if problem:
             self._note(f"checkpoint {name} is passed over: {problem}")
         return problem is None

@@ -15,9 +15,10 @@ from stoker.schema import Config
 from stoker.training import strategies
 from stoker.training.build import build, own_loop
 from stoker.training.export import export_model, keep_example
+from stoker.training.finite import check_scale
 from stoker.training.keeping import Keeper
 from stoker.training.optimizers import learning_rate
-from stoker.training.snapshot import Progress
+from stoker.training.snapshot import Progress, rng_state, set_rng_state
 from stoker.training.starting import begin, nothing_left
 from stoker.training.step import Step, autocast, windows
 from stoker.training.store import open_store
@@ -53,7 +54,7 @@ def train(settings: dict[str, Any]) -> None:
 
     Args:
         settings: config, coordinator, checkpoints (where, synced), resume (where, synced, name) or None,
-            model_dir, steps_per_epoch, has_val.
+            model_dir, records (of an epoch, or None), has_val.
     """
     import ray
     import ray.train.torch
@@ -80,7 +81,7 @@ def train(settings: dict[str, Any]) -> None:
     keeper = Keeper(worker, open_store(*settings["checkpoints"]))
     try:
         resumed = begin(worker, keeper, settings["resume"])
-        build(worker, settings["steps_per_epoch"])
+        build(worker, settings["records"])
         worker.log("phase", phase="model built")
         carried = keeper.restore(resumed) if resumed else None
         # torchmetrics takes seconds to import and is first needed after an epoch.
@@ -93,6 +94,8 @@ def train(settings: dict[str, Any]) -> None:
             # A host that is about to go has no time for it.
             if not asked:
                 export_model(worker, Path(settings["model_dir"]))
+                # Waited for: a stop that comes from now on has nothing left to interrupt.
+                ray.get(worker.coordinator.log.remote("complete", {}), timeout=60)
     finally:
         keeper.close()
 
@@ -112,27 +115,54 @@ def run_epochs(worker: Worker, keeper: Keeper, first: int, carried: Progress | N
     """
     import ray.train
 
-    asked = False
-    stop = nothing_left(worker, keeper, first)
+    asked, stop = False, ""
+    if keeper.pending is not None:
+        stop, asked = close_epoch(worker, keeper, keeper.pending, carried, has_val)
+    stop = stop or nothing_left(worker, keeper, first)
     for epoch in range(first, worker.config.train.epochs):
         if stop:
             break
         progress = carried if carried and carried.epoch == epoch else Progress(epoch)
         metrics, stop, books = train_epoch(worker, keeper, progress)
-        asked = bool(progress.feed.stop)
-        if has_val and not asked:
-            more, counts = validate(worker, epoch)
-            metrics, books = metrics | more, [*books, counts]
-        if not asked:
-            worker.log("epoch", epoch=epoch, step=worker.step, metrics=metrics)
-        if stop:
-            keeper.take(progress, {} if asked else metrics)
-        else:
-            stop = keeper.after_epoch(epoch, metrics, books)
+        # Whoever asks for a stop with the last step of all gets what he would get without.
+        asked = bool(progress.feed.stop) and not reached(worker)
+        if asked:
+            keeper.take(progress, {})
+            break
+        trained = {"epoch": epoch, "metrics": metrics, "books": books, "whole": not stop}
+        if has_val:
+            keeper.take(progress if stop else Progress(epoch + 1), {}, pending=trained)
+        later, asked = close_epoch(worker, keeper, trained, progress, has_val)
+        stop = later or stop
         ray.train.report(metrics)
     if stop:
         worker.log("stopped", reason=stop)
     return asked
+
+
+def close_epoch(
+    worker: Worker, keeper: Keeper, trained: dict[str, Any], progress: Progress | None, has_val: bool
+) -> tuple[str, bool]:
+    """Train worker: what follows an epoch's training: validation, and the metrics join the checkpoint.
+
+    Args:
+        worker: model and all.
+        keeper: took the checkpoint.
+        trained: epoch, metrics and books of the training; whole: whether all of it was trained.
+        progress: of the epoch, where it was not.
+        has_val: whether there is a validation split.
+
+    Returns:
+        (why training shall stop or "", whether somebody asked for it: then validation is still to come).
+    """
+    epoch, metrics, books = trained["epoch"], trained["metrics"], trained["books"]
+    if has_val:
+        more, counts, stop = validate(worker, epoch)
+        if stop:
+            return stop, True
+        metrics, books = metrics | more, [*books, counts]
+    worker.log("epoch", epoch=epoch, step=worker.step, metrics=metrics)
+    return keeper.after_epoch(epoch, metrics, books, None if trained["whole"] else progress), False
 
 
 def train_epoch(
@@ -159,6 +189,8 @@ def train_epoch(
         # Summed on the device: reading it there would make the GPU wait in every step.
         progress.loss_sum = torch.zeros((), dtype=torch.float64, device=worker.device)
     step, worker.feed_step = Step(worker), 0
+    if worker.schedule is not None:
+        worker.schedule.begin(epoch, progress.carried_samples, worker.step)
     started = time.perf_counter()
     for window in windows(feed, worker.config.train.accumulate_steps):
         for batch in window:
@@ -166,11 +198,13 @@ def train_epoch(
             step.accumulate(batch)
         step.update()
 
-        progress.loss_sum += step.loss
+        progress.loss_sum += step.loss * step.rows
+        progress.loss_rows += step.rows
         progress.steps += 1
         progress.samples = progress.carried_samples + (feed.rows - feed.padded) * worker.world_size
         if worker.step == 1 or progress.steps % log_every == 0:
             check_finite(float(progress.loss_sum), worker, epoch)
+            check_scale(worker, epoch)
             worker.log(
                 "step",
                 epoch=epoch,
@@ -189,12 +223,12 @@ def train_epoch(
             keeper.after_step(progress)
     elapsed = time.perf_counter() - started
     samples = progress.samples - progress.carried_samples
-    stop = feed.stop or (f"train.max_steps reached at step {worker.step}" if reached(worker) else "")
+    stop = f"train.max_steps reached at step {worker.step}" if reached(worker) else feed.stop
     books = []
     if keeper and not stop:
         keeper.before_settling()
         books = [settle(worker, feed)]
-        worker.samples += progress.samples
+        worker.samples += books[0]["trained"]
     worker.log(
         "pass",
         split="train",
@@ -205,7 +239,7 @@ def train_epoch(
         step_ms=list(feed.times.step_ms),
         times=feed.times.figures(),
     )
-    mean_loss = mean_over_ranks(worker, progress.loss_sum / max(progress.steps, 1))
+    mean_loss = mean_over_ranks(worker, progress.loss_sum / max(progress.loss_rows, 1))
     check_finite(mean_loss, worker, epoch)
     metrics = {
         "train/loss": mean_loss,
@@ -216,8 +250,14 @@ def train_epoch(
     return metrics, stop, books
 
 
-def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """Train worker: every validation record exactly once; (metrics over all ranks, books)."""
+def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, Any], str]:
+    """Train worker: every validation record exactly once.
+
+    Training goes on as if there had been none: random draws of the validation are its own.
+
+    Returns:
+        (metrics over all ranks, books, ""); or nothing, and why the run shall stop at once.
+    """
     import torch
     import torch.distributed as dist
 
@@ -227,7 +267,7 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
     sharded, spare = strategies.is_sharded(model), None
     metrics = {name: metric.to(worker.device) for name, metric in worker.recipe.metrics().items()}
     sums = torch.zeros(2, dtype=torch.float64)
-    fed = False
+    fed, draws = False, rng_state(worker.device)
     feed = open_pass(worker, "val", epoch)
     started = time.perf_counter()
     with torch.no_grad():
@@ -250,6 +290,9 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
                 fed = True
                 for metric in metrics.values():
                     metric.update(at_least_float32(result["preds"]), result["target"])
+    set_rng_state(draws, worker.device)
+    if feed.stop:
+        return {}, {}, feed.stop
     books = settle(worker, feed)
     worker.log(
         "pass",
@@ -269,7 +312,7 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
     values = {"val/loss": float(sums[0] / sums[1])}
     if float(flags[0]):
         values |= {f"val/{name}": float(metric.compute()) for name, metric in metrics.items()}
-    return values, books
+    return values, books, ""
 
 
 def open_pass(worker: Worker, split: str, epoch: int) -> Pass:

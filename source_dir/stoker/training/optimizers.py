@@ -1,4 +1,4 @@
-"""Train worker: the optimiser and its schedule, both timm's where the recipe has none of its own."""
+"""Train worker: the optimiser, timm's where the recipe has none of its own, and its learning rate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from stoker.config import UsageError
 from stoker.recipe import Recipe
-from stoker.schema import Config, TrainConfig
+from stoker.schema import TrainConfig
 from stoker.training.strategies import plain
 
 WARMUP_LR = 1e-5
@@ -75,40 +75,79 @@ def check_optimizer(name: str) -> None:
         raise UsageError(f"train.optimizer: timm knows no optimiser {name!r}; {hint}")
 
 
-def make_scheduler(optimizer: Any, config: Config, steps_per_epoch: int | None) -> Any:
-    """Train worker: timm's scheduler, stepped once per optimiser step; None where the rate is constant.
+class Schedule:
+    """Train worker: the learning rate by how much of the whole training is done.
+
+    A training is done by `train.epochs` or `train.max_steps`, whichever comes first; an epoch counts by its
+    records. So the rate has no state: a run that goes on with another number of train workers, or another
+    batch size, is on the same curve, which ends where the training does.
+    """
+
+    def __init__(self, optimizer: Any, train: TrainConfig, records: int | None) -> None:
+        """Args: as `make_schedule`; the optimiser is new and has the rates that the curve starts from."""
+        self.optimizer, self.train, self.records = optimizer, train, records
+        self.rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.scales = [float(group.get("lr_scale", 1.0)) for group in optimizer.param_groups]
+        self.begin(0)
+
+    def begin(self, epoch: int, samples: int = 0, step: int = 0) -> None:
+        """An epoch begins, or goes on.
+
+        Args:
+            epoch: from 0 on.
+            samples: records of it that are trained, over all ranks.
+            step: optimiser steps since training began.
+        """
+        self.epoch, self.samples = epoch, samples
+        self._set(step)
+
+    def advance(self, samples: int, step: int) -> None:
+        """After a step: the rate of the next one.
+
+        Args:
+            samples: records of the step, over all ranks.
+            step: optimiser steps since training began.
+        """
+        self.samples += samples
+        self._set(step)
+
+    def _set(self, step: int) -> None:
+        # An epoch may end with less than all records: bad ones, or a remainder.
+        epochs = self.epoch + min(self.samples / self.records, 1.0) if self.records else 0.0
+        for group, rate, scale in zip(self.optimizer.param_groups, self.rates, self.scales, strict=True):
+            group["lr"] = self._rate(rate, epochs, step) * scale
+
+    def _rate(self, rate: float, epochs: float, step: int) -> float:
+        train = self.train
+        if epochs < train.warmup_epochs:
+            first = min(WARMUP_LR, train.lr) if train.scale_lr == "none" else train.lr
+            return first + (rate - first) * epochs / train.warmup_epochs
+        if train.max_steps is not None:
+            epochs = max(epochs, step / train.max_steps * train.epochs)
+        done = min(epochs / train.epochs, 1.0)
+        if train.scheduler == "cosine":
+            return rate * 0.5 * (1 + math.cos(math.pi * done))
+        if train.scheduler == "linear":
+            return rate * (1 - done)
+        if train.scheduler == "step":
+            each: float = 0.1 ** ((epochs - train.warmup_epochs) // max(train.epochs // 3, 1))
+            return rate * each
+        return rate
+
+
+def make_schedule(recipe: Recipe, optimizer: Any, train: TrainConfig, records: int | None) -> Schedule | None:
+    """Train worker: the learning rate's course; None where a recipe's own optimiser keeps its own rate.
 
     Args:
-        optimizer: what it schedules.
-        config: `train.scheduler`, `train.warmup_epochs`, `train.epochs`.
-        steps_per_epoch: optimiser steps, which turn epochs into steps; the head refuses a schedule where
-            they are not known.
+        recipe: may have an optimiser of its own.
+        optimizer: new.
+        train: the schedule and when training ends.
+        records: of an epoch; None where nobody knows: the head refuses a schedule then.
     """
-    from timm.scheduler import CosineLRScheduler, PolyLRScheduler, StepLRScheduler
-
-    train = config.train
-    if train.scheduler == "none" and not train.warmup_epochs and train.layer_decay is None:
+    own = type(recipe).optimizer is not Recipe.optimizer
+    if own and train.scheduler == "none" and not train.warmup_epochs:
         return None
-    per_epoch = steps_per_epoch or 1
-    common: dict[str, Any] = {
-        "warmup_t": round(train.warmup_epochs * per_epoch),
-        "warmup_lr_init": min(WARMUP_LR, train.lr) if train.scale_lr == "none" else train.lr,
-        "t_in_epochs": False,
-    }
-    total = train.epochs * per_epoch
-    scheduler: Any
-    if train.scheduler == "cosine":
-        scheduler = CosineLRScheduler(optimizer, t_initial=total, **common)
-    elif train.scheduler == "linear":
-        scheduler = PolyLRScheduler(optimizer, t_initial=total, power=1.0, **common)
-    elif train.scheduler == "step":
-        every = max(train.epochs // 3, 1) * per_epoch
-        scheduler = StepLRScheduler(optimizer, decay_t=every, decay_rate=0.1, **common)
-    else:
-        # Never decays: warm-up and layer decay, which timm's schedulers apply, are what is wanted.
-        scheduler = StepLRScheduler(optimizer, decay_t=1, decay_rate=1.0, **common)
-    scheduler.step_update(0)
-    return scheduler
+    return Schedule(optimizer, train, records)
 
 
 def learning_rate(optimizer: Any) -> float:

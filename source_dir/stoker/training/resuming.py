@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ from stoker.recipe import load_recipe
 from stoker.redaction import redact, redacted_at
 from stoker.schema import Config
 from stoker.tracking.recorder import notable_events
-from stoker.tracking.summary import Summary, less_is_better
-from stoker.training.checkpoint import Checkpoint, describe, newest_valid
+from stoker.tracking.summary import Summary
+from stoker.training.checkpoint import Checkpoint, awaiting, describe, newest_valid, problem_of
 from stoker.training.stopping import check_monitors
-from stoker.training.store import Store, open_store, step_of, verify
+from stoker.training.store import Store, open_store, step_of
 
 FIXED = ("recipe", "seed", "train.optimizer", "train.scheduler", "data.shuffle")
 """Keys without which the rest of a run is another run, or the saved state does not fit."""
@@ -44,7 +44,7 @@ class Start:
 
     @property
     def position(self) -> dict[str, Any] | None:
-        return self.start.meta["position"] if self.start else None
+        return self.start.position if self.start else None
 
 
 def check_path(config: Config) -> None:
@@ -75,6 +75,8 @@ def prepare(
     """
     check_monitors(config, load_recipe(config.recipe, config.params, SOURCE_FOLDER), "val" in data.sources)
     start = plan(config, place, log)
+    if start.start is not None:
+        start = replace(start, start=awaiting(start.start, config.train.max_steps))
     if start.start is not None:
         check_same_run(config, workers, start.start, log)
         fill_summary(summary, start.start, place.run_dir)
@@ -119,7 +121,7 @@ def plan(config: Config, place: Place, log: Callable[[str], Any]) -> Start:
             log(f"{where} holds checkpoints of this run: they are used, and not {resume}")
     found = newest_valid(own, log)
     if names and found is None:
-        log(f"{where} holds no whole checkpoint; the run begins anew")
+        log(f"{where} holds no checkpoint to go on from; the run begins anew")
     return Start(where, synced, found, synced)
 
 
@@ -168,7 +170,7 @@ def chosen(store: Store, name: str, path: str, log: Callable[[str], Any]) -> Che
         UsageError: it is damaged, or none is whole.
     """
     if name:
-        problem = verify(store, name)
+        problem = problem_of(store, name)
         if problem:
             raise UsageError(f"--resume {path}: {problem}")
         return describe(store, name)
@@ -217,18 +219,25 @@ def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callabl
         log(
             f"a step takes {batch} records here (train.batch_size × accumulate_steps × train workers),"
             f" {old_batch} in {start.name}: the run goes on, but not as it would have without the"
-            " interruption"
+            " interruption; the learning rate follows the records trained, and train.scale_lr the new size"
         )
     elif workers != start.meta["workers"]:
         log(
             f"{workers} train worker(s) here, {start.meta['workers']} in {start.name}: the same batches, but"
             " other random states"
         )
-    for key in ("train.lr", "train.momentum", "train.weight_decay"):
+    for key in ("train.momentum", "train.weight_decay"):
         if _at(now, key) != _at(before, key):
             log(f"{key}: {_at(now, key)} has no effect; the optimiser goes on as in {start.name}")
-    if config.train.scheduler != "none" and _at(now, "train.epochs") != _at(before, "train.epochs"):
-        log(f"train.epochs: the schedule goes on as planned for {_at(before, 'train.epochs')} epochs")
+    course = ["lr", "scale_lr"]
+    if config.train.scheduler != "none":
+        course += ["epochs", "max_steps", "warmup_epochs"]
+    for key in (f"train.{name}" for name in course):
+        if _at(now, key) != _at(before, key):
+            log(
+                f"{key}: {_at(now, key)} here, {_at(before, key)} in {start.name}: the learning rate goes on"
+                " as it is at this point of a training so configured"
+            )
 
 
 def fill_summary(summary: Summary, start: Checkpoint, run_dir: Path) -> None:
@@ -239,15 +248,13 @@ def fill_summary(summary: Summary, start: Checkpoint, run_dir: Path) -> None:
         start: holds each finished epoch's metrics and books.
         run_dir: may hold the events of an earlier start.
     """
-    best, records = summary.metrics.best, summary.records
     for entry in start.meta["history"]:
-        summary.epochs, summary.metrics.last = entry["epoch"] + 1, entry["metrics"]
-        for name, value in entry["metrics"].items():
-            if name.startswith(("val/", "train/")):
-                pick = min if less_is_better(name) else max
-                best[name] = pick(best.get(name, value), value)
+        summary.epochs = entry["epoch"] + 1
+        summary.metrics.take(entry["metrics"])
         for books in entry["books"]:
-            records.add(books)
+            summary.records.add(books)
+    for books in start.pending["books"] if start.pending else []:
+        summary.records.add(books)
     summary.steps = start.meta["step"]
     earlier = notable_events(run_dir)
     summary.events[:0] = [event for event in earlier if event not in summary.events]

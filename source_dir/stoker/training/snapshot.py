@@ -22,7 +22,9 @@ class Progress:
     samples: int = 0
     """Records of the epoch so far, over all ranks."""
     loss_sum: Any = None
-    """Sum of this rank's losses, one number (float64) on the device."""
+    """Sum of the losses of this rank's records, one number (float64) on the device."""
+    loss_rows: int = 0
+    """How many records that are."""
     carried_steps: int = 0
     """Steps and, below, records that were done before this start."""
     carried_samples: int = 0
@@ -132,6 +134,7 @@ def rank_part(worker: Worker, progress: Progress) -> dict[str, Any]:
     return {
         "rng": rng_state(worker.device),
         "loss_sum": float(progress.loss_sum) if progress.loss_sum is not None else 0.0,
+        "loss_rows": progress.loss_rows,
         "id_sum": feed.id_sum if feed is not None else 0,
         "keys": list(feed.keys) if feed is not None else [],
     }
@@ -172,7 +175,7 @@ def content_of(
     """Train worker (rank 0): a checkpoint's content, of which further steps change nothing.
 
     Args:
-        worker: whose schedule is taken, too.
+        worker: whose loop's own state is taken, too.
         live: from `live_state`.
         parts: of all ranks, from `gather`.
         meta: what describes the checkpoint.
@@ -219,26 +222,32 @@ def put_back(worker: Worker, content: Content | None) -> list[dict[str, Any]]:
 def carried_progress(worker: Worker, meta: dict[str, Any], ranks: list[dict[str, Any]]) -> Progress | None:
     """Train worker: this rank's progress in the epoch that a checkpoint interrupted, if it did.
 
-    With as many ranks as before, every rank goes on with its own sums; with others the mean is kept
-    and the steps are counted in the new size of a global batch.
+    With as many ranks as before, every rank goes on with its own sums; with others the mean over records is
+    kept. Steps are counted in the present size of a global batch.
     """
     import torch
 
     steps, before = int(meta["epoch_steps"]), len(ranks)
     if not steps:
         return None
-    if before == worker.world_size and meta["global_batch"] == worker.global_batch:
-        loss_sum, keys = ranks[worker.rank]["loss_sum"], list(ranks[worker.rank]["keys"])
-    else:
-        mean = sum(part["loss_sum"] for part in ranks) / (steps * before)
-        steps = max(1, round(steps * meta["global_batch"] / worker.global_batch))
-        loss_sum, keys = mean * steps, []
     samples = int(meta["epoch_samples"])
+    if before == worker.world_size and all("loss_rows" in part for part in ranks):
+        own = ranks[worker.rank]
+        loss_sum, rows, keys = own["loss_sum"], own["loss_rows"], list(own["keys"])
+    else:
+        # Checkpoints without the number of records hold a sum over steps.
+        counted = sum(part.get("loss_rows", steps) for part in ranks)
+        mean = sum(part["loss_sum"] for part in ranks) / max(counted, 1)
+        rows = max(1, samples // worker.world_size)
+        loss_sum, keys = mean * rows, []
+    if meta["global_batch"] != worker.global_batch:
+        steps = max(1, round(steps * meta["global_batch"] / worker.global_batch))
     return Progress(
         epoch=int(meta["next_epoch"]),
         steps=steps,
         samples=samples,
         loss_sum=torch.tensor(loss_sum, dtype=torch.float64, device=worker.device),
+        loss_rows=rows,
         carried_steps=steps,
         carried_samples=samples,
         carried_keys=keys,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 
-from stoker.training.checkpoint import Checkpoint, describe
+from stoker.training.checkpoint import Checkpoint, awaiting, describe
 from stoker.training.keeping import Keeper
 from stoker.training.snapshot import from_rank_0
 from stoker.training.store import open_store, step_of
@@ -34,7 +34,9 @@ def begin(worker: Worker, keeper: Keeper, chosen: tuple[str, bool, str] | None) 
             refuse_earlier(ray.get(worker.coordinator.published.remote()) or start, found)
         if found is None and chosen is not None:
             found = describe(open_store(*chosen[:2]), chosen[2])
-        first, position = (found.meta["next_epoch"], found.meta["position"]) if found else (0, None)
+        if found is not None:
+            found = awaiting(found, worker.config.train.max_steps)
+        first, position = (found.meta["next_epoch"], found.position) if found else (0, None)
         call = worker.coordinator.begin.remote(
             worker.coordinator, worker.attempt, worker.world_size, first, position
         )

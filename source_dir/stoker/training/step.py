@@ -57,12 +57,14 @@ class Step:
         self.mix = make_mix(worker)
         self.loss: Any = None
         """Mean loss of the last step on this rank, a tensor on the device."""
+        self.rows = 0
+        """Records of the last step on this rank."""
         self.grad_norm: Any = None
         """Norm of the last step's gradient before clipping, a tensor; None without clipping."""
         self._begin()
 
     def _begin(self) -> None:
-        self._batches, self._first_rows, self._weight = 0, 0, 0.0
+        self._batches, self._first_rows, self._weight, self._rows = 0, 0, 0.0, 0
         self._loss: Any = 0.0
 
     def accumulate(self, batch: Batch) -> None:
@@ -70,6 +72,7 @@ class Step:
         worker = self.worker
         self._batches += 1
         rows = count_records(batch)
+        self._rows += rows
         self._first_rows = self._first_rows or rows
         # Relative to the window's first batch: 1 but for the last batch of an epoch.
         weight = rows / self._first_rows
@@ -132,11 +135,12 @@ class Step:
             self._step_optimizer()
         optimizer.zero_grad(set_to_none=True)
         worker.step += 1
-        if worker.scheduler is not None:
-            worker.scheduler.step_update(worker.step)
+        if worker.schedule is not None:
+            # Every rank takes as many records in a step as every other.
+            worker.schedule.advance(self._rows * worker.world_size, worker.step)
         if worker.ema is not None:
             worker.ema.update(strategies.plain(worker.model), step=worker.step)
-        self.loss = self._loss / self._weight
+        self.loss, self.rows = self._loss / self._weight, self._rows
         self._begin()
 
     def _weigh(self, parameters: list[Any]) -> None:

@@ -1,7 +1,8 @@
 """Train worker and head: when a run has learnt enough, and which metric says so.
 
 Words and meaning of `train.early_stopping` are those of Lightning's EarlyStopping callback
-(https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.EarlyStopping.html).
+(https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.EarlyStopping.html), but for one: an
+epoch whose metric is not a finite number has no metric, so it counts as one without improvement.
 """
 
 from __future__ import annotations
@@ -51,20 +52,19 @@ class EarlyStopping:
             UsageError: the metric is not among them.
         """
         value = metrics[known(self.monitor, metrics, "train.early_stopping.monitor")]
-        threshold = self.stopping_threshold
-        if not math.isfinite(value):
-            self.reason = f"early stopping: {self.monitor} is {value}"
-        elif threshold is not None and self._better(value, threshold):
+        threshold, there = self.stopping_threshold, math.isfinite(value)
+        if there and threshold is not None and self._better(value, threshold):
             self.reason = f"early stopping: {self.monitor} {value:.6g} has passed {threshold:g}"
         # An improvement of exactly min_delta does not count.
-        elif self.best is None or self._better(value, self.best, by=self.min_delta):
+        elif there and (self.best is None or self._better(value, self.best, by=self.min_delta)):
             self.best, self.wait = value, 0
         else:
             self.wait += 1
             if self.wait >= self.patience:
+                best = "no finite value yet" if self.best is None else f"best {self.best:.6g}"
                 self.reason = (
                     f"early stopping: {self.monitor} has not improved by more than {self.min_delta:g} for"
-                    f" {self.wait} epoch(s); best {self.best:.6g}"
+                    f" {self.wait} epoch(s); {best}"
                 )
 
     def state(self) -> dict[str, Any]:
@@ -90,16 +90,22 @@ def mode_of(metric: str, mode: str) -> str:
     return "min" if less_is_better(metric) else "max"
 
 
-def monitored(config: Config, metrics: dict[str, float]) -> str:
-    """Train worker: the name of the metric that chooses the best checkpoint.
+def monitored(config: Config, metrics: dict[str, float]) -> dict[str, Any] | None:
+    """Train worker: by what a checkpoint competes for being the best: metric, mode and value.
+
+    Returns:
+        None where the value is not a finite number: nothing is better or worse than that.
 
     Raises:
         UsageError: `checkpoint.monitor` names no metric of this run.
     """
     name = config.checkpoint.monitor
     if name == "auto":
-        return next((n for n in ("val/acc1", "val/loss") if n in metrics), "train/loss")
-    return known(name, metrics, "checkpoint.monitor")
+        name = next((n for n in ("val/acc1", "val/loss") if n in metrics), "train/loss")
+    value = metrics[known(name, metrics, "checkpoint.monitor")]
+    if not math.isfinite(value):
+        return None
+    return {"metric": name, "mode": mode_of(name, config.checkpoint.mode), "value": value}
 
 
 def known(name: str, metrics: dict[str, float], key: str) -> str:

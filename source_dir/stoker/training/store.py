@@ -56,6 +56,10 @@ class Store(Protocol):
         """Make a draft a checkpoint, in the place of one of that name; its manifest becomes visible last."""
         ...
 
+    def add(self, name: str, file: str, content: str) -> None:
+        """Write a small file into a checkpoint that is there."""
+        ...
+
     def local(self, name: str) -> contextlib.AbstractContextManager[Path]:
         """The checkpoint as a folder of this host, for as long as it is needed."""
         ...
@@ -146,6 +150,12 @@ class FolderStore:
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.folder / name)
 
+    def add(self, name: str, file: str, content: str) -> None:
+        draft = self.folder / name / f".{file}"
+        draft.write_text(content)
+        sync(draft)
+        draft.replace(self.folder / name / file)
+
     def write_note(self, file: str, content: str) -> None:
         draft = self.folder / f".{file}-{uuid.uuid4().hex}"
         draft.write_text(content)
@@ -224,6 +234,9 @@ class CopyStore:
             self.filesystem.delete_file(f"{folder}/{MANIFEST}")
         with contextlib.suppress(FileNotFoundError):
             self.filesystem.delete_dir(folder)
+
+    def add(self, name: str, file: str, content: str) -> None:
+        self.write_note(f"{name}/{file}", content)
 
     def write_note(self, file: str, content: str) -> None:
         with self.filesystem.open_output_stream(f"{self.path}/{file}") as target:

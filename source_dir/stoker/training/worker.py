@@ -24,7 +24,11 @@ class Worker:
     device: Any
     model: Any = None
     optimizer: Any = None
+    schedule: Any = None
+    """The learning rate's course (`stoker.training.optimizers.Schedule`); None where a recipe's own optimiser
+    keeps its rate, and in loops that are not Stoker's."""
     scheduler: Any = None
+    """What a loop that is not Stoker's wants back from a checkpoint, by state_dict and load_state_dict."""
     ema: Any = None
     """The averaged model's keeper (timm's ModelEmaV3); None without `train.ema_decay`."""
     scaler: Any = None
@@ -41,6 +45,9 @@ class Worker:
     """Batches that each rank took out of this attempt's pass over the present epoch: what the data's place
     counts. With train.accumulate_steps several make a step."""
     samples: int = 0
+    """Records trained in the epochs before the present one, over all ranks."""
+    kept: str = ""
+    """The last checkpoint that was taken or gone on from."""
     pictured: bool = False
     """Whether the report has been given images of a batch."""
 
@@ -79,14 +86,29 @@ def mean_over_ranks(worker: Worker, value: Any) -> float:
 
 
 def check_finite(value: float, worker: Worker, epoch: int) -> None:
-    """Train worker: stop before a broken model overwrites a good one."""
+    """Train worker: stop before a broken model overwrites a good one.
+
+    Raises:
+        FloatingPointError: the loss is not finite.
+    """
     import math
 
     if not math.isfinite(value):
-        raise FloatingPointError(
-            f"the loss is {value} by step {worker.step} (epoch {epoch}); lower train.lr or look at the"
-            " records of this step; earlier checkpoints are kept"
-        )
+        raise not_finite(f"the loss is {value}", worker, epoch)
+
+
+def not_finite(what: str, worker: Worker, epoch: int, remedy: str = "") -> FloatingPointError:
+    """Train worker: the error that ends a run whose model is broken.
+
+    Args:
+        what: is broken, `the loss is nan`.
+        worker: knows the step and the last checkpoint.
+        epoch: the present one.
+        remedy: what to do; empty: the usual.
+    """
+    kept = f"the checkpoint {worker.kept} is kept" if worker.kept else "no checkpoint was taken before"
+    remedy = remedy or "lower train.lr or look at the records of the steps before"
+    return FloatingPointError(f"{what} by step {worker.step} (epoch {epoch}); {remedy}; {kept}")
 
 
 def reached(worker: Worker) -> bool:

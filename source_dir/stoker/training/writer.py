@@ -29,15 +29,15 @@ class Writer:
         self._told = False
 
     def submit(self, what: str, write: Callable[[], None]) -> None:
-        """Write in the background. Wait first where the write before has not ended.
+        """Write in the background, after the write before has ended, unless that failed.
 
         Args:
             what: names the checkpoint in messages.
             write: does it.
         """
-        self.wait()
         self.what = what
-        self.thread = threading.Thread(target=self._run, args=(write,), name="checkpoint", daemon=True)
+        args = (write, self.thread)
+        self.thread = threading.Thread(target=self._run, args=args, name="checkpoint", daemon=True)
         self.thread.start()
 
     def make_room(self) -> None:
@@ -73,7 +73,11 @@ class Writer:
             self.thread = None
         self.check()
 
-    def _run(self, write: Callable[[], None]) -> None:
+    def _run(self, write: Callable[[], None], before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
+            if self.failure is not None:
+                return
         with contextlib.suppress(OSError, AttributeError):
             # On Linux this is the thread's own priority: the training goes first.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,0 +1,82 @@
+"""A stop within a long validation: the run ends at once, and goes on by validating first."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from running import run_job
+from safetensors.torch import load_file
+
+from stoker import driver
+from stoker.training import checkpoint
+from stoker.training.store import open_store
+
+RECORDS, VALIDATED = 48, 200
+
+
+@contextlib.contextmanager
+def when(ready: Callable[[], bool], then: Callable[[], None]) -> Iterator[None]:
+    """Beside what follows: wait for an event, then do something."""
+    over = threading.Event()
+
+    def wait() -> None:
+        while not over.wait(0.02):
+            if ready():
+                then()
+                return
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+def test_a_stop_in_a_long_validation_costs_no_training(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The validation of 100 batches goes no further than its second before the stop is on its way."""
+    monkeypatch.setattr(driver, "_stop_reason", "")
+    run_dir = tmp_path / "run"
+    job: dict[str, Any] = {
+        "recipe": "slow_validation:SlowValidation",
+        "params": {"train_records": RECORDS, "val_records": VALIDATED, "run_dir": str(run_dir)},
+        "data": {"order": "exact"},
+        "train": {"epochs": 1, "batch_size": 1, "workers": 2, "lr": 0.01, "threads": 1},
+    }
+    began = run_dir / "validating"
+    with when(began.exists, lambda: driver.request_stop("SIGTERM")):
+        stopped = run_job(tmp_path, run_dir=run_dir, **job)
+    assert (stopped.code, stopped.summary.status) == (143, "interrupted"), stopped.summary.error
+    batches = len(began.read_text())
+    assert batches < VALIDATED // 2, "the rest of the validation was not made"
+    saved = checkpoint.newest_valid(open_store(str(run_dir / "checkpoints")))
+    assert saved is not None
+    assert saved.meta["step"] == RECORDS // 2
+    assert saved.pending is not None
+    assert saved.pending["epoch"] == 0
+
+    # It goes on by validating; a stop that comes when all is done is no interruption.
+    monkeypatch.setattr(driver, "_stop_reason", "")
+    events = run_dir / "events.jsonl"
+    with when(lambda: '"event": "complete"' in events.read_text(), lambda: driver.request_stop("SIGTERM")):
+        rest = run_job(tmp_path, run_dir=run_dir, **job)
+    assert (rest.code, rest.summary.status) == (0, "succeeded"), rest.summary.error
+    assert rest.summary.steps == RECORDS // 2
+    assert rest.summary.records.trained == RECORDS
+    assert rest.summary.records.validated == VALIDATED
+    weights = load_file(run_dir / "checkpoints" / saved.name / "model.safetensors")
+    numbers = torch.arange(VALIDATED)
+    x = torch.stack([numbers % 7, numbers % 3], 1).float()
+    loss = ((x @ weights["weight"].T + weights["bias"]).squeeze(1) - x.sum(1)).square().mean()
+    assert rest.summary.metrics.last["val/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert json.loads((run_dir / "model/model.json").read_text())["metrics"]["val/loss"] == pytest.approx(
+        loss.item(), rel=1e-5
+    )

@@ -1,0 +1,386 @@
+"""Nothing silently wrong in the model: what is best, what is saved, what a run goes on from."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inprocess import Batches, Data, batches, no_cluster, start
+from rows import Counting
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from stoker import driver
+from stoker.data.signals import Pace, Signal
+from stoker.tracking.summary import Summary
+from stoker.training import checkpoint, resuming
+from stoker.training.checkpoint import Content
+from stoker.training.store import open_store, write_manifest
+
+pytestmark = pytest.mark.usefixtures("no_cluster")
+__all__ = ["no_cluster"]
+
+TRAIN = {"epochs": 3, "batch_size": 8, "lr": 0.1}
+ROWS = [8, 8, 8, 3]
+
+
+def plain(split: str, epoch: int) -> Batches:
+    return Batches(split, epoch, batches(ROWS if split == "train" else [8, 5], seed=int(split == "val")))
+
+
+def spoilt(where: Data, spoil: Any) -> Data:
+    def data(split: str, epoch: int) -> Batches:
+        feed = where(split, epoch)
+        spoil(feed)
+        return feed
+
+    return data
+
+
+def names(folder: Path) -> list[int]:
+    return [int(name[5:]) for name in open_store(str(folder)).names()]
+
+
+def all_finite(folder: Path) -> bool:
+    tensors = [t for file in folder.glob("step-*/*.safetensors") for t in load_file(file).values()]
+    return all(bool(t.isfinite().all()) for t in tensors)
+
+
+# ---- a metric that is not finite is no metric ----
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_an_epoch_whose_metric_is_not_finite_is_never_the_best(tmp_path: Path, value: float) -> None:
+    def spoil(feed: Batches) -> None:
+        if feed.split == "val" and feed.epoch == 0:
+            feed.batches[0]["y"] = torch.full((8,), value)
+
+    run = start(tmp_path, spoilt(plain, spoil), train=TRAIN, checkpoint={"keep": 1})
+    assert run.error is None
+    losses = [metrics["val/loss"] for metrics in run.metrics]
+    assert not math.isfinite(losses[0]) and losses[2] < losses[1]
+    assert json.loads((tmp_path / "best.json").read_text())["value"] == losses[2]
+    assert json.loads((tmp_path / "model/model.json").read_text())["metrics"]["val/loss"] == losses[2]
+    summary = Summary()
+    newest = checkpoint.newest_valid(open_store(str(tmp_path)))
+    assert newest is not None
+    resuming.fill_summary(summary, newest, tmp_path)
+    assert summary.metrics.best["val/loss"] == losses[2]
+
+
+def test_epochs_without_a_metric_do_not_count_among_the_best_k(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    shelf = checkpoint.Shelf(store, newest=1, top_k=2)
+    for step, value in enumerate([math.nan, 0.5, math.inf, 0.4, math.nan, 0.6], start=1):
+        monitored = {"metric": "val/loss", "mode": "min", "value": value}
+        meta = {"step": step, "monitored": monitored}
+        shelf.add(checkpoint.save(store, Content({"w": torch.zeros(1)}, {}, meta)))
+    assert shelf.best() == ["step-00000004", "step-00000002"]
+    assert names(tmp_path) == [6, 4, 2]
+
+
+# ---- nothing that is not finite is saved or resumed from ----
+
+
+class BadGradient(Counting):
+    """A batch that begins with x0 = 7 has a finite loss and a gradient of NaN."""
+
+    def training_step(self, model: Any, batch: Any) -> Any:
+        loss = super().training_step(model, batch)
+        return loss + (model.weight * 0).sqrt().sum() if batch["x0"][0] == 7 else loss
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9, "optimizer": "adamw"}])
+def test_no_checkpoint_of_a_broken_model_is_published(
+    tmp_path: Path, what: str, options: dict[str, Any]
+) -> None:
+    """In the sixth step; losses are logged every 1,000 steps, checkpoints are taken after each."""
+
+    def spoil(feed: Batches) -> None:
+        if feed.split == "train" and feed.epoch == 1:
+            feed.batches[1]["y" if what == "loss" else "x0"][0] = math.nan if what == "loss" else 7
+
+    run = start(
+        tmp_path,
+        spoilt(plain, spoil),
+        BadGradient(),
+        train={**TRAIN, **options},
+        checkpoint={"every_steps": 1, "keep": 2},
+        tracking={"log_every_steps": 1000},
+    )
+    assert isinstance(run.error, FloatingPointError)
+    named = {"loss": "the sum of the epoch's losses is nan", "gradient": "weight weight holds NaN"}[what]
+    assert str(run.error).startswith(named)
+    assert "by step 6 (epoch 1)" in str(run.error)
+    assert str(run.error).endswith("; the checkpoint step-00000005 is kept")
+    assert names(tmp_path)[:2] == [5, 4], "and they are kept"
+    assert all_finite(tmp_path)
+    again = start(tmp_path, plain, BadGradient(), train={**TRAIN, **options})
+    assert again.error is None
+    assert again.head.of("resumed")[0]["step"] == 5
+
+
+def test_without_a_checkpoint_the_message_does_not_promise_one(tmp_path: Path) -> None:
+    def spoil(feed: Batches) -> None:
+        feed.batches[0]["y"][0] = math.nan
+
+    run = start(tmp_path, spoilt(plain, spoil), train=TRAIN)
+    assert str(run.error).endswith("; no checkpoint was taken before")
+
+
+class Masked(Counting):
+    """Holds an attention mask, whose -inf is as it should be."""
+
+    def model(self) -> Any:
+        model = nn.Linear(2, 1)
+        model.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+        return model
+
+
+def test_a_mask_of_minus_infinity_is_a_sound_model(tmp_path: Path) -> None:
+    assert start(tmp_path, plain, Masked(), train=TRAIN).error is None
+
+
+def rewrite(folder: Path, part: str, value: float) -> None:
+    """Make a checkpoint as a version that did not look at the numbers has written it."""
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["finite"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+    if part == "optimizer":
+        state = torch.load(folder / "state.pt", weights_only=True)
+        tensors = [t for s in state["optimizer"]["state"].values() for t in s.values()]
+        next(t for t in tensors if torch.is_tensor(t) and t.ndim).fill_(value)
+        torch.save(state, folder / "state.pt")
+    else:
+        weights = load_file(folder / part)
+        weights["weight"][0, 1] = value
+        save_file(weights, folder / part)
+    (folder / "manifest.json").unlink()
+    write_manifest(folder)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("model.safetensors", math.nan),
+        ("model.safetensors", math.inf),
+        ("ema.safetensors", math.nan),
+        ("optimizer", math.nan),
+        ("optimizer", -math.inf),
+    ],
+)
+def test_one_that_is_not_finite_is_passed_over_like_a_damaged_one(
+    tmp_path: Path, part: str, value: float
+) -> None:
+    train = {**TRAIN, "ema_decay": 0.9, "momentum": 0.9}
+    start(tmp_path, plain, train={**train, "epochs": 2}, checkpoint={"keep": 3})
+    rewrite(tmp_path / "step-00000008", part, value)
+    said: list[str] = []
+    found = checkpoint.newest_valid(open_store(str(tmp_path)), said.append)
+    assert found is not None
+    assert found.name == "step-00000004"
+    assert len(said) == 1
+    assert "step-00000008 is passed over: its" in said[0]
+    assert "hold NaN or infinity" in said[0]
+    with pytest.raises(resuming.UsageError, match="hold NaN or infinity"):
+        resuming.chosen(open_store(str(tmp_path)), "step-00000008", "x", print)
+    run = start(tmp_path, plain, train=train)
+    assert run.error is None
+    assert names(tmp_path)[0] == 12
+    assert all_finite(tmp_path / "step-00000012")
+
+
+def test_steps_that_fp16_skips_are_no_error_until_all_are(tmp_path: Path) -> None:
+    train = {**TRAIN, "precision": "fp16", "lr": 0.01}
+    run = start(tmp_path, plain, train=train, checkpoint={"every_steps": 1})
+    assert run.error is None
+    assert run.worker.scaler.get_scale() < 2.0**16, "some were skipped"
+    assert all_finite(tmp_path)
+    run.worker.scaler.update(2.0**-30)
+    from stoker.training.snapshot import Progress
+
+    with pytest.raises(FloatingPointError, match=r"fp16: the gradient of every step.*train.precision=bf16"):
+        run.keeper.take(Progress(9), {})
+
+
+# ---- checkpoints come before validation, and a stop is seen in it ----
+
+
+class Drawing(Counting):
+    """Draws random numbers in training and in validation."""
+
+    def model(self) -> Any:
+        return nn.Sequential(nn.Linear(2, 16), nn.Dropout(0.4), nn.Linear(16, 1))
+
+    def validation_step(self, model: Any, batch: Any) -> Any:
+        loss = self.training_step(model, batch)
+        return {"loss": loss * (1 + 0 * torch.rand(()))}
+
+
+JOB: dict[str, Any] = {
+    "train": {**TRAIN, "scheduler": "cosine", "early_stopping": {"monitor": "val/loss", "patience": 9}},
+    "checkpoint": {"keep": 9, "save_top_k": 2},
+}
+
+
+def ends(run: Any, folder: Path) -> tuple[Any, ...]:
+    """What a run has come to."""
+    newest = checkpoint.newest_valid(run.keeper.store)
+    assert newest is not None
+    meta = newest.meta
+    history = [
+        {**entry, "metrics": {k: v for k, v in entry["metrics"].items() if not k.startswith("perf/")}}
+        for entry in meta["history"]
+    ]
+    weights = {k: v.tolist() for k, v in load_file(folder / newest.name / "model.safetensors").items()}
+    best = json.loads((folder / "best.json").read_text())
+    model = json.loads((folder / "model/model.json").read_text())["checkpoint"]
+    return run.metrics[-1], history, meta["early_stopping"], meta["pending"], weights, best, model
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_an_end_within_validation_costs_no_training_and_the_epoch_is_validated_first(
+    tmp_path: Path, how: str, epoch: int
+) -> None:
+    whole = start(tmp_path / "whole", plain, Drawing(), **JOB)
+
+    def interrupt(feed: Batches) -> None:
+        if feed.split == "val" and feed.epoch == epoch:
+            if how == "stop":
+                feed.stop_after = 1
+            else:
+                del feed.batches[1]["y"]  # whatever is raised here ends it
+
+    first = start(tmp_path / "run", spoilt(plain, interrupt), Drawing(), **JOB)
+    assert first.asked == (how == "stop")
+    assert (first.error is None) == (how == "stop")
+    saved = checkpoint.newest_valid(first.keeper.store)
+    assert saved is not None
+    assert saved.meta["step"] == 4 * (epoch + 1), "taken before the validation"
+    assert saved.pending is not None
+    assert saved.position["unvalidated"] == epoch
+    summary = Summary()
+    resuming.fill_summary(summary, saved, tmp_path)
+    assert [(b["split"], b["epoch"]) for b in summary.records.epochs][-1] == ("train", epoch)
+
+    passes: list[tuple[str, int]] = []
+    rest = start(
+        tmp_path / "run",
+        spoilt(plain, lambda feed: passes.append((feed.split, feed.epoch))),
+        Drawing(),
+        **JOB,
+    )
+    assert rest.error is None and not rest.asked
+    opened = [at for at in passes if at != ("train", 0)]
+    assert opened[0] == ("val", epoch), "what is missing comes first"
+    assert ends(rest, tmp_path / "run") == ends(whole, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", ["absent", "cut short", "flipped"])
+def test_an_outcome_that_is_not_whole_is_made_again(tmp_path: Path, damage: str) -> None:
+    whole = start(tmp_path, plain, Drawing(), **JOB)
+    before = ends(whole, tmp_path)
+    file = tmp_path / "step-00000012/outcome.json"
+    text = file.read_text()
+    if damage == "absent":
+        file.unlink()
+    else:
+        file.write_text(text[:-30] if damage == "cut short" else text.replace('"step": 12', '"step": 13'))
+    again = start(tmp_path, plain, Drawing(), **JOB)
+    assert again.error is None
+    assert [event["epoch"] for event in again.head.of("epoch")] == [2], "validated, not trained"
+    assert ends(again, tmp_path) == before
+
+
+def test_max_steps_within_an_epoch_is_validated_too_after_an_interruption(tmp_path: Path) -> None:
+    job = {**JOB, "train": {**JOB["train"], "max_steps": 6}}
+    whole = start(tmp_path / "whole", plain, Drawing(), **job)
+
+    def interrupt(feed: Batches) -> None:
+        if feed.split == "val" and feed.epoch == 1:
+            feed.stop_after = 1
+
+    assert start(tmp_path / "run", spoilt(plain, interrupt), Drawing(), **job).asked
+    rest = start(tmp_path / "run", plain, Drawing(), **job)
+    assert not rest.asked and rest.error is None
+    assert ends(rest, tmp_path / "run") == ends(whole, tmp_path / "whole")
+    # With more steps the epoch goes on instead, and is validated at its end.
+    more = start(tmp_path / "run", plain, Drawing(), **JOB)
+    assert [event["epoch"] for event in more.head.of("epoch")] == [1, 2]
+    assert names(tmp_path / "run")[0] == 12
+
+
+def test_the_last_step_of_all_and_a_stop_with_it_is_a_finished_training(tmp_path: Path) -> None:
+    def stop(feed: Batches) -> None:
+        if feed.split == "train" and feed.epoch == 1:
+            feed.stop_after = 2
+
+    job = {"train": {**TRAIN, "max_steps": 6}}
+    run = start(tmp_path, spoilt(plain, stop), has_val=False, **job)
+    assert not run.asked
+    assert run.head.of("stopped")[0]["reason"] == "train.max_steps reached at step 6"
+
+
+@pytest.mark.parametrize(("complete", "code"), [(True, 0), (False, 143)])
+def test_the_exit_code_of_a_stop_says_whether_training_had_finished(
+    monkeypatch: pytest.MonkeyPatch, complete: bool, code: int
+) -> None:
+    monkeypatch.setattr(driver, "_stop_reason", "SIGTERM")
+    fit: Any = object.__new__(driver.Fit)
+    fit.error, fit.reason, fit.complete = None, "", complete
+    summary = Summary()
+    assert driver.conclude(fit, summary) == code
+    assert summary.status == ("succeeded" if complete else "interrupted")
+
+
+def test_ranks_agree_on_the_step_of_a_validation_in_which_they_stop() -> None:
+    for seed in range(200):
+        chance = random.Random(seed)
+        passes = [(e, val, s) for e in range(3) for val in (False, True) for s in range(chance.randint(1, 4))]
+        pace, stop, at = Pace(), Signal(), [0, 0, 0]
+        seen: list[list[Any]] = [[], [], []]
+        while any(a < len(passes) for a in at):
+            if chance.random() < 0.05:
+                stop.request(pace)
+            # No rank begins a pass before all have ended the one before.
+            slowest = passes[min(min(at), len(passes) - 1)][:2]
+            ready = [r for r in range(3) if at[r] < len(passes) and passes[at[r]][:2] == slowest]
+            rank = chance.choice(ready)
+            epoch, val, step = passes[at[rank]]
+            at[rank] += 1
+            pace.ask(rank, epoch, step, val)
+            if stop.due(epoch, step, val):
+                seen[rank].append((epoch, val, step))
+        assert seen[0] == seen[1] == seen[2]
+        if stop.since is not None and seen[0]:
+            assert seen[0][0] >= stop.since
+
+
+# ---- means over records ----
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_training_loss_is_the_mean_over_records_although_the_last_batch_is_short(
+    tmp_path: Path, accumulate: int
+) -> None:
+    train = {"epochs": 1, "batch_size": 8, "lr": 1e-12, "accumulate_steps": accumulate}
+
+    def uneven(split: str, epoch: int) -> Batches:
+        feed = plain(split, epoch)
+        feed.batches[-1]["y"] += 100  # three records that are wrong by far
+        return feed
+
+    run = start(tmp_path, uneven, train=train, has_val=False)
+    model = run.worker.model
+    errors = [
+        (model(torch.stack([b["x0"], b["x1"]], 1)).squeeze(1) - b["y"]) ** 2
+        for b in uneven("train", 0).batches
+    ]
+    assert run.metrics[0]["train/loss"] == pytest.approx(torch.cat(errors).mean().item(), rel=1e-4)

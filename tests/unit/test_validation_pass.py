@@ -1,0 +1,57 @@
+"""The coordinator gives a missing validation first, and tells all ranks of a stop in the same step of one."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+from stoker.data.attempt import Attempt
+from stoker.data.coordinator import Coordinator
+from stoker.data.ledger import ChainBooks
+from stoker.data.position import Plan, Position
+from stoker.schema import Config
+
+PLAN = Plan(seed=0, shuffle=True, order="exact", block_records=8, fingerprint="f")
+ROWS = 8
+
+
+def head(start: Position, workers: int = 2, epochs: int = 3) -> tuple[Coordinator, Attempt]:
+    """A coordinator whose passes are all there, 8 rows each, without a host that makes them."""
+    passes: Any = SimpleNamespace(
+        config=Config.model_validate({"train": {"epochs": epochs, "batch_size": 1}}),
+        identity=lambda fingerprint: PLAN,
+        has_pieces=lambda split: True,
+        cache=None,
+    )
+    changed = threading.Condition()
+    totals = {"train": ROWS, "val": ROWS}
+    chain = {"train": ChainBooks(), "val": ChainBooks()}
+    attempt = Attempt(0, workers, passes, totals, start, changed, chain, lambda *args, **values: None)
+    found: Any = object.__new__(Coordinator)
+    found.passes, found.changed, found.attempt = passes, changed, attempt
+    found.stop_reason, found.events = "", []
+    for stream in attempt.streams.values():
+        stream.arrived(None, ROWS, 1)
+        stream.splitter.end()
+    return found, attempt
+
+
+def test_the_validation_that_is_missing_is_the_first_pass() -> None:
+    _, attempt = head(Position(epoch=2, plan=PLAN, unvalidated=1))
+    assert list(attempt.streams) == [("val", 1), ("train", 2), ("val", 2)]
+    assert list(head(Position(epoch=3, plan=PLAN, unvalidated=2))[1].streams) == [("val", 2)]
+    assert list(head(Position(epoch=1, rows=4, plan=PLAN, unvalidated=1))[1].streams) == [("val", 1)], (
+        "max_steps ended training within this epoch"
+    )
+    assert list(head(Position(epoch=2, plan=PLAN))[1].streams) == [("train", 2), ("val", 2)]
+
+
+def test_a_stop_is_told_in_the_same_step_of_a_validation() -> None:
+    coordinator, _ = head(Position(epoch=2, plan=PLAN, unvalidated=1))
+    first = [coordinator.next(0, "val", 1, 0, step) for step in range(2)]
+    coordinator.request_stop("SIGTERM")
+    rest = [coordinator.next(0, "val", 1, 0, step) for step in range(2, 4)]
+    other = [coordinator.next(0, "val", 1, 1, step) for step in range(4)]
+    stops = [[portion.stop for portion in got] for got in ([*first, *rest], other)]  # type: ignore[union-attr]
+    assert stops == [["", "", "SIGTERM", "SIGTERM"]] * 2
