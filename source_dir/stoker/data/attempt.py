@@ -208,7 +208,7 @@ class Attempt:
                 stream.schema = self.passes.agree(split, report.schemas)
             except SchemaError as error:
                 self.fail(str(error))
-                return True
+                return False
         self.chain[split].take(report, node)
         if self.keeping is not None:
             self.keeping.take(split, epoch, report, node)
