@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SYSTEM := $(VENV)/.system
 
-.PHONY: help setup demo test check lint types unit integration rehearsal e2e clusters soak bench bench-peers bench-gpu clean
+.PHONY: help setup demo test check lint types unit integration rehearsal e2e slow soak bench bench-peers bench-gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -28,7 +28,7 @@ demo: $(READY)  ## train on real images here and end with a validated model
 check: setup lint types unit  ## what should be clean before every commit, under a minute
 
 test: setup  ## everything but `make soak`; a part that fails does not keep the next from running
-	@bash scripts/test.sh lint types unit clusters
+	@bash scripts/test.sh lint types unit slow
 
 soak: setup  ## what takes minutes, before a release; writes docs/soak.md
 	@bash scripts/soak.sh
@@ -40,16 +40,16 @@ types: $(READY)  ## mypy --strict
 	@$(BIN)/mypy
 
 unit: setup
-	@$(BIN)/python -m pytest -q -n 2 tests/unit
+	@$(BIN)/python -m pytest -q -n 2 -m "not long" tests/unit
 
-# Two files at a time, each part by itself or all of them in one go: much of it is waiting for processes.
+# Two files at a time: much of it is waiting for processes.
 SLOW := $(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=10 --durations-min=1
 
 integration rehearsal e2e: setup
 	@$(SLOW) tests/$@
 
-clusters: setup
-	@$(SLOW) tests/integration tests/rehearsal tests/e2e
+slow: setup
+	@$(SLOW) -m "long or not unit" tests
 
 bench: setup  ## benchmarks against peers, as tables and benchmarks/results/latest.json
 	@$(BIN)/python -m benchmarks

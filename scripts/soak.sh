@@ -10,6 +10,8 @@ run() {
   "$VENV/bin/python" -m pytest -q --timeout 3600 --junitxml "$results/$1.xml" "${@:2}" || failed=1
 }
 run long -m soak tests
+export STOKER_SCHEMA_EXAMPLES=20000 STOKER_FUZZ=5000
+run properties tests/unit/test_schema_of_a_split.py tests/unit/test_damaged_files.py
 STOKER_INTERRUPTIONS=5 run interruptions tests/integration/test_resume.py -k killed_and_stopped_and_damaged
 "$VENV/bin/python" scripts/soak_report.py docs/soak.md "$results"/*.xml
 exit $failed

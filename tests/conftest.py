@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark each test with its part; leave the long ones to `make soak`."""
     for item in items:
         item.add_marker(getattr(pytest.mark, part_of(item.path)))
-    if "soak" in config.option.markexpr:
+    if "soak" in (config.option.markexpr or ""):
         return
     soak = [item for item in items if item.get_closest_marker("soak")]
     config.hook.pytest_deselected(items=soak)

@@ -25,6 +25,8 @@ from stoker.data.chain import HWC_SUFFIX, KEY_COLUMN, Chain, ChainError
 from stoker.data.sources import BadRecord, read_images
 from stoker.data.transforms import DecodeImage, as_stages
 
+pytestmark = pytest.mark.long
+
 RECORDS = 24
 
 

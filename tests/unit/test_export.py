@@ -20,6 +20,8 @@ from stoker.training.export import keep_example, wanted, write_forms
 from stoker.training.forms import FILES, Example
 from stoker.training.worker import Worker
 
+pytestmark = pytest.mark.long
+
 ALL = list(FILES)
 IMAGES = Example({"image": torch.randint(0, 256, (5, 3, 16, 16), dtype=torch.uint8)})
 

@@ -35,6 +35,8 @@ from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of
 from stoker.data.transforms import CheckLabel, DecodeImage, as_stages
 from stoker.schema import Config, DataConfig
 
+pytestmark = pytest.mark.long
+
 SPEC = CacheSpec("memory", "test", 10**9)
 
 

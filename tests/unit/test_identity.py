@@ -32,6 +32,8 @@ from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of
 from stoker.data.transforms import as_stages
 from stoker.schema import Config
 
+pytestmark = pytest.mark.long
+
 
 def job(recipe: str, **sections: Any) -> Config:
     train = {"epochs": 2}

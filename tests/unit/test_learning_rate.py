@@ -24,6 +24,8 @@ from stoker.training.step import Step
 from stoker.training.store import open_store
 from stoker.training.worker import Worker
 
+pytestmark = pytest.mark.long
+
 RECORDS, BATCH, EPOCHS = 64, 4, 10
 LR = 0.1
 Point = tuple[float, float]

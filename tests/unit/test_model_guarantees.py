@@ -22,7 +22,7 @@ from stoker.training import checkpoint, resuming
 from stoker.training.checkpoint import Content
 from stoker.training.store import open_store, write_manifest
 
-pytestmark = pytest.mark.usefixtures("no_cluster")
+pytestmark = [pytest.mark.usefixtures("no_cluster"), pytest.mark.long]
 __all__ = ["no_cluster"]
 
 TRAIN = {"epochs": 3, "batch_size": 8, "lr": 0.1}

@@ -23,6 +23,8 @@ from stoker.data.pixels import MOST, limit_pixels
 from stoker.data.sources import Record, read_torch
 from stoker.data.transforms import DecodeImage, RecordTransform, as_stages
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def _limit_as_before() -> Iterator[None]:

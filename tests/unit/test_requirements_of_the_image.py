@@ -18,6 +18,8 @@ from stoker.bootstrap import requirements
 from stoker.bootstrap.lifeline import Lifeline, LifelineServer
 from stoker.config import load
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -140,6 +140,7 @@ def at_places(kinds: list[str]) -> st.SearchStrategy[list[tuple[int, int, str]]]
     return st.lists(one, max_size=3)
 
 
+@pytest.mark.long
 @settings(
     max_examples=EXAMPLES,
     deadline=None,
@@ -188,6 +189,7 @@ def test_a_batch_is_what_a_loop_over_the_records_gives_or_the_run_is_refused(
     check(rows, steps, bad, batch_size, workers)
 
 
+@pytest.mark.long
 def test_the_examples_are_of_every_outcome() -> None:
     """Else the property above would say little: runs after it."""
     total = sum(OUTCOMES.values())

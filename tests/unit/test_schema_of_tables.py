@@ -18,6 +18,8 @@ from whole_way import OtherHost, Store, Way
 from stoker.config import UsageError
 from stoker.data.sources import read_parquet, record_id
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = int(os.environ.get("STOKER_SCHEMA_EXAMPLES", "2000")) // 10
 
 KINDS: dict[str, Any] = {

@@ -10,6 +10,7 @@ from stoker.data.attempt import Attempt
 from stoker.data.coordinator import Coordinator
 from stoker.data.ledger import ChainBooks
 from stoker.data.position import Plan, Position
+from stoker.data.suspects import Suspects
 from stoker.schema import Config
 
 PLAN = Plan(seed=0, shuffle=True, order="exact", block_records=8, fingerprint="f")
@@ -27,7 +28,8 @@ def head(start: Position, workers: int = 2, epochs: int = 3) -> tuple[Coordinato
     changed = threading.Condition()
     totals = {"train": ROWS, "val": ROWS}
     chain = {"train": ChainBooks(), "val": ChainBooks()}
-    attempt = Attempt(0, workers, passes, totals, start, changed, chain, lambda *args, **values: None)
+    shared = (changed, chain, lambda *args, **values: None, None, Suspects())
+    attempt = Attempt(0, workers, passes, totals, start, *shared)
     found: Any = object.__new__(Coordinator)
     found.passes, found.changed, found.attempt = passes, changed, attempt
     found.stop_reason, found.events = "", []
