@@ -6,6 +6,7 @@ code = run(resolved, place)       with Ray connected
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -152,6 +153,7 @@ def run(resolved: Resolved, place: Place) -> int:
         console.close()
         summary.tracking = sender.about() if sender is not None else {}
         recorder.close(last_figures(coordinator, recorder))
+        end_coordinator(coordinator)
     LAST_ERROR = redaction.scrub(summary.error or "")
     draw_report(place.run_dir, console)
     if sender is not None:
@@ -310,6 +312,15 @@ def last_figures(coordinator: Any, recorder: Recorder) -> dict[str, Any]:
     except Exception:
         logging.getLogger("stoker").error("%s", traceback.format_exc())
         return {}
+
+
+def end_coordinator(coordinator: Any) -> None:
+    """Head: its agents on all hosts go with it; else they would live as long as this process does."""
+    import ray
+
+    if coordinator is not None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(coordinator)
 
 
 class LogFormatter(logging.Formatter):
