@@ -75,3 +75,10 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "digits"
     write(folder)
     return folder
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A failure is shown when it happens, not half an hour later."""
+    if report.failed:
+        lines = [line for line in report.longreprtext.splitlines() if line.startswith("E ")]
+        print(f"\nFAILED in {report.when}: {report.nodeid}\n" + "\n".join(lines[:5]), flush=True)
