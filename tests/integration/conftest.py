@@ -14,7 +14,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import two_ranks
 
+from stoker.bootstrap.cluster import set_environment
 from tests.fakes.ray_nodes import RayNodes, ray_nodes
+
+# Before any test module is imported: Ray reads its authentication mode when it is.
+set_environment(secrets.token_hex(32))
 
 
 @pytest.fixture(scope="session")
@@ -35,9 +39,6 @@ def ranks(request: pytest.FixtureRequest, on_two_ranks: dict[str, list[Any]]) ->
 @pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[None]:
     """One real Ray cluster of this machine with token authentication; jobs run on it one after the other."""
-    from stoker.bootstrap.cluster import set_environment
-
-    set_environment(secrets.token_hex(32))
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # as local runs have it
     import ray
 
