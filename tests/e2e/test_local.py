@@ -107,6 +107,8 @@ def test_ctrl_c_in_a_terminal_keeps_a_checkpoint_and_says_so(tmp_path: Path) -> 
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # A shell that runs the tests in the background has them ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert process.stdout is not None

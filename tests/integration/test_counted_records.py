@@ -58,7 +58,7 @@ def test_what_an_earlier_run_consumed_counts_too(more: int, given: str, ray_clus
         train.close()
 
 
-def test_a_run_on_a_file_that_is_not_the_listed_one_fails_and_names_it(
+def test_a_file_that_is_not_the_listed_one_is_refused_before_training_and_named(
     ray_cluster: None, tmp_path: Path
 ) -> None:
     path = tmp_path / "data" / "train" / "rows.parquet"
@@ -75,5 +75,5 @@ def test_a_run_on_a_file_that_is_not_the_listed_one_fails_and_names_it(
         params={"data": str(tmp_path / "data")},
         train={"epochs": 1, "batch_size": 8},
     )
-    assert outcome.code == 1
+    assert outcome.code == 2
     assert f"{path}: damaged or changed: its SHA-256 is" in (outcome.summary.error or "")

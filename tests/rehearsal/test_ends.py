@@ -88,6 +88,8 @@ def test_ctrl_c_commits_a_checkpoint_and_leaves_nothing(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": "."},
+        # A shell that runs the tests in the background has them ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     shown = ""
