@@ -158,7 +158,7 @@ def test_a_run_that_is_killed_and_stopped_and_damaged_equals_the_whole_one(
     seed = int(os.environ.get("STOKER_SEED", "5347"))
     chance = random.Random(seed)
     steps = [chance.randint(3, 9) for _ in range(3 * TIMES)]
-    steps[0] = max(steps[0], 6)  # by then the checkpoint of step 3 is written: there is something to resume
+    steps[0] = max(steps[0], 6)  # behind the first checkpoint, which the recipe waits for
     ends = [f"{how}@{step}" for how, step in zip(("worker", "term", "kill") * TIMES, steps, strict=True)]
     print(f"STOKER_SEED={seed}: {' '.join(ends)}")
     trace, run_dir = tmp_path / "trace", tmp_path / "runs/latest"

@@ -73,6 +73,7 @@ class Interrupted(Counting):
         if rank == 0 and start < len(self.ends):
             how, _, step = self.ends[start].partition("@")
             if done == int(step):
+                _wait_for_a_checkpoint(Path(self.process).parent)
                 _end(how, self.process)
 
 
@@ -84,6 +85,13 @@ def _notes_of_this_process(folder: Path, rank: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     start = len(list(folder.glob(f"rank{rank}-*")))
     return folder / f"rank{rank}-{start}-{os.getpid()}.txt"
+
+
+def _wait_for_a_checkpoint(run_dir: Path) -> None:
+    """Else there may be nothing to resume from, on a machine where the writer is slow."""
+    deadline = time.monotonic() + 120
+    while not list(run_dir.glob("checkpoints/step-*/manifest.json")) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _end(how: str, process: str) -> None:
