@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SYSTEM := $(VENV)/.system
 
-.PHONY: help setup demo test check lint types unit integration rehearsal e2e slow soak bench bench-peers bench-gpu clean
+.PHONY: help setup demo test check lint types unit integration rehearsal e2e long slow soak bench bench-peers bench-gpu clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -28,7 +28,7 @@ demo: $(READY)  ## train on real images here and end with a validated model
 check: setup lint types unit  ## what should be clean before every commit, under a minute
 
 test: setup  ## everything but `make soak`; a part that fails does not keep the next from running
-	@bash scripts/test.sh lint types unit slow
+	@bash scripts/test.sh lint types unit long slow
 
 soak: setup  ## what takes minutes, before a release; writes docs/soak.md
 	@bash scripts/soak.sh
@@ -42,6 +42,9 @@ types: $(READY)  ## mypy --strict
 unit: setup
 	@$(BIN)/python -m pytest -q -n 2 -m "not long" tests/unit
 
+long: setup
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m long tests/unit
+
 # Two files at a time: much of it is waiting for processes.
 SLOW := $(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=10 --durations-min=1
 
@@ -49,7 +52,7 @@ integration rehearsal e2e: setup
 	@$(SLOW) tests/$@
 
 slow: setup
-	@$(SLOW) -m "long or not unit" tests
+	@$(SLOW) tests/integration tests/rehearsal tests/e2e
 
 bench: setup  ## benchmarks against peers, as tables and benchmarks/results/latest.json
 	@$(BIN)/python -m benchmarks
