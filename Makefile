@@ -45,8 +45,8 @@ unit: setup
 long: setup
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m long tests/unit
 
-# Two files at a time: much of it is waiting for processes.
-SLOW := $(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=10 --durations-min=1
+# Two groups of files at a time: much of it is waiting for processes.
+SLOW := $(BIN)/python -m pytest -q -n 2 --dist loadgroup --durations=10 --durations-min=1
 
 integration rehearsal e2e: setup
 	@$(SLOW) tests/$@

@@ -31,10 +31,22 @@ def part_of(path: Path) -> str:
     return path.relative_to(ROOT / "tests").parts[0]
 
 
+SHARED = ("on_two_ranks", "nodes", "demo")
+"""Fixtures that are slow to start: their tests run in one process, one after the other."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark each test with its part; leave the long ones to `make soak`."""
+    """Mark each test with its part and with what runs in one process; leave the long ones to `make soak`."""
+    groups: dict[Path, str] = {}
     for item in items:
         item.add_marker(getattr(pytest.mark, part_of(item.path)))
+        shared = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
+        groups.setdefault(item.path, item.path.stem)
+        if shared:
+            groups[item.path] = shared[0]
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups[item.path]))
     if "soak" in (config.option.markexpr or ""):
         return
     soak = [item for item in items if item.get_closest_marker("soak")]

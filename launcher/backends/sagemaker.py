@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
+import functools
 import secrets
 import shlex
 import sys
@@ -252,6 +253,7 @@ def _collected(problems: list[str], ask: Callable[[], Any], default: Any) -> Any
         return default
 
 
+@functools.cache
 def _regions() -> frozenset[str]:
     import botocore.session
 

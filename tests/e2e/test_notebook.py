@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
+from commands import Demo
 from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "docs/notebooks/quickstart.ipynb"
@@ -23,16 +26,45 @@ def tensorboards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
         os.kill(int(note.stem.removeprefix("pid-")), signal.SIGTERM)
 
 
-@pytest.mark.usefixtures("tensorboards")
-def test_the_notebook_runs(tmp_path: Path) -> None:
+Shown = dict[str, list[Any]]
+"""Outputs by cell."""
+
+
+def execute(**replaced: str) -> Shown:
+    """Run the notebook.
+
+    Args:
+        replaced: what stands in place of a call in its cells, by the name that it is assigned to.
+    """
     notebook = nbformat.read(NOTEBOOK, as_version=4)
+    for cell in notebook.cells:
+        for name, value in replaced.items():
+            cell.source = re.sub(rf"^{name} = .*", f"{name} = {value}", cell.source, flags=re.M)
     client = NotebookClient(notebook, timeout=560, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
     client.execute()
-    shown = {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+    return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+
+
+def check(shown: Shown) -> str:
+    """What every run of the notebook shows; the table of its runs."""
     kinds = [kind for outputs in shown.values() for out in outputs for kind in out.get("data", {})]
     assert "image/png" in kinds, "the curves"
     assert any("tensorboard-frame" in str(outputs) for outputs in shown.values())
     assert any("did you mean epochs" in str(outputs) for outputs in shown.values())
     frame = next(str(outputs) for outputs in shown.values() if "config/train.lr" in str(outputs))
-    assert "0.003" in frame and "0.001" in frame
+    assert "0.003" in frame
+    return frame
+
+
+@pytest.mark.usefixtures("tensorboards")
+def test_its_cells_show_a_finished_run(demo: Demo) -> None:
+    """Every cell, with the demo's run in place of its two trainings."""
+    run = f"Path({str((demo.folder / 'runs/latest').resolve())!r})"
+    check(execute(first=run, second=run))
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("tensorboards")
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    assert "0.001" in check(execute())
     assert len(list((tmp_path / "runs").glob("digits-*"))) == 2

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rehearsals import SAME_PRIORITY, new_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,8 +36,9 @@ def rehearse_digits(
     return done.returncode, done.stdout, files[0], files[1]
 
 
+@pytest.mark.soak
 def test_digits_train_as_well_as_locally_and_on_every_host(tmp_path: Path) -> None:
-    """The whole demo on three hosts: eight epochs to the accuracy that it has locally."""
+    """The whole demo; two epochs of it on three hosts: tests/e2e/test_sagemaker_path.py."""
     code, screen, summary, report = rehearse_digits(tmp_path)
     assert code == 0
     assert summary["status"] == "succeeded" and summary["backend"] == "rehearsal"

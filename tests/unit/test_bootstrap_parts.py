@@ -52,6 +52,7 @@ def test_a_wheels_folder_is_the_only_source(tmp_path: Path) -> None:
     assert "\n" not in str(failed.value)
 
 
+@pytest.mark.long
 def test_a_wheel_beside_the_code_is_installed_without_a_network(tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -118,6 +119,7 @@ def test_the_lifeline_tells_ready_and_end() -> None:
     assert late.poll(2) == Ended(1, "the head has ended with exit code 1")
 
 
+@pytest.mark.long
 def test_the_lifeline_refuses_a_wrong_token_on_both_sides() -> None:
     port = free_port()
     server = LifelineServer("127.0.0.1", port, TOKEN)

@@ -16,6 +16,7 @@ RECIPES = Path(__file__).resolve().parents[2] / "benchmarks/recipes"
 PARAMS = {"records": 1000, "cpu_s": 0.0, "bytes_per_sample": 10}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_the_rate_is_that_of_the_training_alone(accumulate: int) -> None:
     config = load(None, ["train.batch_size=16", f"train.accumulate_steps={accumulate}"]).config

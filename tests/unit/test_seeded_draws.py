@@ -70,6 +70,7 @@ def test_a_group_with_the_same_first_record_draws_its_own() -> None:
     assert drawn("batch", n=14) != {k: v for k, v in drawn("batch", n=15).items() if k != "14"}
 
 
+@pytest.mark.long
 def test_torch_is_seeded_also_where_users_code_is_the_first_to_import_it(tmp_path: Path) -> None:
     # A process of its own, as chain processes are: nothing but the transform itself loads torch.
     config = {"recipe": "draws:Draws", "params": {"where": "transform"}, "seed": 3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
@@ -162,8 +163,12 @@ def constraint_lines(text: str, given: str = "") -> list[str]:
         given: the user's own constraints, which come first. What belongs to the image is left out.
     """
     own = {canonical(requirement.name): line for line, requirement in _requirements(given)}
-    here = {name: f"{name}=={version}" for name, version in versions(text).items()}
+    here = {name: f"{name}=={version}" for name, version in _versions_on_the_laptop(text).items()}
     return [line for name, line in sorted((here | own).items()) if name not in OF_THE_IMAGE]
+
+
+_versions_on_the_laptop = functools.cache(versions)
+"""Nothing is installed while the launcher runs."""
 
 
 def canonical(name: str) -> str:

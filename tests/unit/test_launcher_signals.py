@@ -1,0 +1,53 @@
+"""A signal that reaches the launcher alone; Ctrl-C in a terminal: tests/e2e/test_local.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER = """
+import sys
+from launcher.backends import local
+from launcher.job import Job
+from stoker.config import load
+
+JOB = '''
+import signal, sys, time
+def stop(number, frame):
+    print("the job writes a checkpoint", flush=True)
+    time.sleep(0.5)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+print("the job trains", flush=True)
+while True:
+    time.sleep(0.05)
+'''
+
+class Endless(Job):
+    def stage(self, folder, data_at=None):
+        folder.mkdir(parents=True)
+        (folder / "train.py").write_text(JOB)
+
+job = Endless(load(None, [f"output_dir={sys.argv[1]}", "name=endless"]), None, {})
+sys.exit(local.submit(local.plan(job)).wait())
+"""
+
+
+def test_sigterm_to_the_launcher_alone_reaches_the_job_and_its_checkpoint_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "the job trains\n"
+    process.terminate()
+    rest, _ = process.communicate(timeout=60)
+    assert rest == "the job writes a checkpoint\n", "once"
+    assert process.returncode == 143
