@@ -31,22 +31,32 @@ def part_of(path: Path) -> str:
     return path.relative_to(ROOT / "tests").parts[0]
 
 
-SHARED = ("on_two_ranks", "nodes", "demo")
-"""Fixtures that are slow to start: their tests run in one process, one after the other."""
+TOGETHER = {
+    "ranks": ("test_exact_resume", "test_finite_on_ranks", "test_step_on_two_ranks", "test_strategies"),
+    "nodes": ("test_ray_jobs", "test_several_hosts"),
+    "demo": ("test_local", "test_notebook"),
+}
+"""Files whose tests share what is slow to start: they run in one process, one after the other."""
 
 
-@pytest.hookimpl(tryfirst=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As `--dist loadfile`, with some files as one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    group_of = {file: group for group, files in TOGETHER.items() for file in files}
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return group_of.get(Path(file).stem, file)
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark each test with its part and with what runs in one process; leave the long ones to `make soak`."""
-    groups: dict[Path, str] = {}
+    """Mark each test with its part; leave the long ones to `make soak`."""
     for item in items:
         item.add_marker(getattr(pytest.mark, part_of(item.path)))
-        shared = [name for name in SHARED if name in getattr(item, "fixturenames", ())]
-        groups.setdefault(item.path, item.path.stem)
-        if shared:
-            groups[item.path] = shared[0]
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(groups[item.path]))
     if "soak" in (config.option.markexpr or ""):
         return
     soak = [item for item in items if item.get_closest_marker("soak")]

@@ -45,8 +45,8 @@ def test_it_trains_and_goes_on_within_an_epoch(ray_cluster: None, digits: Path, 
     assert rest.code == 0, rest.summary.error
     assert rest.summary.steps == 3 * 23
     for epoch in (1, 2):
-        assert set(trained_ids(rest, epoch).values()) == {1}, "what was trained before the stop counts"
-    assert trained_ids(rest, 1).keys() == trained_ids(rest, 2).keys()
+        ids = trained_ids(rest, epoch)  # of 1437 one remains over
+        assert len(ids) == sum(ids.values()) == 1436, "what was trained before the stop counts"
     metrics = rest.summary.metrics
     assert metrics.best["val/acc1"] > 0.85
     assert metrics.last["val/callback"] == 2, "the module's own callback"
