@@ -16,12 +16,12 @@ import torch
 
 from benchmarks.harness import Measure, cpu_seconds
 from benchmarks.per_core import CROP, IMAGES, photos
-from stoker.data.caching import prefix_length
-from stoker.data.chain import Chain
-from stoker.data.host_cache import SHARED_MEMORY, CacheSpec, HostCache
-from stoker.data.images import ImageFolderSource
-from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of
-from stoker.data.transforms import DecodeImage, Reduce, as_stages
+from stoker.data.cache.reading import prefix_length
+from stoker.data.cache.store import SHARED_MEMORY, CacheSpec, HostCache
+from stoker.data.engine.tasks import EpochPlan, Loaded, Work, groups_of
+from stoker.data.preprocessing.chain import Chain
+from stoker.data.preprocessing.transforms import DecodeImage, Reduce, as_stages
+from stoker.data.sources.images import ImageFolderSource
 
 COPIES = 25
 """Of each photo, under other names: 600 images, 0.34 GB decoded."""
@@ -120,9 +120,9 @@ def epochs(folder: str, kind: str) -> list[float]:
     """Images/s of each epoch of one job, whose train worker takes all that comes."""
     import ray
 
-    from stoker.data.feed import Pass, Prefetch
+    from stoker.data.feed.feed import Pass, Prefetch
     from stoker.data.opening import open_data, start_coordinator
-    from stoker.data.transport import open_transport
+    from stoker.data.transport.client import open_transport
     from stoker.schema import Config
 
     count = COPIES * IMAGES

@@ -61,7 +61,7 @@ class Receiver:
     """GPU host: the process that would train."""
 
     def __init__(self) -> None:
-        from stoker.data.buffers import Buffers
+        from stoker.data.transport.buffers import Buffers
 
         # A training process allocates its batches' memory in the first seconds and then never again.
         self.buffers = Buffers(pinned=False)
@@ -88,7 +88,7 @@ class Receiver:
         import ray
         import torch
 
-        from stoker.data.sources import read_range
+        from stoker.data import read_range
         from stoker.schema import Config
         from stoker.sizing.stream import one_pass
 

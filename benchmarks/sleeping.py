@@ -21,8 +21,8 @@ import psutil
 
 from benchmarks.harness import Measure
 from stoker.config import load
-from stoker.data import feed
-from stoker.data.sources import read_range
+from stoker.data import read_range
+from stoker.data.feed import feed
 from stoker.schema import Config
 from stoker.sizing import model
 from stoker.sizing.nodes import ray_nodes

@@ -16,9 +16,9 @@ from typing import Any
 
 from stoker.bootstrap.requirements import CONSTRAINTS, constraint_lines
 from stoker.config import SECRETS_FILE, Resolved, UsageError, resolved_yaml, secrets_json
+from stoker.costs import prices
 from stoker.extras import requirement_lines
 from stoker.place import COMMIT_FILE
-from stoker.sizing import prices
 
 COMMAND = ("python", "train.py", "--config", "job.yaml")
 """What every backend runs, in the staged folder."""

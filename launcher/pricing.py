@@ -11,7 +11,7 @@ from typing import Any
 from launcher.files import table
 from launcher.sagemaker import aws
 from stoker.config import UsageError
-from stoker.sizing import prices
+from stoker.costs import prices
 
 LIST_REGION = "us-east-1"
 """Where the price list is served; it holds the prices of every region."""

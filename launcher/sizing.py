@@ -13,10 +13,11 @@ from typing import Any
 
 from launcher.job import open_job
 from stoker.config import Resolved, UsageError, load
-from stoker.sizing import measure, prices
+from stoker.costs import prices
+from stoker.costs.prices import price_list
+from stoker.sizing import measure
 from stoker.sizing.advice_table import Advice, advise
 from stoker.sizing.candidates import MAX_CPU_HOSTS, Candidate, Measured, Wanted
-from stoker.sizing.prices import price_list
 
 DEFAULT_GPU = "ml.g5.xlarge"
 DEFAULT_CPUS = ("ml.c5.xlarge", "ml.c5.2xlarge", "ml.c5.4xlarge", "ml.c5.9xlarge")

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stoker.data.sources import BadRecord, read_any
+from stoker.data import read_any
+from stoker.data.sources.base import BadRecord
 
 DAMAGES = int(os.environ.get("STOKER_FUZZ", "500"))
 """Damages per format; STOKER_FUZZ raises the number."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config import load, resolved_yaml
-from stoker.data.steps import StepTimes
+from stoker.data.feed.step_timer import StepTimes
 from stoker.tracking.recorder import Recorder
 from stoker.tracking.summary import Cluster, Host, Summary
 

@@ -38,8 +38,8 @@ class Ours(Dataset[Any]):
     """Stoker's chain in a DataLoader, a batch at a time: what is left is the way of the data."""
 
     def __init__(self, files: list[tuple[str, int]]) -> None:
-        from stoker.data.chain import Chain
-        from stoker.data.transforms import DecodeImage, as_stages
+        from stoker.data.preprocessing.chain import Chain
+        from stoker.data.preprocessing.transforms import DecodeImage, as_stages
 
         self.files = files
         self.chain = Chain(as_stages([DecodeImage(), *transforms()]), seed=0)

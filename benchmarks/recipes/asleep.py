@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from stoker.data.sources import read_range
+from stoker.data import read_range
 from stoker.recipe import Recipe
 
 

@@ -20,7 +20,7 @@ class Epochs(Images):
     """What a step takes beside its batch; slept, so that it costs no CPU."""
 
     def read(self, split: str) -> Any:
-        from stoker.data.sources import read_images
+        from stoker.data import read_images
 
         return read_images(self.data, split)
 
@@ -57,7 +57,7 @@ def accounting() -> dict[str, float]:
     """Train worker: CPU time of this thread for one step's clocks, and for one logged step, µs."""
     import ray
 
-    from stoker.data.steps import HostClock, Stamps, StepTimes
+    from stoker.data.feed.step_timer import HostClock, Stamps, StepTimes
 
     times = StepTimes()
     clock = HostClock(times)

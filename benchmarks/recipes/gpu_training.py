@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.data.sources import read_range
+from stoker.data import read_range
 from stoker.image_classification import ImageClassification
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.loaders.work import Consumer, transforms
-from stoker.data.sources import read_images
-from stoker.data.transforms import DecodeImage
+from stoker.data import DecodeImage, read_images
 from stoker.recipe import Recipe
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from stoker.data.sources import read_range
+from stoker.data import read_range
 from stoker.recipe import Recipe
 
 SIDE = 224

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stoker.data.sources import read_range
+from stoker.data import read_range
 from stoker.recipe import Recipe
 
 IMAGES = 8

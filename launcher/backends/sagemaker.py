@@ -26,7 +26,7 @@ from launcher.sagemaker import aws, checks, render, upload
 from launcher.sagemaker.request import TOKEN_FILE, Draft, draft, job_name, json_text
 from launcher.sagemaker.run import SageMakerRun
 from stoker.config import Resolved, UsageError
-from stoker.sizing.prices import price_list
+from stoker.costs.prices import price_list
 
 if TYPE_CHECKING:
     from sagemaker.train import ModelTrainer

@@ -14,8 +14,8 @@ from launcher.sagemaker.groups import training_group
 from launcher.sagemaker.model import instance_types, limit_problems
 from launcher.sagemaker.request import CODE_CHANNEL, IMAGE_ACCOUNT, INPUT, Draft
 from stoker.config import UsageError, load
+from stoker.costs import prices
 from stoker.redaction import is_secret
-from stoker.sizing import prices
 
 PYTHONS = ((3, 11), (3, 12))
 MAX_RUNTIME_S = 28 * 86_400

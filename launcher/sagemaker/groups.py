@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from stoker.costs import prices
+from stoker.costs.prices import PriceList
 from stoker.schema import Config
-from stoker.sizing import prices
-from stoker.sizing.prices import PriceList
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from launcher.files import duration, table
 from launcher.sagemaker.groups import Group, usd_per_hour
-from stoker.sizing import prices
-from stoker.sizing.prices import PriceList
+from stoker.costs import prices
+from stoker.costs.prices import PriceList
 
 
 def cost_table(groups: tuple[Group, ...], max_runtime_s: int, spot: bool, known_prices: PriceList) -> str:

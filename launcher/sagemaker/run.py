@@ -11,7 +11,7 @@ from typing import Any
 from launcher.sagemaker import aws, render
 from launcher.sagemaker.groups import Group
 from stoker.config import UsageError
-from stoker.sizing.prices import price_list
+from stoker.costs.prices import price_list
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 POLL_S = 5.0

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stoker.data.sources import Record
-from stoker.data.transforms import CheckLabel, DecodeImage, RecordTransform
+from stoker.data import CheckLabel, DecodeImage, Record, RecordTransform
 from stoker.image_classification import ImageClassification
 from stoker.recipe import Split
 

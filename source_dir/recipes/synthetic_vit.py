@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import Field
 
-from stoker.data.sources import Record, read_range
-from stoker.data.transforms import RecordTransform
+from stoker.data import Record, RecordTransform, read_range
 from stoker.recipe import Recipe, Split
 
 if TYPE_CHECKING:

@@ -18,24 +18,24 @@ from typing import Any
 
 from stoker import redaction
 from stoker.bootstrap.topology import label
+from stoker.checkpoints import resume as resuming
+from stoker.checkpoints.sharing import refuse_unshared
 from stoker.config import Resolved, UsageError, resolved_yaml
-from stoker.data.ledger import DataError
+from stoker.costs.prices import price_list
+from stoker.data.coordinator.accounting import DataError
+from stoker.data.engine.passes import GROUP_LABEL
 from stoker.data.opening import Data, cache_note, discover, exact_note, open_data, start_coordinator
-from stoker.data.pipeline import GROUP_LABEL
 from stoker.extras import refuse_missing
 from stoker.hosts import host_changes, hosts
 from stoker.place import Place
 from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe, where_raised
 from stoker.schema import Config
-from stoker.sizing.prices import price_list
+from stoker.storage.checkpoint_store import open_store
 from stoker.tracking.console import PlainConsole, make_console, report
 from stoker.tracking.mlflow_sender import MlflowSender, start_sender
 from stoker.tracking.recorder import Recorder, teller
 from stoker.tracking.summary import Cluster, Host, Summary
-from stoker.training import resuming
 from stoker.training.plan import blocks_note, plan_workers, refuse_impossible, steps_per_epoch
-from stoker.training.sharing import refuse_unshared
-from stoker.training.store import open_store
 
 POLL_S = 0.2
 STOP_DEADLINE_S = 90.0

@@ -51,7 +51,7 @@ class ImageClassification(Recipe):
         return self
 
     def read(self, split: Split) -> Any:
-        from stoker.data.sources import read_any
+        from stoker.data import read_any
 
         return read_any(self.data, split, self.wanted())
 
@@ -78,7 +78,7 @@ class ImageClassification(Recipe):
     def preprocess(self, split: Split) -> list[Any]:
         from torchvision.transforms import v2
 
-        from stoker.data.transforms import CheckLabel, DecodeImage, Reduce
+        from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, Reduce
 
         chain: list[Any] = [DecodeImage(self.color)]
         if self.num_classes:

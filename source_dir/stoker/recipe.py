@@ -57,7 +57,7 @@ class Recipe(BaseModel):
         """Head: the records of a split, lazily.
 
         Returns:
-            A `stoker.data.sources.Source` or a `ray.data.Dataset`; None where there is no such split.
+            A `stoker.data.sources.base.Source` or a `ray.data.Dataset`; None where there is no such split.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what to read: define read()")
 

@@ -68,7 +68,7 @@ def test_ctrl_c_stops_a_recipe_of_the_users_own_with_a_checkpoint(tmp_path: Path
     project = tmp_path / "my_project"
     project.mkdir()
     (project / "prices.py").write_text(
-        "from stoker.data.sources import read_parquet\n"
+        "from stoker.data import read_parquet\n"
         "from stoker.recipe import Recipe\n"
         "import torch\n"
         "import torch.nn.functional as F\n"

@@ -22,8 +22,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join([RECIPES, os.environ.get("PYTHONPATH"
 
 from streaming import Train  # noqa: E402
 
-from stoker.data.sources import cut_indices, record_id  # noqa: E402
-from stoker.data.tasks import order_of  # noqa: E402
+from stoker.data.engine.tasks import order_of  # noqa: E402
+from stoker.data.sources.base import cut_indices, record_id  # noqa: E402
 from stoker.schema import Config  # noqa: E402
 from tests.fakes.ray_nodes import RayNodes  # noqa: E402
 
@@ -97,8 +97,8 @@ def lost_server() -> dict[str, Any]:
     import ray
     import torch
 
-    from stoker.data.feed import Pass, Prefetch
-    from stoker.data.transport import open_transport
+    from stoker.data.feed.feed import Pass, Prefetch
+    from stoker.data.transport.client import open_transport
 
     config = job({"records": 1500, "ms": 10, "kb": 8}, batch=50, block=25, preprocess_on=["cpu"])
     train = Train(config)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.data.chain import ID_COLUMN
+from stoker.data.coordinator.streams import Portion
 from stoker.data.opening import open_data, start_coordinator
-from stoker.data.serving import columns_of
-from stoker.data.sources import ID_MODULUS
-from stoker.data.streams import Portion
+from stoker.data.preprocessing.chain import ID_COLUMN
+from stoker.data.sources.base import ID_MODULUS
+from stoker.data.transport.server import columns_of
 from stoker.schema import Config
 
 

@@ -13,7 +13,7 @@ from running import run_job
 from streaming import Train
 
 from stoker.config import UsageError
-from stoker.data.serving import columns_of
+from stoker.data.transport.server import columns_of
 from stoker.schema import Config
 
 

@@ -13,13 +13,15 @@ import torch
 from steps import EVERYTHING, Tiny, feed, run
 from torch import nn
 
+from stoker.checkpoints import format as checkpoint
+from stoker.checkpoints import train_state as snapshot
+from stoker.checkpoints.format import Content
+from stoker.checkpoints.train_state import Progress
 from stoker.schema import Config
-from stoker.training import checkpoint, snapshot, strategies
+from stoker.storage.checkpoint_store import open_store
+from stoker.training import strategies
 from stoker.training.build import build
-from stoker.training.checkpoint import Content
-from stoker.training.snapshot import Progress
 from stoker.training.step import Step
-from stoker.training.store import open_store
 from stoker.training.worker import Worker
 
 CASES: dict[str, dict[str, Any]] = {

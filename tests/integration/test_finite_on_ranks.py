@@ -8,9 +8,9 @@ import pytest
 import torch
 from steps import feed, make, run
 
+from stoker.checkpoints.finite import check_state
+from stoker.checkpoints.train_state import Progress
 from stoker.training import strategies
-from stoker.training.finite import check_state
-from stoker.training.snapshot import Progress
 
 
 def answer(rank: int, worker: Any, progress: Progress) -> str:

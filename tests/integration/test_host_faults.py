@@ -11,8 +11,8 @@ import pytest
 from running import run_job
 from streaming import Train
 
-from stoker.data.sources import cut_indices, record_id
-from stoker.data.tasks import order_of
+from stoker.data.engine.tasks import order_of
+from stoker.data.sources.base import cut_indices, record_id
 from stoker.schema import Config
 
 RECORDS, SHARD, SEED = 120, 40, 3

@@ -18,10 +18,10 @@ import boto3
 import pytest
 import torch
 
-from stoker.data.sources import read_any
-from stoker.training import checkpoint
-from stoker.training.checkpoint import Content, Shelf
-from stoker.training.store import Store, open_store
+from stoker.checkpoints import format as checkpoint
+from stoker.checkpoints.format import Content, Shelf
+from stoker.data import read_any
+from stoker.storage.checkpoint_store import Store, open_store
 
 ROOT = Path(__file__).resolve().parents[2]
 BUCKET, DATA = "my-bucket", "my-data"

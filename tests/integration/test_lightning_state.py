@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from stoker.training import checkpoint
-from stoker.training.checkpoint import Content
-from stoker.training.store import open_store
+from stoker.checkpoints import format as checkpoint
+from stoker.checkpoints.format import Content
+from stoker.storage.checkpoint_store import open_store
 
 pytest.importorskip("lightning")
 

@@ -17,10 +17,10 @@ from running import run_job
 
 from launcher.replay import replay
 from stoker.schema import MlflowConfig
+from stoker.storage.checkpoint_store import Store, open_store
 from stoker.tracking import mlflow_sender
 from stoker.tracking.mlflow_sender import MlflowSender
 from stoker.tracking.summary import Metrics, Summary
-from stoker.training.store import Store, open_store
 from tests.fakes.aws import moto_server
 from tests.fakes.mlflow_server import MlflowServer, latest, pairs
 

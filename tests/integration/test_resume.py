@@ -223,7 +223,7 @@ def test_a_full_disk_is_named_and_leaves_the_checkpoint_before(
     assert outcome.code == 1
     checkpoint, disk = f"{small_disk}/kept/step-00000010", f"the disk mounted at {small_disk} (12 MB) is full"
     assert f"cannot write the checkpoint {checkpoint}: {disk}" in (outcome.summary.error or "")
-    from stoker.training.store import open_store, verify
+    from stoker.storage.checkpoint_store import open_store, verify
 
     store = open_store(str(small_disk / "kept"))
     assert store.names() == ["step-00000005"]

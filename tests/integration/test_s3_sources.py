@@ -13,7 +13,7 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 import boto3
 import pytest
 
-from stoker.data.sources import read_any
+from stoker.data import read_any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
 from aws import moto_server

@@ -11,7 +11,7 @@ from running import run_job
 from streaming import Train
 
 from stoker.data.opening import open_data
-from stoker.data.transport import Transport
+from stoker.data.transport.client import Transport
 from stoker.schema import Config
 
 

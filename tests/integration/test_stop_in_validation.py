@@ -15,8 +15,8 @@ from running import run_job
 from safetensors.torch import load_file
 
 from stoker import driver
-from stoker.training import checkpoint
-from stoker.training.store import open_store
+from stoker.checkpoints import format as checkpoint
+from stoker.storage.checkpoint_store import open_store
 
 RECORDS, VALIDATED = 48, 200
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.data.sources import Piece, Record, Source, read_range, read_torch
-from stoker.data.transforms import RecordTransform
+from stoker.data import Piece, Record, RecordTransform, Source, read_range, read_torch
 from stoker.recipe import Recipe
 
 

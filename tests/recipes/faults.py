@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from rows import Counting, Numbers
 
-from stoker.data.sources import Record
-from stoker.data.transforms import RecordTransform
+from stoker.data import Record, RecordTransform
 
 
 class Mischief(RecordTransform):

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.data.sources import BadRecord, Record, Source, cut_indices, read_parquet, read_torch
-from stoker.data.transforms import RecordTransform
+from stoker.data import BadRecord, Record, RecordTransform, Source, cut_indices, read_parquet, read_torch
 from stoker.recipe import Recipe
 
 

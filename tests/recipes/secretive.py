@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from rows import Counting, Regression
 
-from stoker.data.sources import Record
-from stoker.data.transforms import RecordTransform
+from stoker.data import Record, RecordTransform
 
 
 class Connects(Counting):

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.data.sources import Record, read_range
-from stoker.data.transforms import RecordTransform
+from stoker.data import Record, RecordTransform, read_range
 from stoker.recipe import Recipe
 
 

@@ -79,8 +79,8 @@ def test_a_lost_host_and_a_sigterm_cost_no_record_and_fewer_hosts_go_on(tmp_path
     for epoch in range(3):
         assert trained(tmp_path, epoch) == 1437, "every record once, the lost host's too"
 
-    from stoker.training import checkpoint
-    from stoker.training.store import open_store
+    from stoker.checkpoints import format as checkpoint
+    from stoker.storage.checkpoint_store import open_store
 
     newest = checkpoint.newest_valid(open_store(str(tmp_path / "runs" / "latest" / "checkpoints"), False))
     assert newest is not None

@@ -17,13 +17,14 @@ import pytest
 import torch
 from rows import Counting
 
-from stoker.data.steps import StepTimes
+from stoker.checkpoints import format as checkpoint
+from stoker.checkpoints.manager import Keeper
+from stoker.data.feed.step_timer import StepTimes
 from stoker.schema import Config
-from stoker.training import checkpoint, loop
+from stoker.storage.checkpoint_store import open_store
+from stoker.training import loop
 from stoker.training.build import build
-from stoker.training.keeping import Keeper
 from stoker.training.starting import nothing_left
-from stoker.training.store import open_store
 from stoker.training.worker import Worker
 
 Tensors = dict[str, Any]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.data.chain import BlockReport
-from stoker.data.ledger import DataError, EpochBooks
-from stoker.data.sources import BadRecord, record_id
+from stoker.data.coordinator.accounting import DataError, EpochBooks
+from stoker.data.preprocessing.chain import BlockReport
+from stoker.data.sources.base import BadRecord, record_id
 
 
 def books_of(keys: list[str], bad: list[str] | None = None) -> EpochBooks:

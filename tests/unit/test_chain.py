@@ -12,9 +12,15 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from stoker.config import UsageError
-from stoker.data.chain import HWC_SUFFIX, ID_COLUMN, Chain, ChainError
-from stoker.data.sources import BadRecord, Record
-from stoker.data.transforms import CheckLabel, DecodeImage, RecordTransform, as_stages, decode_image
+from stoker.data.preprocessing.chain import HWC_SUFFIX, ID_COLUMN, Chain, ChainError
+from stoker.data.preprocessing.transforms import (
+    CheckLabel,
+    DecodeImage,
+    RecordTransform,
+    as_stages,
+    decode_image,
+)
+from stoker.data.sources.base import BadRecord, Record
 
 IMAGE = "image" + HWC_SUFFIX
 

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.data.feed import Loaded, Pass, Prefetch
-from stoker.data.steps import Stamps
-from stoker.data.streams import Portion
-from stoker.training import checkpoint, snapshot
-from stoker.training.checkpoint import Content, Shelf
-from stoker.training.store import MANIFEST, Store, open_store, verify
-from stoker.training.writer import Writer
+from stoker.checkpoints import format as checkpoint
+from stoker.checkpoints import train_state as snapshot
+from stoker.checkpoints.format import Content, Shelf
+from stoker.checkpoints.writer import Writer
+from stoker.data.coordinator.streams import Portion
+from stoker.data.feed.feed import Loaded, Pass, Prefetch
+from stoker.data.feed.step_timer import Stamps
+from stoker.storage.checkpoint_store import MANIFEST, Store, open_store, verify
 
 
 def save(store: Store, step: int, value: float | None = None, **meta: Any) -> checkpoint.Checkpoint:
@@ -164,7 +165,7 @@ def test_a_request_in_any_batch_of_an_accumulated_step_is_kept_until_it_is_answe
 
 
 def test_one_write_is_in_flight_and_the_next_waits_and_says_so_once(monkeypatch: Any) -> None:
-    monkeypatch.setattr("stoker.training.writer.WORTH_SAYING_S", 0.0)
+    monkeypatch.setattr("stoker.checkpoints.writer.WORTH_SAYING_S", 0.0)
     said: list[str] = []
     writer = Writer(said.append)
     running: list[int] = []

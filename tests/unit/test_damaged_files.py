@@ -21,9 +21,10 @@ from PIL import Image
 from pyarrow import parquet
 
 from stoker.config import UsageError
-from stoker.data.chain import HWC_SUFFIX, KEY_COLUMN, Chain, ChainError
-from stoker.data.sources import BadRecord, read_images
-from stoker.data.transforms import DecodeImage, as_stages
+from stoker.data import read_images
+from stoker.data.preprocessing.chain import HWC_SUFFIX, KEY_COLUMN, Chain, ChainError
+from stoker.data.preprocessing.transforms import DecodeImage, as_stages
+from stoker.data.sources.base import BadRecord
 
 pytestmark = pytest.mark.long
 

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker.training import checkpoint
-from stoker.training.checkpoint import Content, Shelf
-from stoker.training.store import Store, open_store, verify
+from stoker.checkpoints import format as checkpoint
+from stoker.checkpoints.format import Content, Shelf
+from stoker.storage.checkpoint_store import Store, open_store, verify
 
 WRITER = """
 import sys
 from pathlib import Path
-from stoker.training.store import open_store
+from stoker.storage.checkpoint_store import open_store
 draft = open_store(sys.argv[1]).draft()
 (draft / "model.safetensors").write_bytes(b"half")
 print(draft, flush=True)

@@ -17,7 +17,7 @@ from stoker.extras import ONNX, refuse_missing, requirement_lines
 from stoker.image_classification import normalize
 from stoker.recipe import Recipe
 from stoker.training.export import keep_example, wanted, write_forms
-from stoker.training.forms import FILES, Example
+from stoker.training.export_formats import FILES, Example
 from stoker.training.worker import Worker
 
 pytestmark = pytest.mark.long

@@ -13,8 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
-from stoker.data import images, rereading
-from stoker.data.sources import BadRecord, read_images, read_torch
+from stoker.data import read_images, read_torch
+from stoker.data.sources import images, rereading
+from stoker.data.sources.base import BadRecord
 
 
 class Flaky:

@@ -13,12 +13,19 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data.chain import BlockReport, Chain
-from stoker.data.sources import BadRecord, Piece, Record, Source, read_torch, record_id
-from stoker.data.suspects import Suspects
-from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of
-from stoker.data.transforms import RecordTransform, as_stages
-from stoker.data.witness import Guard
+from stoker.data import read_torch
+from stoker.data.engine.suspects import Suspects
+from stoker.data.engine.tasks import EpochPlan, Loaded, Work, groups_of
+from stoker.data.engine.witness import Guard
+from stoker.data.preprocessing.chain import BlockReport, Chain
+from stoker.data.preprocessing.transforms import RecordTransform, as_stages
+from stoker.data.sources.base import (
+    BadRecord,
+    Piece,
+    Record,
+    Source,
+    record_id,
+)
 
 COUNT = 23
 

@@ -21,18 +21,19 @@ import torch
 from torchvision.transforms import v2
 
 from stoker.config import UsageError
-from stoker.data.caching import homes_of, key_of, prefix_length, refuse_nothing_to_keep
-from stoker.data.chain import BlockReport, Chain
-from stoker.data.cleaning import LEFT_AFTER_S, sweep
-from stoker.data.host_cache import CacheError, CacheSpec, HostCache, decode, encode, room
-from stoker.data.images import ImageFolderSource
-from stoker.data.keeping import Keeping
-from stoker.data.pipeline import Passes
-from stoker.data.placement import ChainHost, Placement
-from stoker.data.position import Position
-from stoker.data.sources import Piece, Source, cut_indices, read_any, read_range
-from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of
-from stoker.data.transforms import CheckLabel, DecodeImage, as_stages
+from stoker.data import read_any, read_range
+from stoker.data.cache.affinity import Keeping
+from stoker.data.cache.cleaning import LEFT_AFTER_S, sweep
+from stoker.data.cache.reading import homes_of, key_of, prefix_length, refuse_nothing_to_keep
+from stoker.data.cache.store import CacheError, CacheSpec, HostCache, decode, encode, room
+from stoker.data.coordinator.cursor import Position
+from stoker.data.engine.passes import Passes
+from stoker.data.engine.placement import ChainHost, Placement
+from stoker.data.engine.tasks import EpochPlan, Loaded, Work, groups_of
+from stoker.data.preprocessing.chain import BlockReport, Chain
+from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, as_stages
+from stoker.data.sources.base import Piece, Source, cut_indices
+from stoker.data.sources.images import ImageFolderSource
 from stoker.schema import Config, DataConfig
 
 pytestmark = pytest.mark.long
@@ -254,7 +255,7 @@ def test_a_host_without_room_says_so_and_what_helps(root: Path) -> None:
 HOLDS_A_FOLDER = """
 import sys, time
 from pathlib import Path
-from stoker.data.cleaning import Cleaner
+from stoker.data.cache.cleaning import Cleaner
 cleaner = Cleaner(Path(sys.argv[1]))
 (Path(sys.argv[1]) / "kept").write_bytes(b"x")
 print("ready", flush=True)

@@ -21,15 +21,16 @@ from rows import Numbers
 from torch.utils.data import Subset, TensorDataset
 
 from stoker.config import UsageError
-from stoker.data.caching import key_of
-from stoker.data.chain import Chain
-from stoker.data.host_cache import CacheError, CacheSpec, HostCache
-from stoker.data.identity import agree, identity_of
+from stoker.data import read_any, read_images, read_parquet, read_torch
+from stoker.data.cache.reading import key_of
+from stoker.data.cache.store import CacheError, CacheSpec, HostCache
+from stoker.data.coordinator.cursor import Plan, Position
+from stoker.data.engine.tasks import EpochPlan, Loaded, Work, groups_of
 from stoker.data.opening import open_data
-from stoker.data.position import Plan, Position
-from stoker.data.sources import Source, read_any, read_images, read_parquet, read_torch
-from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of
-from stoker.data.transforms import as_stages
+from stoker.data.preprocessing.chain import Chain
+from stoker.data.preprocessing.transforms import as_stages
+from stoker.data.sources.base import Source
+from stoker.data.sources.identity import agree, identity_of
 from stoker.schema import Config
 
 pytestmark = pytest.mark.long
@@ -247,7 +248,7 @@ def test_two_samples_agree_as_far_as_both_go(tmp_path: Path, monkeypatch: pytest
     # One machine is slower than the other, so it looks at less within the same time.
     before = images(tmp_path / "data")
     whole = identity_of(before).text
-    monkeypatch.setattr("stoker.data.identity.BUDGET_S", 0.0)
+    monkeypatch.setattr("stoker.data.sources.identity.BUDGET_S", 0.0)
     little = identity_of(before).text
     assert len(little) < len(whole)
     assert agree(little, whole) and agree(whole, little)

@@ -15,13 +15,14 @@ import pytest
 import torch
 from test_step import Linear
 
+from stoker.checkpoints import format as checkpoint
+from stoker.checkpoints import train_state as snapshot
+from stoker.checkpoints.train_state import Progress
 from stoker.schema import Config
-from stoker.training import checkpoint, snapshot
+from stoker.storage.checkpoint_store import open_store
 from stoker.training.build import build
 from stoker.training.optimizers import learning_rate
-from stoker.training.snapshot import Progress
 from stoker.training.step import Step
-from stoker.training.store import open_store
 from stoker.training.worker import Worker
 
 pytestmark = pytest.mark.long

@@ -12,7 +12,8 @@ import pytest
 from pyarrow import parquet
 
 from stoker.config import UsageError
-from stoker.data.sources import BadRecord, Source, read_delta, read_parquet
+from stoker.data import read_delta, read_parquet
+from stoker.data.sources.base import BadRecord, Source
 
 
 def records(source: Source | None) -> list[Any]:
@@ -127,7 +128,7 @@ def test_a_rule_that_does_not_fit_is_refused(column: str, rule: Any, expected: s
 def test_a_null_that_nobody_found_before_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.data.nulls.READ_LIMIT_BYTES", 0)
+    monkeypatch.setattr("stoker.data.sources.nulls.READ_LIMIT_BYTES", 0)
     with pytest.raises(UsageError, match="column x holds 1 NULL"):
         records(read_parquet(write(tmp_path, statistics=False, x=INTS), "train"))
 
@@ -151,7 +152,7 @@ def test_columns_added_to_a_delta_table_later_are_nulls_of_its_older_files(tmp_p
 
 
 def test_nulls_of_a_ray_dataset_leave_the_numbers_beside_them_as_they_are() -> None:
-    from stoker.data.tasks import as_records
+    from stoker.data.engine.tasks import as_records
 
     table = pa.table({"key": ["a", "b"], "x": [2**53 + 1, None], "y": [1.5, 2.5], "v": [[1, 2], [3, 4]]})
     first, second = as_records(table)

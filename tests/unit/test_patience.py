@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.data.patience import Patience, others, reread_wait_s
-from stoker.data.placement import ChainHost, Placement
+from stoker.data.engine.deadlines import Patience, others, reread_wait_s
+from stoker.data.engine.placement import ChainHost, Placement
 
 
 def test_a_deadline_is_twenty_times_what_such_blocks_take_and_doubles() -> None:

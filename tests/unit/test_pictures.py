@@ -15,7 +15,7 @@ from PIL import Image
 from stoker.report.reading import read_run
 from stoker.tracking.recorder import Recorder
 from stoker.tracking.summary import Summary
-from stoker.training.pictures import MOST, pictures, show_once
+from stoker.training.sample_images import MOST, pictures, show_once
 from stoker.training.worker import Worker
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.data.placement import ChainHost, Placement, chain_hosts
+from stoker.data.engine.placement import ChainHost, Placement, chain_hosts
 
 
 def placed(*hosts: ChainHost) -> Placement:

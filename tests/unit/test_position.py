@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.config import UsageError
-from stoker.data.chain import BlockReport
-from stoker.data.identity import identity_of
-from stoker.data.images import ImageFolderSource
-from stoker.data.indexed import RangeSource, TorchSource
-from stoker.data.ledger import EpochBooks
-from stoker.data.position import Plan, Position, Trail, ranges
-from stoker.data.signals import OneTimeSignal, Pace, Signal
-from stoker.data.sources import BadRecord, record_id
-from stoker.data.splitter import Splitter
-from stoker.data.streams import Stream
+from stoker.data.coordinator.accounting import EpochBooks
+from stoker.data.coordinator.cursor import Plan, Position, Trail, ranges
+from stoker.data.coordinator.signals import OneTimeSignal, Pace, Signal
+from stoker.data.coordinator.splitter import Splitter
+from stoker.data.coordinator.streams import Stream
+from stoker.data.preprocessing.chain import BlockReport
+from stoker.data.sources.base import BadRecord, record_id
+from stoker.data.sources.identity import identity_of
+from stoker.data.sources.images import ImageFolderSource
+from stoker.data.sources.indexed import RangeSource, TorchSource
 
 PLAN = Plan(seed=1, shuffle=True, order="any", block_records=4, fingerprint="f")
 EPOCH = st.lists(st.lists(st.booleans(), min_size=1, max_size=11), min_size=1, max_size=6)

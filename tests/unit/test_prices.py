@@ -17,8 +17,8 @@ from launcher.sagemaker import aws
 from stoker.bootstrap.cluster import labels_of
 from stoker.bootstrap.topology import resolve
 from stoker.config import UsageError, load
-from stoker.sizing import prices
-from stoker.sizing.cost import cost_row, run_cost
+from stoker.costs import prices
+from stoker.costs.cost import cost_row, run_cost
 from stoker.tracking.summary import Summary
 
 REGION_FILTER = [

@@ -9,8 +9,8 @@ import pytest
 
 from stoker.config import load
 from stoker.recipe import load_recipe
+from stoker.sizing.gpu_profile import measure_gpu
 from stoker.sizing.measure import table_name
-from stoker.sizing.replay import measure_gpu
 
 RECIPES = Path(__file__).resolve().parents[2] / "benchmarks/recipes"
 PARAMS = {"records": 1000, "cpu_s": 0.0, "bytes_per_sample": 10}

@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from launcher import resuming as launcher
+from stoker.checkpoints import format as checkpoint
+from stoker.checkpoints import resume as resuming
+from stoker.checkpoints.format import Content
 from stoker.config import UsageError, load
 from stoker.place import Place
 from stoker.schema import Config
-from stoker.training import checkpoint, resuming
-from stoker.training.checkpoint import Content
-from stoker.training.store import open_store
+from stoker.storage.checkpoint_store import open_store
 
 
 def save(folder: Path, step: int, config: Config | None = None, **meta: Any) -> Path:

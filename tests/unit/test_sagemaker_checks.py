@@ -20,7 +20,7 @@ from launcher.job import Job, open_job
 from launcher.sagemaker import checks, model
 from launcher.sagemaker.request import default_image, draft, job_name
 from stoker.config import UsageError, load
-from stoker.sizing import prices
+from stoker.costs import prices
 
 BASE = {
     "name": "flowers",

@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from whole_way import Listed, OtherHost, Reference, Store, Way
 
 from stoker.config import UsageError
-from stoker.data.buffers import Buffers
-from stoker.data.columns import SchemaError, schema_of
-from stoker.data.ledger import STATED, DataError
-from stoker.data.rows import Assembly, Rows
-from stoker.data.sources import BadRecord, read_torch, read_webdataset, record_id
-from stoker.data.transforms import Drop
+from stoker.data import read_torch, read_webdataset
+from stoker.data.coordinator.accounting import STATED, DataError
+from stoker.data.preprocessing.columns import SchemaError, schema_of
+from stoker.data.preprocessing.transforms import Drop
+from stoker.data.sources.base import BadRecord, record_id
+from stoker.data.transport.batches import Assembly, Rows
+from stoker.data.transport.buffers import Buffers
 
 EXAMPLES = int(os.environ.get("STOKER_SCHEMA_EXAMPLES", "2000"))
 

@@ -16,7 +16,8 @@ from pyarrow import parquet
 from whole_way import OtherHost, Store, Way
 
 from stoker.config import UsageError
-from stoker.data.sources import read_parquet, record_id
+from stoker.data import read_parquet
+from stoker.data.sources.base import record_id
 
 pytestmark = pytest.mark.long
 

@@ -15,11 +15,12 @@ from launcher import commands
 from launcher.job import open_job
 from stoker import redaction
 from stoker.bootstrap import run as bootstrap
+from stoker.checkpoints import format as checkpoint
+from stoker.checkpoints import resume as resuming
+from stoker.checkpoints.format import Content
 from stoker.config import SECRETS_FILE, UsageError, load
 from stoker.redaction import REDACTED, is_secret, redact
-from stoker.training import checkpoint, resuming
-from stoker.training.checkpoint import Content
-from stoker.training.store import open_store
+from stoker.storage.checkpoint_store import open_store
 
 SECRET = 's3cr3t-V4lue/+"quoted"'
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.data.chain import KEY_COLUMN
+from stoker.data.engine.tasks import EpochPlan, Loaded, Work, groups_of
 from stoker.data.opening import open_data
-from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of
+from stoker.data.preprocessing.chain import KEY_COLUMN
 from stoker.schema import Config
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -79,7 +79,7 @@ def test_torch_is_seeded_also_where_users_code_is_the_first_to_import_it(tmp_pat
     (tmp_path / "work").write_bytes(pickle.dumps((source, chain, source.pieces(30, None)[0])))
     code = (
         "import importlib, json, pickle, sys\n"
-        "from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of\n"
+        "from stoker.data.engine.tasks import EpochPlan, Loaded, Work, groups_of\n"
         "source, chain, piece = pickle.load(open(sys.argv[1], 'rb'))\n"
         "plan = EpochPlan(seed=3, epoch=0, split='train', shuffle=False, block_records=15)\n"
         "work = Work(0, pickle.dumps(piece))\n"

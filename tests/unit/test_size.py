@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from launcher.submit import app
 from stoker.config import UsageError, load
+from stoker.costs.prices import price_list
 from stoker.sizing.advice_table import Advice, advise
 from stoker.sizing.candidates import Candidate, Measured, Wanted
-from stoker.sizing.prices import price_list
 
 BLURS = [{"stage": f"blur {i + 1}", "cpu_ms_per_sample": 10.4, "bytes_out": 150_528} for i in range(10)]
 POST = Measured(

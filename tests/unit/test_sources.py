@@ -15,10 +15,11 @@ import pytest
 from pyarrow import parquet
 
 from stoker.config import UsageError
-from stoker.data.chain import KEY_COLUMN, Chain
-from stoker.data.sources import BadRecord, Source, read_any, read_parquet, read_torch, read_webdataset
-from stoker.data.tasks import EpochPlan, Loaded, Work, groups_of, order_of
-from stoker.data.transforms import DecodeImage, as_stages
+from stoker.data import read_any, read_parquet, read_torch, read_webdataset
+from stoker.data.engine.tasks import EpochPlan, Loaded, Work, groups_of, order_of
+from stoker.data.preprocessing.chain import KEY_COLUMN, Chain
+from stoker.data.preprocessing.transforms import DecodeImage, as_stages
+from stoker.data.sources.base import BadRecord, Source
 
 
 def everything(source: Source | None, records: int = 100, seed: int | None = None) -> list[Any]:

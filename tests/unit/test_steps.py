@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.data.steps import TERMS, HostClock, Stamps, StepTimes, exposed, on_device
+from stoker.data.feed.step_timer import TERMS, HostClock, Stamps, StepTimes, exposed, on_device
 from stoker.tracking.bottleneck import HostLoad, bottleneck
 from stoker.tracking.summary import Host, Summary
 

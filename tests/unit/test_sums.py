@@ -12,7 +12,8 @@ from damage import keys, records, tar_of, write_sums
 from pyarrow import parquet
 
 from stoker.config import UsageError
-from stoker.data.sources import BadRecord, read_any
+from stoker.data import read_any
+from stoker.data.sources.base import BadRecord
 
 
 def make(root: Path, form: str) -> Path:

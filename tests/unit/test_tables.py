@@ -11,7 +11,8 @@ import pytest
 from pyarrow import parquet
 
 from stoker.config import UsageError
-from stoker.data.sources import Source, read_any, read_delta, read_parquet
+from stoker.data import read_any, read_delta, read_parquet
+from stoker.data.sources.base import Source
 
 
 def rows_of(source: Source | None, records: int = 64) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import pytest
 from damage import keys, records, tar_of
 
 from stoker.config import UsageError
-from stoker.data.sources import read_webdataset
+from stoker.data import read_webdataset
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 

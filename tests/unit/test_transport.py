@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stoker.data import wire
-from stoker.data.buffers import Buffers
-from stoker.data.columns import schema_of
-from stoker.data.direct import DirectHosts
-from stoker.data.rows import Assembly, Rows, Server
-from stoker.data.serving import BlockServer
+from stoker.data.preprocessing.columns import schema_of
+from stoker.data.transport import wire
+from stoker.data.transport.batches import Assembly, Rows, Server
+from stoker.data.transport.buffers import Buffers
+from stoker.data.transport.connections import DirectHosts
+from stoker.data.transport.server import BlockServer
 
 SECRET = b"s" * 32
 
@@ -167,7 +167,7 @@ def test_a_host_that_went_away_is_told_once_and_avoided(far: Setting) -> None:
 
 
 def test_a_block_that_never_reaches_the_host_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.data.serving.BLOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("stoker.data.transport.server.BLOCK_TIMEOUT_S", 0.1)
     here = setting(deaf=True)
     _, came = here.fetch((block(4), 0, 4))
     assert came == [False] and "did not come here" in here.notes[0]

@@ -14,20 +14,20 @@ import numpy as np
 import pytest
 import torch
 
+from stoker.checkpoints import format as checkpoint
+from stoker.checkpoints.format import Content
 from stoker.config import UsageError
 from stoker.integrations.lightning_state import pack, plain_state, unpack
-from stoker.training import checkpoint
-from stoker.training.checkpoint import Content
-from stoker.training.store import MANIFEST, open_store, sha256, verify
+from stoker.storage.checkpoint_store import MANIFEST, open_store, sha256, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 
 ARGUED = {
-    "source_dir/stoker/data/tasks.py": (3, "pieces and chains, pickled by the head of this run"),
-    "source_dir/stoker/data/host_cache.py": (1, "records in a folder that only this user may enter"),
+    "source_dir/stoker/data/engine/tasks.py": (3, "pieces and chains, pickled by the head of this run"),
+    "source_dir/stoker/data/cache/store.py": (1, "records in a folder that only this user may enter"),
     "source_dir/stoker/training/export.py": (1, "a copy of an object of this very process"),
-    "source_dir/stoker/data/identity.py": (1, "a copy of an object of this very process"),
-    "source_dir/stoker/data/probing.py": (1, "sources and chains, pickled by the head of this run"),
+    "source_dir/stoker/data/sources/identity.py": (1, "a copy of an object of this very process"),
+    "source_dir/stoker/data/preprocessing/probing.py": (1, "of the head of this run"),
     "source_dir/stoker/sizing/profile.py": (1, "sent by the parent process through a pipe"),
 }
 """Where pickles are read, how often, and why nobody else can have written them."""

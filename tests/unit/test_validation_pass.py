@@ -6,11 +6,11 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from stoker.data.attempt import Attempt
-from stoker.data.coordinator import Coordinator
-from stoker.data.ledger import ChainBooks
-from stoker.data.position import Plan, Position
-from stoker.data.suspects import Suspects
+from stoker.data.coordinator.accounting import ChainBooks
+from stoker.data.coordinator.actor import Coordinator
+from stoker.data.coordinator.attempt import Attempt
+from stoker.data.coordinator.cursor import Plan, Position
+from stoker.data.engine.suspects import Suspects
 from stoker.schema import Config
 
 PLAN = Plan(seed=0, shuffle=True, order="exact", block_records=8, fingerprint="f")

@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.data.attempt import Attempt
-from stoker.data.direct import DirectHosts
-from stoker.data.feed import as_tensors
+from stoker.data.coordinator.attempt import Attempt
+from stoker.data.coordinator.cursor import Position
+from stoker.data.engine.passes import Passes, pack_work
+from stoker.data.engine.suspects import Suspects
+from stoker.data.engine.tasks import Loaded, groups_of
+from stoker.data.feed.feed import as_tensors
 from stoker.data.opening import open_data
-from stoker.data.pipeline import Passes, pack_work
-from stoker.data.position import Position
-from stoker.data.rows import Server
-from stoker.data.serving import BlockServer
-from stoker.data.sources import BadRecord, Piece, Source, cut_indices
-from stoker.data.suspects import Suspects
-from stoker.data.tasks import Loaded, groups_of
-from stoker.data.transport import Transport
+from stoker.data.sources.base import BadRecord, Piece, Source, cut_indices
+from stoker.data.transport.batches import Server
+from stoker.data.transport.client import Transport
+from stoker.data.transport.connections import DirectHosts
+from stoker.data.transport.server import BlockServer
 from stoker.recipe import Recipe
 from stoker.schema import Config
 
@@ -177,13 +177,13 @@ class Way:
 
 
 def _books() -> dict[str, Any]:
-    from stoker.data.ledger import ChainBooks
+    from stoker.data.coordinator.accounting import ChainBooks
 
     return {split: ChainBooks() for split in ("train", "val")}
 
 
 def _raise(failure: str) -> None:
-    from stoker.data.ledger import DataError
+    from stoker.data.coordinator.accounting import DataError
 
     if failure:
         raise DataError(failure)

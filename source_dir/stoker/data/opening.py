@@ -9,16 +9,16 @@ from typing import Any
 
 from stoker.bootstrap.topology import label
 from stoker.config import Resolved, UsageError
-from stoker.data.caching import key_of, prefix_length, refuse_nothing_to_keep
-from stoker.data.coordinator import Coordinator
-from stoker.data.host_cache import CacheSpec
-from stoker.data.identity import Identity, identity_of
-from stoker.data.pipeline import GROUP_LABEL, Passes
-from stoker.data.placement import ChainHost, chain_hosts
-from stoker.data.position import Position
-from stoker.data.probing import fix_schemas
-from stoker.data.seeding import drawing
-from stoker.data.sources import Source
+from stoker.data.cache.reading import key_of, prefix_length, refuse_nothing_to_keep
+from stoker.data.cache.store import CacheSpec
+from stoker.data.coordinator.actor import Coordinator
+from stoker.data.coordinator.cursor import Position
+from stoker.data.engine.passes import GROUP_LABEL, Passes
+from stoker.data.engine.placement import ChainHost, chain_hosts
+from stoker.data.preprocessing.probing import fix_schemas
+from stoker.data.sources.base import Source
+from stoker.data.sources.identity import Identity, identity_of
+from stoker.data.sources.seeding import drawing
 from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe, where_raised
 from stoker.schema import Config
 
@@ -65,8 +65,8 @@ def open_data(config: Config) -> Data:
         UsageError: nothing to read, damaged files, a chain that cannot be run, or columns that cannot be
             batched.
     """
-    from stoker.data.chain import Chain
-    from stoker.data.transforms import as_stages
+    from stoker.data.preprocessing.chain import Chain
+    from stoker.data.preprocessing.transforms import as_stages
 
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     data = Data({}, {}, {})
@@ -134,7 +134,7 @@ def refuse_uncacheable(recipe: str, data: Data) -> None:
     if not isinstance(data.sources["train"], Source):
         raise UsageError(
             f"data.cache: {recipe}.read('train') returned a ray.data.Dataset, which Ray Data executes; set"
-            " it to none, or return one of stoker.data.sources"
+            " it to none, or return one of stoker.data.sources.base"
         )
     if why := data.identity("train").draws:
         raise UsageError(

@@ -20,12 +20,12 @@ from ray.train.lightning import (
     prepare_trainer,
 )
 
-from stoker.data.feed import Pass
+from stoker.checkpoints.manager import Keeper
+from stoker.checkpoints.train_state import Progress
+from stoker.data.feed.feed import Pass
 from stoker.integrations.lightning_state import pack, plain_state, unpack
 from stoker.training.export import keep_example
-from stoker.training.keeping import Keeper
 from stoker.training.loop import open_pass, settle
-from stoker.training.snapshot import Progress
 from stoker.training.starting import nothing_left
 from stoker.training.worker import Worker, check_finite, count_records, mean_over_ranks
 

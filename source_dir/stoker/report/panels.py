@@ -184,7 +184,7 @@ def limits(run: RunData) -> Panel | None:
 
 def network_limit(run: RunData) -> float | None:
     """Samples/s that the train hosts' links carry; None where their types are not known."""
-    from stoker.sizing.prices import machine
+    from stoker.costs.prices import machine
 
     size = run.summary.speed.bytes_per_sample
     trains = set(run.summary.train_workers_by_host)

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 
-from stoker.sizing import prices
+from stoker.costs import prices
 from stoker.tracking.summary import Bottleneck, Host, Summary
 
 MIN_STEPS = 10

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from stoker.sizing import prices
+from stoker.costs import prices
+from stoker.costs.prices import PriceList
 from stoker.sizing.candidates import Candidate, Measured, Wanted, evaluate, judge, machines, recommend
 from stoker.sizing.hints import needed_chain_ms, stage_hints
 from stoker.sizing.model import Term
-from stoker.sizing.prices import PriceList
 
 BINDS: dict[Term, str] = {
     "gpu": "GPU",

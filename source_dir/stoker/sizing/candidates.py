@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.sizing import prices
+from stoker.costs import prices
+from stoker.costs.prices import Machine, PriceList
 from stoker.sizing.model import (
     Prediction,
     Shape,
@@ -21,7 +22,6 @@ from stoker.sizing.model import (
     predict,
     usd_per_million_samples,
 )
-from stoker.sizing.prices import Machine, PriceList
 
 EFFICIENCY = 0.95
 """η: share of the CPU hosts' time that reaches the chain (benchmarks/sleeping.py)."""

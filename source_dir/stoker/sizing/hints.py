@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from stoker.costs.prices import PriceList, machine
 from stoker.sizing.advice import family
 from stoker.sizing.candidates import Candidate, Measured, Wanted, shape_of
 from stoker.sizing.model import predict
-from stoker.sizing.prices import PriceList, machine
 
 AROUND = ("pack", "task")
 """What is done with a sample besides the chain's own stages; no recipe can make it cheaper."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from stoker.config import Resolved, UsageError
+from stoker.costs import prices
 from stoker.schema import Config
-from stoker.sizing import prices
 from stoker.sizing.advice import MIN_STEPS
 from stoker.sizing.candidates import EFFICIENCY, Measured
 from stoker.tracking.summary import Summary
@@ -207,7 +207,7 @@ def _gpu_rate(
 ) -> tuple[dict[str, float], float, str]:
     """(G by GPU name, its spread, a note)."""
     from stoker.recipe import SOURCE_FOLDER, load_recipe
-    from stoker.sizing.replay import measure_gpu
+    from stoker.sizing.gpu_profile import measure_gpu
 
     recipe = load_recipe(config.recipe, config.params, source_dir or SOURCE_FOLDER)
     measured = measure_gpu(config, recipe, columns, GPU_SECONDS)

@@ -18,9 +18,9 @@ from itertools import islice
 from typing import Any
 
 from stoker.config import UsageError
-from stoker.data.chain import HWC_SUFFIX, ID_COLUMN, BlockReport, Chain, ChainError, StageCost
 from stoker.data.opening import Data
-from stoker.data.sources import Source
+from stoker.data.preprocessing.chain import HWC_SUFFIX, ID_COLUMN, BlockReport, Chain, ChainError, StageCost
+from stoker.data.sources.base import Source
 
 START_TIMEOUT_S = 90.0
 GROUP_SECONDS = 0.5
@@ -134,7 +134,7 @@ def _work(
     """Profile process: its share of the pieces, again and again until the time is over."""
     import pickle
 
-    from stoker.data.tasks import use_one_thread
+    from stoker.data.engine.tasks import use_one_thread
     from stoker.recipe import where_raised
 
     try:

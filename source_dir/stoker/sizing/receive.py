@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from stoker.bootstrap.raynode import RayNode
-from stoker.data.sources import read_range
+from stoker.data import read_range
 from stoker.schema import Config
 from stoker.sizing.nodes import ray_nodes
 from stoker.sizing.stream import one_pass

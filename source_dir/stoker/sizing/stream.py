@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from stoker.data.chain import Chain
-from stoker.data.feed import Pass, Prefetch
+from stoker.data.feed.feed import Pass, Prefetch
 from stoker.data.opening import Data, start_coordinator
-from stoker.data.sources import Source
-from stoker.data.transforms import as_stages
-from stoker.data.transport import open_transport
+from stoker.data.preprocessing.chain import Chain
+from stoker.data.preprocessing.transforms import as_stages
+from stoker.data.sources.base import Source
+from stoker.data.transport.client import open_transport
 from stoker.schema import Config
 
 

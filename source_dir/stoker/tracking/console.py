@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from stoker.costs.cost import cost_row
 from stoker.redaction import scrub
-from stoker.sizing.cost import cost_row
 from stoker.tracking.summary import Records, Summary
 
 PLAIN_EVERY_S = 10.0

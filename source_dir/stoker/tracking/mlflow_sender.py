@@ -21,12 +21,12 @@ import stoker
 from stoker.place import COMMIT_FILE, Place
 from stoker.redaction import redact
 from stoker.schema import Config, MlflowConfig
+from stoker.storage.checkpoint_store import Store, open_store
 from stoker.tracking import mlflow_run
 from stoker.tracking.mlflow_run import MlflowRun
 from stoker.tracking.runs import flat_config
 from stoker.tracking.scalars import Scalars
 from stoker.tracking.summary import Summary
-from stoker.training.store import Store, open_store
 
 SEND_EVERY_S = 2.0
 RETRY_EVERY_S = 15.0

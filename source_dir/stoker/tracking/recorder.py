@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stoker.costs.cost import run_cost
+from stoker.costs.prices import PriceList
 from stoker.redaction import scrub
-from stoker.sizing.cost import run_cost
-from stoker.sizing.prices import PriceList
-from stoker.tracking.board import Board
 from stoker.tracking.bottleneck import HostLoad, bottleneck
 from stoker.tracking.summary import STEP_TERMS, Summary
+from stoker.tracking.tensorboard import Board
 
 NOTABLE = ("resumed", "stop", "stopped", "note", "host_lost", "host_joined")
 """Events that the summary keeps."""

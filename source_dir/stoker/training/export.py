@@ -19,7 +19,7 @@ from typing import Any
 from stoker.config import UsageError
 from stoker.recipe import Batch, Recipe, Split, where_raised
 from stoker.schema import Config
-from stoker.training.forms import (
+from stoker.training.export_formats import (
     FILES,
     TRACED_RECORDS,
     Example,
@@ -133,10 +133,10 @@ def read_example(worker: Worker) -> Example | None:
     Returns:
         None where no record is fit.
     """
-    from stoker.data.feed import as_tensors
+    from stoker.data.engine.tasks import as_records
+    from stoker.data.feed.feed import as_tensors
     from stoker.data.opening import open_data
-    from stoker.data.sources import Source
-    from stoker.data.tasks import as_records
+    from stoker.data.sources.base import Source
 
     data = open_data(worker.config)
     split: Split = "val" if "val" in data.sources else "train"

@@ -8,20 +8,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stoker.data.feed import Pass, Prefetch
-from stoker.data.transport import open_transport
+from stoker.checkpoints.finite import check_scale
+from stoker.checkpoints.manager import Keeper
+from stoker.checkpoints.train_state import Progress, rng_state, set_rng_state
+from stoker.data.feed.feed import Pass, Prefetch
+from stoker.data.transport.client import open_transport
 from stoker.recipe import load_recipe, where_raised
 from stoker.schema import Config
+from stoker.storage.checkpoint_store import open_store
 from stoker.training import strategies
 from stoker.training.build import build, own_loop
 from stoker.training.export import export_model, keep_example
-from stoker.training.finite import check_scale
-from stoker.training.keeping import Keeper
 from stoker.training.optimizers import learning_rate
-from stoker.training.snapshot import Progress, rng_state, set_rng_state
 from stoker.training.starting import begin, nothing_left
 from stoker.training.step import Step, autocast, windows
-from stoker.training.store import open_store
 from stoker.training.worker import (
     Worker,
     at_least_float32,
@@ -337,7 +337,7 @@ def settle(worker: Worker, feed: Pass) -> dict[str, Any]:
     """Train worker: hand in this rank's count and ids, get the books; fails where records were lost."""
     import ray
 
-    from stoker.data.ledger import DataError
+    from stoker.data.coordinator.accounting import DataError
 
     if worker.config.tracking.record_ids:
         worker.coordinator.log.remote(

@@ -92,7 +92,7 @@ def blocks_note(config: Config, data: Data, workers: int) -> str:
     """
     import ray
 
-    from stoker.data.sources import Source
+    from stoker.data.sources.base import Source
 
     source = data.sources["train"]
     if not isinstance(source, Source):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import platform
 
-from stoker.training.checkpoint import Checkpoint, awaiting, describe
-from stoker.training.keeping import Keeper
-from stoker.training.snapshot import from_rank_0
-from stoker.training.store import open_store, step_of
+from stoker.checkpoints.format import Checkpoint, awaiting, describe
+from stoker.checkpoints.manager import Keeper
+from stoker.checkpoints.train_state import from_rank_0
+from stoker.storage.checkpoint_store import open_store, step_of
 from stoker.training.worker import Worker, reached
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from stoker.config import UsageError
 from stoker.recipe import Batch, classification_loss
 from stoker.training import strategies
-from stoker.training.pictures import show_once
+from stoker.training.sample_images import show_once
 from stoker.training.worker import Worker, count_records, loss_of
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}

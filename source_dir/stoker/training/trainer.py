@@ -103,7 +103,7 @@ def cause_of(error: BaseException) -> str:
 
 def unwrap(error: BaseException) -> str:
     """Head: the innermost error that Ray wrapped, as `Type: message (file:line)`."""
-    from stoker.data.ledger import DataError
+    from stoker.data.coordinator.accounting import DataError
 
     inner: BaseException = error
     seen: set[int] = set()

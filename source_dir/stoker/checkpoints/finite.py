@@ -1,0 +1,144 @@
+"""Train worker and head: nothing that holds NaN or infinity is published as a checkpoint or resumed from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from stoker.checkpoints.train_state import Progress
+from stoker.training import strategies
+from stoker.training.worker import Worker, not_finite
+
+SMALLEST_SCALE = 2.0**-20
+"""Of fp16's gradient scaler. It starts at 2**16 and halves with every step that overflows: below this, the
+last steps have all been skipped, and no step will ever be made again."""
+
+Named = tuple[str, Any]
+
+
+def check_state(worker: Worker, progress: Progress) -> None:
+    """Train worker: raise on all ranks where the state of any is not finite. Collective.
+
+    The loss counts with every step since the epoch began; weights, averaged weights and the optimiser's
+    state as they are now. One reduction on the device, and one number read from it.
+
+    Raises:
+        FloatingPointError: naming what is not finite.
+    """
+    import torch
+    import torch.distributed as dist
+
+    several = worker.world_size > 1
+    whole = torch.stack([_all_finite(worker, progress).float().to(worker.device)])
+    if several:
+        dist.all_reduce(whole, op=dist.ReduceOp.MIN)
+    if float(whole):
+        return
+    found: list[str] = [""] * worker.world_size
+    own = _first_problem(worker, progress)
+    if several:
+        dist.all_gather_object(found, own)
+    else:
+        found = [own]
+    raise not_finite(next(filter(None, found), "the state of a train worker"), worker, progress.epoch)
+
+
+def check_scale(worker: Worker, epoch: int) -> None:
+    """Train worker: single skipped steps are how fp16 works; when all are skipped nothing is learnt.
+
+    Raises:
+        FloatingPointError: the scaler has given up.
+    """
+    if worker.scaler is not None and worker.scaler.get_scale() < SMALLEST_SCALE:
+        raise not_finite("fp16: the gradient of every step", worker, epoch, "use train.precision=bf16")
+
+
+def non_finite(weights: dict[str, Any], ema: dict[str, Any] | None, optimizer: Any) -> str:
+    """Every host: what a saved checkpoint holds that is not finite, or "".
+
+    Args:
+        weights: parameters and buffers by name.
+        ema: averaged ones, or None.
+        optimizer: its state, nested.
+    """
+    for kind, tensors in (("weights", weights), ("averaged weights", ema or {})):
+        for name, tensor in tensors.items():
+            if _is_broken_buffer(tensor):
+                return f"{kind} {name}"
+    return next((f"optimiser state {name}" for name, t in _flat("", optimizer) if not _is_finite(t)), "")
+
+
+def _all_finite(worker: Worker, progress: Progress) -> Any:
+    """A tensor with one truth value: nothing is read from the device here."""
+    import torch
+
+    verdicts = []
+    by_device: dict[Any, list[Any]] = {}
+    for _, tensor in _strict(worker):
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for tensors in by_device.values():
+        largest = torch._foreach_norm(tensors, float("inf"))
+        verdicts.append(torch.stack([value.double() for value in largest]).isfinite().all())
+    # Attention masks are buffers of -inf.
+    verdicts += [tensor.max() < math.inf for _, tensor in _buffers(worker)]
+    if progress.loss_sum is not None:
+        verdicts.append(progress.loss_sum.isfinite())
+    if not verdicts:
+        return torch.ones((), dtype=torch.bool)
+    return torch.stack([verdict.to(worker.device) for verdict in verdicts]).all()
+
+
+def _first_problem(worker: Worker, progress: Progress) -> str:
+    if progress.loss_sum is not None and not math.isfinite(float(progress.loss_sum)):
+        return f"the sum of the epoch's losses is {float(progress.loss_sum)}"
+    named = [name for name, tensor in _strict(worker) if not _is_finite(tensor)]
+    named += [name for name, tensor in _buffers(worker) if _is_broken_buffer(tensor)]
+    return f"{named[0]} holds NaN or infinity" if named else ""
+
+
+def _strict(worker: Worker) -> Iterator[Named]:
+    """What must be finite throughout, as far as this rank holds it."""
+    models = [("weight", worker.model), ("averaged weight", worker.ema and worker.ema.module)]
+    for kind, model in models:
+        if model is not None:
+            named = strategies.plain(model).named_parameters()
+            yield from _floats((f"{kind} {name}", p) for name, p in named)
+    if worker.optimizer is not None:
+        yield from _floats(_flat("optimiser state", list(worker.optimizer.state.values())))
+
+
+def _buffers(worker: Worker) -> Iterator[Named]:
+    for model in (worker.model, worker.ema and worker.ema.module):
+        if model is not None:
+            named = strategies.plain(model).named_buffers()
+            yield from _floats((f"buffer {name}", b) for name, b in named)
+
+
+def _floats(named: Any) -> Iterator[Named]:
+    for name, tensor in named:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if local.is_floating_point() and local.numel():
+            yield name, local.detach()
+
+
+def _flat(name: str, tree: Any) -> Iterator[Named]:
+    """The tensors in nested dicts and lists, by their path."""
+    import torch
+
+    if isinstance(tree, torch.Tensor):
+        yield name, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _flat(f"{name} {key}", value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _flat(name, value)
+
+
+def _is_finite(tensor: Any) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def _is_broken_buffer(tensor: Any) -> bool:
+    return tensor.is_floating_point() and tensor.numel() > 0 and not float(tensor.max()) < math.inf

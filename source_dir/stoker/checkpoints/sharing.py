@@ -1,0 +1,110 @@
+"""Head: whether the hosts that may train see each other's checkpoints.
+
+Ray may start the train workers again on another host. Without its checkpoints there, a run would
+begin again with the first epoch and say nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from stoker.config import UsageError
+from stoker.data.engine.passes import GROUP_LABEL
+from stoker.schema import Config
+
+PROBE_TIMEOUT_S = 60.0
+SEEN_WITHIN_S = 5.0
+"""How long a shared file system may take until another host sees a new file."""
+
+
+def refuse_unshared(config: Config, where: str, train_group: str | None, use_gpu: bool) -> None:
+    """Head, before training: refuse restarts that could come up on a host without the checkpoints.
+
+    Args:
+        config: `train.max_failures` asks for restarts.
+        where: folder or URI of this run's checkpoints.
+        train_group: label of the group whose hosts train; None: any host.
+        use_gpu: train workers need GPUs.
+
+    Raises:
+        UsageError: several hosts may train and do not share the folder.
+    """
+    if not config.train.max_failures or "://" in where:
+        return
+    hosts = hosts_that_may_train(train_group, use_gpu)
+    blind = hosts_without(where, list(hosts)) if len(hosts) > 1 else []
+    if blind:
+        raise UsageError(
+            f"train.max_failures: {config.train.max_failures} restart(s) may come up on another host, but"
+            f" {', '.join(sorted(hosts[node] for node in blind))} cannot see the checkpoints in {where} of"
+            f" {hosts[next(iter(hosts))]}; set checkpoint.dir to s3:// or a folder that the hosts which train"
+            " share, or train.max_failures=0"
+        )
+
+
+def hosts_that_may_train(train_group: str | None, use_gpu: bool) -> dict[str, str]:
+    """Head: Ray's id of a node → its name, for each that train workers may start on."""
+    import ray
+
+    found = {}
+    for node in ray.nodes():
+        labels = node.get("Labels", {})
+        fits = train_group is None or labels.get(GROUP_LABEL) == train_group
+        if node["Alive"] and fits and (not use_gpu or node["Resources"].get("GPU")):
+            found[node["NodeID"]] = labels.get("stoker.host") or node["NodeManagerHostname"]
+    return found
+
+
+def hosts_without(folder: str, nodes: list[str]) -> list[str]:
+    """Head: those of `nodes` that do not see a file which the first of them writes into `folder`.
+
+    Raises:
+        UsageError: a host does not answer, or the first one cannot write.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    probe = f"{folder}/.shared-{uuid.uuid4().hex}"
+
+    def on(node: str, function: Any) -> Any:
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        return ray.remote(function).options(num_cpus=0, scheduling_strategy=there).remote(probe)
+
+    first, *others = nodes
+    try:
+        ray.get(on(first, write), timeout=PROBE_TIMEOUT_S)
+        seen = ray.get([on(node, sees) for node in others], timeout=PROBE_TIMEOUT_S)
+    except (ray.exceptions.RayError, OSError) as error:
+        cause = " ".join(str(error).split())[-300:] or type(error).__name__
+        raise UsageError(
+            f"checkpoint.dir: {folder}: cannot be checked on the hosts that train: {cause}"
+        ) from None
+    finally:
+        on(first, remove)
+    return [node for node, there in zip(others, seen, strict=True) if not there]
+
+
+def write(path: str) -> None:
+    """Host that trains: make a file that the others look for."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).touch()
+
+
+def sees(path: str) -> bool:
+    """Host that trains: whether a file appears here."""
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not Path(path).exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def remove(path: str) -> None:
+    """Host that trains: the probe is over."""
+    with contextlib.suppress(OSError):
+        Path(path).unlink()

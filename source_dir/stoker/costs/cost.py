@@ -1,0 +1,52 @@
+"""Head: what a run cost, as far as the prices of its hosts are known. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.costs.prices import PriceList
+from stoker.tracking.summary import Host, Summary
+
+
+def run_cost(summary: Summary, prices: PriceList) -> dict[str, Any] | None:
+    """Head: the summary's `cost`; None unless every host has a price.
+
+    Counted from the start of the head's process: SageMaker also bills some minutes before (the image
+    is downloaded), which only its own record holds.
+    """
+    hosts = summary.cluster.hosts
+    each = [prices.usd_per_hour(host.type, group=host.group) for host in hosts]
+    known = [price for price in each if price is not None]
+    if not known or len(known) != len(each):
+        return None
+    per_hour = sum(known)
+    rate = summary.speed.steady_samples_per_s
+    hours = (summary.cluster.formed_s + summary.seconds) / 3600
+    return {
+        "usd": round(per_hour * hours, 4),
+        "usd_per_hour": round(per_hour, 4),
+        "usd_per_million_samples": round(per_hour / (3600 * rate) * 1e6, 4) if rate else None,
+        "usd_per_hour_by_type": {_kind(h): p for h, p in zip(hosts, known, strict=True)},
+        "prices_as_of": prices.as_of,
+        "prices_region": prices.region,
+        "estimated": True,
+    }
+
+
+def cost_row(summary: Summary) -> tuple[str, str] | None:
+    """Head: the row of the closing table; None without a cost."""
+    cost = summary.cost
+    if not cost:
+        return None
+    parts = [f"${cost['usd']:.2f}"]
+    if cost["usd_per_million_samples"] is not None:
+        parts.append(f"${cost['usd_per_million_samples']:.2f} per 1M samples")
+    where = "; what the rehearsed hosts would cost" if summary.backend == "rehearsal" else ""
+    text = (
+        f"{', '.join(parts)} (estimated, prices of {cost['prices_as_of']} in {cost['prices_region']}{where})"
+    )
+    return "cost", text
+
+
+def _kind(host: Host) -> str:
+    return host.type or host.group

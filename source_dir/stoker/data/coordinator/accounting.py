@@ -1,0 +1,216 @@
+"""Head: the books of records: read = trained + quarantined + remainder, or the run fails."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoker.config import UsageError
+from stoker.data.cache.store import CacheError
+from stoker.data.coordinator.cursor import CarriedBooks
+from stoker.data.preprocessing.chain import BlockReport, ChainError, StageCost
+from stoker.data.sources.base import ID_MODULUS as ID_MODULUS
+from stoker.data.sources.base import BadRecord
+
+
+class DataError(RuntimeError):
+    """Head and train worker: the data of this run cannot be trusted or no longer comes."""
+
+
+LEAST_ASSUMED = 100_000
+"""Records that a pass is taken to have while nobody knows how many."""
+
+STATED = (CacheError, ChainError, DataError, UsageError)
+"""Errors whose text is the line that people are to read."""
+
+
+@dataclass
+class EpochBooks:
+    """Head: one pass over one split in one attempt."""
+
+    split: str
+    epoch: int
+    read: int = 0
+    trained: int = 0
+    padded: int = 0
+    repeated: int = 0
+    """Records that were trained more than once in this epoch, each time beyond the first: those of an epoch
+    that began again, and padded ones."""
+    remainder: int = 0
+    read_ids: int = 0
+    used_ids: int = 0
+    bad: int = 0
+    bad_ids: int = 0
+    first_bad: BadRecord | None = None
+    carried: CarriedBooks = field(default_factory=CarriedBooks)
+    """What an earlier run had booked of this epoch before this one went on in it."""
+    blocks: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        before = self.carried
+        self.read, self.read_ids = before.read, before.read_ids
+        self.bad, self.bad_ids = before.bad, before.bad_ids
+        self.trained, self.repeated = before.trained, before.repeated
+
+    def take(self, block: str, report: BlockReport) -> bool:
+        """Book one preprocessed block; False where it was booked before."""
+        if block in self.blocks:
+            return False
+        self.blocks.add(block)
+        self.read += report.records
+        self.read_ids += report.id_sum
+        self.bad += len(report.bad)
+        self.bad_ids += report.bad_id_sum
+        if report.bad and self.first_bad is None:
+            self.first_bad = report.bad[0]
+        return True
+
+    def use(self, rows: int, padded: int, id_sum: int, remaining_ids: list[int]) -> None:
+        """Book what the train workers used.
+
+        Args:
+            rows: given to them, padded ones included.
+            padded: how many of these were repeated.
+            id_sum: of their ids, each counted once.
+            remaining_ids: of the rows that nobody took.
+        """
+        self.padded, self.remainder = padded, len(remaining_ids)
+        self.repeated = self.carried.repeated + padded
+        self.trained = self.carried.trained + rows - padded
+        self.used_ids = self.carried.used_ids + id_sum + sum(remaining_ids)
+
+    def check_budget(self, budget: float, total: int | None) -> None:
+        """Fail as soon as too many records are bad.
+
+        Args:
+            budget: largest fraction.
+            total: records of the whole pass. None: nobody knows, so it counts as `LEAST_ASSUMED` until more
+                have been read: a few bad ones at the start say nothing of the rest.
+
+        Raises:
+            DataError: naming how many, and the first with its reason.
+        """
+        whole = max(self.read, LEAST_ASSUMED if total is None else total)
+        known = f"{whole} {self.split} records"
+        of = f"{self.read} {self.split} records read so far" if total is None else known
+        refuse_over_budget(self.bad, whole, of, budget, self.first_bad)
+
+    def settle(self, total: int | None = None) -> dict[str, int]:
+        """Close the epoch.
+
+        Args:
+            total: records that the source has counted; None: nobody knows.
+
+        Raises:
+            DataError: records were lost, came twice, or were exchanged.
+        """
+        if total is not None and self.read != total:
+            raise DataError(
+                f"{self.split} epoch {self.epoch}: the source counted {total} records before training, but"
+                f" gave {self.read}: the data has changed or is damaged"
+            )
+        booked = self.trained + self.bad + self.remainder
+        if booked != self.read:
+            raise DataError(
+                f"{self.split} epoch {self.epoch}: {self.read} records were read, but {self.trained}"
+                f" trained + {self.bad} quarantined + {self.remainder} remaining = {booked}"
+            )
+        if (self.used_ids + self.bad_ids - self.read_ids) % ID_MODULUS:
+            changed = ", or the data has changed since the checkpoint" if self.carried.trained else ""
+            raise DataError(
+                f"{self.split} epoch {self.epoch}: the counts agree but the record ids do not: some"
+                f" came twice and others never{changed}"
+            )
+        return self.counts()
+
+    def counts(self) -> dict[str, int]:
+        """The figures of this pass as summary.json holds them."""
+        used = "trained" if self.split == "train" else "validated"
+        return {
+            "epoch": self.epoch,
+            "read": self.read,
+            used: self.trained,
+            "quarantined": self.bad,
+            "remainder": self.remainder,
+            "padded": self.padded,
+            "repeated": self.repeated,
+        }
+
+
+def refuse_over_budget(bad: int, whole: int, of: str, budget: float, first: BadRecord | None) -> None:
+    """Head: fail where too many records are bad.
+
+    Args:
+        bad: how many are.
+        whole: of how many.
+        of: these in words.
+        budget: largest fraction.
+        first: of them.
+
+    Raises:
+        DataError: naming how many, and the first with its reason.
+    """
+    if bad and bad > budget * whole:
+        example = f"; the first is {first.key}: {first.reason}" if first else ""
+        raise DataError(
+            f"{bad} of {of} cannot be used, more than data.bad_record_budget allows"
+            f" ({budget:.2%}){example} (all of them: quarantine.jsonl)"
+        )
+
+
+@dataclass
+class ChainBooks:
+    """Head: what the chain cost, over the whole run."""
+
+    records: int = 0
+    bytes_out: int = 0
+    costs: dict[str, StageCost] = field(default_factory=dict)
+    tasks_by_node: Counter[str] = field(default_factory=Counter)
+
+    def take(self, report: BlockReport, node: str) -> None:
+        """Add one block."""
+        self.records += report.records
+        self.bytes_out += report.bytes_out
+        self.tasks_by_node[node] += 1
+        for name, cost in report.costs.items():
+            mine = self.costs.setdefault(name, StageCost())
+            mine.cpu_s += cost.cpu_s
+            mine.bytes_out += cost.bytes_out
+
+    def stages(self) -> list[dict[str, Any]]:
+        """Per stage: CPU ms and bytes per record."""
+        n = max(self.records, 1)
+        return [
+            {
+                "stage": name,
+                "cpu_ms_per_sample": round(1000 * cost.cpu_s / n, 4),
+                "bytes_out": round(cost.bytes_out / n),
+            }
+            for name, cost in self.costs.items()
+        ]
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Head: what is behind an error that Ray wrapped: the first that states it for people, or the deepest."""
+    cause: BaseException = error
+    seen = {id(cause)}
+    while True:
+        below = getattr(cause, "cause", None) or cause.__cause__
+        if not isinstance(below, BaseException) or id(below) in seen:
+            break
+        seen.add(id(below))
+        cause = below
+        if isinstance(cause, STATED):
+            break
+    return cause
+
+
+def explain(error: BaseException) -> str:
+    """Head: the one line behind an error that Ray wrapped."""
+    cause = root_cause(error)
+    if isinstance(cause, STATED):
+        return str(cause).splitlines()[0]
+    from stoker.recipe import where_raised
+
+    return where_raised(cause)

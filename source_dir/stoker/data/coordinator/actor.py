@@ -1,0 +1,353 @@
+"""Head: the actor between the chain tasks and the train workers.
+
+It lets the passes be produced one after the other (train 0, val 0, train 1, …), hands each train worker
+its rows as references to blocks, keeps the books of records, and collects the run's events. Data of
+the next epoch flows as soon as the one before has been produced, so no epoch starts cold.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from stoker.config import UsageError
+from stoker.data.cache.affinity import Keeping
+from stoker.data.coordinator.accounting import ChainBooks, DataError
+from stoker.data.coordinator.attempt import Attempt
+from stoker.data.coordinator.cursor import CarriedBooks, Plan, Position
+from stoker.data.coordinator.streams import Portion, Stream, ids_of
+from stoker.data.engine.passes import Passes
+from stoker.data.engine.placement import ChainHost
+from stoker.data.engine.suspects import Start, Suspects
+from stoker.data.preprocessing.chain import BlockReport
+from stoker.data.transport.agents import Agents
+from stoker.data.transport.batches import Rows, Server
+
+
+class Coordinator:
+    """Head: see the module. One per run, zero CPUs, called from many threads."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        totals: dict[str, int | None],
+        hosts: Callable[[Counter[str]], list[ChainHost]],
+        plan: Plan,
+        buffer_bytes: int,
+        direct: bool = True,
+    ) -> None:
+        self.passes, self.totals, self.hosts = passes, totals, hosts
+        self.plan, self.buffer_bytes = plan, buffer_bytes
+        self.by_row = not passes.has_pieces("train")
+        self.changed = threading.Condition()
+        self.attempt: Attempt | None = None
+        self.trainings = -1
+        self.stop_reason = ""
+        self.chain = {split: ChainBooks() for split in ("train", "val")}
+        self.events: list[dict[str, Any]] = []
+        self.last_checkpoint = ""
+        self.training: dict[int, str] = {}
+        """Node of each rank."""
+        self.keeping = Keeping(passes.cache.kind) if passes.cache else None
+        self.suspects = Suspects()
+        self.agents = Agents(
+            lambda used: self.log("host_cpu", {"hosts": used}),
+            serve=direct,
+            cache=passes.cache,
+            note=lambda text: self.log("note", {"text": text}),
+        )
+
+    def servers(self) -> tuple[bytes, dict[str, Server]]:
+        """Train worker's call: the secret of this run's block connections, and who serves, by node."""
+        return self.agents.servers()
+
+    def new_attempt(self) -> int:
+        """Train worker's call (rank 0), once per start: the number of this attempt, from 0 on."""
+        with self.changed:
+            self.trainings += 1
+            return self.trainings
+
+    def published(self) -> str:
+        """Train worker's call (rank 0): folder or URI of the last checkpoint of this run; "" without one."""
+        with self.changed:
+            return self.last_checkpoint
+
+    def begin(
+        self,
+        me: Any,
+        attempt: int,
+        workers: int,
+        first_epoch: int,
+        position: dict[str, Any] | None = None,
+    ) -> None:
+        """Start (or after a restart, start again) producing from `first_epoch` on.
+
+        The driver begins the first attempt itself, so that data flows while train workers still start.
+
+        Args:
+            me: this actor's handle.
+            attempt: its number; one that is not newer than the present one changes nothing.
+            workers: how many train workers there are.
+            first_epoch: where training starts.
+            position: an answer of `position`: where in the first epoch it starts.
+
+        Raises:
+            UsageError: the data, the seed or the shuffling have changed since the position was taken.
+        """
+        with self.changed:
+            if self.attempt is not None:
+                if attempt <= self.attempt.number:
+                    return
+                self.attempt.replaced = True
+            problem, start = "", self._fresh(first_epoch)
+            try:
+                start = self._start(first_epoch, position)
+                self.suspects.of("train").update(start.deadly)
+            except UsageError as error:
+                problem = str(error)
+            self.attempt = Attempt(
+                attempt,
+                workers,
+                self.passes,
+                self.totals,
+                start,
+                self.changed,
+                self.chain,
+                self._event,
+                self.keeping,
+                self.suspects,
+            )
+            if self.stop_reason:
+                self.attempt.stop.request(self.attempt.pace)
+            self.changed.notify_all()
+            if problem:
+                self.attempt.fail(problem)
+                raise UsageError(problem)
+        self.attempt.produce(me, lambda: self.hosts(Counter(self.training.values())), self.buffer_bytes)
+
+    def _start(self, first_epoch: int, saved: dict[str, Any] | None) -> Position:
+        """Where training starts: at a saved place, or with an epoch."""
+        if saved is None:
+            return self._fresh(first_epoch)
+        position = Position.model_validate(saved)
+        position.check(self.plan)
+        if position.epoch != first_epoch:
+            raise ValueError(f"the position is of epoch {position.epoch}, not of {first_epoch}")
+        if not position.by_row or (not position.again and self.plan.order == "exact"):
+            return position
+        # In another order, the first rows would be others than those that were trained.
+        repeated = position.books.repeated + position.rows
+        if position.rows:
+            text = (
+                f"epoch {first_epoch} begins again: with data.order any, rows of a ray.data.Dataset have"
+                f" no fixed place, so {position.rows} records are trained once more ({repeated} repeated in"
+                " all in this epoch); data.order exact goes on where it was"
+            )
+            self._event("note", text=text)
+        changes = {"books": CarriedBooks(repeated=repeated), "unvalidated": position.unvalidated}
+        return self._fresh(first_epoch).model_copy(update=changes)
+
+    def _fresh(self, epoch: int) -> Position:
+        again = self.by_row and self.plan.order == "any"
+        return Position(epoch=epoch, plan=self.plan, by_row=self.by_row, again=again)
+
+    def _current(self, number: int) -> Attempt | None:
+        """An attempt that goes on."""
+        attempt = self.attempt
+        return attempt if attempt is not None and attempt.number == number and not attempt.over else None
+
+    def _why_over(self, number: int) -> str:
+        attempt = self.attempt
+        return attempt.why_over if attempt and attempt.number == number else "this attempt is over"
+
+    def next(self, attempt: int, split: str, epoch: int, rank: int, step: int) -> Portion | str | None:
+        """Train worker's call: its rows of a step; None after the last, a text on failure.
+
+        Waits until they are there; the caller sets the deadline.
+        """
+        with self.changed:
+            while (current := self._current(attempt)) is not None:
+                stream = current.streams.get((split, epoch))
+                if stream is not None and stream.splitter.ready(step):
+                    break
+                self.changed.wait(1.0)
+            else:
+                return self._why_over(attempt)
+            portion = stream.portion(step, rank)
+            val = split == "val"
+            current.pace.ask(rank, epoch, step, val)
+            # Between two steps of the optimiser only: accumulated gradients are not kept.
+            if portion is not None and (val or (step + 1) % self.passes.config.train.accumulate_steps == 0):
+                portion.stop = self.stop_reason if current.stop.due(epoch, step, val) else ""
+                portion.checkpoint = not val and current.checkpoint.take(rank, epoch, step)
+            stream.release()
+            self.changed.notify_all()
+            return portion
+
+    def ahead(
+        self, attempt: int, split: str, epoch: int, rank: int, step: int, most: int
+    ) -> list[Portion] | str:
+        """Train worker's call: as `next`, and the steps after it, up to `most`, as far as they are there."""
+        given: list[Portion] = []
+        with self.changed:
+            for at in range(step, step + most):
+                current = self._current(attempt)
+                stream = current.streams.get((split, epoch)) if current else None
+                if given and (stream is None or not stream.splitter.ready(at)):
+                    break
+                portion = self.next(attempt, split, epoch, rank, at)
+                if not isinstance(portion, Portion):
+                    return given if portion is None else portion
+                given.append(portion)
+        return given
+
+    def position(self, attempt: int, epoch: int, steps: int, id_sum: int) -> dict[str, Any]:
+        """Train worker's call: where the training pass stands, for a checkpoint.
+
+        Args:
+            attempt: the caller's attempt.
+            epoch: which pass.
+            steps: how many steps of this attempt's stream of that epoch all ranks have used.
+            id_sum: over all ranks, the sum of the ids of the rows that they used in it, modulo 2**63.
+
+        Returns:
+            What `begin` takes, as JSON can hold it. After the last step of an epoch whose books are
+            closed: the beginning of the next.
+
+        Raises:
+            ValueError: this attempt is over, or has not come so far.
+        """
+        with self.changed:
+            current = self._current(attempt)
+            if current is None:
+                raise ValueError(self._why_over(attempt))
+            stream = current.streams.get(("train", epoch))
+            place = self._fresh(epoch + 1) if stream is None else stream.position(steps, id_sum)
+            deadly = dict(self.suspects.of("train"))
+            return place.model_copy(update={"deadly": deadly}).model_dump(mode="json")
+
+    def block_done(
+        self, attempt: int, split: str, epoch: int, block: str, report: BlockReport, node: str
+    ) -> None:
+        """CPU task's call: one block of a dataset of the recipe's own is preprocessed."""
+        with self.changed:
+            current = self._current(attempt)
+            stream = current.streams.get((split, epoch)) if current else None
+            if current is not None and stream is not None:
+                current.book(stream, block, report, node)
+
+    def task_starts(self, attempt: int, split: str, task: str, retry: int) -> Start | None:
+        """CPU task's call where its process has died or it was late: how to begin; None: not at all."""
+        with self.changed:
+            current = self._current(attempt)
+            return current.task_starts(split, task, retry) if current else None
+
+    def record_begins(self, attempt: int, split: str, task: str, key: str) -> str:
+        """CPU task's call, of one that names its records: why one shall not be begun; empty: it may."""
+        with self.changed:
+            return self.suspects.begins(task, split, key)
+
+    def task_does(self, attempt: int, split: str, task: str, what: str) -> None:
+        """CPU task's call, of one that names its records: what it does that is not work on one record."""
+        with self.changed:
+            self.suspects.does(task, what)
+
+    def task_ended(self, attempt: int, split: str, task: str) -> None:
+        """CPU task's call, of one that has asked how to begin."""
+        with self.changed:
+            self.suspects.ended(task)
+
+    def epoch_done(
+        self, attempt: int, split: str, epoch: int, rank: int, used: tuple[int, int, int]
+    ) -> dict[str, Any] | str:
+        """Train worker's call at the end of a pass: waits for all ranks, then settles the books.
+
+        Args:
+            attempt: the caller's attempt.
+            split: train or val.
+            epoch: which pass.
+            rank: the caller's rank.
+            used: rows (padded ones included), sum of their ids, rows that were padded.
+
+        Returns:
+            The counts, or a text where records were lost.
+        """
+        with self.changed:
+            current = self._current(attempt)
+            if current is None:
+                return self._why_over(attempt)
+            stream = current.streams[split, epoch]
+            stream.finished[rank] = used
+            last = len(stream.finished) == current.workers
+            unused = stream.unused() if last else []
+        if last:
+            self._settle(current, stream, unused)
+        with self.changed:
+            while not stream.settled:
+                if current.over:
+                    return current.why_over
+                self.changed.wait(1.0)
+            return stream.books.counts()
+
+    def _settle(self, attempt: Attempt, stream: Stream, unused: list[Rows]) -> None:
+        """Close the books; what nobody took is fetched first, while nobody waits for the lock."""
+        try:
+            remaining = ids_of(unused)
+        except DataError as error:
+            attempt.fail(str(error))
+            return
+        with self.changed:
+            if not attempt.over:
+                attempt.settle(stream, remaining)
+                self.changed.notify_all()
+
+    def request_stop(self, reason: str) -> None:
+        """Driver's call: stop all ranks after the same step, soon."""
+        with self.changed:
+            self.stop_reason = self.stop_reason or reason
+            if self.attempt is not None:
+                self.attempt.stop.request(self.attempt.pace)
+            self._event("stop", reason=reason)
+
+    def request_checkpoint(self, attempt: int) -> None:
+        """Train worker's call: let all ranks see `Portion.checkpoint` in the same step, soon."""
+        with self.changed:
+            current = self._current(attempt)
+            if current is not None:
+                current.checkpoint.request(current.pace)
+
+    def log(self, event: str, values: dict[str, Any]) -> None:
+        """Train worker's call: one event for events.jsonl and the screen."""
+        with self.changed:
+            self._event(event, **values)
+            if event == "checkpoint":
+                self.last_checkpoint = values["path"]
+            if event == "train_worker":
+                self.training[values["rank"]] = values["node"]
+
+    def _event(self, event: str, **values: Any) -> None:
+        self.events.append({"time": round(time.time(), 3), "event": event, **values})
+
+    def drain(self) -> list[dict[str, Any]]:
+        """Driver's call: the events since the last call."""
+        with self.changed:
+            events, self.events = self.events, []
+            return events
+
+    def figures(self) -> dict[str, Any]:
+        """Driver's call: failure, chain costs and books so far."""
+        with self.changed:
+            return {
+                "failure": self.attempt.failure if self.attempt else "",
+                "chain": self.chain["train"].stages(),
+                "bytes_per_sample": self.chain["train"].bytes_out / max(self.chain["train"].records, 1),
+                "tasks_by_node": dict(self.chain["train"].tasks_by_node + self.chain["val"].tasks_by_node),
+                "open": [
+                    s.books.counts() | {"split": s.books.split}
+                    for s in (self.attempt.streams.values() if self.attempt else ())
+                    if s.books.read
+                ],
+            }

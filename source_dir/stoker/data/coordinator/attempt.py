@@ -1,0 +1,259 @@
+"""Head: one start of training: its passes, from their production to their closed books."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from stoker.data.cache.affinity import Keeping
+from stoker.data.coordinator.accounting import ChainBooks, DataError, EpochBooks, explain, refuse_over_budget
+from stoker.data.coordinator.cursor import CarriedBooks, Position, Trail
+from stoker.data.coordinator.signals import OneTimeSignal, Pace, Signal
+from stoker.data.coordinator.splitter import Splitter
+from stoker.data.coordinator.streams import Stream
+from stoker.data.engine.dispatch import Dispatcher
+from stoker.data.engine.passes import Passes
+from stoker.data.engine.placement import ChainHost
+from stoker.data.engine.suspects import Start, Suspects
+from stoker.data.preprocessing.chain import BlockReport
+from stoker.data.preprocessing.columns import SchemaError
+from stoker.data.sources.base import BadRecord
+
+STREAMS_AHEAD = 2
+"""How many passes may be produced beyond the one that is consumed: small data would else run ahead for
+all epochs and take the CPUs from training."""
+
+
+class Attempt:
+    """Head: see the module. Part of the coordinator, whose lock guards it.
+
+    Args:
+        number: from 0 on.
+        workers: how many train workers there are.
+        passes: what to read.
+        totals: records of each split, None where nobody knows.
+        start: where training starts.
+        changed: the coordinator's lock.
+        chain: takes what the chain costs, by split.
+        event: takes (event, values).
+        keeping: what hosts keep across epochs; None: nothing.
+        suspects: records that kill their process.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        workers: int,
+        passes: Passes,
+        totals: dict[str, int | None],
+        start: Position,
+        changed: threading.Condition,
+        chain: dict[str, ChainBooks],
+        event: Callable[..., None],
+        keeping: Keeping | None,
+        suspects: Suspects,
+    ) -> None:
+        self.suspects = suspects
+        self.number, self.workers, self.passes, self.totals = number, workers, passes, totals
+        self.changed, self.chain, self.event, self.keeping = changed, chain, event, keeping
+        self.failure = ""
+        self.replaced = False
+        """Whether a later attempt has begun."""
+        self.pace, self.stop, self.checkpoint = Pace(), Signal(), OneTimeSignal(workers)
+        self.streams: dict[tuple[str, int], Stream] = {}
+        """Passes that are produced or consumed now, in order; those before are settled."""
+        self._coming = self._passes(start)
+        self._open()
+
+    @property
+    def over(self) -> bool:
+        return self.replaced or bool(self.failure)
+
+    @property
+    def why_over(self) -> str:
+        return self.failure or "this attempt is over"
+
+    def fail(self, reason: str) -> None:
+        """End this attempt; the first reason counts."""
+        with self.changed:
+            self.failure = self.failure or reason
+            self.changed.notify_all()
+
+    def _passes(self, start: Position) -> Iterator[Stream]:
+        config = self.passes.config
+        pad = config.data.remainder == "pad"
+        due = start.unvalidated
+        if due is not None and "val" in self.totals:
+            splitter = Splitter(self.workers, config.train.batch_size, equal=False)
+            yield Stream(splitter, EpochBooks("val", due), self.totals["val"])
+            if due == start.epoch:
+                return  # train.max_steps has ended training within this epoch
+        for epoch in range(start.epoch, config.train.epochs):
+            for split, total in self.totals.items():
+                train = split == "train"
+                splitter = Splitter(self.workers, config.train.batch_size, equal=train, pad=pad)
+                if not train:
+                    yield Stream(splitter, EpochBooks(split, epoch), total)
+                    continue
+                if epoch != start.epoch:
+                    start = start.model_copy(
+                        update={
+                            "epoch": epoch, "rows": 0, "done": [], "partial": {}, "books": CarriedBooks(),
+                            "plan": self.passes.identity(start.plan.fingerprint, start.plan.unstable),
+                            "unvalidated": None,
+                        }
+                    )  # fmt: skip
+                yield Stream(splitter, EpochBooks(split, epoch, carried=start.books), total, Trail(start))
+
+    def _open(self) -> None:
+        """Open the passes that may be produced now."""
+        while len(self.streams) <= STREAMS_AHEAD:
+            stream = next(self._coming, None)
+            if stream is None:
+                return
+            self.streams[stream.books.split, stream.books.epoch] = stream
+
+    def settle(self, stream: Stream, remaining: list[int]) -> None:
+        """Close the books of a pass and go on to the next.
+
+        Args:
+            stream: every rank has handed in what it used of it.
+            remaining: ids of the rows that nobody took.
+        """
+        try:
+            self.event("records", **stream.settle(remaining))
+        except DataError as error:
+            self.fail(str(error))
+            return
+        if self.keeping is not None:
+            figures = self.keeping.settle(stream.books.split, stream.books.epoch)
+            self.event("cache", **figures)
+            if line := self.keeping.lacking(figures):
+                self.event("note", text=line)
+        del self.streams[stream.books.split, stream.books.epoch]
+        self._open()
+
+    def produce(self, me: Any, hosts: Callable[[], list[ChainHost]], buffer_bytes: int) -> None:
+        """Start the threads that produce.
+
+        Args:
+            me: handle of the coordinator.
+            hosts: the hosts that preprocess, as they are now.
+            buffer_bytes: of blocks that are kept ready.
+        """
+        dispatcher = Dispatcher(self, me, hosts, buffer_bytes)
+        threads = [("pieces", dispatcher.run)]
+        if not all(map(self.passes.has_pieces, self.totals)):
+            threads.append(("rows", lambda: self._execute_rows(me, buffer_bytes)))
+        for name, run in threads:
+            threading.Thread(target=self._guard, args=(run,), name=name, daemon=True).start()
+
+    def _guard(self, run: Callable[[], None]) -> None:
+        """Thread: what goes wrong in it ends the attempt."""
+        try:
+            run()
+        except BaseException as error:
+            self.fail(explain(error))
+
+    def open_streams(self) -> list[Stream]:
+        """The passes that may be produced now, in order."""
+        return list(self.streams.values())
+
+    def note(self, text: str) -> None:
+        """One line for people."""
+        with self.changed:
+            self.event("note", text=text)
+
+    def deliver(self, stream: Stream, block: Any, report: BlockReport, node: str) -> None:
+        """Dispatcher's call: a block, its report, and the node that made it; ignored if it came before."""
+        with self.changed:
+            if self.over:
+                return
+            if self.book(stream, f"{report.piece}/{report.nth}", report, node) and report.rows:
+                stream.arrived(block, report.rows, report.bytes_out, node, report.piece)
+            self.changed.notify_all()
+
+    def produced(self, stream: Stream) -> None:
+        """A pass has given all its blocks."""
+        with self.changed:
+            stream.splitter.end()
+            stream.books.check_budget(self.passes.config.data.bad_record_budget, stream.books.read)
+            if stream.splitter.rows == 0 and stream.books.carried.trained == 0:
+                raise DataError(f"the {stream.books.split} split gave no record")
+            self.changed.notify_all()
+
+    def task_starts(self, split: str, task: str, retry: int) -> Start | None:
+        """A task starts that was started before: how to begin; None: not at all."""
+        try:
+            start = self.suspects.starts(task, split, retry)
+            deadly = self.suspects.of(split)
+            if deadly and (total := self.totals[split]) is not None:
+                # Now, not when the block is there: its other records may be as bad.
+                budget, first = self.passes.config.data.bad_record_budget, next(iter(deadly.items()))
+                of = f"{total} {split} records"
+                refuse_over_budget(len(deadly), total, of, budget, BadRecord(*first))
+        except DataError as error:
+            self.fail(str(error))
+            return None
+        return start
+
+    def book(self, stream: Stream, block: str, report: BlockReport, node: str) -> bool:
+        """Take in the report of a block; False where it was taken in before."""
+        split, epoch = stream.books.split, stream.books.epoch
+        if not stream.reported(block, report):
+            return False
+        if report.schemas:
+            try:
+                stream.schema = self.passes.agree(split, report.schemas)
+            except SchemaError as error:
+                self.fail(str(error))
+                return False
+        self.chain[split].take(report, node)
+        if self.keeping is not None:
+            self.keeping.take(split, epoch, report, node)
+        for bad in report.bad:
+            self.event("quarantined", split=split, epoch=epoch, key=bad.key, reason=bad.reason)
+        try:
+            stream.books.check_budget(self.passes.config.data.bad_record_budget, stream.total)
+        except DataError as error:
+            self.fail(str(error))
+        return True
+
+    def _execute_rows(self, me: Any, buffer_bytes: int) -> None:
+        """Thread: executions of Ray Data, one after the other, for datasets of the recipe's own."""
+        executed: set[tuple[str, int]] = set()
+        while not self.over:
+            with self.changed:
+                new = [key for key in self.streams if key not in executed]
+                if not new:
+                    self.changed.wait(1.0)
+                    continue
+                stream = self.streams[new[0]]
+            executed.add(new[0])
+            if not self.passes.has_pieces(stream.books.split):
+                self._execute(stream, me, buffer_bytes)
+
+    def _execute(self, stream: Stream, me: Any, buffer_bytes: int) -> None:
+        books = stream.books
+        start = stream.trail.start if stream.trail else None
+        plan = self.passes.plan(books.split, books.epoch, start)
+        dataset = self.passes.rows(plan, (self.number, books.split, books.epoch), me)
+        for bundle in dataset.iter_internal_ref_bundles():
+            for entry in bundle.blocks:
+                about = entry.metadata
+                node = about.exec_stats.node_id if about.exec_stats else ""
+                with self.changed:
+                    if about.num_rows:
+                        stream.arrived(entry.ref, about.num_rows, about.size_bytes or 0, node)
+                    self.changed.notify_all()
+                    while self._full(stream, buffer_bytes) and not self.over:
+                        self.changed.wait(1.0)
+                    if self.over:
+                        return
+        self.produced(stream)
+
+    def _full(self, stream: Stream, buffer_bytes: int) -> bool:
+        if stream.rows_ahead < 2 * stream.splitter.step_rows:
+            return False
+        return sum(s.held_bytes for s in self.streams.values()) > buffer_bytes

@@ -1,0 +1,160 @@
+"""Head: one pass over one split while it is produced and consumed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoker.data.coordinator.accounting import DataError, EpochBooks, explain
+from stoker.data.coordinator.cursor import Position, Trail
+from stoker.data.coordinator.splitter import Slice, Splitter
+from stoker.data.preprocessing.chain import ID_COLUMN, BlockReport
+from stoker.data.preprocessing.columns import Schema
+from stoker.data.transport.batches import Rows
+from stoker.data.transport.server import columns_of
+
+SERVED_FROM_BYTES = 100 * 1024
+"""Ray keeps smaller objects with their owner, not in the shared memory of the host that made them."""
+UNUSED_ROWS_S = 120.0
+"""By then the few rows that nobody takes must be here; Ray may have to make their block again."""
+
+
+@dataclass
+class Portion:
+    """Coordinator → train worker: rows of one step."""
+
+    blocks: list[Rows]
+    padded: int = 0
+    stop: str = ""
+    """Why the run shall stop after this step; empty: it goes on."""
+    checkpoint: bool = False
+    """Whether a checkpoint shall be written after this step."""
+    schema: Schema | None = None
+    """Of the split; None: there are no rows."""
+
+
+@dataclass
+class Stream:
+    """Head: a pass; the coordinator holds its lock around every call."""
+
+    splitter: Splitter
+    books: EpochBooks
+    total: int | None
+    trail: Trail | None = None
+    """Training passes remember what came in which order, to say where they stand."""
+    schema: Schema | None = None
+    """Of the split, as agreed with the first block of the run; each block is compared with it."""
+    blocks: dict[int, tuple[Any, int, str, int]] = field(default_factory=dict)
+    """Blocks that are still needed: number → (object reference, bytes, node that holds it, rows)."""
+    steps: dict[int, int] = field(default_factory=dict)
+    """Next step of each rank."""
+    finished: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    settled: bool = False
+    held_bytes: int = 0
+    """Bytes of the blocks that are still needed."""
+    slowest: int = 0
+    """The step that the slowest rank asks for next."""
+
+    def reported(self, name: str, report: BlockReport) -> bool:
+        """A task has preprocessed a group of records; False where that was booked before."""
+        if not self.books.take(name, report):
+            return False
+        if self.trail is not None:
+            self.trail.report(report)
+        return True
+
+    def arrived(self, reference: Any, rows: int, size: int, node: str = "", piece: int = -1) -> None:
+        """A block is there, and its report was taken before."""
+        skip = self.trail.arrive(piece, rows) if self.trail is not None else 0
+        if skip < rows:
+            self.blocks[self.splitter.add(rows, skip)] = (reference, size, node, rows)
+            self.held_bytes += size
+
+    @property
+    def rows_ahead(self) -> int:
+        """Rows beyond what every rank has asked for."""
+        return self.splitter.rows - self.slowest * self.splitter.step_rows
+
+    def portion(self, step: int, rank: int) -> Portion | None:
+        """A worker's rows of a step, which must be ready; None after its last."""
+        share = self.splitter.share(step, rank)
+        self.steps[rank] = step + 1
+        if len(self.steps) == self.splitter.workers:
+            self.slowest = min(self.steps.values())
+        if share is None:
+            return None
+        return Portion([self._rows(part) for part in share.slices], share.padded, schema=self.schema)
+
+    def _rows(self, part: Slice) -> Rows:
+        reference, size, node, rows = self.blocks[part.block]
+        # What is small travels inside Ray's own messages.
+        return Rows(reference, part.start, part.stop, node if size >= SERVED_FROM_BYTES else "", rows)
+
+    def release(self) -> None:
+        """Drop the blocks that every worker has taken."""
+        # The step before may still be under way to a worker: keep its blocks one step longer.
+        step = self.slowest - 1
+        for number in [n for n in self.blocks if self.splitter.block_done(n, step)]:
+            if not self.splitter.may_remain(number):
+                self.held_bytes -= self.blocks.pop(number)[1]
+
+    def position(self, steps: int, id_sum: int) -> Position:
+        """Where a training pass stands after some steps of this attempt.
+
+        Raises:
+            ValueError: so much has not been given out.
+        """
+        if self.trail is None or not self.splitter.ready(steps - 1):
+            raise ValueError(f"{self.books.split} epoch {self.books.epoch}: step {steps} is not reached")
+        rows = steps * self.splitter.step_rows
+        if self.splitter.ended:
+            rows = min(rows, self.splitter.remainder.start)
+        position = self.trail.after(rows, id_sum)
+        self.books.trained = position.books.trained
+        return position
+
+    def unused(self) -> list[Rows]:
+        """The rows that no worker takes: fewer than there are workers."""
+        return [self._rows(part) for part in self.splitter.slices_of(self.splitter.remainder)]
+
+    def settle(self, remaining: list[int]) -> dict[str, Any]:
+        """Close the books.
+
+        Args:
+            remaining: ids of the `unused` rows.
+
+        Returns:
+            The counts and the ids of the rows that no worker took.
+
+        Raises:
+            DataError: records were lost, doubled or exchanged.
+        """
+        used = list(self.finished.values())
+        rows, padded = sum(u[0] for u in used), sum(u[2] for u in used)
+        self.books.use(rows, padded, sum(u[1] for u in used), remaining)
+        counts = self.books.settle(self.total)
+        self.settled = True
+        self.blocks.clear()
+        self.held_bytes = 0
+        return {"split": self.books.split, "remainder_ids": remaining, **counts}
+
+
+def ids_of(rows: list[Rows]) -> list[int]:
+    """Head: the record ids of some rows; asks Ray for their blocks, so no lock may be held.
+
+    Raises:
+        DataError: a block cannot be had.
+    """
+    import ray
+
+    if not rows:
+        return []
+    try:
+        blocks = ray.get([part.block for part in rows], timeout=UNUSED_ROWS_S)
+    except ray.exceptions.RayError as error:
+        raise DataError(f"the rows left over at the end of an epoch did not come: {explain(error)}") from None
+    return [
+        number
+        for part, block in zip(rows, blocks, strict=True)
+        for number in columns_of(block)[ID_COLUMN][part.start : part.stop].tolist()
+    ]

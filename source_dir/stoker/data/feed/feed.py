@@ -1,0 +1,300 @@
+"""Train worker: blocks → batches on the device, ahead of time, with every step's time accounted for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any, NamedTuple
+
+from stoker.data.coordinator.accounting import ID_MODULUS, DataError
+from stoker.data.coordinator.streams import Portion
+from stoker.data.feed.device import DeviceCopies
+from stoker.data.feed.step_timer import DeviceClock, HostClock, Stamps, StepTimes
+from stoker.data.preprocessing.columns import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN, SchemaError
+from stoker.data.transport.client import Fetched, Transport
+from stoker.recipe import Batch
+from stoker.schema import DataConfig
+
+FETCHERS = 2
+"""Threads that fetch: as many steps are under way at once, over as many connections to each host."""
+LEAST_BATCHES, MOST_BATCHES = 2, 512
+ASKED_AT_ONCE = 8
+"""Steps in one call to the coordinator, where so many are wanted: a call costs about a millisecond of CPU."""
+
+
+class Prefetch(NamedTuple):
+    """Train worker: how much is kept ready."""
+
+    seconds: float
+    """Of the training's own work."""
+    max_bytes: int
+
+    @classmethod
+    def of(cls, data: DataConfig) -> Prefetch:
+        """Train worker: as configured."""
+        return cls(data.prefetch_s, data.prefetch_mb * 2**20)
+
+
+@dataclass
+class Loaded:
+    """Train worker: one step's batch in this host's memory."""
+
+    columns: Batch
+    """Tensors, or lists of strings."""
+    ids: Any
+    keys: list[str]
+    portion: Portion
+    stamps: Stamps
+    nbytes: int
+
+
+@dataclass
+class Pass:
+    """Train worker: one pass of one rank over one split. Iterate it; then read its figures."""
+
+    coordinator: Any
+    attempt: int
+    split: str
+    epoch: int
+    rank: int
+    device: Any
+    transport: Transport
+    prefetch: Prefetch
+    stall_timeout_s: float
+    first_step: int = 0
+    keep_keys: bool = False
+    times: StepTimes = field(default_factory=StepTimes)
+    rows: int = 0
+    padded: int = 0
+    id_sum: int = 0
+    keys: list[str] = field(default_factory=list)
+    stop: str = ""
+    """Why the run shall stop after the batch that was given last."""
+    checkpoint: bool = False
+    """Whether a checkpoint is asked for since the last one; who takes it clears it."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of this rank: dicts of tensors on the device, images as CHW.
+
+        Raises:
+            DataError: the data side failed, or gave nothing for `stall_timeout_s`.
+        """
+        fetching = Fetching(self)
+        on_gpu = self.device.type == "cuda"
+        device_clock = DeviceClock(self.times, self.device) if on_gpu else None
+        clock = device_clock or HostClock(self.times)
+        copies = DeviceCopies(self.device, fetching.take) if on_gpu else None
+        try:
+            while True:
+                asked = time.perf_counter()
+                item = copies.take() if copies else fetching.take()
+                if item is None:
+                    return
+                clock.waited(asked, time.perf_counter(), item.stamps)
+                if copies and device_clock:
+                    copies.await_copy(item)
+                    device_clock.copied()
+                self._count(item)
+                yield item.columns
+                clock.finished()
+                fetching.resize(item.nbytes)
+                if self.stop:
+                    return
+        finally:
+            fetching.end()
+            if copies:
+                copies.end()
+            clock.close()
+
+    def _count(self, item: Loaded) -> None:
+        """The books of this rank: each row that the loop was given."""
+        import numpy as np
+
+        portion, ids = item.portion, item.ids
+        own = ids[: len(ids) - portion.padded]
+        self.rows += len(ids)
+        self.padded += portion.padded
+        # Sums of 64 bits wrap at a multiple of the modulus.
+        self.id_sum = (self.id_sum + int(own.view(np.uint64).sum())) % ID_MODULUS
+        if self.keep_keys:
+            self.keys += item.keys
+        # A step may be made of several batches, of which any may carry the request.
+        self.stop, self.checkpoint = portion.stop, self.checkpoint or portion.checkpoint
+
+
+class Fetching:
+    """Train worker: threads that ask for the steps of a pass in turn and fetch several at once."""
+
+    def __init__(self, owner: Pass) -> None:
+        self.owner = owner
+        self._changed = threading.Condition()
+        self._given: deque[tuple[int, Portion, float]] = deque()
+        """Steps that the coordinator has given and nobody fetches yet, and since when."""
+        self._loaded: dict[int, Any] = {}
+        self._next = self._asked = owner.first_step
+        """The step that the loop takes next, and the one that is asked for next."""
+        self._asking = False
+        """Whether a thread asks the coordinator for further steps now."""
+        self._limit = LEAST_BATCHES + FETCHERS
+        self._over = self._ended = False
+        for number in range(FETCHERS):
+            name = f"feed-{owner.split}-{number}"
+            threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def take(self) -> Loaded | None:
+        """The next step's batch; None after the last, or when this pass has been ended.
+
+        Raises:
+            DataError: the data side failed, or gave nothing for the stall time-out.
+        """
+        deadline = time.monotonic() + self.owner.stall_timeout_s
+        with self._changed:
+            while self._next not in self._loaded:
+                if self._over:
+                    return None
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise DataError(
+                        f"no {self.owner.split} batch came for {self.owner.stall_timeout_s:.0f} s"
+                        " (data.stall_timeout_s): the CPU hosts are stuck or far too slow"
+                    )
+                self._changed.wait(left)
+            item = self._loaded.pop(self._next)
+            self._next += 1
+            self._changed.notify_all()
+        if isinstance(item, BaseException):
+            raise item
+        loaded: Loaded | None = item
+        return loaded
+
+    def resize(self, batch_bytes: int) -> None:
+        """Keep as many batches as train for `prefetch.seconds`, and as fit."""
+        prefetch, compute = self.owner.prefetch, self.owner.times.compute_s
+        if compute <= 0:
+            return
+        wanted = ceil(prefetch.seconds / compute)
+        room = prefetch.max_bytes // max(batch_bytes, 1)
+        self._limit = max(LEAST_BATCHES, min(wanted, room, MOST_BATCHES))
+
+    def end(self) -> None:
+        """The loop wants no more."""
+        with self._changed:
+            self._over = True
+            self._loaded.clear()
+            self._changed.notify_all()
+        self.owner.transport.finish_pass()
+
+    def _work(self) -> None:
+        """Thread: ask, fetch, put down, until the pass ends."""
+        while (given := self._next_given()) is not None:
+            step, portion, since = given
+            try:
+                item: Any = self._fetch(portion, since)
+            except BaseException as error:
+                item = error
+            self._put(step, item)
+            if isinstance(item, BaseException):
+                return
+
+    def _next_given(self) -> tuple[int, Portion, float] | None:
+        """A step to fetch; asks for further ones where nobody does. None where none is wanted or left."""
+        while True:
+            with self._changed:
+                while not (self._over or self._given or self._ended or self._may_ask()):
+                    self._changed.wait(1.0)
+                if self._over:
+                    return None
+                if self._given:
+                    return self._given.popleft()
+                if self._ended:
+                    return None
+                self._asking = True
+                first, most = self._asked, min(ASKED_AT_ONCE, self._room())
+            self._ask(first, most)
+
+    def _may_ask(self) -> bool:
+        return not self._asking and self._room() >= min(ASKED_AT_ONCE, self._limit // 2)
+
+    def _ask(self, first: int, most: int) -> None:
+        """Get further steps; no lock is held, so that the loop takes what is loaded meanwhile."""
+        portions: list[Portion] = []
+        failure: BaseException | None = None
+        try:
+            portions = self._call(first, most)
+        except BaseException as error:
+            failure = error
+        now = time.perf_counter()
+        with self._changed:
+            self._given += [(first + i, portion, now) for i, portion in enumerate(portions)]
+            self._asked += len(portions)
+            self._asking, self._ended = False, not portions
+            self._changed.notify_all()
+        if self._ended:
+            self._put(first, failure)
+
+    def _room(self) -> int:
+        return self._limit - (self._asked - self._next)
+
+    def _put(self, step: int, item: Any) -> None:
+        with self._changed:
+            if not self._over:
+                self._loaded[step] = item
+            self._changed.notify_all()
+
+    def _call(self, step: int, most: int) -> list[Portion]:
+        import ray
+
+        owner = self.owner
+        call = owner.coordinator.ahead.remote(owner.attempt, owner.split, owner.epoch, owner.rank, step, most)
+        try:
+            answer: list[Portion] | str = ray.get(call, timeout=owner.stall_timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            raise DataError(
+                f"step {step}: no {owner.split} data for {owner.stall_timeout_s:.0f} s (data.stall_timeout_s)"
+            ) from None
+        if isinstance(answer, str):
+            raise DataError(answer)
+        return answer
+
+    def _fetch(self, portion: Portion, produced: float) -> Loaded:
+        began, cpu = time.perf_counter(), time.thread_time()
+        fetched = Fetched({}, began)
+        if portion.blocks:
+            if portion.schema is None:
+                raise DataError(f"rows of the {self.owner.split} split came without its schema")
+            try:
+                fetched = self.owner.transport.fetch(portion.blocks, portion.schema)
+            except SchemaError as error:
+                raise DataError(f"{self.owner.split} epoch {self.owner.epoch}: {error}") from None
+        batch, ids, keys, size = as_tensors(fetched.columns)
+        now = time.perf_counter()
+        with self._changed:
+            self.owner.times.fetch_s += now - began
+            self.owner.times.fetch_cpu_s += time.thread_time() - cpu
+        return Loaded(batch, ids, keys, portion, Stamps(produced, fetched.arrived, now), size)
+
+
+def as_tensors(columns: dict[str, Any]) -> tuple[Batch, Any, list[str], int]:
+    """Train worker: columns → (batch of tensors that share their memory, ids, keys, bytes)."""
+    import numpy as np
+    import torch
+
+    columns = dict(columns)
+    ids = columns.pop(ID_COLUMN, np.empty(0, dtype=np.int64))
+    keys = columns.pop(KEY_COLUMN, [])
+    batch: Batch = {}
+    size = 0
+    for name, column in columns.items():
+        if isinstance(column, list):
+            batch[name] = column
+            continue
+        size += column.nbytes
+        tensor = torch.from_numpy(column)
+        # A view: height × width × channels in memory is what PyTorch calls channels_last.
+        hwc = name.endswith(HWC_SUFFIX)
+        batch[name.removesuffix(HWC_SUFFIX)] = tensor.permute(0, 3, 1, 2) if hwc else tensor
+    return batch, ids, keys, size

@@ -1,0 +1,321 @@
+"""CPU task: runs a chain on a group of records and packs what comes out as columns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from stoker.data.cache.store import KeptRecord
+from stoker.data.preprocessing.columns import HWC_SUFFIX as HWC_SUFFIX
+from stoker.data.preprocessing.columns import ID_COLUMN as ID_COLUMN
+from stoker.data.preprocessing.columns import KEY_COLUMN as KEY_COLUMN
+from stoker.data.preprocessing.columns import ChainError as ChainError
+from stoker.data.preprocessing.columns import Packed, Schema, leave, pack, schema_of
+from stoker.data.preprocessing.decode import sized
+from stoker.data.preprocessing.fusion import fuse
+from stoker.data.preprocessing.pixels import MOST, limit_pixels
+from stoker.data.preprocessing.stages import Stage
+from stoker.data.preprocessing.transforms import DecodeImage
+from stoker.data.sources.base import BadRecord, Record, record_id
+from stoker.data.sources.seeding import seed_globals, seed_torch
+
+
+@dataclass
+class StageCost:
+    """CPU task: what a stage cost in one block."""
+
+    cpu_s: float = 0.0
+    bytes_out: int = 0
+
+
+@dataclass
+class BlockReport:
+    """CPU task → coordinator: what became of the records of one block."""
+
+    piece: int = -1
+    """Number of the piece in the epoch's order; -1: the dataset has none."""
+    nth: int = 0
+    """Which group of the piece's records this is, from 0."""
+    last: bool = False
+    """Whether the piece ends with it."""
+    rows: int = 0
+    """Rows that leave the chain."""
+    seconds: float = 0.0
+    """Wall time of reading and preprocessing."""
+    records: int = 0
+    id_sum: int = 0
+    bad: list[BadRecord] = field(default_factory=list)
+    bad_id_sum: int = 0
+    bytes_out: int = 0
+    costs: dict[str, StageCost] = field(default_factory=dict)
+    schemas: tuple[Schema, ...] = ()
+    """The columns before each batch stage and, last, of the block; empty where every record is bad."""
+    found: int = 0
+    """Records that came from the host's cache."""
+    kept: int = 0
+    """Records that went into it."""
+    kept_bytes: int = 0
+
+
+class Segment(NamedTuple):
+    """CPU task: neighbouring stages of one kind, as they are executed."""
+
+    number: int
+    """Seeds what they draw; the same whether the stages before them are kept or not."""
+    stages: list[Stage]
+    is_prefix: bool = False
+    """Whether what they give is kept across epochs."""
+
+
+class Chain:
+    """Head and CPU task: the stages of one split with the job's seed."""
+
+    def __init__(
+        self, stages: list[Stage], seed: int, with_keys: bool = False, prefix: int = 0, max_pixels: int = MOST
+    ) -> None:
+        self.max_pixels = max_pixels
+        self.stages = stages
+        self.seed = seed
+        self.with_keys = with_keys
+        self.prefix = prefix
+        """How many stages at the beginning give what is kept across epochs; they are executed apart from
+        the others, so that a record is the same whether it was kept or not."""
+        self.schemas: tuple[Schema, ...] = ()
+        """Those of the split, which every block must have; empty: each block says what it has."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """CPU task: unpickling imports what the transforms need, before the first record is timed."""
+        self.__dict__.update(state)
+        limit_pixels(self.max_pixels)
+        for segment in self._segments:
+            for stage in segment.stages:
+                prepare = getattr(stage.apply, "prepare", None)
+                if prepare:
+                    prepare()
+
+    def run(
+        self,
+        records: Iterable[Record | BadRecord],
+        epoch: int,
+        keep: Callable[[Record], int] | None = None,
+    ) -> tuple[dict[str, Any], BlockReport]:
+        """CPU task: records → columns, and the report of the block.
+
+        Args:
+            records: a KeptRecord among them has passed the prefix before.
+            epoch: seeds what the stages draw.
+            keep: takes each record that has passed the prefix now; the bytes that it has kept.
+
+        Raises:
+            ChainError: a batch stage raised, lost records, or the records do not fit together or into the
+                split's schema.
+        """
+        limit_pixels(self.max_pixels)
+        report = BlockReport(costs={"read": StageCost()})
+        good = self._take(records, report)
+        for segment in self._segments:
+            if segment.stages[0].per == "record":
+                good = list(self._per_record(good, segment, epoch, report))
+                if segment.is_prefix and keep is not None:
+                    _keep(good, keep, report)
+            else:
+                seed = f"{self.seed}/{epoch}/{segment.number}"
+                for stage in segment.stages:
+                    good = self._per_batch(good, stage, seed, report) if good else good
+        return self._leave(good, report), report
+
+    def _leave(self, records: list[Record], report: BlockReport) -> dict[str, Any]:
+        """The records as the columns of a block."""
+        packed = self._pack(records, report) if records else None
+        if packed is None or not packed.records:
+            report.schemas = ()
+            return {}
+        columns = leave(packed, record_id, self.with_keys)
+        report.rows = len(packed.records)
+        report.bytes_out += sum(column.nbytes for column in packed.columns.values())
+        report.schemas = (*report.schemas[:-1], schema_of(columns, packed.schema.record))
+        return columns
+
+    def _pack(self, records: list[Record], report: BlockReport, stage: str = "") -> Packed:
+        """Records as columns, which are those of the split where these are known."""
+        at = len(report.schemas)
+        expected = self.schemas[at].of_records() if self.schemas else None
+        packed = pack(records, expected, stage)
+        report.schemas += (packed.schema,)
+        for bad in packed.bad:
+            _quarantine(report, bad)
+        return packed
+
+    def _take(self, records: Iterable[Record | BadRecord], report: BlockReport) -> list[Record]:
+        good: list[Record] = []
+        # Stoker's decoder looks at the header itself.
+        decodes = bool(self.stages) and isinstance(self.stages[0].apply, DecodeImage)
+        started = time.thread_time()
+        for record in records:
+            report.records += 1
+            record = sized(record, decodes)
+            if isinstance(record, BadRecord):
+                report.id_sum += record_id(record.key)
+                _quarantine(report, record)
+            else:
+                report.id_sum += record_id(record["key"])
+                good.append(record)
+        report.costs["read"].cpu_s += time.thread_time() - started
+        report.found = sum(type(record) is KeptRecord for record in good)
+        first = next((record for record in good if type(record) is not KeptRecord), None)
+        if first:
+            report.costs["read"].bytes_out = _size(first) * (len(good) - report.found)
+        return good
+
+    @cached_property
+    def _segments(self) -> list[Segment]:
+        """Runs of neighbouring stages of one kind, fused: record stages go record by record."""
+        segments = []
+        for number, (per, run) in enumerate(groupby(self.stages, key=lambda stage: stage.per)):
+            stages = list(run)
+            prefix = self.prefix if number == 0 else 0
+            for part, is_prefix in ((stages[:prefix], True), (stages[prefix:], False)):
+                if part:
+                    segments.append(Segment(number, fuse(part) if per == "record" else part, is_prefix))
+        return segments
+
+    def _per_record(
+        self, records: list[Record], segment: Segment, epoch: int, report: BlockReport
+    ) -> Iterator[Record]:
+        stages = segment.stages
+        generator = _generators(stages)
+        costs = [report.costs.setdefault(stage.name, StageCost()) for stage in stages]
+        clock = time.thread_time
+        sized = False
+        for record in records:
+            if segment.is_prefix and type(record) is KeptRecord:
+                yield record
+                continue
+            key = record["key"]
+            # Where a record is processed must not change it, so every record brings its own seed.
+            rng = generator(f"{self.seed}/{epoch}/{segment.number}/{key}")
+            before = clock()
+            stage = stages[0]
+            try:
+                for stage, cost in zip(stages, costs, strict=True):
+                    record = stage.apply(record, rng)
+                    now = clock()
+                    cost.cpu_s += now - before
+                    before = now
+                    if not sized:
+                        cost.bytes_out += _size(record) * len(records)
+            except Exception as error:
+                name = getattr(error, "stage", stage.name)
+                text = " ".join(str(error).split())[:300]
+                _quarantine(report, BadRecord(key, f"{name}: {type(error).__name__}: {text}"))
+                continue
+            sized = True
+            record["key"] = key
+            yield record
+
+    def _per_batch(self, records: list[Record], stage: Stage, seed: str, report: BlockReport) -> list[Record]:
+        records, columns, _, _ = self._pack(records, report, stage.name)
+        if not records:
+            return []
+        if stage.random:
+            # By all records of the group: another one may have the same first record.
+            seed_globals(f"{seed}/{stage.name}/" + "\n".join(record["key"] for record in records))
+        started = time.thread_time()
+        try:
+            out = stage.apply(columns)
+        except Exception as error:
+            raise ChainError(f"stage {stage.name}: {_where(error)}") from error
+        cost = report.costs.setdefault(stage.name, StageCost())
+        cost.cpu_s += time.thread_time() - started
+        out = _as_columns(out)
+        if out is None:
+            raise ChainError(f"stage {stage.name}: did not return a dict of columns")
+        for name, column in out.items():
+            if len(column) != len(records):
+                raise ChainError(
+                    f"stage {stage.name}: column {name} has {len(column)} values for {len(records)}"
+                    " records; a chain must keep every record"
+                )
+        cost.bytes_out += sum(getattr(column, "nbytes", 0) for column in out.values())
+        return [
+            {"key": record["key"], **{name: column[i] for name, column in out.items()}}
+            for i, record in enumerate(records)
+        ]
+
+
+def _keep(records: list[Record], keep: Callable[[Record], int], report: BlockReport) -> None:
+    started = time.thread_time()
+    for record in records:
+        if type(record) is not KeptRecord:
+            size = keep(record)
+            report.kept += size > 0
+            report.kept_bytes += size
+    if report.kept:
+        report.costs.setdefault("keep", StageCost()).cpu_s += time.thread_time() - started
+
+
+def _as_columns(out: Any) -> dict[str, Any] | None:
+    """A stage's answer as columns: preprocessors of Ray Data answer with Arrow or pandas tables."""
+    if isinstance(out, dict):
+        return out
+    from ray.data.block import BlockAccessor
+
+    try:
+        accessor = BlockAccessor.for_block(out)
+    except TypeError:
+        return None
+    columns: dict[str, Any] = accessor.to_numpy(list(accessor.column_names()))
+    return columns
+
+
+def _generators(stages: list[Stage]) -> Callable[[str], Any]:
+    """From what names a record to its generator; the global ones are seeded where a stage may use them."""
+    import numpy as np
+
+    if not any(stage.random for stage in stages):
+        still = _NoGenerator()
+        return lambda text: still
+    uses_any = any(stage.random and stage.uses_random for stage in stages)
+    uses_torch = any(stage.random and stage.uses_torch for stage in stages)
+
+    def generator(text: str) -> Any:
+        if uses_any:
+            seed = seed_globals(text)
+        else:
+            seed = record_id(text)
+            if uses_torch:
+                seed_torch(seed)
+        # The numbers of default_rng(seed), at half its cost.
+        return np.random.Generator(np.random.PCG64(seed))
+
+    return generator
+
+
+class _NoGenerator:
+    """CPU task: what a transform with `random = False` gets, so that it cannot draw unnoticed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise TypeError(f"a transform that declares random = False asks for rng.{name}")
+
+
+def _quarantine(report: BlockReport, bad: BadRecord) -> None:
+    report.bad.append(bad)
+    report.bad_id_sum += record_id(bad.key)
+
+
+def _size(record: Record) -> int:
+    return sum(
+        value.nbytes if hasattr(value, "nbytes") else len(value) if isinstance(value, bytes) else 8
+        for name, value in record.items()
+        if name != "key"
+    )
+
+
+def _where(error: Exception) -> str:
+    from stoker.recipe import where_raised
+
+    return where_raised(error)

@@ -1,0 +1,295 @@
+"""Every host: the columns of a split (one schema for all of its blocks), and records packed into them.
+
+A chain worker packs a group of records twice or more often: before each batch stage, and at the end. Each
+time the columns must be those of the split's schema. What differs ends the run; only a record that lacks a
+column, or holds None in it, is quarantined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from stoker.data.sources.base import BadRecord, Record
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ID_COLUMN = "__id"
+KEY_COLUMN = "__key"
+HWC_SUFFIX = "__hwc"
+"""Marks an image column packed height × width × channels, which the feed views as CHW for nothing."""
+
+TEXT = "text"
+OBJECT = "object"
+BATCHABLE = frozenset(
+    f"{kind}{bits}"
+    for kind, widths in (
+        ("int", (8, 16, 32, 64)),
+        ("uint", (8, 16, 32, 64)),
+        ("float", (16, 32, 64)),
+        ("complex", (64, 128)),
+    )
+    for bits in widths
+) | {"bool"}
+"""NumPy's names of what a tensor can hold."""
+
+
+class ChainError(RuntimeError):
+    """CPU task: a stage failed for a whole batch; the run cannot go on."""
+
+
+class SchemaError(ChainError):
+    """CPU task and train worker: rows that do not have the columns of their split."""
+
+
+class Column(NamedTuple):
+    """Every host: what a column holds for one record."""
+
+    dtype: str
+    """NumPy's name of it; "text": strings; "object": anything, as only a batch stage can take it."""
+    shape: tuple[int, ...] = ()
+    """-1: any, towards a batch stage."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {self.shape}" if self.shape else self.dtype
+
+
+class Schema(NamedTuple):
+    """Every host: the columns that all blocks of a split have."""
+
+    columns: dict[str, Column]
+    record: str = ""
+    """Key of the record that they were found in."""
+
+    def difference(self, other: Schema) -> str:
+        """Every host: how rows with other columns differ; empty where they do not."""
+        if self.columns == other.columns:
+            return ""
+        there = f" in record {other.record}" if other.record else ""
+        for name, column in self.columns.items():
+            found = other.columns.get(name)
+            if found != column:
+                return f"column {name!r} is {found or 'absent'}{there}, {column} in record {self.record}"
+        extra = next(name for name in other.columns if name not in self.columns)
+        return f"column {extra!r} is {other.columns[extra]}{there}, absent in record {self.record}"
+
+    def of_records(self) -> Schema:
+        """CPU task: the columns as records have them, before they are packed."""
+        own = {
+            n.removesuffix(HWC_SUFFIX): c for n, c in self.columns.items() if n not in (ID_COLUMN, KEY_COLUMN)
+        }
+        return Schema(own, self.record)
+
+
+class Packed(NamedTuple):
+    """CPU task: records and their columns."""
+
+    records: list[Record]
+    """Those that have every column."""
+    columns: dict[str, Any]
+    schema: Schema
+    bad: list[BadRecord]
+
+
+def pack(records: list[Record], expected: Schema | None = None, stage: str = "") -> Packed:
+    """CPU task: records → columns.
+
+    Args:
+        records: at least one.
+        expected: the split's schema at this point; None: nobody has fixed it yet.
+        stage: the batch stage that takes the columns, which may be anything then; empty: they go to the
+            train workers.
+
+    Raises:
+        SchemaError: a column that cannot be batched, or whose type or shape is not the same in all records
+            or not as expected.
+    """
+    names = list(expected.columns) if expected else _names(records)
+    good, bad = _complete(records, names, expected)
+    columns: dict[str, Any] = {}
+    kinds: dict[str, Column] = {}
+    if good:
+        keys = [record["key"] for record in good]
+        for name in names:
+            values = _arrays(name, [record[name] for record in good])
+            wanted = expected.columns[name] if expected else None
+            kind = _kind(name, keys, values, wanted, expected.record if expected else "", stage)
+            columns[name], kinds[name] = _stack(values, kind, name, keys), kind
+    return Packed(good, columns, Schema(kinds, good[0]["key"] if good else ""), bad)
+
+
+def schema_of(columns: dict[str, Any], record: str = "") -> Schema:
+    """Every host: the schema of packed columns."""
+    return Schema({name: column_of(values) for name, values in columns.items()}, record)
+
+
+def column_of(values: Any) -> Column:
+    """Every host: what packed values are."""
+    if values.dtype == object:
+        return Column(TEXT)
+    return Column(_name(values.dtype), values.shape[1:])
+
+
+@cache
+def _name(dtype: Any) -> str:
+    name: str = dtype.name  # which NumPy puts together anew each time
+    return name
+
+
+def _names(records: list[Record]) -> list[str]:
+    first = records[0].keys()
+    if all(record.keys() == first for record in records):
+        return [name for name in first if name != "key"]
+    return list(dict.fromkeys(name for record in records for name in record if name != "key"))
+
+
+def _complete(
+    records: list[Record], names: list[str], expected: Schema | None
+) -> tuple[list[Record], list[BadRecord]]:
+    """The records that hold a value in every column, and the others."""
+    whole = {"key", *names}
+    if expected and any(record.keys() - whole for record in records):
+        record, name = next((r, n) for r in records for n in r if n not in whole)
+        raise SchemaError(
+            f"record {record['key']} has a column {name!r} that record {expected.record} lacks; give it to"
+            f" every record in the chain, or leave it out with stoker.data.Drop({name!r})"
+        )
+    if all(len(record) == len(whole) for record in records) and not any(
+        record[name] is None for name in names for record in records
+    ):
+        return records, []
+    good, bad = [], []
+    for record in records:
+        hole = next((name for name in names if record.get(name) is None), None)
+        if hole is None:
+            good.append(record)
+        else:
+            why = (
+                f"column {hole!r} is None"
+                if hole in record
+                else f"no column {hole!r}, which other records have"
+            )
+            bad.append(BadRecord(record["key"], why))
+    return good, bad
+
+
+def _arrays(name: str, values: list[Any]) -> list[Any]:
+    if not any(hasattr(value, "numpy") for value in values):
+        return values
+    try:
+        return [value.numpy() if hasattr(value, "numpy") else value for value in values]
+    except (TypeError, RuntimeError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise SchemaError(f"column {name!r} holds tensors that cannot be batched: {text}") from None
+
+
+def _kind(
+    name: str, keys: list[str], values: list[Any], wanted: Column | None, origin: str, stage: str
+) -> Column:
+    """What all values of a column are; towards a batch stage shapes may differ.
+
+    Raises:
+        SchemaError: they differ among each other or from what is wanted, or are nothing to train on.
+    """
+    same = _same(values)
+    kinds = [same] if same else [_describe(value) for value in values]
+    if stage:
+        kinds = [Column(kind.dtype, (-1,) * len(kind.shape)) for kind in kinds]
+    wanted, origin = (wanted, origin) if wanted else (kinds[0], keys[0])
+    for key, kind, value in zip(keys, kinds, values, strict=False):
+        if kind.dtype == OBJECT and not stage:
+            raise SchemaError(_not_batchable(name, key, value))
+        if kind != wanted:
+            raise SchemaError(_differs(name, key, kind, wanted, origin))
+    return wanted
+
+
+def _same(values: list[Any]) -> Column | None:
+    """What all values are, as far as that is seen at a glance."""
+    import numpy as np
+
+    if len(set(map(type, values))) > 1:
+        return None
+    arrays = isinstance(values[0], np.ndarray)
+    if arrays and (len({v.dtype for v in values}) > 1 or len({v.shape for v in values}) > 1):
+        return None
+    return _describe(values[0])
+
+
+def _describe(value: Any) -> Column:
+    import numpy as np
+
+    if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
+        dtype: Any = value.dtype
+    elif isinstance(value, str):
+        return Column(TEXT)
+    elif isinstance(value, np.generic):
+        dtype = value.dtype
+    else:
+        kind = next((k for k in (bool, int, float, complex) if isinstance(value, k)), None)
+        dtype = np.dtype(kind or object)
+    name = _name(dtype)
+    return Column(name, getattr(value, "shape", ())) if name in BATCHABLE else Column(OBJECT)
+
+
+def _stack(values: list[Any], kind: Column, name: str, keys: list[str]) -> NDArray[Any]:
+    import numpy as np
+
+    arrays = isinstance(values[0], np.ndarray)
+    ragged = arrays and len({getattr(value, "shape", ()) for value in values}) > 1
+    if ragged or kind.dtype in (TEXT, OBJECT):
+        column = np.empty(len(values), dtype=object)
+        for i, value in enumerate(values):
+            column[i] = str(value) if kind.dtype == TEXT else value
+        return column
+    if arrays:
+        return np.stack(values).astype(kind.dtype, copy=False)  # the machine's own byte order
+    try:
+        return np.array(values, dtype=kind.dtype)
+    except OverflowError:
+        key = next(k for k, value in zip(keys, values, strict=True) if not -(2**63) <= value < 2**63)
+        raise SchemaError(f"column {name!r}: the number in record {key} does not fit {kind.dtype}") from None
+
+
+def _not_batchable(name: str, key: str, value: Any) -> str:
+    if isinstance(value, bytes) and name == "image":
+        return f"column {name!r} is still encoded bytes; add DecodeImage() to the chain"
+    what = f"arrays of {value.dtype}" if hasattr(value, "dtype") else type(value).__name__
+    return (
+        f"column {name!r} holds {what} (record {key}), which a batch cannot; make it numbers, arrays or text"
+        f" in the chain, or leave it out with stoker.data.Drop({name!r})"
+    )
+
+
+def _differs(name: str, key: str, found: Column, wanted: Column, origin: str) -> str:
+    if found.dtype == wanted.dtype:
+        return (
+            f"column {name!r} differs in shape between records: {found.shape} in {key}, {wanted.shape} in"
+            f" {origin}; resize or crop in the chain"
+        )
+    return f"column {name!r} is {found} in record {key}, {wanted} in record {origin}; convert it in the chain"
+
+
+def leave(packed: Packed, ids: Callable[[str], int], with_keys: bool) -> dict[str, Any]:
+    """CPU task: packed columns as they leave it: images marked by their layout, and who the rows are.
+
+    Raises:
+        SchemaError: the chain gave a column a name that Stoker uses.
+    """
+    import numpy as np
+
+    from stoker.data.preprocessing.picture import is_hwc
+
+    keys: Sequence[str] = [record["key"] for record in packed.records]
+    out: dict[str, Any] = {}
+    for name, column in packed.columns.items():
+        if name in (ID_COLUMN, KEY_COLUMN) or name.endswith(HWC_SUFFIX):
+            raise SchemaError(f"column {name!r}: Stoker uses this name; rename it in the chain")
+        hwc = name == "image" and is_hwc(column.shape[1:]) and type(packed.records[0][name]) is np.ndarray
+        out[name + HWC_SUFFIX if hwc else name] = column
+    out[ID_COLUMN] = np.array([ids(key) for key in keys], dtype=np.int64)
+    if with_keys:
+        out[KEY_COLUMN] = np.array(keys, dtype=object)
+    return out

@@ -1,0 +1,72 @@
+"""Head: torchvision's transforms → Stoker's own, where these do the same work faster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.data.preprocessing.blur import GaussianBlurs
+from stoker.data.preprocessing.stages import ImageModule, Stage, is_plain
+from stoker.data.preprocessing.transforms import (
+    CenterCrop,
+    CheckLabel,
+    ImageTransform,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+    Together,
+)
+
+_CUBIC = {"bilinear": False, "bicubic": True, 2: False, 3: True}
+"""Interpolation by torchvision's name or Pillow's number."""
+
+
+def native(module: Any) -> ImageTransform | GaussianBlurs | None:
+    """Head: what executes a torchvision transform (v1 or v2) in its stead; None: torchvision itself.
+
+    Only plain objects of torchvision's classes are replaced, with arguments for which the result is
+    the same: antialiased, bilinear or bicubic. Classes that a user derived from them are not.
+    """
+    if not is_plain(module):
+        return None
+    name = type(module).__name__
+    if name == "Compose":
+        parts = [part for part in map(native, module.transforms) if isinstance(part, ImageTransform)]
+        return Together(parts) if parts and len(parts) == len(module.transforms) else None
+    if name == "CenterCrop":
+        return CenterCrop(module.size)
+    if name == "RandomHorizontalFlip":
+        return RandomHorizontalFlip(module.p)
+    if name == "GaussianBlur":
+        return GaussianBlurs([(tuple(module.kernel_size), tuple(module.sigma))])
+    if name in ("RandomResizedCrop", "Resize"):
+        cubic = _CUBIC.get(getattr(module.interpolation, "value", module.interpolation))
+        if cubic is None or module.antialias is not True:
+            return None
+        if name == "RandomResizedCrop":
+            return RandomResizedCrop(module.size, tuple(module.scale), tuple(module.ratio), cubic)
+        if _is_understood(module.size, module.max_size):
+            return Resize(module.size, module.max_size, cubic)
+    return None
+
+
+def _is_understood(size: Any, max_size: Any) -> bool:
+    """Whether Resize takes these, too; other combinations are torchvision's to carry out or refuse."""
+    sides = [size] if isinstance(size, int) else size
+    if not isinstance(sides, list | tuple) or len(sides) not in (1, 2):
+        return False
+    return max_size is None or (len(sides) == 1 and max_size > sides[0])
+
+
+def tensors_for_others(stages: list[Stage]) -> None:
+    """Head: where a transform of the user's follows torchvision's, it gets a tensor, as from torchvision.
+
+    Inside Stoker and at the end of a chain images are arrays, height × width × channels.
+    """
+    following: Any = None
+    for stage in reversed(stages):
+        if isinstance(stage.apply, CheckLabel):
+            continue
+        if isinstance(stage.apply, ImageTransform | GaussianBlurs) and stage.of_torchvision:
+            known = ImageTransform | GaussianBlurs | ImageModule
+            stage.apply.gives_tensor = following is not None and not isinstance(following, known)
+        following = stage.apply

@@ -1,0 +1,84 @@
+"""Head: the schema of each split, from the first records through its chain, before training."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from copy import copy
+from itertools import islice
+from typing import Any
+
+from stoker.config import UsageError
+from stoker.data.preprocessing.chain import Chain
+from stoker.data.preprocessing.columns import Schema, SchemaError
+from stoker.data.sources.base import Piece, Source
+
+PROBE_RECORDS = 4
+PROBE_S = 30.0
+"""Deadline; after it the run begins without, and its first block fixes the schema."""
+
+
+def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records: int) -> None:
+    """Head: let the chains of a job know the columns that every block of their split must have.
+
+    With Ray connected a task on this host runs the chains, since a record may end its process; without,
+    this process does. Where nothing comes of it (the first records are bad, say, or need another host),
+    and for a `ray.data.Dataset`, the first block of the run fixes the schema.
+
+    Raises:
+        UsageError: columns that cannot be batched, or differ between the first records.
+    """
+    wanted = {split: source for split, source in sources.items() if isinstance(source, Source)}
+    pieces = {split: next(iter(source.pieces(block_records, None)), None) for split, source in wanted.items()}
+    found: dict[str, tuple[Schema, ...] | str]
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        found = _in_tasks(wanted, chains, pieces)
+    else:
+        found = {split: probe(source, pieces[split], copy(chains[split])) for split, source in wanted.items()}
+    for split, answer in found.items():
+        if isinstance(answer, str):
+            raise UsageError(f"{split}: {answer}")
+        chains[split].schemas = answer
+
+
+def probe(source: Source, piece: Piece | None, chain: Chain) -> tuple[Schema, ...] | str:
+    """Head or a task there: the schemas that the first records of a piece have; a text where they cannot
+    be batched."""
+    if piece is None:
+        return ()
+    try:
+        _, report = chain.run(islice(source.read(piece, None), PROBE_RECORDS), 0)
+    except (SchemaError, UsageError) as error:
+        return str(error)
+    except Exception:
+        return ()  # the run says it, where it happens
+    return report.schemas
+
+
+def _in_tasks(
+    sources: dict[str, Source], chains: dict[str, Chain], pieces: dict[str, Piece | None]
+) -> dict[str, tuple[Schema, ...] | str]:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    task = ray.remote(_probe_packed).options(
+        name="schema", num_cpus=0, max_retries=0, scheduling_strategy=here
+    )
+    asked = {
+        split: task.remote(ray.cloudpickle.dumps((source.for_tasks(), pieces[split], chains[split])))
+        for split, source in sources.items()
+    }
+    found: dict[str, tuple[Schema, ...] | str] = {}
+    for split, answer in asked.items():
+        try:
+            found[split] = ray.get(answer, timeout=PROBE_S)
+        except ray.exceptions.RayError:
+            ray.cancel(answer, force=True)
+            found[split] = ()
+    return found
+
+
+def _probe_packed(packed: bytes) -> tuple[Schema, ...] | str:
+    """A task on the head."""
+    return probe(*pickle.loads(packed))  # noqa: S301 - written by the head

@@ -1,0 +1,161 @@
+"""What may stand in a chain, and the named stages that it becomes.
+
+A chain is a list. Each entry is one of
+    a `RecordTransform`                       record and random generator → record
+    a torchvision transform (or Compose)      applied to `record["image"]`
+    a fitted `ray.data` preprocessor          applied to a batch
+    any other callable                        dict of arrays → dict of arrays, same records
+    a pair ("name", entry)                    the same under a name of one's own
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from stoker.config import UsageError
+from stoker.data.sources.base import Record
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_BATCH_ONLY = {"MixUp", "CutMix"}
+_NEVER_RANDOM = {
+    *("CenterCrop", "ConvertImageDtype", "Grayscale", "Identity", "Normalize", "PILToTensor", "Pad", "RGB"),
+    *("Resize", "ToDtype", "ToImage", "ToPILImage", "ToPureTensor", "ToTensor"),
+}
+"""Transforms of torchvision that draw nothing; what is not listed counts as random."""
+
+
+class RecordTransform(ABC):
+    """CPU task: changes one record. `rng` is seeded by (seed, epoch, record key)."""
+
+    random: bool = True
+    """False: the same record gives the same result in every epoch, so that it may be cached."""
+    uses_random: bool = True
+    """False: draws from `rng` at most, so that the global generators (`random`, `numpy.random`, torch) need
+    not be seeded for each record."""
+
+    @abstractmethod
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        """CPU task: the record with its changes; an exception quarantines it."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Head and CPU task: one named step of a chain."""
+
+    name: str
+    per: Literal["record", "batch"]
+    apply: Callable[..., Any]
+    """record: (record, rng) → record; batch: (dict of arrays) → dict of arrays."""
+    uses_torch: bool = False
+    """Draws from torch's global generator."""
+    random: bool = True
+    """False: draws nothing, so its result may be kept across epochs. Unknown callables count as random."""
+    uses_random: bool = True
+    """May draw from the global generators of Python's `random`, NumPy or torch."""
+    of_torchvision: bool = False
+    """Stands for a transform of torchvision, which leaves a tensor to what follows."""
+
+
+def as_stages(chain: Sequence[Any]) -> list[Stage]:
+    """Head: the entries of a chain as named stages; equal names get a number.
+
+    Plain torchvision transforms that Stoker executes faster are replaced by its own (see `native`).
+
+    Raises:
+        UsageError: an entry that is none of the allowed kinds, or cannot work in a chain.
+    """
+    from stoker.data.preprocessing.native import tensors_for_others
+
+    if not isinstance(chain, list | tuple):
+        raise UsageError(f"preprocess() must return a list, not {type(chain).__name__}")
+    stages: list[Stage] = []
+    for position, entry in enumerate(chain):
+        stage = _as_stage(entry, position)
+        taken = sum(s.name.split("#")[0] == stage.name for s in stages)
+        name = f"{stage.name}#{taken + 1}" if taken else stage.name
+        stages.append(replace(stage, name=name))
+    tensors_for_others(stages)
+    return stages
+
+
+def _as_stage(entry: Any, position: int) -> Stage:
+    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str):
+        stage = _as_stage(entry[1], position)
+        return replace(stage, name=entry[0])
+    if isinstance(entry, Stage):
+        return entry
+    name = getattr(entry, "__name__", None) or type(entry).__name__
+    if isinstance(entry, type):
+        raise UsageError(f"preprocess() entry {position + 1}: {name} is a class; write {name}()")
+    if isinstance(entry, RecordTransform):
+        return _of_transform(name, entry)
+    ancestors = [f"{c.__module__}.{c.__name__}" for c in type(entry).__mro__]
+    if any(a.startswith("ray.data.preprocessor") and a.endswith(".Preprocessor") for a in ancestors):
+        if "NOT_FITTED" in str(entry.fit_status()):
+            raise UsageError(f"preprocess() entry {position + 1}: {name} is not fitted; call fit() first")
+        return Stage(name, "batch", entry.transform_batch, random=False)
+    if any(a.startswith("torchvision.transforms") for a in ancestors):
+        if name in _BATCH_ONLY:
+            raise UsageError(
+                f"preprocess() entry {position + 1}: {name} mixes the records of a batch; return it"
+                " from on_device()"
+            )
+        from stoker.data.preprocessing.native import native
+
+        own = native(entry)
+        if own is not None:
+            return replace(_of_transform(name, own), of_torchvision=True)
+        return Stage(name, "record", ImageModule(entry), uses_torch=True, random=may_draw(entry))
+    if callable(entry):
+        return Stage(name, "batch", entry)
+    raise UsageError(f"preprocess() entry {position + 1}: {entry!r} is neither a transform nor a callable")
+
+
+def _of_transform(name: str, entry: RecordTransform) -> Stage:
+    uses_torch = getattr(entry, "uses_torch", False)
+    return Stage(name, "record", entry, uses_torch, entry.random, entry.uses_random)
+
+
+def is_plain(module: Any) -> bool:
+    """Head: whether an object is torchvision's own transform, not of a class that the user derived."""
+    return type(module).__module__.startswith("torchvision.transforms")
+
+
+def may_draw(module: Any) -> bool:
+    """Head: whether a torchvision transform may draw random numbers; a derived class always may."""
+    if not is_plain(module):
+        return True
+    if type(module).__name__ == "Compose":
+        return any(may_draw(part) for part in module.transforms)
+    return type(module).__name__ not in _NEVER_RANDOM
+
+
+class ImageModule(RecordTransform):
+    """CPU task: a torchvision transform on `record["image"]`, which becomes a CHW tensor."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        import numpy as np
+        import torch
+
+        from stoker.data.preprocessing.picture import is_hwc
+
+        image = record.get("image")
+        if isinstance(image, bytes):
+            raise TypeError("the image is still encoded; put DecodeImage() before this stage")
+        if image is None:
+            raise KeyError("the record has no column 'image'")
+        if isinstance(image, np.ndarray):
+            tensor = torch.from_numpy(image)
+            image = tensor.permute(2, 0, 1) if is_hwc(image.shape) else tensor
+        out = self.module(image)
+        if not isinstance(out, torch.Tensor):
+            out = np.asarray(out)
+        return {**record, "image": out}

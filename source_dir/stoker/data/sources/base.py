@@ -1,0 +1,146 @@
+"""Sources: where records come from. The head plans and checks pieces, CPU tasks read them.
+
+One file per format; each has its `read_…`, which `stoker.data` offers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+Record = dict[str, Any]
+"""One record: columns by name, and its identity under "key"."""
+
+ID_MODULUS = 2**63
+
+
+class BadRecord(NamedTuple):
+    """CPU task: a record that could not be read or preprocessed, and why."""
+
+    key: str
+    reason: str
+    passing: bool = False
+    """Whether it may well be read later, or on another host; it is bad only when that was tried."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Head → CPU task: what one task reads, of a file or a range of indices."""
+
+    path: str
+    start: int = 0
+    stop: int = 0
+    rows: int | None = None
+    """How many records it holds, where that is known without reading it."""
+    items: tuple[Any, ...] = ()
+    home: str = ""
+    """Records of pieces with one home come from the same part of the data in every epoch, so what a host
+    keeps of them it finds again; empty: they come from anywhere."""
+
+
+class Source(ABC):
+    """Head and CPU task: the records of one split."""
+
+    random: bool = True
+    """False: reading draws no random numbers. Else the global generators (`random`, `numpy.random`, torch)
+    are seeded for every record, by (seed, epoch, key) where `listing` tells the keys."""
+
+    def check(self) -> None:  # noqa: B027 - nothing to check is a good answer
+        """Head: look at what can be looked at before training.
+
+        Raises:
+            UsageError: absent, empty, truncated or lacking a column, naming the file.
+        """
+
+    @abstractmethod
+    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
+        """Head: the split cut into pieces of about `records` records, permuted by `order`."""
+
+    def pieces_at_home(self, records: int, order: np.random.Generator | None, homes: int) -> list[Piece]:
+        """Head: as `pieces`, permuted only within `homes` parts of the data, which are the same in every
+        epoch. Sources whose pieces are the same in every epoch anyway ignore `homes`."""
+        return self.pieces(records, order)
+
+    def listing(self, piece: Piece) -> list[tuple[str, Piece]] | None:
+        """CPU task: key and piece of each record of a piece; None where only reading it tells the keys."""
+        return None
+
+    def name_of(self, piece: Piece) -> str:
+        """CPU task: what a piece is called wherever the data lies: it seeds the order of its records."""
+        return piece.path
+
+    def arrangement(self, count: int, order: np.random.Generator | None) -> list[int] | None:
+        """CPU task: in which order `read` gives the `count` records of a piece; None: nobody knows."""
+        return None
+
+    @abstractmethod
+    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        """CPU task: the records of a piece; a record that cannot be read comes as a BadRecord.
+
+        Raises:
+            OSError: the way to the data failed; the head has the piece read again, elsewhere if it can.
+        """
+
+    @abstractmethod
+    def count(self) -> int | None:
+        """Head: the number of records, None where only reading would tell."""
+
+    def for_tasks(self) -> Source:
+        """Head: what CPU tasks need for `read`; a long list of files, say, stays on the head."""
+        return self
+
+    def fingerprint(self) -> str:
+        """Head: short text that changes when other records would be read; made within about a second.
+
+        Empty: nothing but reading tells, so a sample of the records is read (`stoker.data.sources.identity`).
+        """
+        return ""
+
+    def classes(self) -> list[str] | None:
+        """Head: names of the classes in the order of their labels, where the source knows them."""
+        return None
+
+
+def cut_indices(n: int, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Piece]:
+    """Head: the indices 0 … n-1, permuted, in pieces of `records`.
+
+    Args:
+        n: how many.
+        records: in a piece.
+        order: permutes them; None: as they are.
+        homes: permute within so many random parts of them that never change, and then the pieces of all
+            parts; 0: permute all at once.
+    """
+    import numpy as np
+
+    parts: list[tuple[str, list[int]]]
+    if order is None:
+        parts = [(str(i), list(range(i, min(i + records, n)))) for i in range(0, n, records)]
+    elif homes < 2:
+        indices = order.permutation(n).tolist()
+        parts = [("", indices[i : i + records]) for i in range(0, n, records)]
+    else:
+        whole = np.random.default_rng(0).permutation(n)
+        parts = []
+        for home in range(homes):
+            own = order.permutation(whole[home::homes]).tolist()
+            parts += [(str(home), own[i : i + records]) for i in range(0, len(own), records)]
+        parts = [parts[i] for i in order.permutation(len(parts))]
+    return [Piece("", rows=len(part), items=tuple(part), home=home) for home, part in parts]
+
+
+def digest(*parts: Any) -> str:
+    """Head: what identifies data, as 16 hexadecimal digits."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def record_id(key: str) -> int:
+    """Every host: a record's identity as 63 bits, so that sums of ids compare sets of records."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,151 @@
+"""Delta tables: the files of one version of the table, read as Parquet."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from urllib.parse import unquote
+
+from stoker.config import UsageError
+from stoker.data.sources.base import Source
+from stoker.data.sources.checksums import sums_of
+from stoker.data.sources.files import PARQUET_SUFFIXES, is_delta_table, split_folder
+from stoker.data.sources.nulls import Nulls
+from stoker.data.sources.parquet import Filters, ParquetSource
+from stoker.storage.filesystems import filesystem_of, join
+
+
+class DeltaSource(ParquetSource):
+    """Head and CPU task: the rows of a Delta table at one version.
+
+    Partition columns come from the table's log, and columns that were added to the table later are NULL in
+    the rows of older files.
+    """
+
+    def __init__(self, types: dict[str, Any], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.types = types
+
+    def complete(self, path: str, schema: Any) -> None:
+        own = self.constants.setdefault(path, {})
+        own.update({name: None for name in self.types if name not in own and name not in schema.names})
+
+
+def open_delta(
+    uri: str,
+    columns: list[str] | None,
+    filters: Filters | None,
+    version: int | None,
+    nulls: Nulls | None = None,
+    data: str = "",
+) -> DeltaSource:
+    """Head: the files of a Delta table at a version, those that the partitions rule out left away.
+
+    Args:
+        uri: the table.
+        columns: of the records; None: all.
+        filters: rows to keep; None: all.
+        version: of the table; None: the newest.
+        nulls: what becomes of the NULLs of a column; those of others are refused.
+        data: the data root, the table itself or above it, where a SHA256SUMS may lie.
+
+    Raises:
+        UsageError: deltalake is absent, no such table or version, or one that needs deletion vectors or
+            column mapping.
+    """
+    try:
+        import deltalake
+    except ImportError:
+        raise UsageError(
+            f"{uri}: reading a Delta table needs the package deltalake; pip install 'stoker[delta]', or add"
+            " deltalake to requirements.txt"
+        ) from None
+    import pyarrow as pa
+
+    filesystem, root = filesystem_of(uri)
+    at = uri if "://" in uri and not uri.startswith("file://") else root
+    try:
+        table = deltalake.DeltaTable(at, version=version, storage_options=_storage_options())
+        dataset = table.to_pyarrow_dataset()  # refuses tables whose features it cannot honour
+        actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+        types = {field.name: field.type for field in dataset.schema}
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        which = "" if version is None else f" at version {version}"
+        raise UsageError(f"{uri}: no Delta table that can be read{which}: {text}") from None
+    if not actions:
+        raise UsageError(f"{uri}: the Delta table holds no row at version {table.version()}")
+    out = _ruled_out(dataset, filters)
+    # One stays in any case: the source says then that no row matches.
+    actions = [action for action in actions if unquote(action["path"]) not in out] or actions[:1]
+    actions.sort(key=lambda action: action["path"])
+    paths = [_path_of(action["path"], root) for action in actions]
+    constants = {
+        path: {
+            name.removeprefix("partition."): value
+            for name, value in action.items()
+            if name.startswith("partition.")
+        }
+        for path, action in zip(paths, actions, strict=True)
+    }
+    files = filesystem.get_file_info(paths)
+    sums = sums_of(data or uri, files, PARQUET_SUFFIXES)
+    return DeltaSource(types, files, columns, filters, constants, nulls, sums)
+
+
+def _ruled_out(dataset: Any, filters: Filters | None) -> set[str]:
+    """Head: files that hold no matching row, by the partitions and statistics in the table's log."""
+    from pyarrow import parquet
+
+    if not filters:
+        return set()
+    try:
+        fragments = dataset.get_fragments(filter=parquet.filters_to_expression(filters))
+        return set(dataset.files) - {fragment.path for fragment in fragments}
+    except Exception:
+        return set()  # the source's own check names what is wrong with the filters
+
+
+def _path_of(path: str, root: str) -> str:
+    """A path of the table's log, percent-encoded and relative to the table or absolute, for pyarrow."""
+    path = unquote(path)
+    if "://" in path:
+        return filesystem_of(path)[1]
+    return path if path.startswith("/") else join(root, path)
+
+
+def _storage_options() -> dict[str, str]:
+    """Plain http is refused by default, but an endpoint of one's own often has no certificate."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+    options = {"endpoint_url": endpoint} if endpoint else {}
+    return options | ({"allow_http": "true"} if endpoint.startswith("http://") else {})
+
+
+def read_delta(
+    table: str,
+    split: str | None = None,
+    columns: list[str] | None = None,
+    filters: Filters | None = None,
+    version: int | None = None,
+    nulls: Nulls | None = None,
+) -> Source | None:
+    """Head: a Delta table; with the extra `delta` (`pip install deltalake`).
+
+    Args:
+        table: path or s3:// address of a table, or of a folder with the tables train and val.
+        split: train or val; None: the table itself, `filters` saying which of its rows.
+        columns: read these columns only; default: all.
+        filters: keep rows that match, [("split", "==", "train"), …]; partitions and row groups that
+            cannot match are not read.
+        version: the table as it was at this version; default: as it is when the job starts.
+        nulls: what becomes of a column's NULLs, as `read_parquet` takes it.
+
+    Raises:
+        UsageError: no such table, version or column, or a table that needs a feature not known here.
+    """
+    if split is None or is_delta_table(table):
+        if split not in (None, "train"):
+            return None
+        return open_delta(table, columns, filters, version, nulls, table)
+    folder = split_folder(table, split)
+    return open_delta(folder, columns, filters, version, nulls, table) if folder else None

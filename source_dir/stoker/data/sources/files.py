@@ -1,0 +1,55 @@
+"""Head: which files belong to a split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.config import UsageError
+from stoker.storage.filesystems import child_folders, join, list_files
+
+SPLIT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation", "test")}
+PARQUET_SUFFIXES = (".parquet", ".pq")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+
+
+def is_delta_table(uri: str) -> bool:
+    """Head: whether a folder is a Delta table."""
+    return "_delta_log" in child_folders(uri, hidden=True)
+
+
+def split_folder(root: str, split: str) -> str | None:
+    """Head: the sub-folder of a split, None where the data has other splits only.
+
+    Raises:
+        UsageError: the data has no train split at all.
+    """
+    list_files(root)
+    there = child_folders(root)
+    for name in SPLIT_NAMES[split]:
+        if name in there:
+            return join(root, name)
+    if split == "train":
+        raise UsageError(f"{root}: has no folder train/ (found: {', '.join(there) or 'no folder'})")
+    return None
+
+
+def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> list[Any]:
+    """Head: the files of a split: of its folder, or with its name in front.
+
+    Raises:
+        UsageError: nothing there for the train split.
+    """
+    files = list_files(root, suffixes)
+    if root.lower().endswith(suffixes):
+        return files if split == "train" else []
+    for name in SPLIT_NAMES[split]:
+        if name in child_folders(root):
+            return list_files(join(root, name), suffixes)
+    prefixes = tuple(name + sign for name in SPLIT_NAMES[split] for sign in "-_.")
+    named = [f for f in files if f.base_name.startswith(prefixes)]
+    if not named and split == "train":
+        raise UsageError(
+            f"{root}: no train split: expected a folder train/ or files train-*{suffixes[0]}"
+            f" (found {files[0].base_name})"
+        )
+    return named

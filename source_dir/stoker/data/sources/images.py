@@ -1,0 +1,115 @@
+"""Image folders: one sub-folder per class."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from stoker.config import UsageError
+from stoker.data.sources import checksums
+from stoker.data.sources.base import BadRecord, Piece, Record, Source, cut_indices
+from stoker.data.sources.files import IMAGE_SUFFIXES, split_folder
+from stoker.data.sources.identity import fingerprint_of_files
+from stoker.data.sources.rereading import read_again
+from stoker.storage.filesystems import filesystem_of, list_files
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class ImageFolderSource(Source):
+    """Head and CPU task: `folder/class/file.jpg` → columns `image` (the file's bytes), `label`.
+
+    Labels count the classes in alphabetical order.
+
+    Args:
+        folder: of the split.
+        data: the data root above it, or None: the folder itself; a SHA256SUMS in either is obeyed.
+    """
+
+    random = False
+
+    def __init__(self, folder: str, data: str | None = None) -> None:
+        self.folder = folder
+        _, root = filesystem_of(folder)
+        files = list_files(folder, IMAGE_SUFFIXES)
+        relative = [f.path[len(root) :].strip("/") for f in files]
+        loose = [path for path in relative if "/" not in path]
+        if loose:
+            raise UsageError(
+                f"{folder}: {loose[0]} lies outside any class folder; expected {folder}/<class>/file.jpg"
+            )
+        self.names = sorted({path.split("/")[0] for path in relative})
+        label_of = {name: label for label, name in enumerate(self.names)}
+        self.root = root
+        self.sizes = [f.size or 0 for f in files]
+        sums = checksums.sums_of(data or folder, files, IMAGE_SUFFIXES)
+        self.files = [
+            (path, label_of[path.split("/")[0]], *([sums[f.path]] if sums else []))
+            for path, f in zip(relative, files, strict=True)
+        ]
+        """Path, label and, where they are listed, SHA-256."""
+
+    def check(self) -> None:
+        if len(self.names) < 2:
+            raise UsageError(
+                f"{self.folder}: holds one class only ({self.names[0]}); a classifier needs two or more"
+            )
+
+    def classes(self) -> list[str]:
+        return self.names
+
+    def count(self) -> int:
+        return len(self.files)
+
+    def fingerprint(self) -> str:
+        paths = [f"{self.root}/{path}" for path, *_ in self.files]
+        return fingerprint_of_files(filesystem_of(self.folder)[0], paths, self.sizes, self.files)
+
+    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
+        return self.pieces_at_home(records, order, 0)
+
+    def pieces_at_home(self, records: int, order: np.random.Generator | None, homes: int) -> list[Piece]:
+        cut = cut_indices(len(self.files), records, order, homes)
+        return [
+            Piece(self.root, rows=p.rows, items=tuple(self.files[i] for i in p.items), home=p.home)
+            for p in cut
+        ]
+
+    def name_of(self, piece: Piece) -> str:
+        return ""  # the folder itself
+
+    def listing(self, piece: Piece) -> list[tuple[str, Piece]]:
+        return [(item[0], Piece(piece.path, items=(item,))) for item in piece.items]
+
+    def for_tasks(self) -> ImageFolderSource:
+        light = copy.copy(self)
+        light.files, light.sizes = [], []
+        return light
+
+    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        filesystem, _ = filesystem_of(self.folder)
+        for path, label, *sums in piece.items:
+            content = read_again(path, partial(_content, filesystem, f"{piece.path}/{path}"))
+            if isinstance(content, BadRecord):
+                yield content
+                continue
+            if sums and hashlib.sha256(content).hexdigest() != sums[0]:
+                yield BadRecord(path, f"damaged or changed: its SHA-256 is not that of {checksums.NAME}")
+                continue
+            yield {"key": path, "image": content, "label": label}
+
+
+def _content(filesystem: Any, path: str) -> bytes:
+    with filesystem.open_input_file(path) as file:
+        content: bytes = file.readall()
+    return content
+
+
+def read_images(root: str, split: str) -> Source | None:
+    """Head: images in a folder per class, `root/train/cat/1.jpg`; None without that split."""
+    folder = split_folder(root, split)
+    return ImageFolderSource(folder, root) if folder else None

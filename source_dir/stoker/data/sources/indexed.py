@@ -1,0 +1,108 @@
+"""Sources whose records have numbers: a range of them, and map-style torch datasets."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from stoker.config import UsageError
+from stoker.data.sources.base import (
+    BadRecord,
+    Piece,
+    Record,
+    Source,
+    cut_indices,
+    digest,
+)
+from stoker.data.sources.rereading import generators, read_again
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class IndexedSource(Source):
+    """Head and CPU task: records with the numbers 0 … count-1, each read by itself; keys are the numbers."""
+
+    @abstractmethod
+    def count(self) -> int: ...
+
+    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
+        return cut_indices(self.count(), records, order)
+
+    def pieces_at_home(self, records: int, order: np.random.Generator | None, homes: int) -> list[Piece]:
+        return cut_indices(self.count(), records, order, homes)
+
+    def listing(self, piece: Piece) -> list[tuple[str, Piece]]:
+        return [(str(index), Piece("", items=(index,))) for index in piece.items]
+
+
+class RangeSource(IndexedSource):
+    """Head and CPU task: the numbers 0 … n-1 as records of one column `index`."""
+
+    random = False
+
+    def __init__(self, n: int) -> None:
+        if n < 1:
+            raise UsageError(f"read_range({n}): a split needs at least one record")
+        self.n = n
+
+    def count(self) -> int:
+        return self.n
+
+    def fingerprint(self) -> str:
+        return digest("range", self.n)
+
+    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        for index in piece.items:
+            yield {"key": str(index), "index": index}
+
+
+class TorchSource(IndexedSource):
+    """Head and CPU task: a map-style `torch.utils.data.Dataset`.
+
+    An item is a dict of columns, or a tuple of `columns`. An item that raises is a bad record.
+    """
+
+    def __init__(self, dataset: Any, columns: tuple[str, ...] = ("image", "label")) -> None:
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise UsageError(
+                f"read_torch({type(dataset).__name__}): needs a map-style dataset, with __len__ and"
+                " __getitem__"
+            )
+        self.dataset = dataset
+        self.columns = columns
+
+    def check(self) -> None:
+        if len(self.dataset) == 0:
+            raise UsageError(f"read_torch({type(self.dataset).__name__}): the dataset is empty")
+
+    def count(self) -> int:
+        return len(self.dataset)
+
+    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        for index in piece.items:
+            item = read_again(str(index), partial(self.dataset.__getitem__, index), generators())
+            if isinstance(item, BadRecord):
+                yield item
+                continue
+            if not isinstance(item, dict):
+                values = item if isinstance(item, tuple | list) else (item,)
+                if len(values) != len(self.columns):
+                    raise UsageError(
+                        f"read_torch({type(self.dataset).__name__}): item {index} has {len(values)} values,"
+                        f" but columns= names {len(self.columns)}: {', '.join(self.columns)}"
+                    )
+                item = dict(zip(self.columns, values, strict=True))
+            yield {"key": str(index), **item}
+
+
+def read_torch(dataset: Any, columns: tuple[str, ...] = ("image", "label")) -> Source:
+    """Head: a map-style torch dataset; tuples are named by `columns`."""
+    return TorchSource(dataset, columns)
+
+
+def read_range(n: int) -> Source:
+    """Head: `n` records that hold nothing but their `index`; the chain makes the rest."""
+    return RangeSource(n)

@@ -1,0 +1,216 @@
+"""NULLs of Parquet and Delta columns: found before training, and what becomes of those that are allowed.
+
+read_parquet(root, split, nulls={"age": "quarantine"})   leave the record out, and book it as bad
+read_parquet(root, split, nulls={"age": "keep"})         a float: NaN; else 0, False or "", and a column
+                                                         age__valid, which is False there
+read_parquet(root, split, nulls={"age": 0.0})            this value instead
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from stoker.config import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from stoker.data.sources.parquet import ParquetSource
+
+Nulls = dict[str, Any]
+"""Column → "quarantine", "keep" or a value of the column's type."""
+
+QUARANTINE, KEEP = "quarantine", "keep"
+VALID_SUFFIX = "__valid"
+READ_LIMIT_BYTES = 2**30
+"""Columns without statistics are read before training up to this size in all. Beyond it a NULL that no rule
+allows ends the run when it is read."""
+
+
+@dataclass
+class Found:
+    """Head: what a file's statistics say of a column's NULLs."""
+
+    nulls: int = 0
+    unclear: list[int] = field(default_factory=list)
+    """Row groups of which they do not say it."""
+    unclear_bytes: int = 0
+
+
+def in_statistics(metadata: Any, columns: Sequence[str], groups: Sequence[int]) -> dict[str, Found]:
+    """Head: columns that hold NULLs, or may, by the statistics of some row groups."""
+    leaves: dict[int, str] = {}
+    paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
+    for number, path in enumerate(paths):
+        name = next((c for c in columns if path == c or path.startswith(f"{c}.")), None)
+        # Of {bytes, path} structs only the bytes are read.
+        if name is not None and not (path == f"{name}.path" and f"{name}.bytes" in paths):
+            leaves[number] = path if path == name else name + "."
+    found: dict[str, Found] = {}
+    for group in groups:
+        row_group = metadata.row_group(group)
+        for number, name in leaves.items():
+            chunk = row_group.column(number)
+            statistics = chunk.statistics if chunk.is_stats_set else None
+            nulls = statistics.null_count if statistics is not None and statistics.has_null_count else None
+            if nulls == 0:
+                continue
+            column = found.setdefault(name.removesuffix("."), Found())
+            if nulls is None or name.endswith("."):  # of lists, empty ones count as well
+                if group not in column.unclear:
+                    column.unclear.append(group)
+                column.unclear_bytes += chunk.total_compressed_size
+            else:
+                column.nulls += nulls
+    return found
+
+
+def check_nulls(source: ParquetSource, columns: list[str]) -> None:
+    """Head: refuse NULLs that no rule allows, in all columns at once.
+
+    Args:
+        source: its footers are read.
+        columns: of its records.
+
+    Raises:
+        UsageError: a line per column.
+    """
+    problems, reads = [], 0
+    files = list(zip(source.paths, source.footers, strict=True))
+    rows = {path: footer.matching for path, footer in files}
+    for column in columns:
+        if column in source.nulls:
+            kinds = [f.schema.field(column).type for _, f in files if column in f.schema.names]
+            check_rule(column, source.nulls[column], kinds[0] if kinds else source.types[column])
+            if column + VALID_SUFFIX in columns:
+                problems.append(f"nulls: column {column} and {column}{VALID_SUFFIX}: rename the latter")
+            continue
+        counts = {}
+        for path, footer in files:
+            found = footer.nulls.get(column, Found())
+            nulls = found.nulls
+            if source.constants.get(path, {}).get(column, ()) is None:
+                nulls = footer.matching
+            elif found.unclear or (nulls and source.filters):
+                reads += found.unclear_bytes
+                fits = reads <= READ_LIMIT_BYTES
+                nulls = source.count_nulls(path, column, footer.groups) if fits else 0
+            if nulls:
+                counts[path] = nulls
+        if counts:
+            problems.append(refusal(column, counts, rows))
+    if problems:
+        raise UsageError(*problems)
+
+
+def check_rule(column: str, rule: Any, kind: Any) -> None:
+    """Head: refuse a rule that does not fit its column.
+
+    Raises:
+        UsageError: naming the column, its type and what fits.
+    """
+    if rule != QUARANTINE:
+        stand_in(column, rule, kind)
+
+
+def stand_in(column: str, rule: Any, kind: Any) -> Any:
+    """Every host: what stands in a record for a NULL that a rule keeps or replaces.
+
+    Raises:
+        UsageError: the rule does not fit the column's type.
+    """
+    import pyarrow as pa
+
+    types = pa.types
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if rule == KEEP:
+        if types.is_floating(kind):
+            return float("nan")
+        if types.is_boolean(kind):
+            return False
+        if types.is_integer(kind):
+            return 0
+        if types.is_string(kind) or types.is_large_string(kind):
+            return ""
+        raise UsageError(
+            f"nulls: column {column} is {kind}; keep is for numbers, booleans and text: use quarantine"
+        )
+    is_number = isinstance(rule, int | float) and not isinstance(rule, bool)
+    if is_number and types.is_floating(kind):
+        return float(rule)
+    if is_number and types.is_integer(kind) and int(rule) == rule:
+        return int(rule)
+    if isinstance(rule, bool) and types.is_boolean(kind):
+        return rule
+    if isinstance(rule, str) and (types.is_string(kind) or types.is_large_string(kind)):
+        return rule
+    raise UsageError(
+        f"nulls: {rule!r} does not fit column {column}, which is {kind}; write quarantine, keep or a value of"
+        " that type"
+    )
+
+
+def has_valid_column(rule: Any, kind: Any) -> bool:
+    """Every host: whether a column beside this one says where it was NULL."""
+    import pyarrow as pa
+
+    return bool(rule == KEEP) and not pa.types.is_floating(kind)
+
+
+def refusal(column: str, counts: dict[str, int], rows: dict[str, int]) -> str:
+    """Head: the line that refuses a column's NULLs.
+
+    Args:
+        column: its name.
+        counts: NULLs by file, of the files that hold some.
+        rows: records by file.
+    """
+    path = next(iter(counts))
+    others = f", and {sum(counts.values()) - counts[path]} in {len(counts) - 1} other file(s)"
+    return (
+        f"{path}: column {column} holds {counts[path]} NULL(s) in {rows[path]} rows"
+        f"{others if len(counts) > 1 else ''}; say what becomes of them,"
+        f' nulls={{"{column}": "quarantine"}}, "keep" or a value, or leave the column out with columns=[…]'
+    )
+
+
+class Rules:
+    """CPU task: what the NULLs of one file become.
+
+    Args:
+        path: the file.
+        nulls: the source's rules.
+    """
+
+    def __init__(self, path: str, nulls: Nulls) -> None:
+        self.path, self.nulls = path, nulls
+        self.bad: dict[int, str] = {}
+        """Rows that are to be quarantined, and the column."""
+
+    def apply(
+        self, column: str, kind: Any, mask: np.ndarray[Any, Any] | None, value: Callable[[int], Any]
+    ) -> dict[str, Callable[[int], Any]]:
+        """A column as records get it: name → from row number to value, its validity too.
+
+        Raises:
+            UsageError: it holds a NULL, and no rule allows that.
+        """
+        rule = self.nulls.get(column)
+        if column not in self.nulls:
+            if mask is not None and mask.any():
+                raise UsageError(refusal(column, {self.path: int(mask.sum())}, {self.path: len(mask)}))
+            return {column: value}
+        if rule == QUARANTINE:
+            if mask is not None:
+                self.bad |= {row: self.bad.get(row, column) for row in mask.nonzero()[0].tolist()}
+            return {column: value}
+        found = {column: value}
+        if mask is not None:
+            instead, hidden = stand_in(column, rule, kind), mask
+            found[column] = lambda row: instead if hidden[row] else value(row)
+        if has_valid_column(rule, kind):
+            found[column + VALID_SUFFIX] = lambda row: mask is None or not mask[row]
+        return found

@@ -1,0 +1,350 @@
+"""Parquet: rows with bytes, numbers, strings or tensors; columns and filters are pushed down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from stoker.config import UsageError
+from stoker.data.sources import checksums
+from stoker.data.sources.arrow import mask_of, values_of
+from stoker.data.sources.base import BadRecord, Piece, Record, Source
+from stoker.data.sources.checksums import sums_of
+from stoker.data.sources.files import PARQUET_SUFFIXES, is_delta_table, split_files
+from stoker.data.sources.identity import fingerprint_of_files
+from stoker.data.sources.nulls import Found, Nulls, Rules, check_nulls, in_statistics
+from stoker.data.sources.row_groups import Group, read_groups
+from stoker.storage.filesystems import common_folder, filesystem_of_files, is_local
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Filters = list[tuple[str, str, Any]] | list[list[tuple[str, str, Any]]]
+"""As pandas and pyarrow write them: [("label", "<", 5), ("split", "==", "train")] are joined by AND; a
+list of such lists is joined by OR. Operators: == != < > <= >= in, not in."""
+
+
+@dataclass(frozen=True)
+class Footer:
+    """Head: what the end of a Parquet file tells."""
+
+    schema: Any
+    groups: list[Group]
+    matching: int
+    """Rows that the filters keep; all of them without filters."""
+    nulls: dict[str, Found]
+    """Columns that hold NULLs, or may."""
+
+
+class ParquetSource(Source):
+    """Head and CPU task: one record per row, read by row groups.
+
+    Columns of {bytes, path} structs, as Hugging Face datasets write images, give their bytes;
+    lists and Arrow tensors give NumPy arrays. A filter skips row groups by their statistics; of the
+    others its own columns are read first, and the rest only where a row matches.
+
+    Args:
+        files: pyarrow FileInfo of each file.
+        columns: columns of the records; None: all.
+        filters: rows to keep; None: all.
+        constants: per path, columns that the file does not hold and their value in all its rows.
+        nulls: what becomes of the NULLs of a column; those of others are refused.
+        sums: SHA-256 by path; every file is compared with it before its rows are given. Empty: there is
+            none.
+    """
+
+    random = False
+
+    def __init__(
+        self,
+        files: list[Any],
+        columns: list[str] | None = None,
+        filters: Filters | None = None,
+        constants: dict[str, dict[str, Any]] | None = None,
+        nulls: Nulls | None = None,
+        sums: dict[str, str] | None = None,
+    ) -> None:
+        self.paths = [f.path for f in files]
+        self.columns, self.filters = columns, filters
+        self.constants, self.nulls, self.sums = constants or {}, nulls or {}, sums or {}
+        self.types: dict[str, Any] = {}
+        """Arrow types of columns that files may lack."""
+        self.sizes = [f.size for f in files]
+        self.folder = common_folder(files)
+        self.filesystem = filesystem_of_files(files)
+        self.footers: list[Footer] = []
+
+    def check(self) -> None:
+        if self.sums and not is_local(self.paths[0]):
+            # One copy that every host reads; local files may be copies of the host's own.
+            with ThreadPoolExecutor(16) as pool:
+                list(pool.map(self._verify, self.paths))
+        self._ensure_footers()
+        schema = self._whole_schema(self.paths[0], self.footers[0].schema)
+        named = dict.fromkeys([*(self.columns or []), *self._filter_columns(), *self.nulls])
+        missing = [c for c in named if c not in schema]
+        if missing:
+            raise UsageError(
+                f"{self.paths[0]}: has no column {', '.join(missing)}; it has {', '.join(schema)}"
+            )
+        wanted = [*named] if self.columns else [*schema]
+        for path, footer in zip(self.paths, self.footers, strict=True):
+            other = self._whole_schema(path, footer.schema)
+            absent = [c for c in wanted if c not in other]
+            if absent:
+                raise UsageError(f"{path}: lacks the column {', '.join(absent)} that {self.paths[0]} has")
+            for column in wanted:
+                kinds = schema[column], other[column]
+                if None not in kinds and kinds[0] != kinds[1]:
+                    raise UsageError(
+                        f"{path}: column {column} is {kinds[1]}, in {self.paths[0]} it is {kinds[0]}"
+                    )
+        check_nulls(self, [*(self.columns or schema)])
+        if self.count() == 0:
+            why = f" that matches {self.filters}" if self.filters else ""
+            raise UsageError(f"{self.paths[0]}: the Parquet files hold no row{why}")
+
+    def count_nulls(self, path: str, column: str, groups: list[Group]) -> int:
+        """Head: NULLs of a column among the rows that the filters keep, by reading it."""
+        table = read_groups(self.filesystem, path, groups, [column])
+        mask = mask_of(table[column], self._rows(path, groups))
+        return 0 if mask is None else int(mask.sum())
+
+    def _verify(self, path: str) -> None:
+        checksums.verify(self.filesystem, path, self.sums[path])
+
+    def _whole_schema(self, path: str, schema: Any) -> dict[str, Any]:
+        """Column → its type; None for one that the file does not hold itself."""
+        return {field.name: field.type for field in schema} | dict.fromkeys(self.constants.get(path, {}))
+
+    def _ensure_footers(self) -> None:
+        if not self.footers:
+            with ThreadPoolExecutor(16) as pool:
+                self.footers = list(pool.map(self._footer, self.paths))
+
+    def _footer(self, path: str) -> Footer:
+        from pyarrow import dataset
+
+        try:
+            fragment = dataset.ParquetFileFormat().make_fragment(path, self.filesystem)
+            metadata = fragment.metadata
+            sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+            schema = fragment.physical_schema
+            if metadata.num_rows != sum(sizes):
+                raise ValueError(f"its footer tells {metadata.num_rows} rows and row groups of {sum(sizes)}")
+            nulls = in_statistics(metadata, self.columns or schema.names, range(len(sizes)))
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise UsageError(f"{path}: not a whole Parquet file: {text[:200]}") from None
+        self.complete(path, schema)
+        groups, row = [], 0
+        for number, size in enumerate(sizes):
+            groups.append(Group(number, row, size))
+            row += size
+        if not self.filters:
+            return Footer(schema, [g for g in groups if g.rows], row, nulls)
+        return Footer(schema, *self._matching(path, schema, groups), nulls)
+
+    def complete(self, path: str, schema: Any) -> None:
+        """Head: add to `constants` what a file of this schema lacks; nothing here."""
+
+    def for_tasks(self) -> ParquetSource:
+        slim = copy(self)
+        slim.footers = []
+        return slim
+
+    def _matching(self, path: str, schema: Any, groups: list[Group]) -> tuple[list[Group], int]:
+        """The row groups that hold matching rows, and how many rows match in all."""
+        from pyarrow import dataset, parquet
+
+        constants = self.constants.get(path, {})
+        known = {*schema.names, *constants}
+        if not known.issuperset(self._filter_columns()):
+            return groups, sum(g.rows for g in groups)  # check() names the column
+        fragment = dataset.ParquetFileFormat().make_fragment(path, self.filesystem)
+        possible = {g.number for g in groups}
+        own = without(self.filters, constants)
+        if own:
+            # The statistics of each row group rule out most that cannot match, without reading them.
+            kept = fragment.split_by_row_group(parquet.filters_to_expression(own), schema)
+            possible = {info.id for part in kept for info in part.row_groups}
+        found = []
+        matching = 0
+        for group in (g for g in groups if g.number in possible):
+            rows = len(self._rows(path, [group]))
+            if rows:
+                found.append(group)
+                matching += rows
+        return found, matching
+
+    def _filter_columns(self) -> list[str]:
+        if not self.filters:
+            return []
+        try:
+            flat = [term for part in self.filters for term in (part if isinstance(part, list) else [part])]
+            columns = [column for column, _, _ in flat]
+            self._expression()
+        except Exception as error:
+            raise UsageError(
+                f"filters={self.filters!r}: write [(column, operator, value), …] with one of == != < > <= >="
+                f" in, not in ({' '.join(str(error).split())[:120]})"
+            ) from None
+        return list(dict.fromkeys(columns))
+
+    def _expression(self) -> Any:
+        from pyarrow import parquet
+
+        return parquet.filters_to_expression(self.filters)
+
+    def _rows(self, path: str, groups: list[Group]) -> np.ndarray[Any, Any]:
+        """Every host: positions within these row groups, one after the other, of the rows to keep."""
+        import numpy as np
+        import pyarrow as pa
+
+        rows = sum(g.rows for g in groups)
+        if not self.filters:
+            return np.arange(rows)
+        constants = self.constants.get(path, {})
+        names = self._filter_columns()
+        own = [name for name in names if name not in constants]
+        table = read_groups(self.filesystem, path, groups, own) if own else pa.table({"": pa.nulls(rows)})
+        for name in names:
+            if name in constants:
+                table = table.append_column(name, pa.array([constants[name]] * rows))
+        table = table.append_column("__row", pa.array(np.arange(rows)))
+        kept: np.ndarray[Any, Any] = table.filter(self._expression())["__row"].to_numpy()
+        return kept
+
+    def count(self) -> int:
+        self._ensure_footers()
+        return sum(footer.matching for footer in self.footers)
+
+    def name_of(self, piece: Piece) -> str:
+        return piece.path.removeprefix(self.folder)
+
+    def fingerprint(self) -> str:
+        self._ensure_footers()
+        names = [path.removeprefix(self.folder) for path in self.paths]
+        constants = [self.constants.get(path) for path in self.paths]
+        groups = [f.groups for f in self.footers]
+        layout = names, groups, self.columns, self.filters, constants, self.nulls, [*self.sums.values()]
+        return fingerprint_of_files(self.filesystem, self.paths, self.sizes, layout)
+
+    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
+        self._ensure_footers()
+        pieces: list[Piece] = []
+        for path, footer in zip(self.paths, self.footers, strict=True):
+            part: list[Group] = []
+            for group in footer.groups:
+                part.append(group)
+                if sum(g.rows for g in part) >= records or group is footer.groups[-1]:
+                    rows = None if self.filters else sum(g.rows for g in part)
+                    first, last = part[0].number, part[-1].number
+                    home = f"{path}:{first}"
+                    pieces.append(Piece(path, first, last + 1, rows, tuple(part), home))
+                    part = []
+        if order is not None:
+            pieces = [pieces[i] for i in order.permutation(len(pieces))]
+        return pieces
+
+    def arrangement(self, count: int, order: np.random.Generator | None) -> list[int]:
+        return list(range(count)) if order is None else order.permutation(count).tolist()
+
+    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        import numpy as np
+
+        groups: list[Group] = list(piece.items)
+        if self.sums and is_local(piece.path):
+            self._verify(piece.path)
+        kept = self._rows(piece.path, groups)
+        constants = self.constants.get(piece.path, {})
+        wanted = None if self.columns is None else [c for c in self.columns if c not in constants]
+        table = read_groups(self.filesystem, piece.path, groups, wanted)
+        name = piece.path.removeprefix(self.folder)
+        rules = Rules(piece.path, self.nulls)
+        columns: dict[str, Callable[[int], Any]] = {}
+        for column in table.column_names:
+            array = table[column]
+            columns |= rules.apply(column, array.type, mask_of(array, kept), values_of(array))
+        for column, constant in constants.items():
+            if self.columns is None or column in self.columns:
+                mask = np.ones(table.num_rows, bool) if constant is None else None
+                columns |= rules.apply(column, self.types.get(column), mask, partial(_same, constant))
+        in_file = np.concatenate([np.arange(g.first_row, g.first_row + g.rows) for g in groups])
+        for row in kept[self.arrangement(len(kept), order)].tolist():
+            # A row's number in its file is its identity, whatever the filters leave out.
+            record = {"key": f"{name}:{in_file[row]}"}
+            if row in rules.bad:
+                yield BadRecord(record["key"], f"column {rules.bad[row]} is NULL")
+                continue
+            try:
+                for column, value in columns.items():
+                    record[column] = value(row)
+            except Exception as error:
+                yield BadRecord(record["key"], f"column {column}: {error}")
+                continue
+            yield record
+
+    def label_values(self, column: str) -> set[Any]:
+        """Head: the distinct values of a column."""
+        from pyarrow import compute
+
+        self._ensure_footers()
+        found: set[Any] = set()
+        for path, footer in zip(self.paths, self.footers, strict=True):
+            if column in self.constants.get(path, {}):
+                found.add(self.constants[path][column])
+                continue
+            table = read_groups(self.filesystem, path, footer.groups, [column])
+            values = table[column].take(self._rows(path, footer.groups))
+            found.update(compute.unique(values).to_pylist())
+        return found
+
+
+def _same(value: Any, row: int) -> Any:
+    return value
+
+
+def without(filters: Filters | None, columns: Iterable[str]) -> Filters | None:
+    """Head: the filters as far as they ask for other columns; they keep at least the same rows.
+
+    Returns:
+        None where that is every row.
+    """
+    if not filters:
+        return None
+    either: list[Any] = filters if isinstance(filters[0], list) else [filters]
+    left = [[term for term in part if term[0] not in columns] for part in either]
+    return left if all(left) else None
+
+
+def read_parquet(
+    root: str,
+    split: str,
+    columns: list[str] | None = None,
+    filters: Filters | None = None,
+    nulls: Nulls | None = None,
+) -> Source | None:
+    """Head: Parquet files under `root/<split>/` or named `root/<split>*.parquet`.
+
+    Args:
+        root: folder or URI; a single file is the train split.
+        split: train or val.
+        columns: read these columns only; default: all.
+        filters: keep rows that match, [("label", "<", 5), …]; row groups that cannot match are not read.
+        nulls: what becomes of a column's NULLs, {"age": "quarantine"}: the record is left out and booked;
+            "keep": NaN of a float, else 0, False or "" with a column age__valid; or a value instead of them.
+            NULLs of other columns are refused before training.
+
+    Raises:
+        UsageError: nothing there, or a Delta table, whose old files are not to be read.
+    """
+    if is_delta_table(root):
+        raise UsageError(f"{root}: is a Delta table, some of its files may be old; read it with read_delta")
+    files = split_files(root, split, PARQUET_SUFFIXES)
+    sums = sums_of(root, files, PARQUET_SUFFIXES) if files else None
+    return ParquetSource(files, columns, filters, nulls=nulls, sums=sums) if files else None

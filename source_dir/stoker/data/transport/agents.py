@@ -1,0 +1,266 @@
+"""Head: an agent on every other host, which serves blocks and says how busy the host's CPUs are."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stoker.data.cache.cleaning import Cleaner
+from stoker.data.cache.store import CacheError, CacheSpec
+from stoker.data.transport.batches import Server
+from stoker.data.transport.server import BlockServer, columns_of
+from stoker.recipe import where_raised
+
+SAMPLE_EVERY_S = 3.0
+AGENT_START_S = 60.0
+"""A host whose agent has not answered by then does without; its blocks come through Ray."""
+ANSWER_S = 5.0
+RESTARTS = 3
+"""A host whose agent dies more often does without for the rest of the run."""
+RESTART_AFTER_S = 6.0
+"""By then the shell that removes the cache of a dead agent's host has done so."""
+
+
+class HostAgent:
+    """CPU host: one per host and run, zero CPUs, an actor that lives as long as the coordinator."""
+
+    def __init__(self, secret: bytes, cache: CacheSpec | None = None) -> None:
+        import ray
+
+        self._cleaner = clean_up(cache)
+        self._address = ray.util.get_node_ip_address()
+        self._server = BlockServer(self._address, secret)
+        self._cpu = CpuMeter()
+
+    def where(self) -> tuple[str, int]:
+        """Coordinator's call: address and port of the block server."""
+        return self._address, self._server.port
+
+    def hold(self, worker: bytes, references: list[Any]) -> None:
+        """Train worker's call: serve these blocks to it; they lie in this host's shared memory."""
+        import ray
+
+        for reference, block in zip(references, ray.get(references), strict=True):
+            self._server.hold(worker, reference.hex(), columns_of(block))
+
+    def cpu_pct(self) -> float:
+        """Coordinator's call: how busy this host's CPUs were since the last call."""
+        return self._cpu.sample()
+
+    def held(self) -> int:
+        """How many blocks are held for train workers."""
+        return self._server.held()
+
+
+def clean_up(cache: CacheSpec | None) -> Cleaner | None:
+    """Every host: let what the run keeps here vanish with this process."""
+    if cache is not None:
+        with contextlib.suppress(CacheError):  # the chain tasks of this host say it, where there are any
+            return Cleaner(cache.root())
+    return None
+
+
+class CpuMeter:
+    """Every host: the share of this host's CPUs in use between two samples."""
+
+    def __init__(self) -> None:
+        self._quota = _Quota.find()
+        self._last = (time.monotonic(), self._quota.used_s() if self._quota else 0.0)
+        if self._quota is None:
+            import psutil
+
+            psutil.cpu_percent(None)
+
+    def sample(self) -> float:
+        """Percent of all CPUs since the sample before."""
+        if self._quota is None:
+            import psutil
+
+            return float(psutil.cpu_percent(None))
+        now = (time.monotonic(), self._quota.used_s())
+        elapsed, used = now[0] - self._last[0], now[1] - self._last[1]
+        self._last = now
+        return round(min(100.0, 100 * used / max(elapsed * self._quota.cpus, 1e-9)), 1)
+
+
+class _Quota:
+    """Every host: a container's own CPU budget, where it has one: /proc shows the whole machine there."""
+
+    def __init__(self, folder: Path, cpus: float) -> None:
+        self.cpus = cpus
+        self._v2 = (folder / "cpu.stat").is_file() and (folder / "cpu.max").is_file()
+        self._file = folder / "cpu.stat" if self._v2 else folder / "cpuacct.usage"
+
+    def used_s(self) -> float:
+        """CPU seconds of all processes in the budget so far."""
+        text = self._file.read_text()
+        return int(text.split()[1]) / 1e6 if self._v2 else int(text) / 1e9
+
+    @classmethod
+    def find(cls) -> _Quota | None:
+        for line in _own_cgroups():
+            _, controllers, path = line.split(":", 2)
+            with contextlib.suppress(OSError, ValueError):
+                if not controllers:
+                    folder = Path("/sys/fs/cgroup") / path.lstrip("/")
+                    quota, period = (folder / "cpu.max").read_text().split()
+                elif "cpu" in controllers.split(","):
+                    folder = Path("/sys/fs/cgroup/cpu") / path.lstrip("/")
+                    quota = (folder / "cpu.cfs_quota_us").read_text()
+                    period = (folder / "cpu.cfs_period_us").read_text()
+                    (folder / "cpuacct.usage").read_text()
+                else:
+                    continue
+                if quota != "max" and int(quota) > 0:
+                    return cls(folder, int(quota) / int(period))
+        return None
+
+
+def _own_cgroups() -> list[str]:
+    try:
+        return Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+
+
+class Agents:
+    """Head: keeps an agent on every host of the cluster, whenever it joins, and samples their CPUs.
+
+    An agent that dies is started again, and that is said: without it a host's blocks come through Ray's
+    object store, its CPUs are not sampled, and its cache is gone.
+
+    Args:
+        told: takes {node: percent} every few seconds.
+        note: takes one line about an agent that died.
+        serve: other hosts serve their blocks to train workers.
+        cache: what hosts keep until the run ends.
+    """
+
+    def __init__(
+        self,
+        told: Callable[[dict[str, float]], None],
+        serve: bool = True,
+        cache: CacheSpec | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.secret = secrets.token_bytes(32)
+        self._told, self._serve, self._cache, self._note = told, serve, cache, note
+        self._deaths: Counter[str] = Counter()
+        self._not_before: dict[str, float] = {}
+        """When an agent that died may be started again, by node."""
+        self._cleaner = clean_up(cache)
+        self._lock = threading.Lock()
+        self._servers: dict[str, Server] = {}
+        threading.Thread(target=self._watch, name="hosts", daemon=True).start()
+
+    def servers(self) -> tuple[bytes, dict[str, Server]]:
+        """Train worker's question, through the coordinator: the run's secret, and block servers by node."""
+        with self._lock:
+            return self.secret, dict(self._servers) if self._serve else {}
+
+    def _watch(self) -> None:
+        import ray
+
+        own = ray.get_runtime_context().get_node_id()
+        meter = CpuMeter()
+        starting: dict[Any, tuple[str, Any, float]] = {}
+        agents: dict[str, Any] = {}
+        while True:
+            alive = {n["NodeID"]: n for n in ray.nodes() if n["Alive"]}
+            agents = {node: agent for node, agent in agents.items() if node in alive}
+            for node in alive:
+                due = self._not_before.get(node, 0.0) <= time.monotonic()
+                if node != own and node not in agents and due:
+                    agents[node] = self._start(node)
+                    starting[agents[node].where.remote()] = (node, agents[node], time.monotonic())
+            died = self._take_in(starting)
+            started = time.monotonic()
+            calls = {node: agents[node].cpu_pct.remote() for node in self._ready(agents)}
+            used, gone = self._answers(calls)
+            for node, cause in (died | gone).items():
+                agents.pop(node, None)
+                self._bury(node, alive.get(node, {}), cause)
+            self._told({own: meter.sample()} | used)
+            time.sleep(max(0.5, SAMPLE_EVERY_S - (time.monotonic() - started)))
+
+    def _start(self, node: str) -> Any:
+        import ray
+
+        options = {"num_cpus": 0, "max_concurrency": 8, "label_selector": {ray._raylet.RAY_NODE_ID_KEY: node}}
+        return ray.remote(HostAgent).options(**options).remote(self.secret, self._cache)
+
+    def _bury(self, node: str, about: dict[str, Any], cause: str) -> None:
+        """An agent died: whether, and when, there will be another, and say so."""
+        import ray
+
+        if not any(n["NodeID"] == node and n["Alive"] for n in ray.nodes()):
+            return  # with its host, which others tell of
+        self._deaths[node] += 1
+        name = about.get("Labels", {}).get("stoker.host") or about.get("NodeManagerHostname", node)
+        again = self._deaths[node] <= RESTARTS
+        self._not_before[node] = time.monotonic() + RESTART_AFTER_S if again else float("inf")
+        then = (
+            "it is started again" if again else f"it died {self._deaths[node]} times and is not started again"
+        )
+        self._note(
+            f"the agent on host {name} died ({cause}); {then}. Until it answers, the host's blocks come"
+            " through Ray's object store"
+        )
+
+    def _ready(self, agents: dict[str, Any]) -> list[str]:
+        with self._lock:
+            self._servers = {node: s for node, s in self._servers.items() if node in agents}
+            return list(self._servers)
+
+    def _take_in(self, starting: dict[Any, tuple[str, Any, float]]) -> dict[str, str]:
+        """Agents that have answered become servers; those that never do are left alone.
+
+        Returns:
+            Nodes whose agent died as it started, with the cause.
+        """
+        import ray
+
+        died: dict[str, str] = {}
+        if not starting:
+            return died
+        done, _ = ray.wait(list(starting), num_returns=len(starting), timeout=0.5)
+        for call in list(starting):
+            node, agent, since = starting[call]
+            if call in done:
+                del starting[call]
+                try:
+                    address, port = ray.get(call)
+                except ray.exceptions.RayError as error:
+                    died[node] = where_raised(error)[:200]
+                    continue
+                with self._lock:
+                    self._servers[node] = Server(agent, address, port)
+            elif time.monotonic() - since > AGENT_START_S:
+                del starting[call]
+        return died
+
+    def _answers(self, calls: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
+        """(what the agents say, nodes whose agent has died with the cause)."""
+        import ray
+
+        found: dict[str, float] = {}
+        died: dict[str, str] = {}
+        if not calls:
+            return found, died
+        done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S)
+        for node, call in calls.items():
+            if call not in done:
+                continue
+            try:
+                found[node] = float(ray.get(call))
+            except ray.exceptions.ActorDiedError:
+                died[node] = "its process ended"
+            except ray.exceptions.RayError:
+                continue  # perhaps it answers the next time
+        return found, died

@@ -1,0 +1,115 @@
+"""Coordinator and train worker: which rows make a step's batch, and the batch while it is put together."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from stoker.data.preprocessing.columns import TEXT, Column, Schema, SchemaError, schema_of
+from stoker.data.transport.buffers import Buffers
+
+
+class Rows(NamedTuple):
+    """Coordinator → train worker: rows start … stop-1 of a block."""
+
+    block: Any
+    """Object reference."""
+    start: int
+    stop: int
+    node: str = ""
+    """Ray node that holds it; empty: small or unknown, so it comes through Ray."""
+    of: int = 0
+    """How many rows the block has by its report."""
+
+
+class Server(NamedTuple):
+    """Coordinator → train worker: the block server of a host."""
+
+    agent: Any
+    """Handle of the actor that runs it."""
+    address: str
+    port: int
+
+
+class Assembly:
+    """Train worker: a batch while it is put together from several blocks.
+
+    Args:
+        buffers: where its memory comes from; it is not initialised, so `finish` counts what was written.
+        rows: of all parts together.
+        schema: of the split.
+    """
+
+    def __init__(self, buffers: Buffers, rows: int, schema: Schema) -> None:
+        self.rows, self.schema = rows, schema
+        self._filled = dict.fromkeys(schema.columns, 0)
+        self._columns: dict[str, Any] = {
+            name: [""] * rows if column.dtype == TEXT else buffers.empty((rows, *column.shape), column.dtype)
+            for name, column in schema.columns.items()
+        }
+
+    def check(self, part: Rows, found: Schema, rows: int) -> None:
+        """Refuse a block that is not what its report and the split's schema say.
+
+        Args:
+            part: what was asked for.
+            found: the block's columns as they came.
+            rows: how many rows it has.
+
+        Raises:
+            SchemaError: naming the block and what is wrong.
+        """
+        if difference := self.schema.difference(found):
+            raise SchemaError(f"block {part.block.hex()} has other columns than its split: {difference}")
+        if rows != part.of:
+            raise SchemaError(
+                f"block {part.block.hex()} has {rows} rows, but was reported with {part.of}: it was made"
+                " again and differs, or is damaged"
+            )
+
+    def target(self, name: str, at: int, rows: int) -> Any:
+        """Where rows from row `at` on go; `wrote` is to be told when they are there."""
+        return self._columns[name][at : at + rows]
+
+    def wrote(self, name: str, rows: int) -> None:
+        """So many rows of a column are in place."""
+        self._filled[name] += rows
+
+    def text(self, name: str, values: list[str], at: int) -> None:
+        """Copy strings in.
+
+        Raises:
+            SchemaError: something else is among them.
+        """
+        other = next((value for value in values if not isinstance(value, str)), "")
+        if other != "":
+            raise SchemaError(f"column {name!r} holds {other!r}, which is no text")
+        self._columns[name][at : at + len(values)] = values
+
+    def take(self, part: Rows, columns: dict[str, Any], at: int) -> int:
+        """Copy a part's rows out of its block; how many bytes.
+
+        Raises:
+            SchemaError: the block is not what was reported.
+        """
+        self.check(part, schema_of(columns), min(map(len, columns.values()), default=0))
+        rows, size = part.stop - part.start, 0
+        for name, column in columns.items():
+            values = column[part.start : part.stop]
+            size += values.nbytes
+            if self.schema.columns[name] == Column(TEXT):
+                self.text(name, list(values), at)
+            else:
+                self.target(name, at, rows)[...] = values
+            self.wrote(name, rows)
+        return size
+
+    def finish(self) -> dict[str, Any]:
+        """The batch: arrays, and lists of strings.
+
+        Raises:
+            SchemaError: a row that nothing wrote.
+        """
+        for name, rows in self._filled.items():
+            if rows != self.rows:
+                raise SchemaError(f"column {name!r}: {rows} of the batch's {self.rows} rows were written")
+        return self._columns

@@ -1,0 +1,193 @@
+"""Train worker: connections to the block servers of other hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from stoker.data.preprocessing.columns import TEXT, Column, Schema, SchemaError
+from stoker.data.transport import wire
+from stoker.data.transport.batches import Assembly, Rows, Server
+
+CONNECT_TIMEOUT_S = 5.0
+SILENCE_TIMEOUT_S = 20.0
+"""A host that sends nothing for so long is avoided."""
+AVOID_S = 30.0
+"""For how long; meanwhile its blocks come through Ray."""
+ASK_AGAIN_S = 5.0
+"""How often to ask whether a host has a block server by now."""
+
+
+@dataclass
+class HostLink:
+    """Train worker: one host's block server as seen from here."""
+
+    server: Server
+    idle: list[socket.socket] = field(default_factory=list)
+    uses: Counter[str] = field(default_factory=Counter)
+    """Blocks that the server holds for us, and how many requests need them now."""
+    done: list[str] = field(default_factory=list)
+    """Blocks that it may let go."""
+    latest: str = ""
+    """The block asked for last: the next batch probably needs it, too."""
+    avoided_until: float = 0.0
+
+
+@dataclass
+class Request:
+    """Train worker: rows that a host was asked for and that are on their way."""
+
+    hosts: DirectHosts
+    link: HostLink
+    connection: socket.socket
+    block: str
+    part: Rows
+
+    def receive(self, batch: Assembly, at: int) -> int:
+        """Put the rows where they belong; how many bytes.
+
+        Raises:
+            OSError: they did not come.
+            SchemaError: they are not what was asked for: no other way brings better ones.
+        """
+        header = wire.receive_message(self.connection)
+        if "error" in header:
+            raise wire.WireError(str(header["error"]))
+        rows, size = self.part.stop - self.part.start, 0
+        arrays, text = header["columns"], header["text"]
+        found = {name: Column(dtype, tuple(shape)) for name, dtype, shape in arrays}
+        found |= dict.fromkeys(text, Column(TEXT))
+        batch.check(self.part, Schema(found), header["rows"])
+        for name, values in text.items():
+            if len(values) != rows:
+                raise SchemaError(f"{len(values)} values of column {name!r} came for {rows} rows")
+            batch.text(name, values, at)
+        for name, _, _ in arrays:
+            target = batch.target(name, at, rows)
+            if target.nbytes:
+                wire.receive_into(self.connection, memoryview(target.reshape(-1).view("u1")))
+            size += target.nbytes
+        for name in found:
+            batch.wrote(name, rows)
+        self.hosts.release(self)
+        return size
+
+    def failed(self, error: OSError) -> None:
+        """The rows must come another way."""
+        self.hosts.fail(self, error)
+
+
+class DirectHosts:
+    """Train worker: connections to the block servers of other hosts."""
+
+    def __init__(
+        self, servers: Callable[[], tuple[bytes, dict[str, Server]]], note: Callable[[str], None]
+    ) -> None:
+        self._servers, self._note = servers, note
+        self._name = secrets.token_bytes(wire.NONCE_BYTES)
+        self._lock = threading.Lock()
+        self._links: dict[str, HostLink] = {}
+        self._key = b""
+        self._ask_after = 0.0
+        self._own_node: str | None = None
+
+    def ask(self, part: Rows) -> Request | None:
+        """Send for rows; None where they must come through Ray."""
+        link = self._link(part.node)
+        if link is None:
+            return None
+        connection, block = None, part.block.hex()
+        try:
+            connection = self._connect(link)
+            with self._lock:
+                new = block not in link.uses
+                link.uses[block] += 1
+                link.latest = block
+                done, link.done = [b for b in link.done if b != block], []
+            if new:
+                link.server.agent.hold.remote(self._name, [part.block])
+            wire.send_message(connection, {"take": [block, part.start, part.stop], "done": done})
+        except OSError as error:
+            self._avoid(link, error, connection)
+            return None
+        return Request(self, link, connection, block, part)
+
+    def release(self, request: Request) -> None:
+        """The rows are here: the connection is free, and blocks behind us may go."""
+        link = request.link
+        with self._lock:
+            link.idle.append(request.connection)
+            link.uses[request.block] -= 1
+            for block in [b for b, n in link.uses.items() if n <= 0 and b != link.latest]:
+                del link.uses[block]
+                link.done.append(block)
+
+    def fail(self, request: Request, error: OSError) -> None:
+        """The rows did not come."""
+        self._avoid(request.link, error, request.connection)
+
+    def _link(self, node: str) -> HostLink | None:
+        if not node or node == self._node():
+            return None
+        now = time.monotonic()
+        with self._lock:
+            link = self._links.get(node)
+            # A server that failed may have been started again, at another port.
+            if (link is None or link.avoided_until) and now >= self._ask_after:
+                self._ask_after = now + ASK_AGAIN_S
+                ask = True
+            else:
+                ask = False
+        if ask:
+            self._key, servers = self._servers()
+            with self._lock:
+                for name, server in servers.items():
+                    known = self._links.get(name)
+                    if known is None or known.server != server:
+                        self._links[name] = HostLink(server)
+                link = self._links.get(node)
+        return link if link is not None and link.avoided_until <= now else None
+
+    def _node(self) -> str:
+        if self._own_node is None:
+            import ray
+
+            self._own_node = str(ray.get_runtime_context().get_node_id())
+        return self._own_node
+
+    def _connect(self, link: HostLink) -> socket.socket:
+        with self._lock:
+            if link.idle:
+                return link.idle.pop()
+        address = (link.server.address, link.server.port)
+        connection = socket.create_connection(address, timeout=CONNECT_TIMEOUT_S)
+        try:
+            wire.greet_server(connection, wire.run_key(self._key), self._name)
+            wire.set_timeouts(connection, SILENCE_TIMEOUT_S)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def _avoid(self, link: HostLink, error: OSError, connection: socket.socket | None) -> None:
+        """A host that failed is left alone for a while; without connections it forgets our blocks."""
+        with self._lock:
+            first = link.avoided_until == 0
+            link.avoided_until = time.monotonic() + AVOID_S
+            closing = [*link.idle, *([connection] if connection else [])]
+            link.idle.clear()
+            link.uses.clear()
+            link.done.clear()
+        for each in closing:
+            with contextlib.suppress(OSError):
+                each.close()
+        if first:
+            where = f"{link.server.address}:{link.server.port}"
+            reason = error.strerror or str(error)
+            self._note(f"block server {where}: {reason}; its blocks come through Ray's object store")

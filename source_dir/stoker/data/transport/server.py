@@ -1,0 +1,130 @@
+"""CPU host: hands rows of this host's blocks to train workers, straight out of shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+from stoker.data.transport import wire
+
+IDLE_TIMEOUT_S = 3600.0
+"""A train worker that asks for nothing for so long is gone; it connects again if it is not."""
+BLOCK_TIMEOUT_S = 15.0
+"""A request may arrive before Ray's word of the block does."""
+
+
+class BlockServer:
+    """CPU host: one per host and run, in the host's agent; a thread per connection."""
+
+    def __init__(self, address: str, secret: bytes) -> None:
+        self._key = wire.run_key(secret)
+        self._changed = threading.Condition()
+        self._blocks: dict[tuple[bytes, str], dict[str, Any]] = {}
+        """Columns by (train worker, block): views of shared memory, which keep the block in it."""
+        self._connections: Counter[bytes] = Counter()
+        self._socket = socket.create_server((address, 0), backlog=128)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, name="block-server", daemon=True).start()
+
+    def hold(self, worker: bytes, block: str, columns: dict[str, Any]) -> None:
+        """CPU host: serve a block to a train worker until that says it is done with it."""
+        with self._changed:
+            self._blocks[worker, block] = columns
+            self._changed.notify_all()
+
+    def held(self) -> int:
+        """CPU host: how many blocks are held."""
+        with self._changed:
+            return len(self._blocks)
+
+    def close(self) -> None:
+        """CPU host: let nobody in any more."""
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="blocks", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                worker = wire.greet_client(connection, self._key)
+            except OSError:
+                return
+            wire.set_timeouts(connection, IDLE_TIMEOUT_S)
+            with self._changed:
+                self._connections[worker] += 1
+            try:
+                while True:
+                    self._answer(connection, worker, wire.receive_message(connection))
+            except OSError:
+                pass
+            finally:
+                self._leave(worker)
+
+    def _leave(self, worker: bytes) -> None:
+        with self._changed:
+            self._connections[worker] -= 1
+            if not self._connections[worker]:
+                del self._connections[worker]
+                for key in [key for key in self._blocks if key[0] == worker]:
+                    del self._blocks[key]
+
+    def _answer(self, connection: socket.socket, worker: bytes, request: dict[str, Any]) -> None:
+        with self._changed:
+            for block in request.get("done", ()):
+                self._blocks.pop((worker, block), None)
+        if "take" not in request:
+            return
+        block, start, stop = request["take"]
+        columns = self._find(worker, block)
+        if columns is None:
+            wire.send_message(connection, {"error": f"block {block} did not come here"})
+            return
+        arrays, text = pick(columns, start, stop)
+        layout = [[name, array.dtype.name, list(array.shape[1:])] for name, array in arrays.items()]
+        rows = min(map(len, columns.values()), default=0)
+        header = {"rows": rows, "columns": layout, "text": text}
+        wire.send_message(connection, header, more=bool(arrays))
+        for array in arrays.values():
+            if array.nbytes:
+                connection.sendall(memoryview(array.reshape(-1).view("u1")))
+
+    def _find(self, worker: bytes, block: str) -> dict[str, Any] | None:
+        deadline = time.monotonic() + BLOCK_TIMEOUT_S
+        with self._changed:
+            while (worker, block) not in self._blocks:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                self._changed.wait(left)
+            return self._blocks[worker, block]
+
+
+def columns_of(block: Any) -> dict[str, Any]:
+    """Every host: a block as NumPy columns; our own blocks are that, Ray Data's give views where they can."""
+    if isinstance(block, dict):
+        return block
+    from ray.data.block import BlockAccessor
+
+    accessor = BlockAccessor.for_block(block)
+    columns: dict[str, Any] = accessor.to_numpy(list(accessor.column_names()))
+    return columns
+
+
+def pick(columns: dict[str, Any], start: int, stop: int) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """CPU host: rows of a block as contiguous arrays, and its text columns as lists."""
+    import numpy as np
+
+    arrays = {n: np.ascontiguousarray(c[start:stop]) for n, c in columns.items() if c.dtype != object}
+    text = {n: list(c[start:stop]) for n, c in columns.items() if c.dtype == object}
+    return arrays, text

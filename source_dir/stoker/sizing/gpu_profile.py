@@ -1,0 +1,130 @@
+"""Laptop with a GPU: how fast the real training step is when data is never late.
+
+A few preprocessed rows are put on the device once and trained on again and again by the loop of
+`training/loop.py` itself: precision, accumulation, compilation and all else are those of the job.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from stoker.data.feed.step_timer import StepTimes
+from stoker.recipe import Batch, Recipe
+from stoker.schema import Config
+
+WARM_UP_STEPS = 5
+"""The first steps choose kernels, allocate, and compile where that is asked for."""
+CACHED_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class GpuProfile:
+    """Laptop: one GPU measured."""
+
+    samples_per_s: float
+    spread: float
+    """Half the range of the middle half of the windows, as a share of the median."""
+    name: str
+    """As the driver names it: NVIDIA A10G."""
+
+
+class CachedPass:
+    """Train worker: stands where the loop's pass over the data stands; its batches are at hand."""
+
+    def __init__(self, batches: list[Batch], rows: int, seconds: float, wait: Any) -> None:
+        self.batches, self.size, self.seconds, self.wait = batches, rows, seconds, wait
+        self.times = StepTimes()
+        self.rows = self.padded = self.id_sum = 0
+        self.split, self.epoch, self.rank = "train", 0, 0
+        self.keys: list[str] = []
+        self.stop = "measured"
+        """The loop leaves the books alone where a pass was stopped."""
+        self.checkpoint = False
+        self.marks: list[tuple[float, int]] = []
+
+    def __iter__(self) -> Iterator[Batch]:
+        ends, steps = float("inf"), 0
+        every = 1
+        while time.perf_counter() < ends:
+            yield dict(self.batches[steps % len(self.batches)])
+            steps += 1
+            self.rows += self.size
+            if steps < WARM_UP_STEPS or (steps - WARM_UP_STEPS) % every:
+                continue
+            self.wait()
+            now = time.perf_counter()
+            if not self.marks:
+                ends = now + self.seconds
+            elif len(self.marks) == 1:
+                # About 20 windows, so that waiting for the device hardly costs.
+                each = (now - self.marks[0][0]) / every
+                every = max(1, round(self.seconds / 20 / max(each, 1e-6)))
+            self.marks.append((now, self.rows))
+
+
+def measure_gpu(config: Config, recipe: Recipe, columns: dict[str, Any], seconds: float) -> GpuProfile:
+    """Laptop: train on cached batches for so many seconds on the first GPU, or on the CPU without one.
+
+    Args:
+        config: the job.
+        recipe: its recipe.
+        columns: preprocessed rows as a ChainProfile keeps them.
+        seconds: after the warm-up.
+    """
+    import torch
+
+    from stoker.checkpoints.train_state import Progress
+    from stoker.training import loop
+    from stoker.training.build import build
+    from stoker.training.worker import Worker
+
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda:0" if on_gpu else "cpu")
+    worker = Worker(config, recipe, _Nobody(), attempt=0, rank=0, world_size=1, device=device)
+    build(worker, records=1000 * config.train.batch_size)
+    size = config.train.batch_size
+    batches = [_batch(columns, size, number, device) for number in range(CACHED_BATCHES)]
+    wait = torch.cuda.synchronize if on_gpu else (lambda: None)
+    cached = CachedPass(batches, size, seconds, wait)
+    loop.train_epoch(worker, None, Progress(0, feed=cached))
+    rates = [
+        (rows - before) / (at - since)
+        for (since, before), (at, rows) in zip(cached.marks[1:], cached.marks[2:], strict=False)
+    ]
+    rates = rates or [(cached.marks[-1][1] - cached.marks[0][1]) / (cached.marks[-1][0] - cached.marks[0][0])]
+    low, middle, high = statistics.quantiles(rates, n=4) if len(rates) > 1 else rates * 3
+    name = torch.cuda.get_device_name(device) if on_gpu else "CPU"
+    return GpuProfile(middle, max((high - low) / 2 / middle, 0.02), name)
+
+
+def _batch(columns: dict[str, Any], rows: int, number: int, device: Any) -> Batch:
+    """`rows` rows made of those at hand, another beginning for each batch; images as CHW views."""
+    import numpy as np
+    import torch
+
+    from stoker.data.preprocessing.transforms import is_hwc
+
+    batch: Batch = {}
+    for name, column in columns.items():
+        rolled = np.roll(column, number, axis=0)
+        values = np.resize(rolled, (rows, *column.shape[1:]))
+        if values.dtype == object:
+            batch[name] = list(values)
+            continue
+        tensor = torch.from_numpy(values).to(device)
+        batch[name] = tensor.permute(0, 3, 1, 2) if name == "image" and is_hwc(values.shape[1:]) else tensor
+    return batch
+
+
+class _Nobody:
+    """Stands where the coordinator stands: nobody listens to the events of a measurement."""
+
+    class _Log:
+        @staticmethod
+        def remote(event: str, values: dict[str, Any]) -> None: ...
+
+    log = _Log

@@ -1,0 +1,331 @@
+"""Every host: where checkpoints lie: a folder, SageMaker's synced folder, or an S3 prefix.
+
+A checkpoint is a folder `step-00000123/` whose `manifest.json`, with the SHA-256 of every other file, is
+written last: without a manifest it was not finished, and with one every bit of it can be checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import mmap
+import os
+import re
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from stoker.checkpoints import drafts
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-\d{8,}")
+FULL = " is full"
+LEAST_FREE_MB = 0.5
+"""With less a disk counts as full: a write that does not fit leaves some pages."""
+_CHUNK_BYTES = 16 * 2**20
+
+
+class Store(Protocol):
+    """Every host: checkpoints by name; all methods raise OSError where the place cannot be reached."""
+
+    where: str
+    """The folder or URI, as the user wrote it."""
+
+    def names(self) -> list[str]:
+        """Names of all checkpoints, whole or not, the newest step first."""
+        ...
+
+    def read(self, name: str, file: str) -> bytes:
+        """A small file of a checkpoint; FileNotFoundError where there is none."""
+        ...
+
+    def digest(self, name: str, file: str) -> str:
+        """The SHA-256 of a file; FileNotFoundError where there is none."""
+        ...
+
+    def draft(self) -> Path:
+        """An empty folder of this host in which the next checkpoint is put together."""
+        ...
+
+    def publish(self, draft: Path, name: str) -> None:
+        """Make a draft a checkpoint, in the place of one of that name; its manifest becomes visible last."""
+        ...
+
+    def add(self, name: str, file: str, content: str) -> None:
+        """Write a small file into a checkpoint that is there."""
+        ...
+
+    def local(self, name: str) -> contextlib.AbstractContextManager[Path]:
+        """The checkpoint as a folder of this host, for as long as it is needed."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint, its manifest first; OSError where that is not allowed."""
+        ...
+
+    def write_note(self, file: str, content: str) -> None:
+        """Write a small file beside the checkpoints, at once or not at all."""
+        ...
+
+    def read_note(self, file: str) -> str:
+        """A small file beside the checkpoints; FileNotFoundError where there is none."""
+        ...
+
+    def free_text(self) -> str:
+        """How full the place is, for an error message."""
+        ...
+
+
+def open_store(where: str, synced: bool = False) -> Store:
+    """Every host: the store at a folder or `s3://bucket/prefix`.
+
+    Args:
+        where: a folder, made when the first checkpoint is written, or a URI.
+        synced: someone copies the folder's files elsewhere as they appear (SageMaker to S3), so drafts
+            must not lie in it and the manifest must appear after the other files.
+
+    Raises:
+        UsageError: a URI of another scheme.
+    """
+    from stoker.storage.filesystems import filesystem_of
+
+    if synced or "://" in where:
+        filesystem, path = filesystem_of(where)
+        return CopyStore(where, filesystem, path)
+    return FolderStore(Path(filesystem_of(where)[1]))
+
+
+class FolderStore:
+    """Every host: a folder of this host or of a file system that hosts share; drafts are renamed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.where = str(folder)
+
+    def names(self) -> list[str]:
+        if not self.folder.is_dir():
+            return []
+        return newest_first(path.name for path in self.folder.iterdir() if path.is_dir())
+
+    def read(self, name: str, file: str) -> bytes:
+        return (self.folder / name / file).read_bytes()
+
+    def digest(self, name: str, file: str) -> str:
+        return sha256(self.folder / name / file)
+
+    def draft(self) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        drafts.sweep(self.folder)
+        return drafts.new(self.folder)
+
+    def publish(self, draft: Path, name: str) -> None:
+        for path in draft.iterdir():
+            sync(path)
+        draft.chmod(0o755)  # a temporary folder is its owner's alone
+        before = drafts.new(self.folder)
+        # Each writer moves the one before into a folder of its own; of two at once, the later one stays.
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                (self.folder / name).rename(before / uuid.uuid4().hex)
+            try:
+                draft.rename(self.folder / name)
+                break
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+        sync(self.folder)
+        shutil.rmtree(before, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def local(self, name: str) -> Iterator[Path]:
+        yield self.folder / name
+
+    def remove(self, name: str) -> None:
+        (self.folder / name / MANIFEST).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.folder / name)
+
+    def add(self, name: str, file: str, content: str) -> None:
+        draft = self.folder / name / f".{file}"
+        draft.write_text(content)
+        sync(draft)
+        draft.replace(self.folder / name / file)
+
+    def write_note(self, file: str, content: str) -> None:
+        draft = self.folder / f".{file}-{uuid.uuid4().hex}"
+        draft.write_text(content)
+        draft.replace(self.folder / file)
+
+    def read_note(self, file: str) -> str:
+        return (self.folder / file).read_text()
+
+    def free_text(self) -> str:
+        return disk_text(self.folder)
+
+
+class CopyStore:
+    """Every host: a place that checkpoints are copied to file by file, the manifest last."""
+
+    def __init__(self, where: str, filesystem: Any, path: str) -> None:
+        self.where, self.filesystem, self.path = where, filesystem, path.rstrip("/")
+
+    def names(self) -> list[str]:
+        from pyarrow import fs
+
+        selector = fs.FileSelector(self.path, allow_not_found=True)
+        found = self.filesystem.get_file_info(selector)
+        return newest_first(info.base_name for info in found if info.type == fs.FileType.Directory)
+
+    def read(self, name: str, file: str) -> bytes:
+        with self.filesystem.open_input_stream(f"{self.path}/{name}/{file}") as stream:
+            content: bytes = stream.read()
+        return content
+
+    def digest(self, name: str, file: str) -> str:
+        total = hashlib.sha256()
+        with self.filesystem.open_input_stream(f"{self.path}/{name}/{file}") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                total.update(chunk)
+        return total.hexdigest()
+
+    def draft(self) -> Path:
+        return Path(tempfile.mkdtemp(prefix="stoker-checkpoint-"))
+
+    def publish(self, draft: Path, name: str) -> None:
+        self.remove(name)
+        folder = f"{self.path}/{name}"
+        self.filesystem.create_dir(folder, recursive=True)
+        # The manifest's name says when: after every other file.
+        for path in sorted(draft.iterdir(), key=lambda p: (p.name == MANIFEST, p.name)):
+            with (
+                path.open("rb") as source,
+                self.filesystem.open_output_stream(f"{folder}/{path.name}") as target,
+            ):
+                while chunk := source.read(_CHUNK_BYTES):
+                    target.write(chunk)
+        shutil.rmtree(draft, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def local(self, name: str) -> Iterator[Path]:
+        from pyarrow import fs
+
+        folder = Path(tempfile.mkdtemp(prefix="stoker-resume-"))
+        try:
+            selector = fs.FileSelector(f"{self.path}/{name}")
+            for info in self.filesystem.get_file_info(selector):
+                if info.type == fs.FileType.File:
+                    fs.copy_files(info.path, str(folder / info.base_name), source_filesystem=self.filesystem)
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def remove(self, name: str) -> None:
+        from pyarrow import fs
+
+        folder = f"{self.path}/{name}"
+        if self.filesystem.get_file_info(folder).type != fs.FileType.Directory:
+            return
+        with contextlib.suppress(FileNotFoundError):
+            self.filesystem.delete_file(f"{folder}/{MANIFEST}")
+        with contextlib.suppress(FileNotFoundError):
+            self.filesystem.delete_dir(folder)
+
+    def add(self, name: str, file: str, content: str) -> None:
+        self.write_note(f"{name}/{file}", content)
+
+    def write_note(self, file: str, content: str) -> None:
+        with self.filesystem.open_output_stream(f"{self.path}/{file}") as target:
+            target.write(content.encode())
+
+    def read_note(self, file: str) -> str:
+        with self.filesystem.open_input_stream(f"{self.path}/{file}") as stream:
+            content: bytes = stream.read()
+        return content.decode()
+
+    def free_text(self) -> str:
+        return "" if "://" in self.where else disk_text(Path(self.path))
+
+
+def newest_first(names: Any) -> list[str]:
+    """Anywhere: those of `names` that are checkpoints', the newest step first."""
+    return sorted((n for n in names if _NAME.fullmatch(n)), key=step_of, reverse=True)
+
+
+def step_of(name: str) -> int:
+    """Anywhere: `step-00000123` → 123."""
+    return int(name.partition("-")[2])
+
+
+def name_of(step: int) -> str:
+    """Anywhere: 123 → `step-00000123`."""
+    return f"step-{step:08d}"
+
+
+def write_manifest(draft: Path) -> None:
+    """Train worker: the SHA-256 of every file of a draft, as its last file."""
+    sums = {path.name: sha256(path) for path in sorted(draft.iterdir())}
+    (draft / MANIFEST).write_text(json.dumps(sums, indent=1))
+
+
+def verify(store: Store, name: str) -> str | None:
+    """Every host: what is wrong with a checkpoint, None where nothing is.
+
+    Raises:
+        OSError: an S3 place that cannot be reached; that says nothing about the checkpoint.
+    """
+    try:
+        sums = json.loads(store.read(name, MANIFEST))
+    except (FileNotFoundError, ValueError):
+        return "it was not finished (no readable manifest)"
+    for file, expected in sums.items():
+        try:
+            found = store.digest(name, file)
+        except FileNotFoundError:
+            return f"{file} is absent"
+        if found != expected:
+            return f"{file} is damaged (its SHA-256 differs from the manifest)"
+    return None
+
+
+def sha256(path: Path) -> str:
+    """Every host: of a file; in large pieces, for only within one is the interpreter's lock free."""
+    total = hashlib.sha256()
+    # A mapping of its own goes back to the system. From the heap of a thread, and every checkpoint has
+    # another thread, it would stay with the process, once for each of the allocator's arenas.
+    with (
+        path.open("rb", buffering=0) as file,
+        mmap.mmap(-1, _CHUNK_BYTES) as buffer,
+        memoryview(buffer) as view,
+    ):
+        while count := file.readinto(buffer):
+            with view[:count] as part:
+                total.update(part)
+    return total.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Every host: a file's or folder's content is on the disk, not only in memory."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def disk_text(folder: Path) -> str:
+    """Every host: `the disk mounted at /data has 3 of 12 MB free`, or `… (12 MB) is full`."""
+    while not folder.exists():
+        folder = folder.parent
+    usage = shutil.disk_usage(folder)
+    mount = folder.resolve()
+    while not mount.is_mount():
+        mount = mount.parent
+    free, total = usage.free / 2**20, usage.total / 2**20
+    if free < LEAST_FREE_MB:
+        return f"the disk mounted at {mount} ({total:.0f} MB){FULL}"
+    return f"the disk mounted at {mount} has {free:.0f} of {total:.0f} MB free"
