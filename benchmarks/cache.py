@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import secrets
 import statistics
 import tempfile
@@ -16,11 +15,13 @@ import torch
 
 from benchmarks.harness import Measure, cpu_seconds
 from benchmarks.per_core import CROP, IMAGES, photos
-from stoker.data.cache.reading import prefix_length
 from stoker.data.cache.store import SHARED_MEMORY, CacheSpec, HostCache
-from stoker.data.engine.tasks import EpochPlan, Loaded, Work, groups_of
+from stoker.data.engine.groups import Loaded, groups_of
+from stoker.data.messages import EpochPlan, Work
 from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.transforms import DecodeImage, Reduce, as_stages
+from stoker.data.preprocessing.entries import as_stages
+from stoker.data.preprocessing.prefix import prefix_length
+from stoker.data.preprocessing.transforms import DecodeImage, ShrinkLarger
 from stoker.data.sources.images import ImageFolderSource
 
 COPIES = 25
@@ -44,7 +45,7 @@ def per_core(width: int, height: int) -> list[Measure]:
         write(Path(folder), images)
         source = ImageFolderSource(f"{folder}/train")
 
-        def case(root: str, *reduce: Reduce, most: int = 10**9) -> Callable[[], Any]:
+        def case(root: str, *reduce: ShrinkLarger, most: int = 10**9) -> Callable[[], Any]:
             stages = as_stages([DecodeImage(), *reduce, *CROP])
             chain = Chain(stages, 0, prefix=prefix_length(stages) if root else 0)
             spec = CacheSpec("memory" if root == shared else "disk", "bench", most)
@@ -54,7 +55,7 @@ def per_core(width: int, height: int) -> list[Measure]:
 
             def once() -> list[Any]:
                 plan = EpochPlan(0, next(epochs), "train", shuffle=True, block_records=len(images))
-                return list(groups_of(loaded, plan, Work(0, pickle.dumps(piece))))
+                return list(groups_of(loaded, plan, Work(0, piece)))
 
             return once
 
@@ -62,7 +63,7 @@ def per_core(width: int, height: int) -> list[Measure]:
             "no cache": case(""),
             "memory": case(shared),
             "disk, which the kernel holds in memory": case(folder),
-            "memory, reduced to 320": case(shared, Reduce(320)),
+            "memory, reduced to 320": case(shared, ShrinkLarger(320)),
             "what does not fit": case(shared, most=4096),
         }
         rates = {name: len(images) / spent for name, spent in cpu_seconds(cases, ROUNDS_PER_CORE).items()}
@@ -120,7 +121,7 @@ def epochs(folder: str, kind: str) -> list[float]:
     """Images/s of each epoch of one job, whose train worker takes all that comes."""
     import ray
 
-    from stoker.data.feed.feed import Pass, Prefetch
+    from stoker.data.feed.feed import EpochFeed, Prefetch
     from stoker.data.opening import open_data, start_coordinator
     from stoker.data.transport.client import open_transport
     from stoker.schema import Config
@@ -141,7 +142,7 @@ def epochs(folder: str, kind: str) -> list[float]:
         transport = open_transport(coordinator, config.data, device)
         started = 0.0
         for epoch in range(EPOCHS):
-            stream = Pass(
+            stream = EpochFeed(
                 coordinator,
                 attempt=0,
                 split="train",

@@ -61,10 +61,10 @@ class Receiver:
     """GPU host: the process that would train."""
 
     def __init__(self) -> None:
-        from stoker.data.transport.buffers import Buffers
+        from stoker.data.transport.buffers import BufferPool
 
         # A training process allocates its batches' memory in the first seconds and then never again.
-        self.buffers = Buffers(pinned=False)
+        self.buffers = BufferPool(pinned=False)
 
     def stock(self, dtype: str, rows: int) -> tuple[float, float]:
         """Ray Data as under TorchTrainer: its executor in another process of this host."""

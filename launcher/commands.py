@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.config import Resolved, UsageError, load, schema_rows, type_name
+from stoker.config import Resolved, load, schema_rows, type_name
+from stoker.errors import UsageError
 from stoker.redaction import redact
 from stoker.schema import Config
 

@@ -8,7 +8,7 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.tracking.runs import CONFIG, differing, find_runs, row_of, runs_dataframe
 
 if TYPE_CHECKING:

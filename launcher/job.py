@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from stoker.bootstrap.requirements import CONSTRAINTS, constraint_lines
-from stoker.config import SECRETS_FILE, Resolved, UsageError, resolved_yaml, secrets_json
+from stoker.config import SECRETS_FILE, Resolved, resolved_yaml, secrets_json
 from stoker.costs import prices
+from stoker.errors import UsageError
 from stoker.extras import requirement_lines
 from stoker.place import COMMIT_FILE
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from launcher.files import table
 from launcher.sagemaker import aws
-from stoker.config import UsageError
 from stoker.costs import prices
+from stoker.errors import UsageError
 
 LIST_REGION = "us-east-1"
 """Where the price list is served; it holds the prices of every region."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.files import files_below
-from stoker.config import UsageError
+from stoker.errors import UsageError
 
 PACKAGE_LIMIT_BYTES = 100 * 2**20
 """Ray keeps packages in the head's memory and refuses larger ones."""

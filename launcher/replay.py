@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from stoker.config import UsageError, describe
+from stoker.config import describe
+from stoker.errors import UsageError
 from stoker.extras import refuse_missing
 from stoker.schema import Config, MlflowConfig, TrackingConfig
 from stoker.tracking.mlflow_sender import MlflowSender, run_tags

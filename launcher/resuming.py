@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.backends.local import PastRun
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.schema import Config
 
 _STEP = re.compile(r"step-\d{8,}")

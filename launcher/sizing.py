@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher.job import open_job
-from stoker.config import Resolved, UsageError, load
+from stoker.config import Resolved, load
 from stoker.costs import prices
 from stoker.costs.prices import price_list
+from stoker.errors import UsageError
 from stoker.sizing import measure
 from stoker.sizing.advice_table import Advice, advise
 from stoker.sizing.candidates import MAX_CPU_HOSTS, Candidate, Measured, Wanted

@@ -13,7 +13,7 @@ if __package__ in (None, ""):
 import typer
 from typer.core import TyperGroup
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 
 EXAMPLE = "python launcher/submit.py source_dir/configs/digits.yaml"
 

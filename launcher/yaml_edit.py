@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 
 
 def with_values(text: str, changes: dict[str, Any]) -> str:

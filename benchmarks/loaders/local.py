@@ -39,7 +39,8 @@ class Ours(Dataset[Any]):
 
     def __init__(self, files: list[tuple[str, int]]) -> None:
         from stoker.data.preprocessing.chain import Chain
-        from stoker.data.preprocessing.transforms import DecodeImage, as_stages
+        from stoker.data.preprocessing.entries import as_stages
+        from stoker.data.preprocessing.transforms import DecodeImage
 
         self.files = files
         self.chain = Chain(as_stages([DecodeImage(), *transforms()]), seed=0)

@@ -19,7 +19,7 @@ from typing import Any
 
 from launcher import runs
 from launcher.job import COMMAND, Job
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.place import BACKEND_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE
 from stoker.tracking.summary import finite
 

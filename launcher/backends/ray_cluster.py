@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from launcher import files, ray_jobs
 from launcher.job import COMMAND, Job
 from launcher.ray_jobs import JobServer
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE
 
 POLL_S = 2.0

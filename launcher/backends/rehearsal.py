@@ -19,7 +19,7 @@ from launcher.rehearsal.prepare import prepare_host, world_spec
 from launcher.rehearsal.running import RehearsalRun
 from launcher.sagemaker import upload
 from stoker.bootstrap.cluster import TOKEN_FILE
-from stoker.config import UsageError
+from stoker.errors import UsageError
 
 
 @dataclass(frozen=True)

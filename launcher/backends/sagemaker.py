@@ -25,8 +25,9 @@ from launcher.job import Job
 from launcher.sagemaker import aws, checks, render, upload
 from launcher.sagemaker.request import TOKEN_FILE, Draft, draft, job_name, json_text
 from launcher.sagemaker.run import SageMakerRun
-from stoker.config import Resolved, UsageError
+from stoker.config import Resolved
 from stoker.costs.prices import price_list
+from stoker.errors import UsageError
 
 if TYPE_CHECKING:
     from sagemaker.train import ModelTrainer

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 
 NAMESPACES = (
     "--net",

@@ -15,7 +15,7 @@ from launcher.job import Job, source_root
 from launcher.rehearsal import faults
 from stoker.bootstrap.raynode import HOST_CPUS_VARIABLE
 from stoker.bootstrap.topology import Topology, TopologyError, resolve
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.place import BACKEND_VARIABLE
 from stoker.schema import Config
 

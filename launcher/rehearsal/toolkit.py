@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 
 VERSION = "5.1.4"
 INSTALL_TIMEOUT_S = 600

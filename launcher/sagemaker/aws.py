@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.sagemaker.request import Draft
 from launcher.sagemaker.upload import split_uri
-from stoker.config import UsageError
+from stoker.errors import UsageError
 
 NO_CREDENTIALS = (
     "AWS: no credentials found; run `aws configure` or set AWS_PROFILE (--dry-run --offline does without)"

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from launcher.sagemaker.groups import training_group
 from launcher.sagemaker.model import instance_types, limit_problems
 from launcher.sagemaker.request import CODE_CHANNEL, IMAGE_ACCOUNT, INPUT, Draft
-from stoker.config import UsageError, load
+from stoker.config import load
 from stoker.costs import prices
+from stoker.errors import UsageError
 from stoker.redaction import is_secret
 
 PYTHONS = ((3, 11), (3, 12))

@@ -10,8 +10,8 @@ from typing import Any
 
 from launcher.sagemaker import aws, render
 from launcher.sagemaker.groups import Group
-from stoker.config import UsageError
 from stoker.costs.prices import price_list
+from stoker.errors import UsageError
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 POLL_S = 5.0

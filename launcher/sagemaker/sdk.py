@@ -13,7 +13,7 @@ from launcher.job import COMMAND
 from launcher.sagemaker import aws, upload
 from launcher.sagemaker.request import CODE_CHANNEL, TOKEN_FILE, Draft
 from launcher.sagemaker.upload import split_uri
-from stoker.config import UsageError
+from stoker.errors import UsageError
 
 if TYPE_CHECKING:
     from sagemaker.train import ModelTrainer

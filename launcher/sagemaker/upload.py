@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from launcher.files import files_below
 from launcher.job import Job, write_private
-from stoker.config import UsageError
+from stoker.errors import UsageError
 
 ARCHIVE = "sourcedir.tar.gz"
 

@@ -19,19 +19,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from stoker import redaction
+from stoker.errors import UsageError
 from stoker.schema import Config
 
 NULLS = {"", "null", "none", "~"}
 SECRETS_FILE = "job.secrets.json"
 """Beside a staged `job.yaml`: the values that it shows as redacted. Only its owner may read it."""
-
-
-class UsageError(Exception):
-    """Anywhere: what the user asked for cannot be done; exit code 2, one line per problem."""
-
-    def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,15 @@ from stoker import redaction
 from stoker.bootstrap.topology import label
 from stoker.checkpoints import resume as resuming
 from stoker.checkpoints.sharing import refuse_unshared
-from stoker.config import Resolved, UsageError, resolved_yaml
+from stoker.config import Resolved, resolved_yaml
 from stoker.costs.prices import price_list
-from stoker.data.coordinator.accounting import DataError
 from stoker.data.engine.passes import GROUP_LABEL
 from stoker.data.opening import Data, cache_note, discover, exact_note, open_data, start_coordinator
+from stoker.errors import DataError, UsageError, where_raised
 from stoker.extras import refuse_missing
 from stoker.hosts import host_changes, hosts
 from stoker.place import Place
-from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe, where_raised
+from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe
 from stoker.schema import Config
 from stoker.storage.checkpoint_store import open_store
 from stoker.tracking.console import PlainConsole, make_console, report
@@ -308,6 +308,8 @@ def last_figures(coordinator: Any, recorder: Recorder) -> dict[str, Any]:
         for event in ray.get(coordinator.drain.remote(), timeout=20):
             recorder.take(event)
         figures: dict[str, Any] = ray.get(coordinator.figures.remote(), timeout=20)
+        stats: str = ray.get(coordinator.ray_data_stats.remote(), timeout=20)
+        (recorder.run_dir / "logs" / "ray_data_stats.txt").write_text(stats + "\n")
         return figures
     except Exception:
         logging.getLogger("stoker").error("%s", traceback.format_exc())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.schema import Config
 
 ONNX = {"onnx": "onnx>=1.19", "onnxscript": "onnxscript>=0.5", "onnxruntime": "onnxruntime>=1.22"}

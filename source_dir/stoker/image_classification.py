@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.recipe import Recipe, Split
 
 if TYPE_CHECKING:
@@ -78,14 +78,14 @@ class ImageClassification(Recipe):
     def preprocess(self, split: Split) -> list[Any]:
         from torchvision.transforms import v2
 
-        from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, Reduce
+        from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, ShrinkLarger
 
         chain: list[Any] = [DecodeImage(self.color)]
         if self.num_classes:
             chain.append(CheckLabel(self.num_classes))
         if split == "train" and self.augment == "crop":
             if self.reduce_to:
-                chain.append(Reduce(self.reduce_to))
+                chain.append(ShrinkLarger(self.reduce_to))
             chain += [v2.RandomResizedCrop(self.image_size, antialias=True), v2.RandomHorizontalFlip()]
             return chain
         shorter = round(self.image_size * 256 / 224)

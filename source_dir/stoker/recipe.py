@@ -14,13 +14,13 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from stoker.config import Resolved, UsageError, describe
+from stoker.config import Resolved, describe
+from stoker.errors import UsageError, where_raised
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -197,16 +197,6 @@ def load_object(path: str, source: Path, key: str, offers: type | None = None) -
         hint = f"did you mean {close[0]}?" if close else f"it offers: {', '.join(there) or 'nothing'}"
         raise UsageError(f"{key}: {module_name} ({module.__file__}) has no {name}; {hint}")
     return getattr(module, name)
-
-
-def where_raised(error: BaseException) -> str:
-    """Every host: an exception as `Type: message (file.py:12)`, the place being the deepest frame."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "site-packages" not in f.filename and "importlib" not in f.filename]
-    frame = (own or frames)[-1] if frames else None
-    place = f" ({Path(frame.filename).name}:{frame.lineno})" if frame else ""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}{place}" if text else f"{type(error).__name__}{place}"
 
 
 def _no_such_module(key: str, module_name: str, source: Path) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from stoker import driver
-from stoker.config import UsageError, load
+from stoker.config import load
+from stoker.errors import UsageError
 from stoker.place import Place
 from stoker.tracking.summary import Summary
 

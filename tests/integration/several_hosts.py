@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +23,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([RECIPES, os.environ.get("PYTHONPATH"
 
 from streaming import Train  # noqa: E402
 
-from stoker.data.engine.tasks import order_of  # noqa: E402
+from stoker.data.engine.groups import order_of  # noqa: E402
 from stoker.data.sources.base import cut_indices, record_id  # noqa: E402
 from stoker.schema import Config  # noqa: E402
 from tests.fakes.ray_nodes import RayNodes  # noqa: E402
@@ -80,7 +81,8 @@ def slow_sample() -> dict[str, Any]:
     slow = pieces[0].items[0]
     found: dict[str, Any] = {}
     for order in ("any", "exact"):
-        params = {"records": 400, "ms": 2, "slow": slow, "slow_s": 3}
+        with tempfile.NamedTemporaryFile(delete=False) as count:
+            params = {"records": 400, "ms": 2, "slow": slow, "slow_until": 250, "count": count.name}
         train = Train(job(params, order=order))
         ids = [i for step in train.steps("train", 0) for i in step]
         found[order] = {
@@ -97,7 +99,7 @@ def lost_server() -> dict[str, Any]:
     import ray
     import torch
 
-    from stoker.data.feed.feed import Pass, Prefetch
+    from stoker.data.feed.feed import EpochFeed, Prefetch
     from stoker.data.transport.client import open_transport
 
     config = job({"records": 1500, "ms": 10, "kb": 8}, batch=50, block=25, preprocess_on=["cpu"])
@@ -105,7 +107,7 @@ def lost_server() -> dict[str, Any]:
     servers = until(lambda: ready_servers(train))
     device = torch.device("cpu")
     transport = open_transport(train.coordinator, config.data, device)
-    stream = Pass(
+    stream = EpochFeed(
         train.coordinator,
         attempt=0,
         split="train",

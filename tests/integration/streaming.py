@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.data.coordinator.streams import Portion
+from stoker.data.messages import ID_COLUMN, StepAssignment
 from stoker.data.opening import open_data, start_coordinator
-from stoker.data.preprocessing.chain import ID_COLUMN
+from stoker.data.preprocessing.blocks import columns_of
 from stoker.data.sources.base import ID_MODULUS
-from stoker.data.transport.server import columns_of
 from stoker.schema import Config
 
 
@@ -23,7 +22,7 @@ class Train:
     first_epoch: int = 0
     place: dict[str, Any] | None = None
     attempt: int = 0
-    portions: list[Portion] = field(default_factory=list)
+    portions: list[StepAssignment] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         data = open_data(self.config)
@@ -62,7 +61,7 @@ class Train:
                 assert answers == [None] * self.workers
                 return
             for answer in answers:
-                assert isinstance(answer, Portion), answer
+                assert isinstance(answer, StepAssignment), answer
                 self.portions.append(answer)
                 for part in answer.blocks:
                     block = columns_of(self.ray.get(part.block))

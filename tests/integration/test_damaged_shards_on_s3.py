@@ -13,8 +13,8 @@ import boto3
 import pytest
 from damage import records, tar_of, write_sums
 
-from stoker.config import UsageError
 from stoker.data import read_any
+from stoker.errors import UsageError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
 from aws import moto_server

@@ -11,7 +11,7 @@ import pytest
 from running import run_job
 from streaming import Train
 
-from stoker.data.engine.tasks import order_of
+from stoker.data.engine.groups import order_of
 from stoker.data.sources.base import cut_indices, record_id
 from stoker.schema import Config
 

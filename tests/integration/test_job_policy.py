@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from stoker.checkpoints import format as checkpoint
-from stoker.checkpoints.format import Content, Shelf
+from stoker.checkpoints.format import Content, Retention
 from stoker.data import read_any
 from stoker.storage.checkpoint_store import Store, open_store
 
@@ -111,9 +111,9 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Policed]:
     server.shutdown()
 
 
-def keep_four(store: Store, said: list[str]) -> Shelf:
+def keep_four(store: Store, said: list[str]) -> Retention:
     """Four checkpoints of which two stay, as the writer of a run does it."""
-    shelf = Shelf(store, newest=2, top_k=0, tell=said.append)
+    shelf = Retention(store, newest=2, top_k=0, tell=said.append)
     for step in range(1, 5):
         about = {"step": step, "monitored": {"metric": "val/loss", "mode": "min", "value": 1.0 / step}}
         shelf.add(checkpoint.save(store, Content({"w": torch.full((9,), float(step))}, {}, about)))

@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 from streaming import Train
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.schema import Config
 
 RECORDS, BAD = 523, (5, 77, 300)

@@ -17,7 +17,8 @@ import pytest
 from launcher import ray_jobs, runs
 from launcher.backends import ray_cluster
 from launcher.job import Job, open_job
-from stoker.config import UsageError, load
+from stoker.config import load
+from stoker.errors import UsageError
 from tests.fakes.ray_nodes import RayNodes, free_port
 
 PROBE = """

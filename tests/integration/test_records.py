@@ -91,3 +91,12 @@ def test_a_ray_dataset_of_the_recipes_own_is_accounted_for_and_padding_repeats_i
         assert len(trained) == 103
         assert sorted(trained.values())[-2:] == [1, 2], "one of 103 is given to both workers"
     assert [books["padded"] for books in outcome.summary.records.epochs] == [1, 1]
+
+
+def test_a_source_can_be_handed_to_a_pipeline_of_ray_data(ray_cluster: None, digits: Path) -> None:
+    from stoker.data import read_parquet
+
+    source = read_parquet(str(digits / "parquet"), "val")
+    assert source is not None
+    keys = [row["key"] for row in source.to_ray(100).map(lambda row: {"key": row["key"]}).take_all()]
+    assert len(keys) == len(set(keys)) == source.count()

@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMES = int(os.environ.get("STOKER_INTERRUPTIONS", "1"))
 WAYS = {"worker": 0, "kill": 137} if TIMES == 1 else {"worker": 0, "term": 143, "kill": 137}
 """The interruptions of a round, and what the job's command ends with; 0: it goes on by itself."""
-RECORDS, BATCH, WORKERS = 203, 6, 2
+RECORDS = 203
+BATCH, WORKERS = (12, 1) if TIMES == 1 else (6, 2)
 STEPS = -(-RECORDS // (BATCH * WORKERS))
 """Of an epoch."""
 EPOCHS = 1 + 2 * TIMES

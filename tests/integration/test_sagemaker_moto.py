@@ -19,7 +19,8 @@ from launcher import runs
 from launcher.backends import sagemaker as backend
 from launcher.job import Job, open_job
 from launcher.sagemaker import aws, run
-from stoker.config import UsageError, load
+from stoker.config import load
+from stoker.errors import UsageError
 from tests.fakes.aws import REGION, ROLE, moto_server
 
 BUCKET = "stoker-test"

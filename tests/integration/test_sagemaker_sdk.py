@@ -16,7 +16,8 @@ import pytest
 from launcher.backends import sagemaker as backend
 from launcher.job import open_job
 from launcher.sagemaker import aws
-from stoker.config import UsageError, load
+from stoker.config import load
+from stoker.errors import UsageError
 from tests.fakes.aws import REGION, ROLE, moto_server
 from tests.fakes.sagemaker_sdk import train_through_sdk
 

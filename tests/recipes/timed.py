@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,20 @@ from stoker.recipe import Recipe
 
 
 class Takes(RecordTransform):
-    """Sleeps for each record, longer for one of them, and gives it `kb` of payload."""
+    """Sleeps for each record and gives it `kb` of payload; one of them is as slow as many others together."""
 
-    def __init__(self, ms: float, slow: int, slow_s: float, kb: int, random: bool) -> None:
-        self.ms, self.slow, self.slow_s, self.kb, self.random = ms, slow, slow_s, kb, random
+    def __init__(self, ms: float, slow: int, slow_until: int, count: str, kb: int, random: bool) -> None:
+        self.ms, self.slow, self.slow_until, self.count = ms, slow, slow_until, count
+        self.kb, self.random = kb, random
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        time.sleep(self.slow_s if record["index"] == self.slow else self.ms / 1000)
+        time.sleep(self.ms / 1000)
+        if record["index"] == self.slow:
+            while Path(self.count).stat().st_size < self.slow_until:
+                time.sleep(0.05)
+        elif self.count:
+            with Path(self.count).open("ab") as file:
+                file.write(b".")
         return {**record, "x": np.full(self.kb * 1024, record["index"] % 251, np.uint8)}
 
 
@@ -26,7 +34,10 @@ class Timed(Recipe):
     records: int
     ms: float = 0.0
     slow: int = -1
-    slow_s: float = 0.0
+    slow_until: int = 0
+    """The slow one takes until so many others are done."""
+    count: str = ""
+    """A file that counts them."""
     kb: int = 0
     random: bool = True
 
@@ -34,4 +45,4 @@ class Timed(Recipe):
         return read_range(self.records) if split == "train" else None
 
     def preprocess(self, split: str) -> list[Any]:
-        return [Takes(self.ms, self.slow, self.slow_s, self.kb, self.random)]
+        return [Takes(self.ms, self.slow, self.slow_until, self.count, self.kb, self.random)]

@@ -18,7 +18,7 @@ _stop = ""
 
 def check(resolved: Any) -> None:
     if resolved.config.params.get("behaviour") == "refuse":
-        from stoker.config import UsageError
+        from stoker.errors import UsageError
 
         raise UsageError("params.behaviour: refuse is refused")
 

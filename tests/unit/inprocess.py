@@ -18,7 +18,7 @@ import torch
 from rows import Counting
 
 from stoker.checkpoints import format as checkpoint
-from stoker.checkpoints.manager import Keeper
+from stoker.checkpoints.manager import CheckpointManager
 from stoker.data.feed.step_timer import StepTimes
 from stoker.schema import Config
 from stoker.storage.checkpoint_store import open_store
@@ -80,7 +80,7 @@ class Run:
     """One start of a run: what it did."""
 
     worker: Worker
-    keeper: Keeper
+    keeper: CheckpointManager
     head: Head
     asked: bool = False
     error: BaseException | None = None
@@ -100,7 +100,7 @@ def start(folder: Path, data: Data, recipe: Any = None, has_val: bool = True, **
     config = Config.model_validate(sections)
     head = Head()
     worker = Worker(config, recipe or Counting(), head, 0, 0, 1, torch.device("cpu"))
-    keeper = Keeper(worker, open_store(str(folder)))
+    keeper = CheckpointManager(worker, open_store(str(folder)))
     run = Run(worker, keeper, head)
     found = checkpoint.newest_valid(keeper.store, lambda text: head.log.remote("note", {"text": text}))
     if found is not None:

@@ -101,7 +101,7 @@ def test_training_on_a_gpu_says_that_there_is_none(
 def test_both_kinds_of_data_train_the_same_model(tmp_path: Path, kind: str) -> None:
     from stoker.data.feed.feed import as_tensors
     from stoker.data.preprocessing.chain import Chain
-    from stoker.data.preprocessing.stages import as_stages
+    from stoker.data.preprocessing.entries import as_stages
 
     write_folder(tmp_path / "data", [jpeg(9)], total=8)
     size = gpu.Size(records=8, batch=4, precision="fp32", image=32)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.data.coordinator.accounting import DataError, EpochBooks
-from stoker.data.preprocessing.chain import BlockReport
-from stoker.data.sources.base import BadRecord, record_id
+from stoker.data.coordinator.accounting import EpochBooks
+from stoker.data.messages import BadRecord, BlockReport
+from stoker.data.sources.base import record_id
+from stoker.errors import DataError
 
 
 def books_of(keys: list[str], bad: list[str] | None = None) -> EpochBooks:

@@ -11,16 +11,11 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from stoker.config import UsageError
-from stoker.data.preprocessing.chain import HWC_SUFFIX, ID_COLUMN, Chain, ChainError
-from stoker.data.preprocessing.transforms import (
-    CheckLabel,
-    DecodeImage,
-    RecordTransform,
-    as_stages,
-    decode_image,
-)
-from stoker.data.sources.base import BadRecord, Record
+from stoker.data.messages import HWC_SUFFIX, ID_COLUMN, BadRecord, Record
+from stoker.data.preprocessing.chain import Chain, ChainError
+from stoker.data.preprocessing.entries import as_stages
+from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, RecordTransform, decode_image
+from stoker.errors import UsageError
 
 IMAGE = "image" + HWC_SUFFIX
 

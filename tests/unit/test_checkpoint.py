@@ -14,11 +14,11 @@ import torch
 
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints import train_state as snapshot
-from stoker.checkpoints.format import Content, Shelf
+from stoker.checkpoints.format import Content, Retention
 from stoker.checkpoints.writer import Writer
-from stoker.data.coordinator.streams import Portion
-from stoker.data.feed.feed import Loaded, Pass, Prefetch
+from stoker.data.feed.feed import EpochFeed, Loaded, Prefetch
 from stoker.data.feed.step_timer import Stamps
+from stoker.data.messages import StepAssignment
 from stoker.storage.checkpoint_store import MANIFEST, Store, open_store, verify
 
 
@@ -114,7 +114,7 @@ def test_a_full_disk_is_named_and_nothing_half_stays(tmp_path: Path, monkeypatch
 
 
 def test_the_newest_and_the_best_stay(store: Store) -> None:
-    shelf = Shelf(store, newest=2, top_k=2)
+    shelf = Retention(store, newest=2, top_k=2)
     for step, value in enumerate([0.5, 0.2, None, 0.9, 0.2, 0.7, None], start=1):
         shelf.add(save(store, step, value))
     # The newest two, and the two best: of equals the earlier comes first.
@@ -127,7 +127,7 @@ def test_the_newest_and_the_best_stay(store: Store) -> None:
 @pytest.mark.parametrize(("top_k", "left"), [(0, "54"), (-1, "54321"), (1, "541")])
 def test_save_top_k_as_lightning_has_it(tmp_path: Path, top_k: int, left: str) -> None:
     store = open_store(str(tmp_path))
-    shelf = Shelf(store, newest=2, top_k=top_k)
+    shelf = Retention(store, newest=2, top_k=top_k)
     for step in range(1, 6):
         shelf.add(save(store, step, float(step)))
     assert "".join(name[-1] for name in store.names()) == left
@@ -137,7 +137,7 @@ def test_a_run_that_goes_on_knows_what_it_kept_and_leaves_damaged_ones_out(tmp_p
     store = open_store(str(tmp_path))
     for step, value in ((1, 0.1), (2, 0.5), (3, 0.4)):
         save(store, step, value)
-    shelf = Shelf(store, newest=2, top_k=1)
+    shelf = Retention(store, newest=2, top_k=1)
     shelf.fill(upto=2)  # step 3 was passed over
     shelf.add(save(store, 4, 0.6))
     assert shelf.best() == ["step-00000001"]
@@ -148,7 +148,7 @@ def test_a_run_that_goes_on_knows_what_it_kept_and_leaves_damaged_ones_out(tmp_p
 
 def test_a_checkpoint_of_another_monitored_metric_does_not_compete(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    shelf = Shelf(store, newest=3, top_k=1)
+    shelf = Retention(store, newest=3, top_k=1)
     shelf.add(save(store, 1, 0.1))
     accuracy = {"metric": "val/acc1", "mode": "max", "value": 0.7}
     other = Content({"w": torch.zeros(1)}, {}, {"step": 2, "monitored": accuracy})
@@ -157,10 +157,10 @@ def test_a_checkpoint_of_another_monitored_metric_does_not_compete(tmp_path: Pat
 
 
 def test_a_request_in_any_batch_of_an_accumulated_step_is_kept_until_it_is_answered() -> None:
-    feed = Pass(None, 0, "train", 0, 0, torch.device("cpu"), None, Prefetch(1.0, 1), stall_timeout_s=1)
+    feed = EpochFeed(None, 0, "train", 0, 0, torch.device("cpu"), None, Prefetch(1.0, 1), stall_timeout_s=1)
     for asked in (False, True, False):
         ids = np.arange(2, dtype=np.int64)
-        feed._count(Loaded({}, ids, [], Portion([], checkpoint=asked), Stamps(0, 0, 0), 0))
+        feed._count(Loaded({}, ids, [], StepAssignment([], checkpoint=asked), Stamps(0, 0, 0), 0))
     assert feed.checkpoint
 
 

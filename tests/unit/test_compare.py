@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from launcher.submit import app
-from stoker.config import UsageError, load, resolved_yaml
+from stoker.config import load, resolved_yaml
+from stoker.errors import UsageError
 from stoker.tracking import runs_dataframe
 from stoker.tracking.summary import Cluster, Host, Metrics, Speed, Summary
 

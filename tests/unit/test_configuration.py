@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stoker.config import UsageError, hyperparameter_overrides, load, parse_value, resolved_yaml, schema_rows
+from stoker.config import hyperparameter_overrides, load, parse_value, resolved_yaml, schema_rows
+from stoker.errors import UsageError
 from stoker.schema import Config
 
 

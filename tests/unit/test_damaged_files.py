@@ -20,11 +20,12 @@ from damage import DAMAGES, SEED, Damage, damages, keys, records, tar_of, write_
 from PIL import Image
 from pyarrow import parquet
 
-from stoker.config import UsageError
 from stoker.data import read_images
-from stoker.data.preprocessing.chain import HWC_SUFFIX, KEY_COLUMN, Chain, ChainError
-from stoker.data.preprocessing.transforms import DecodeImage, as_stages
-from stoker.data.sources.base import BadRecord
+from stoker.data.messages import HWC_SUFFIX, KEY_COLUMN, BadRecord
+from stoker.data.preprocessing.chain import Chain, ChainError
+from stoker.data.preprocessing.entries import as_stages
+from stoker.data.preprocessing.transforms import DecodeImage
+from stoker.errors import UsageError
 
 pytestmark = pytest.mark.long
 

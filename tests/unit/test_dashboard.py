@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from launcher.submit import app
 from stoker.bootstrap.cluster import write_token
-from stoker.config import UsageError, load
+from stoker.config import load
+from stoker.errors import UsageError
 from stoker.extras import refuse_missing
 
 DIGITS = str(Path(__file__).resolve().parents[2] / "source_dir/configs/digits.yaml")

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from stoker.checkpoints import format as checkpoint
-from stoker.checkpoints.format import Content, Shelf
+from stoker.checkpoints.format import Content, Retention
 from stoker.storage.checkpoint_store import Store, open_store, verify
 
 WRITER = """
@@ -112,7 +112,7 @@ def without_rights() -> Iterator[Path]:
 def test_a_checkpoint_that_cannot_be_removed_is_said_once_and_the_run_goes_on(without_rights: Path) -> None:
     store = open_store(str(without_rights))
     said: list[str] = []
-    shelf = Shelf(store, newest=1, top_k=0, tell=said.append)
+    shelf = Retention(store, newest=1, top_k=0, tell=said.append)
     for step in (1, 2):  # of an earlier start, as another user
         save(store, step)
     shelf.fill(upto=2)

@@ -7,7 +7,8 @@ import math
 import pytest
 from rows import Counting
 
-from stoker.config import UsageError, load
+from stoker.config import load
+from stoker.errors import UsageError
 from stoker.training.stopping import EarlyStopping, check_monitors
 
 

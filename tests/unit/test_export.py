@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from launcher.job import open_job
-from stoker.config import UsageError, load
+from stoker.config import load
+from stoker.errors import UsageError
 from stoker.extras import ONNX, refuse_missing, requirement_lines
 from stoker.image_classification import normalize
 from stoker.recipe import Recipe

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from stoker.data.coordinator.accounting import DataError
 from stoker.data.feed.feed import Fetching, Prefetch
 from stoker.data.feed.step_timer import StepTimes
+from stoker.errors import DataError
 
 
 class Answering(Fetching):

@@ -5,7 +5,6 @@ A death of the process is an exception that nothing of the chain catches; everyt
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,18 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.data import read_torch
+from stoker.data.engine.groups import Loaded, groups_of
 from stoker.data.engine.suspects import Suspects
-from stoker.data.engine.tasks import EpochPlan, Loaded, Work, groups_of
 from stoker.data.engine.witness import Guard
-from stoker.data.preprocessing.chain import BlockReport, Chain
-from stoker.data.preprocessing.transforms import RecordTransform, as_stages
-from stoker.data.sources.base import (
-    BadRecord,
-    Piece,
-    Record,
-    Source,
-    record_id,
-)
+from stoker.data.messages import BadRecord, BlockReport, EpochPlan, Piece, Record, Work
+from stoker.data.preprocessing.chain import Chain
+from stoker.data.preprocessing.entries import as_stages
+from stoker.data.preprocessing.transforms import RecordTransform
+from stoker.data.sources.base import Source, record_id
 
 COUNT = 23
 
@@ -101,7 +96,7 @@ def run(source: Source, kills: frozenset[int], block: int, skip: int) -> tuple[G
     suspects, number = Suspects(), 0
     plan = EpochPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=block)
     (piece,) = source.pieces(COUNT, None)
-    work = Work(5, pickle.dumps(piece), skip)
+    work = Work(5, piece, skip)
     while True:
         guard = None
         if number:
@@ -149,5 +144,5 @@ def test_quarantined_records_are_not_even_read() -> None:
     (piece,) = source.pieces(COUNT, None)
     plan = EpochPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=COUNT)
     loaded = Loaded(source, Chain([], seed=1))
-    ((_, report),) = groups_of(loaded, plan, Work(0, pickle.dumps(piece)), Guard({"7": "it kills"}, None))
+    ((_, report),) = groups_of(loaded, plan, Work(0, piece), Guard({"7": "it kills"}, None))
     assert report.bad == [BadRecord("7", "it kills")]

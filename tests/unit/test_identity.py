@@ -20,17 +20,18 @@ from pyarrow import parquet
 from rows import Numbers
 from torch.utils.data import Subset, TensorDataset
 
-from stoker.config import UsageError
 from stoker.data import read_any, read_images, read_parquet, read_torch
-from stoker.data.cache.reading import key_of
-from stoker.data.cache.store import CacheError, CacheSpec, HostCache
-from stoker.data.coordinator.cursor import Plan, Position
-from stoker.data.engine.tasks import EpochPlan, Loaded, Work, groups_of
+from stoker.data.cache.store import CacheSpec, HostCache
+from stoker.data.coordinator.cursor import refuse_other_data
+from stoker.data.engine.groups import Loaded, groups_of
+from stoker.data.messages import DataCursor, EpochPlan, Plan, Work
 from stoker.data.opening import open_data
 from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.transforms import as_stages
+from stoker.data.preprocessing.entries import as_stages
+from stoker.data.preprocessing.prefix import key_of
 from stoker.data.sources.base import Source
 from stoker.data.sources.identity import agree, identity_of
+from stoker.errors import CacheError, UsageError
 from stoker.schema import Config
 
 pytestmark = pytest.mark.long
@@ -56,8 +57,8 @@ def resume(before: Source, now: Source, order: str = "exact") -> None:
                 unstable=identity.unstable,
             )
         )
-    saved = Position(epoch=0, rows=5, plan=plans[0]).model_dump_json()
-    Position.model_validate_json(saved).check(plans[1])
+    saved = DataCursor(epoch=0, rows=5, plan=plans[0]).model_dump_json()
+    refuse_other_data(DataCursor.model_validate_json(saved), plans[1])
 
 
 def test_two_subsets_of_equal_length_have_caches_of_their_own() -> None:
@@ -152,7 +153,7 @@ def numbers(source: Source, cache: HostCache, epoch: int) -> list[int]:
     plan = EpochPlan(seed=1, epoch=epoch, split="train", shuffle=False, block_records=10)
     found: list[int] = []
     for number, piece in enumerate(source.pieces(10, None)):
-        for columns, _ in groups_of(loaded, plan, Work(number, pickle.dumps(piece))):
+        for columns, _ in groups_of(loaded, plan, Work(number, piece)):
             found += columns["number"].tolist()
     return found
 
@@ -220,7 +221,7 @@ def test_a_file_that_is_changed_in_place_is_noticed_at_equal_size(
     with pytest.raises(UsageError, match="names, sizes and counts agree, but not what the records hold"):
         changed = opened(copied)
         assert not agree(text, identity_of(changed).text)
-        Position(epoch=0, plan=plan(text)).check(plan(identity_of(changed).text))
+        refuse_other_data(DataCursor(epoch=0, plan=plan(text)), plan(identity_of(changed).text))
 
 
 def plan(text: str) -> Plan:

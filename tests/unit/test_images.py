@@ -12,11 +12,13 @@ from PIL import Image, ImageOps
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
+from stoker.data.messages import HWC_SUFFIX
 from stoker.data.preprocessing.blur import GaussianBlurs
-from stoker.data.preprocessing.chain import HWC_SUFFIX, Chain
+from stoker.data.preprocessing.chain import Chain
 from stoker.data.preprocessing.decode import decode_image
+from stoker.data.preprocessing.entries import as_stages
 from stoker.data.preprocessing.picture import Picture
-from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, RandomResizedCrop, as_stages
+from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, RandomResizedCrop
 
 IMAGE = "image" + HWC_SUFFIX
 

@@ -76,7 +76,7 @@ def test_an_epoch_whose_metric_is_not_finite_is_never_the_best(tmp_path: Path, v
 
 def test_epochs_without_a_metric_do_not_count_among_the_best_k(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
-    shelf = checkpoint.Shelf(store, newest=1, top_k=2)
+    shelf = checkpoint.Retention(store, newest=1, top_k=2)
     for step, value in enumerate([math.nan, 0.5, math.inf, 0.4, math.nan, 0.6], start=1):
         monitored = {"metric": "val/loss", "mode": "min", "value": value}
         meta = {"step": step, "monitored": monitored}

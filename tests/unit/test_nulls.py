@@ -11,9 +11,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from stoker.config import UsageError
 from stoker.data import read_delta, read_parquet
-from stoker.data.sources.base import BadRecord, Source
+from stoker.data.messages import BadRecord
+from stoker.data.sources.base import Source
+from stoker.errors import UsageError
 
 
 def records(source: Source | None) -> list[Any]:
@@ -152,7 +153,7 @@ def test_columns_added_to_a_delta_table_later_are_nulls_of_its_older_files(tmp_p
 
 
 def test_nulls_of_a_ray_dataset_leave_the_numbers_beside_them_as_they_are() -> None:
-    from stoker.data.engine.tasks import as_records
+    from stoker.data.engine.datasets import as_records
 
     table = pa.table({"key": ["a", "b"], "x": [2**53 + 1, None], "y": [1.5, 2.5], "v": [[1, 2], [3, 4]]})
     first, second = as_records(table)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.data.engine.deadlines import Patience, others, reread_wait_s
-from stoker.data.engine.placement import ChainHost, Placement
+from stoker.data.engine.deadlines import Patience, others
+from stoker.data.sources.rereading import reread_wait_s
 
 
 def test_a_deadline_is_twenty_times_what_such_blocks_take_and_doubles() -> None:
@@ -45,27 +45,6 @@ def test_a_late_host_is_avoided_for_a_while_and_longer_each_time() -> None:
     assert patience.avoided(121) == set()
     assert patience.avoid("a", now=200) == 240
     assert patience.avoided(439) == {"a"}
-
-
-def test_avoided_hosts_get_tasks_only_where_there_is_no_other() -> None:
-    placement = Placement()
-    placement.update([ChainHost("a", 2), ChainHost("b", 2)])
-    placement.avoided = {"a"}
-    assert placement.choose(hungry=True, prefer="a") == "b"
-    for _ in range(3):
-        placement.send("b")
-    assert placement.choose(hungry=True) == "", "it waits for the good host"
-    placement.update([ChainHost("a", 2)])
-    assert placement.choose(hungry=True) == "a"
-
-
-def test_a_task_goes_where_it_has_not_failed_yet() -> None:
-    placement = Placement()
-    placement.update([ChainHost("a", 2), ChainHost("b", 2), ChainHost("c", 2)])
-    assert placement.choose(hungry=True, tried={"a", "b"}) == "c"
-    placement.avoided = {"c"}
-    assert placement.choose(hungry=True, tried={"a"}) == "b"
-    assert placement.choose(hungry=True, tried={"a", "b"}) in {"a", "b"}, "rather there than where it hangs"
 
 
 def test_others_are_all_where_nothing_else_is_left() -> None:

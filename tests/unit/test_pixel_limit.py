@@ -17,12 +17,13 @@ from torchvision.transforms import v2
 
 from stoker.config import load
 from stoker.data import read_torch
+from stoker.data.messages import Record
 from stoker.data.opening import open_data
 from stoker.data.preprocessing.chain import Chain
 from stoker.data.preprocessing.decode import decode_image
+from stoker.data.preprocessing.entries import as_stages
 from stoker.data.preprocessing.pixels import MOST, limit_pixels
-from stoker.data.preprocessing.transforms import DecodeImage, RecordTransform, as_stages
-from stoker.data.sources.base import Record
+from stoker.data.preprocessing.transforms import DecodeImage, RecordTransform
 
 pytestmark = pytest.mark.long
 
@@ -94,7 +95,8 @@ def test_a_bomb_of_a_few_kilobytes_is_quarantined_in_little_memory(tmp_path: Pat
         "import pickle, resource, sys\n"
         "from stoker.data.preprocessing.chain import Chain\n"
         "from stoker.data import read_any\n"
-        "from stoker.data.preprocessing.transforms import DecodeImage, as_stages\n"
+        "from stoker.data import DecodeImage\n"
+        "from stoker.data.preprocessing.entries import as_stages\n"
         "source = read_any(sys.argv[1], 'train')\n"
         "chain = pickle.loads(pickle.dumps(Chain(as_stages([DecodeImage()]), 0)))\n"
         "[piece] = source.pieces(100, None)\n"

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.config import UsageError
 from stoker.data.coordinator.accounting import EpochBooks
-from stoker.data.coordinator.cursor import Plan, Position, Trail, ranges
+from stoker.data.coordinator.cursor import Trail, ranges, refuse_other_data
 from stoker.data.coordinator.signals import OneTimeSignal, Pace, Signal
 from stoker.data.coordinator.splitter import Splitter
 from stoker.data.coordinator.streams import Stream
-from stoker.data.preprocessing.chain import BlockReport
-from stoker.data.sources.base import BadRecord, record_id
+from stoker.data.messages import BadRecord, BlockReport, DataCursor, Plan
+from stoker.data.sources.base import record_id
 from stoker.data.sources.identity import identity_of
 from stoker.data.sources.images import ImageFolderSource
 from stoker.data.sources.indexed import RangeSource, TorchSource
+from stoker.errors import UsageError
 
 PLAN = Plan(seed=1, shuffle=True, order="any", block_records=4, fingerprint="f")
 EPOCH = st.lists(st.lists(st.booleans(), min_size=1, max_size=11), min_size=1, max_size=6)
@@ -33,7 +33,7 @@ class Run:
     """One attempt at the epoch: tasks report groups, blocks arrive, rows are consumed."""
 
     pieces: list[list[bool]]
-    start: Position
+    start: DataCursor
     exact: bool
     chance: random.Random
 
@@ -84,7 +84,7 @@ class Run:
 def through(pieces: list[list[bool]], cuts: list[float], exact: bool, seed: int) -> tuple[list[int], Run]:
     """The ids of the epoch in order, interrupted at each of the cuts (fractions of what is left)."""
     chance = random.Random(seed)
-    run = Run(pieces, Position(epoch=0, plan=PLAN), exact, chance)
+    run = Run(pieces, DataCursor(epoch=0, plan=PLAN), exact, chance)
     seen: list[int] = []
     for cut in [*cuts, 1.0]:
         rows = round(cut * run.stream.splitter.rows)
@@ -95,7 +95,7 @@ def through(pieces: list[list[bool]], cuts: list[float], exact: bool, seed: int)
         position = run.stream.position(rows, sum(ids))
         assert position.rows == len(seen)
         saved = json.loads(json.dumps(position.model_dump(mode="json")))
-        run = Run(pieces, Position.model_validate(saved), exact, chance)
+        run = Run(pieces, DataCursor.model_validate(saved), exact, chance)
     run.stream.books.use(run.stream.splitter.rows, 0, sum(run.ids(range(run.stream.splitter.rows))), [])
     return seen, run
 
@@ -121,7 +121,7 @@ def test_each_record_comes_once_whatever_the_interruptions(
 
 
 def test_a_consumed_piece_is_not_read_again_and_others_skip_their_whole_groups() -> None:
-    run = Run([[True] * 4, [True] * 9, [True] * 4], Position(epoch=0, plan=PLAN), True, random.Random(0))
+    run = Run([[True] * 4, [True] * 9, [True] * 4], DataCursor(epoch=0, plan=PLAN), True, random.Random(0))
     position = run.stream.position(4 + 6, 0)
     assert position.begun(0) is None
     assert position.begun(1) == (1, 2)
@@ -131,14 +131,14 @@ def test_a_consumed_piece_is_not_read_again_and_others_skip_their_whole_groups()
 
 
 def test_rows_of_a_dataset_without_pieces_are_skipped_from_the_front() -> None:
-    start = Position(epoch=2, plan=PLAN, by_row=True, rows=5)
+    start = DataCursor(epoch=2, plan=PLAN, by_row=True, rows=5)
     trail = Trail(start)
     assert [trail.arrive(-1, rows) for rows in (3, 4, 2)] == [3, 2, 0]
     assert trail.after(3, 10).rows == 8
 
 
 def test_a_place_ahead_of_the_data_is_refused() -> None:
-    trail = Trail(Position(epoch=0, plan=PLAN))
+    trail = Trail(DataCursor(epoch=0, plan=PLAN))
     stream = Stream(Splitter(2, 4, equal=True), EpochBooks("train", 0), None, trail)
     assert stream.position(0, 0).rows == 0
     with pytest.raises(ValueError, match="step 1 is not reached"):
@@ -158,12 +158,13 @@ def test_other_data_or_another_order_are_refused_in_one_line(
 ) -> None:
     now = PLAN.model_copy(update=change)
     with pytest.raises(UsageError, match=expected) as caught:
-        Position(epoch=0, plan=PLAN).check(now)
+        refuse_other_data(DataCursor(epoch=0, plan=PLAN), now)
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_what_may_differ_between_the_two_runs() -> None:
-    Position(epoch=0, plan=PLAN).check(PLAN.model_copy(update={"order": "exact", "block_records": 9}))
+    other = PLAN.model_copy(update={"order": "exact", "block_records": 9})
+    refuse_other_data(DataCursor(epoch=0, plan=PLAN), other)
 
 
 @given(st.sets(st.integers(0, 50)))

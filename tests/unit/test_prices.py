@@ -16,9 +16,10 @@ from launcher.job import open_job
 from launcher.sagemaker import aws
 from stoker.bootstrap.cluster import labels_of
 from stoker.bootstrap.topology import resolve
-from stoker.config import UsageError, load
+from stoker.config import load
 from stoker.costs import prices
 from stoker.costs.cost import cost_row, run_cost
+from stoker.errors import UsageError
 from stoker.tracking.summary import Summary
 
 REGION_FILTER = [

@@ -11,7 +11,8 @@ import pytest
 from launcher import ray_jobs, runs
 from launcher.backends import ray_cluster
 from launcher.job import open_job
-from stoker.config import UsageError, load
+from stoker.config import load
+from stoker.errors import UsageError
 
 ADDRESS = "http://head.example.com:8265"
 

@@ -10,7 +10,8 @@ from launcher.backends.rehearsal import plan
 from launcher.job import Job
 from launcher.rehearsal import faults, isolation, outputs
 from launcher.rehearsal.plan import hyperparameters, plan_hosts, resource_config
-from stoker.config import UsageError, load
+from stoker.config import load
+from stoker.errors import UsageError
 
 
 def job(*overrides: str, data: dict[str, str] | None = None) -> Job:

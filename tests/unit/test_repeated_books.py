@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from stoker.data.coordinator.accounting import DataError, EpochBooks
-from stoker.data.coordinator.cursor import CarriedBooks
-from stoker.data.preprocessing.chain import BlockReport
+from stoker.data.coordinator.accounting import EpochBooks
+from stoker.data.messages import BlockReport, CarriedBooks
 from stoker.data.sources.base import record_id
+from stoker.errors import DataError
 from stoker.tracking.console import books_text
 from stoker.tracking.scalars import Scalars
 from stoker.tracking.summary import Records

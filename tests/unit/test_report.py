@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from launcher.commands import last_progress
 from launcher.submit import app
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.report.charts import nice_ticks, thin
 from stoker.report.page import write_report
 from stoker.tracking.summary import read_summary

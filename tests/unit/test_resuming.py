@@ -15,7 +15,8 @@ from launcher import resuming as launcher
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints import resume as resuming
 from stoker.checkpoints.format import Content
-from stoker.config import UsageError, load
+from stoker.config import load
+from stoker.errors import UsageError
 from stoker.place import Place
 from stoker.schema import Config
 from stoker.storage.checkpoint_store import open_store

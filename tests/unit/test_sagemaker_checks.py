@@ -19,8 +19,9 @@ from launcher.backends import sagemaker as backend
 from launcher.job import Job, open_job
 from launcher.sagemaker import checks, model
 from launcher.sagemaker.request import default_image, draft, job_name
-from stoker.config import UsageError, load
+from stoker.config import load
 from stoker.costs import prices
+from stoker.errors import UsageError
 
 BASE = {
     "name": "flowers",

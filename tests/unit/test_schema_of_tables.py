@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from whole_way import OtherHost, Store, Way
 
-from stoker.config import UsageError
 from stoker.data import read_parquet
 from stoker.data.sources.base import record_id
+from stoker.errors import UsageError
 
 pytestmark = pytest.mark.long
 

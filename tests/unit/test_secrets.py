@@ -18,7 +18,8 @@ from stoker.bootstrap import run as bootstrap
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints import resume as resuming
 from stoker.checkpoints.format import Content
-from stoker.config import SECRETS_FILE, UsageError, load
+from stoker.config import SECRETS_FILE, load
+from stoker.errors import UsageError
 from stoker.redaction import REDACTED, is_secret, redact
 from stoker.storage.checkpoint_store import open_store
 

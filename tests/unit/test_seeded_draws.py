@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.data.engine.tasks import EpochPlan, Loaded, Work, groups_of
+from stoker.data.engine.groups import Loaded, groups_of
+from stoker.data.messages import KEY_COLUMN, EpochPlan, Work
 from stoker.data.opening import open_data
-from stoker.data.preprocessing.chain import KEY_COLUMN
 from stoker.schema import Config
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -34,7 +34,7 @@ def drawn(
     found: dict[str, tuple[float, ...]] = {}
     for number, part in enumerate(data.sources["train"].pieces(piece, None)):
         if only in (None, number):
-            for columns, _ in groups_of(loaded, plan, Work(number, pickle.dumps(part))):
+            for columns, _ in groups_of(loaded, plan, Work(number, part)):
                 rows = zip(*(columns[name].tolist() for name in ("r", "n", "t")), strict=True)
                 found |= dict(zip(columns[KEY_COLUMN], rows, strict=True))
     return found
@@ -79,10 +79,11 @@ def test_torch_is_seeded_also_where_users_code_is_the_first_to_import_it(tmp_pat
     (tmp_path / "work").write_bytes(pickle.dumps((source, chain, source.pieces(30, None)[0])))
     code = (
         "import importlib, json, pickle, sys\n"
-        "from stoker.data.engine.tasks import EpochPlan, Loaded, Work, groups_of\n"
+        "from stoker.data.messages import EpochPlan, Work\n"
+        "from stoker.data.engine.groups import Loaded, groups_of\n"
         "source, chain, piece = pickle.load(open(sys.argv[1], 'rb'))\n"
         "plan = EpochPlan(seed=3, epoch=0, split='train', shuffle=False, block_records=15)\n"
-        "work = Work(0, pickle.dumps(piece))\n"
+        "work = Work(0, piece)\n"
         "assert 'torch' not in sys.modules\n"
         "importlib.invalidate_caches()\n"
         "columns, _ = next(groups_of(Loaded(source, chain), plan, work))\n"

@@ -12,8 +12,9 @@ from recorded import record
 from typer.testing import CliRunner
 
 from launcher.submit import app
-from stoker.config import UsageError, load
+from stoker.config import load
 from stoker.costs.prices import price_list
+from stoker.errors import UsageError
 from stoker.sizing.advice_table import Advice, advise
 from stoker.sizing.candidates import Candidate, Measured, Wanted
 

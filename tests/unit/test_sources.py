@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import shutil
 import tarfile
 from pathlib import Path
@@ -14,12 +13,14 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from stoker.config import UsageError
 from stoker.data import read_any, read_parquet, read_torch, read_webdataset
-from stoker.data.engine.tasks import EpochPlan, Loaded, Work, groups_of, order_of
-from stoker.data.preprocessing.chain import KEY_COLUMN, Chain
-from stoker.data.preprocessing.transforms import DecodeImage, as_stages
-from stoker.data.sources.base import BadRecord, Source
+from stoker.data.engine.groups import Loaded, groups_of, order_of
+from stoker.data.messages import KEY_COLUMN, BadRecord, EpochPlan, Work
+from stoker.data.preprocessing.chain import Chain
+from stoker.data.preprocessing.entries import as_stages
+from stoker.data.preprocessing.transforms import DecodeImage
+from stoker.data.sources.base import Source
+from stoker.errors import UsageError
 
 
 def everything(source: Source | None, records: int = 100, seed: int | None = None) -> list[Any]:
@@ -68,7 +69,7 @@ def test_the_order_of_an_epoch_is_the_same_wherever_the_data_lies(
         loaded = Loaded(source.for_tasks(), Chain(as_stages([DecodeImage()]), seed=3, with_keys=True))
         found: list[str] = []
         for number, piece in enumerate(source.pieces(100, order_of(3, 1))):
-            for columns, _ in groups_of(loaded, plan, Work(number, pickle.dumps(piece))):
+            for columns, _ in groups_of(loaded, plan, Work(number, piece)):
                 found += list(columns[KEY_COLUMN])
         return found
 

@@ -10,7 +10,7 @@ import torch
 from steps import EVERYTHING, Tiny, assert_same, feed, make, run
 from torch import nn
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.schema import Config
 from stoker.training.build import build
 from stoker.training.step import Step, autocast

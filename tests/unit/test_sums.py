@@ -11,9 +11,9 @@ import pytest
 from damage import keys, records, tar_of, write_sums
 from pyarrow import parquet
 
-from stoker.config import UsageError
 from stoker.data import read_any
-from stoker.data.sources.base import BadRecord
+from stoker.data.messages import BadRecord
+from stoker.errors import UsageError
 
 
 def make(root: Path, form: str) -> Path:

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from stoker.config import UsageError
 from stoker.data import read_any, read_delta, read_parquet
 from stoker.data.sources.base import Source
+from stoker.errors import UsageError
 
 
 def rows_of(source: Source | None, records: int = 64) -> list[dict[str, Any]]:

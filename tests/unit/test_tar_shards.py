@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from damage import keys, records, tar_of
 
-from stoker.config import UsageError
 from stoker.data import read_webdataset
+from stoker.errors import UsageError
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rows import Numbers, Regression
 
-from stoker.config import UsageError
 from stoker.data.opening import Data
+from stoker.errors import UsageError
 from stoker.recipe import Recipe
 from stoker.schema import Config, TrainConfig
 from stoker.training.optimizers import scaled_lr

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stoker.data.messages import BlockSlice, Server
 from stoker.data.preprocessing.columns import schema_of
 from stoker.data.transport import wire
-from stoker.data.transport.batches import Assembly, Rows, Server
-from stoker.data.transport.buffers import Buffers
+from stoker.data.transport.batches import BatchBuilder
+from stoker.data.transport.buffers import BufferPool
 from stoker.data.transport.connections import DirectHosts
 from stoker.data.transport.server import BlockServer
 
@@ -57,9 +58,9 @@ class Setting:
 
     def fetch(self, *parts: tuple[Block, int, int]) -> tuple[dict[str, Any], list[bool]]:
         rows = sum(stop - start for _, start, stop in parts)
-        batch = Assembly(Buffers(pinned=False), rows, schema_of(parts[0][0].columns))
+        batch = BatchBuilder(BufferPool(pinned=False), rows, schema_of(parts[0][0].columns))
         asked = [
-            self.hosts.ask(Rows(block, start, stop, "far", len(block.columns["__id"])))
+            self.hosts.ask(BlockSlice(block, start, stop, "far", len(block.columns["__id"])))
             for block, start, stop in parts
         ]
         came, at = [], 0
@@ -176,11 +177,11 @@ def test_a_block_that_never_reaches_the_host_is_given_up(monkeypatch: pytest.Mon
 
 def test_blocks_of_this_host_and_of_unknown_ones_are_left_to_ray(far: Setting) -> None:
     for node in ("here", "unknown", ""):
-        assert far.hosts.ask(Rows(block(4), 0, 4, node)) is None
+        assert far.hosts.ask(BlockSlice(block(4), 0, 4, node)) is None
 
 
 def test_memory_is_used_again_only_when_nobody_holds_a_view_of_it() -> None:
-    buffers = Buffers(pinned=False)
+    buffers = BufferPool(pinned=False)
     array = buffers.empty((64, 1000, 3), np.uint8)
     address = array.ctypes.data
     view = array[3:5]

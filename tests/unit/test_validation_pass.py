@@ -9,15 +9,15 @@ from typing import Any
 from stoker.data.coordinator.accounting import ChainBooks
 from stoker.data.coordinator.actor import Coordinator
 from stoker.data.coordinator.attempt import Attempt
-from stoker.data.coordinator.cursor import Plan, Position
 from stoker.data.engine.suspects import Suspects
+from stoker.data.messages import DataCursor, Plan
 from stoker.schema import Config
 
 PLAN = Plan(seed=0, shuffle=True, order="exact", block_records=8, fingerprint="f")
 ROWS = 8
 
 
-def head(start: Position, workers: int = 2, epochs: int = 3) -> tuple[Coordinator, Attempt]:
+def head(start: DataCursor, workers: int = 2, epochs: int = 3) -> tuple[Coordinator, Attempt]:
     """A coordinator whose passes are all there, 8 rows each, without a host that makes them."""
     passes: Any = SimpleNamespace(
         config=Config.model_validate({"train": {"epochs": epochs, "batch_size": 1}}),
@@ -40,17 +40,17 @@ def head(start: Position, workers: int = 2, epochs: int = 3) -> tuple[Coordinato
 
 
 def test_the_validation_that_is_missing_is_the_first_pass() -> None:
-    _, attempt = head(Position(epoch=2, plan=PLAN, unvalidated=1))
+    _, attempt = head(DataCursor(epoch=2, plan=PLAN, unvalidated=1))
     assert list(attempt.streams) == [("val", 1), ("train", 2), ("val", 2)]
-    assert list(head(Position(epoch=3, plan=PLAN, unvalidated=2))[1].streams) == [("val", 2)]
-    assert list(head(Position(epoch=1, rows=4, plan=PLAN, unvalidated=1))[1].streams) == [("val", 1)], (
+    assert list(head(DataCursor(epoch=3, plan=PLAN, unvalidated=2))[1].streams) == [("val", 2)]
+    assert list(head(DataCursor(epoch=1, rows=4, plan=PLAN, unvalidated=1))[1].streams) == [("val", 1)], (
         "max_steps ended training within this epoch"
     )
-    assert list(head(Position(epoch=2, plan=PLAN))[1].streams) == [("train", 2), ("val", 2)]
+    assert list(head(DataCursor(epoch=2, plan=PLAN))[1].streams) == [("train", 2), ("val", 2)]
 
 
 def test_a_stop_is_told_in_the_same_step_of_a_validation() -> None:
-    coordinator, _ = head(Position(epoch=2, plan=PLAN, unvalidated=1))
+    coordinator, _ = head(DataCursor(epoch=2, plan=PLAN, unvalidated=1))
     first = [coordinator.next(0, "val", 1, 0, step) for step in range(2)]
     coordinator.request_stop("SIGTERM")
     rest = [coordinator.next(0, "val", 1, 0, step) for step in range(2, 4)]

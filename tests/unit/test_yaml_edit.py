@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.yaml_edit import with_values
-from stoker.config import UsageError
+from stoker.errors import UsageError
 
 CHOICE = {
     "sagemaker.gpu.type": "ml.g5.xlarge",

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.data.coordinator.attempt import Attempt
-from stoker.data.coordinator.cursor import Position
+from stoker.data.engine.groups import Loaded, groups_of
 from stoker.data.engine.passes import Passes, pack_work
 from stoker.data.engine.suspects import Suspects
-from stoker.data.engine.tasks import Loaded, groups_of
 from stoker.data.feed.feed import as_tensors
+from stoker.data.messages import BadRecord, DataCursor, Piece, Server
 from stoker.data.opening import open_data
-from stoker.data.sources.base import BadRecord, Piece, Source, cut_indices
-from stoker.data.transport.batches import Server
+from stoker.data.preprocessing.blocks import columns_of, to_table
+from stoker.data.sources.base import Source, cut_indices
 from stoker.data.transport.client import Transport
 from stoker.data.transport.connections import DirectHosts
 from stoker.data.transport.server import BlockServer
@@ -78,7 +78,7 @@ class Store(dict[Reference, Any]):
     """Ray's object store: `get` brings blocks by their references."""
 
     def get(self, references: list[Reference], timeout: float | None = None) -> list[Any]:
-        return [self[reference] for reference in references]
+        return [to_table(self[reference]) for reference in references]
 
 
 class OtherHost:
@@ -94,7 +94,8 @@ class OtherHost:
 
     def remote(self, worker: bytes, references: list[Reference]) -> None:
         for reference in references:
-            self.server.hold(worker, reference.hex(), self.store[reference])
+            block = to_table(self.store[reference])
+            self.server.hold(worker, reference.hex(), columns_of(block))
 
 
 @dataclass
@@ -134,7 +135,7 @@ class Way:
         schemas = {split: chain.schemas for split, chain in data.chains.items()}
         passes = Passes(config, data.sources, packed, schemas=schemas)
         bad: list[BadRecord] = []
-        start = Position(epoch=0, plan=passes.identity(data.sources["train"].fingerprint()))
+        start = DataCursor(epoch=0, plan=passes.identity(data.sources["train"].fingerprint()))
         shared = (threading.Condition(), _books(), lambda *_, **__: None, None, Suspects())
         attempt = Attempt(0, workers, passes, data.totals, start, *shared)
         stream = attempt.streams["train", 0]
@@ -183,7 +184,7 @@ def _books() -> dict[str, Any]:
 
 
 def _raise(failure: str) -> None:
-    from stoker.data.coordinator.accounting import DataError
+    from stoker.errors import DataError
 
     if failure:
         raise DataError(failure)

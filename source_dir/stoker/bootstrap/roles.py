@@ -20,7 +20,8 @@ from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
 from stoker.bootstrap.logs import say, say_at_once
 from stoker.bootstrap.raynode import ClusterError, RayNode
 from stoker.bootstrap.topology import Topology, label
-from stoker.config import Resolved, UsageError
+from stoker.config import Resolved
+from stoker.errors import UsageError
 from stoker.place import BACKEND_VARIABLE, Place
 
 STOP_TIMEOUT_S = 100.0
@@ -50,9 +51,14 @@ class HeadEnded(Exception):  # noqa: N818 - how every job ends
 
 
 class Stop:
-    """Every host: SIGTERM as a request that the current phase answers in its own way."""
+    """Every host: SIGTERM as a request that the current phase answers in its own way.
 
-    def __init__(self) -> None:
+    Args:
+        end_by_force: called where the driver does not answer in time.
+    """
+
+    def __init__(self, end_by_force: Callable[[str], None] = lambda cause: os._exit(143)) -> None:
+        self.end_by_force = end_by_force
         self.requested_at: float | None = None
         self.on_request: Callable[[str], Any] | None = None
         """Called from the handler; None lets `check` raise instead."""
@@ -308,9 +314,7 @@ def _end_by_force(stop: Stop) -> None:
         if stop.settled:
             return
         time.sleep(1)
-    from stoker.bootstrap.run import end_by_force
-
-    end_by_force(f"stopped by SIGTERM; no checkpoint could be committed within {STOP_TIMEOUT_S:.0f} s")
+    stop.end_by_force(f"stopped by SIGTERM; no checkpoint could be committed within {STOP_TIMEOUT_S:.0f} s")
 
 
 def _origin(error: BaseException) -> str:

@@ -47,7 +47,7 @@ def run(arguments: list[str]) -> int:
 
 def run_locally(arguments: list[str]) -> int:
     """Laptop, or a job's process on a Ray cluster: configuration → Ray → driver → exit code."""
-    from stoker.config import UsageError
+    from stoker.errors import UsageError
 
     try:
         resolved = read_configuration(arguments, {})
@@ -128,9 +128,9 @@ def _play(resource: Mapping[str, Any], arguments: list[str]) -> Outcome:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(CODE), *filter(None, [os.environ.get("PYTHONPATH")])])
     from stoker.bootstrap import roles
     from stoker.bootstrap.topology import TopologyError, resolve
-    from stoker.config import UsageError
+    from stoker.errors import UsageError
 
-    stop = roles.Stop()
+    stop = roles.Stop(end_by_force)
     stop.install()
     try:
         resolved = read_configuration(arguments, read_hyperparameters())

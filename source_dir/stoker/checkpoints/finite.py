@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+from stoker.checkpoints.tensors import Named, flat, floats, is_broken_buffer, is_finite
 from stoker.checkpoints.train_state import Progress
 from stoker.training import strategies
 from stoker.training.worker import Worker, not_finite
@@ -13,8 +14,6 @@ from stoker.training.worker import Worker, not_finite
 SMALLEST_SCALE = 2.0**-20
 """Of fp16's gradient scaler. It starts at 2**16 and halves with every step that overflows: below this, the
 last steps have all been skipped, and no step will ever be made again."""
-
-Named = tuple[str, Any]
 
 
 def check_state(worker: Worker, progress: Progress) -> None:
@@ -54,21 +53,6 @@ def check_scale(worker: Worker, epoch: int) -> None:
         raise not_finite("fp16: the gradient of every step", worker, epoch, "use train.precision=bf16")
 
 
-def non_finite(weights: dict[str, Any], ema: dict[str, Any] | None, optimizer: Any) -> str:
-    """Every host: what a saved checkpoint holds that is not finite, or "".
-
-    Args:
-        weights: parameters and buffers by name.
-        ema: averaged ones, or None.
-        optimizer: its state, nested.
-    """
-    for kind, tensors in (("weights", weights), ("averaged weights", ema or {})):
-        for name, tensor in tensors.items():
-            if _is_broken_buffer(tensor):
-                return f"{kind} {name}"
-    return next((f"optimiser state {name}" for name, t in _flat("", optimizer) if not _is_finite(t)), "")
-
-
 def _all_finite(worker: Worker, progress: Progress) -> Any:
     """A tensor with one truth value: nothing is read from the device here."""
     import torch
@@ -92,8 +76,8 @@ def _all_finite(worker: Worker, progress: Progress) -> Any:
 def _first_problem(worker: Worker, progress: Progress) -> str:
     if progress.loss_sum is not None and not math.isfinite(float(progress.loss_sum)):
         return f"the sum of the epoch's losses is {float(progress.loss_sum)}"
-    named = [name for name, tensor in _strict(worker) if not _is_finite(tensor)]
-    named += [name for name, tensor in _buffers(worker) if _is_broken_buffer(tensor)]
+    named = [name for name, tensor in _strict(worker) if not is_finite(tensor)]
+    named += [name for name, tensor in _buffers(worker) if is_broken_buffer(tensor)]
     return f"{named[0]} holds NaN or infinity" if named else ""
 
 
@@ -103,42 +87,15 @@ def _strict(worker: Worker) -> Iterator[Named]:
     for kind, model in models:
         if model is not None:
             named = strategies.plain(model).named_parameters()
-            yield from _floats((f"{kind} {name}", p) for name, p in named)
+            yield from floats((f"{kind} {name}", p) for name, p in named)
     if worker.optimizer is not None:
-        yield from _floats(_flat("optimiser state", list(worker.optimizer.state.values())))
+        yield from floats(flat("optimiser state", list(worker.optimizer.state.values())))
 
 
 def _buffers(worker: Worker) -> Iterator[Named]:
     for model in (worker.model, worker.ema and worker.ema.module):
         if model is not None:
             named = strategies.plain(model).named_buffers()
-            yield from _floats((f"buffer {name}", b) for name, b in named)
+            yield from floats((f"buffer {name}", b) for name, b in named)
 
 
-def _floats(named: Any) -> Iterator[Named]:
-    for name, tensor in named:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if local.is_floating_point() and local.numel():
-            yield name, local.detach()
-
-
-def _flat(name: str, tree: Any) -> Iterator[Named]:
-    """The tensors in nested dicts and lists, by their path."""
-    import torch
-
-    if isinstance(tree, torch.Tensor):
-        yield name, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _flat(f"{name} {key}", value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _flat(name, value)
-
-
-def _is_finite(tensor: Any) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
-
-
-def _is_broken_buffer(tensor: Any) -> bool:
-    return tensor.is_floating_point() and tensor.numel() > 0 and not float(tensor.max()) < math.inf

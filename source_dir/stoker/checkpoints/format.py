@@ -142,7 +142,7 @@ def problem_of(store: Store, name: str) -> str | None:
     if problem is not None or describe(store, name).meta.get("finite"):
         return problem
     # Written by a version that did not look.
-    from stoker.checkpoints.finite import non_finite
+    from stoker.checkpoints.tensors import non_finite
 
     content = load(describe(store, name))
     found = non_finite(content.weights, content.ema, content.state.get("optimizer"))
@@ -224,7 +224,7 @@ def load(checkpoint: Checkpoint) -> Content:
 
 
 @dataclass
-class Shelf:
+class Retention:
     """Train worker (rank 0): the checkpoints of this run, and which of them stay.
 
     `newest` are kept to continue from, `top_k` for their metric; the best one becomes the model.

@@ -13,7 +13,7 @@ from typing import Any
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints import train_state as snapshot
 from stoker.checkpoints.finite import check_scale, check_state
-from stoker.checkpoints.format import Checkpoint, Content, Shelf
+from stoker.checkpoints.format import Checkpoint, Content, Retention
 from stoker.checkpoints.train_state import Progress
 from stoker.checkpoints.writer import Writer
 from stoker.redaction import redact
@@ -25,7 +25,7 @@ from stoker.training.worker import Worker
 CALL_TIMEOUT_S = 120.0
 
 
-class Keeper:
+class CheckpointManager:
     """Train worker: one per rank; rank 0 writes for all."""
 
     def __init__(self, worker: Worker, store: Store) -> None:
@@ -44,7 +44,7 @@ class Keeper:
         self._last: Checkpoint | None = None
         """Rank 0: the one that was written or gone on from last."""
         self.writer = Writer(self._note)
-        self.shelf = Shelf(store, config.checkpoint.keep, config.checkpoint.save_top_k, tell=self._note)
+        self.shelf = Retention(store, config.checkpoint.keep, config.checkpoint.save_top_k, tell=self._note)
         self._copier = snapshot.Copier()
         self._config = redact(config.model_dump(mode="json"))
         self._saved_at = time.monotonic()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.checkpoints.format import Checkpoint, awaiting, describe, newest_valid, problem_of
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.place import Place
 from stoker.recipe import load_recipe
 from stoker.redaction import redact, redacted_at

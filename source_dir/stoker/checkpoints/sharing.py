@@ -12,8 +12,8 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from stoker.config import UsageError
 from stoker.data.engine.passes import GROUP_LABEL
+from stoker.errors import UsageError
 from stoker.schema import Config
 
 PROBE_TIMEOUT_S = 60.0

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 
 WRITE_DEADLINE_S = 900.0
 """How long a write may take before the run fails instead of waiting for ever."""

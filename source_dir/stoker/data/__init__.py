@@ -17,21 +17,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stoker.data.messages import BadRecord as BadRecord
+    from stoker.data.messages import Piece as Piece
+    from stoker.data.messages import Record as Record
     from stoker.data.preprocessing.blur import GaussianBlurs as GaussianBlurs
     from stoker.data.preprocessing.stages import RecordTransform as RecordTransform
     from stoker.data.preprocessing.transforms import CenterCrop as CenterCrop
     from stoker.data.preprocessing.transforms import CheckLabel as CheckLabel
+    from stoker.data.preprocessing.transforms import Compose as Compose
     from stoker.data.preprocessing.transforms import DecodeImage as DecodeImage
     from stoker.data.preprocessing.transforms import Drop as Drop
     from stoker.data.preprocessing.transforms import RandomHorizontalFlip as RandomHorizontalFlip
     from stoker.data.preprocessing.transforms import RandomResizedCrop as RandomResizedCrop
-    from stoker.data.preprocessing.transforms import Reduce as Reduce
     from stoker.data.preprocessing.transforms import Resize as Resize
-    from stoker.data.preprocessing.transforms import Together as Together
-    from stoker.data.sources.base import BadRecord as BadRecord
-    from stoker.data.sources.base import Piece as Piece
-    from stoker.data.sources.base import Record as Record
+    from stoker.data.preprocessing.transforms import ShrinkLarger as ShrinkLarger
     from stoker.data.sources.base import Source as Source
+    from stoker.data.sources.base import cut_indices as cut_indices
     from stoker.data.sources.delta import read_delta as read_delta
     from stoker.data.sources.detect import read_any as read_any
     from stoker.data.sources.images import read_images as read_images
@@ -41,13 +42,14 @@ if TYPE_CHECKING:
     from stoker.data.sources.webdataset import read_webdataset as read_webdataset
 
 _ROOMS = {
+    "messages": ("BadRecord", "Piece", "Record"),
     "preprocessing.blur": ("GaussianBlurs",),
     "preprocessing.stages": ("RecordTransform",),
     "preprocessing.transforms": (
         *("CenterCrop", "CheckLabel", "DecodeImage", "Drop", "RandomHorizontalFlip", "RandomResizedCrop"),
-        *("Reduce", "Resize", "Together"),
+        *("ShrinkLarger", "Resize", "Compose"),
     ),
-    "sources.base": ("BadRecord", "Piece", "Record", "Source"),
+    "sources.base": ("Source", "cut_indices"),
     "sources.delta": ("read_delta",),
     "sources.detect": ("read_any",),
     "sources.images": ("read_images",),

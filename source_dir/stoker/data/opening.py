@@ -8,18 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.bootstrap.topology import label
-from stoker.config import Resolved, UsageError
-from stoker.data.cache.reading import key_of, prefix_length, refuse_nothing_to_keep
+from stoker.config import Resolved
 from stoker.data.cache.store import CacheSpec
 from stoker.data.coordinator.actor import Coordinator
-from stoker.data.coordinator.cursor import Position
+from stoker.data.coordinator.cursor import refuse_other_data
+from stoker.data.engine import ray_internals
+from stoker.data.engine.datasets import DatasetSource
 from stoker.data.engine.passes import GROUP_LABEL, Passes
-from stoker.data.engine.placement import ChainHost, chain_hosts
+from stoker.data.engine.pool import ChainHost, chain_hosts
+from stoker.data.messages import DataCursor
+from stoker.data.preprocessing.prefix import key_of, prefix_length, refuse_nothing_to_keep
 from stoker.data.preprocessing.probing import fix_schemas
 from stoker.data.sources.base import Source
 from stoker.data.sources.identity import Identity, identity_of
 from stoker.data.sources.seeding import drawing
-from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe, where_raised
+from stoker.errors import UsageError, where_raised
+from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe
 from stoker.schema import Config
 
 BUFFER_SHARE = 0.25
@@ -40,8 +44,8 @@ class Data:
         """Head: what tells whether a split holds the same records; looked at once."""
         if split not in self._identities:
             source = self.sources[split]
-            of_pieces = isinstance(source, Source)
-            self._identities[split] = identity_of(source) if of_pieces else Identity(type(source).__name__)
+            known = not isinstance(source, DatasetSource)
+            self._identities[split] = identity_of(source) if known else Identity(source.fingerprint())
         return self._identities[split]
 
 
@@ -66,7 +70,7 @@ def open_data(config: Config) -> Data:
             batched.
     """
     from stoker.data.preprocessing.chain import Chain
-    from stoker.data.preprocessing.transforms import as_stages
+    from stoker.data.preprocessing.entries import as_stages
 
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     data = Data({}, {}, {})
@@ -85,13 +89,15 @@ def open_data(config: Config) -> Data:
                 f"{config.recipe}: read({split!r}) returned {type(source).__name__}, neither a Source nor a"
                 " ray.data.Dataset"
             )
+        else:
+            source = DatasetSource(source)
         data.sources[split] = source
-        data.totals[split] = source.count() if isinstance(source, Source) else None
+        data.totals[split] = source.count()
         with drawing(f"{config.seed}/recipe"):
             stages = as_stages(from_recipe(recipe, "preprocess", split))
         prefix = 0
         # Records that are drawn anew in every epoch are not kept; for training that is refused below.
-        if keeps(config) and isinstance(source, Source) and not data.identity(split).draws:
+        if keeps(config) and not data.identity(split).draws:
             prefix = prefix_length(stages)
         data.chains[split] = Chain(
             stages, config.seed, config.tracking.record_ids, prefix, config.data.max_pixels
@@ -129,13 +135,8 @@ def refuse_uncacheable(recipe: str, data: Data) -> None:
     """Head: refuse a cache that could never hold anything of the training records.
 
     Raises:
-        UsageError: they come through Ray Data, reading them or the first stage of their chain is random.
+        UsageError: reading them or the first stage of their chain is random.
     """
-    if not isinstance(data.sources["train"], Source):
-        raise UsageError(
-            f"data.cache: {recipe}.read('train') returned a ray.data.Dataset, which Ray Data executes; set"
-            " it to none, or return one of stoker.data.sources.base"
-        )
     if why := data.identity("train").draws:
         raise UsageError(
             f"data.cache: {recipe}.read('train'): {why}, and a cache would repeat the first epoch's; set it"
@@ -193,7 +194,7 @@ def start_coordinator(
     identity = data.identity("train")
     plan = passes.identity(identity.text, identity.unstable)
     if position is not None:
-        Position.model_validate(position).check(plan)
+        refuse_other_data(DataCursor.model_validate(position), plan)
     node = ray.get_runtime_context().get_node_id()
     resources = ray.cluster_resources()
     actor = ray.remote(Coordinator).options(
@@ -218,7 +219,8 @@ def _cache(config: Config) -> CacheSpec | None:
     if data.cache == "none":
         return None
     most = None if data.cache_gb is None else int(data.cache_gb * 1e9)
-    return CacheSpec(data.cache, secrets.token_hex(6), most, data.cache_folder)
+    folder = data.cache_folder or ray_internals.temp_folder()
+    return CacheSpec(data.cache, secrets.token_hex(6), most, folder)
 
 
 class Hosts:

@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from stoker.config import Resolved, UsageError
+from stoker.config import Resolved
+from stoker.errors import UsageError
 from stoker.image_classification import ImageClassification
 from stoker.recipe import SOURCE_FOLDER, load_object
 

@@ -20,9 +20,9 @@ from ray.train.lightning import (
     prepare_trainer,
 )
 
-from stoker.checkpoints.manager import Keeper
+from stoker.checkpoints.manager import CheckpointManager
 from stoker.checkpoints.train_state import Progress
-from stoker.data.feed.feed import Pass
+from stoker.data.feed.feed import EpochFeed
 from stoker.integrations.lightning_state import pack, plain_state, unpack
 from stoker.training.export import keep_example
 from stoker.training.loop import open_pass, settle
@@ -36,7 +36,9 @@ def build(worker: Worker) -> None:
     worker.scheduler = TrainerState(lambda text: worker.log("note", text=text))
 
 
-def run_epochs(worker: Worker, keeper: Keeper, first: int, carried: Progress | None, has_val: bool) -> bool:
+def run_epochs(
+    worker: Worker, keeper: CheckpointManager, first: int, carried: Progress | None, has_val: bool
+) -> bool:
     """Train worker: all epochs, by Lightning.
 
     Args:
@@ -194,13 +196,13 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
     As Ray's callback it reports every epoch to Ray Train; the checkpoint goes where the job keeps its own.
     """
 
-    def __init__(self, worker: Worker, keeper: Keeper, carried: Progress | None) -> None:
+    def __init__(self, worker: Worker, keeper: CheckpointManager, carried: Progress | None) -> None:
         super().__init__()
         self.worker, self.keeper, self.carried = worker, keeper, carried
         self.trainer: pl.Trainer | None = None
         self.progress = Progress(0)
-        self.train: Pass | None = None
-        self.val: Pass | None = None
+        self.train: EpochFeed | None = None
+        self.val: EpochFeed | None = None
         self.given: deque[Given] = deque()
         self.rows = 0
         """Rows of this rank's trained batches since the pass began."""
@@ -217,7 +219,7 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         recipe: Any = self.worker.recipe
         return recipe.batch_of(self.worker.modules[split](columns))
 
-    def open_epoch(self) -> Pass:
+    def open_epoch(self) -> EpochFeed:
         """The feed of the epoch that begins, or of the rest of the interrupted one."""
         assert self.trainer is not None  # noqa: S101 - set before fit
         epoch = self.trainer.current_epoch

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from stoker.checkpoints.format import read_plain
-from stoker.config import UsageError
+from stoker.errors import UsageError
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.device, torch.dtype, torch.Size)
 OMITTED = ("state_dict", "hyper_parameters", "hparams_name", "hparams_type")

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
-from stoker.recipe import where_raised
+from stoker.errors import where_raised
 from stoker.report import charts, panels
 from stoker.report.comparison import comparison
 from stoker.report.reading import RunData, read_run

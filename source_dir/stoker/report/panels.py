@@ -11,7 +11,7 @@ from stoker.report import charts
 from stoker.report.charts import Bar, Event, Line, Part, Point, figure
 from stoker.report.reading import RunData
 
-Rows = list[list[str]]
+BlockSlice = list[list[str]]
 
 TERMS = {
     "compute": "compute on the device",
@@ -57,7 +57,7 @@ class Panel:
     svgs: list[Markup]
     caption: str = ""
     heads: list[str] = field(default_factory=list)
-    rows: Rows = field(default_factory=list)
+    rows: BlockSlice = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     """Of small multiples, one per svg."""
     wide: bool = False
@@ -89,7 +89,7 @@ def _events(run: RunData) -> list[Event]:
     return [Event(mark.seconds, SHORT[mark.kind], mark.text) for mark in marks]
 
 
-def _table(points: Sequence[Point], most: int = 12) -> Rows:
+def _table(points: Sequence[Point], most: int = 12) -> BlockSlice:
     step = max(1, len(points) // most)
     return [[figure(x), figure(y)] for x, y in list(points)[::step]]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.tracking.summary import Summary, number, read_summary
 
 Point = tuple[float, float]

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stoker.config import Resolved, UsageError
+from stoker.config import Resolved
 from stoker.costs import prices
+from stoker.errors import UsageError
 from stoker.schema import Config
 from stoker.sizing.advice import MIN_STEPS
 from stoker.sizing.candidates import EFFICIENCY, Measured

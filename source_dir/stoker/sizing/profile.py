@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from stoker.config import UsageError
+from stoker.data.engine.datasets import DatasetSource
+from stoker.data.messages import HWC_SUFFIX, ID_COLUMN, BlockReport, StageCost
 from stoker.data.opening import Data
-from stoker.data.preprocessing.chain import HWC_SUFFIX, ID_COLUMN, BlockReport, Chain, ChainError, StageCost
+from stoker.data.preprocessing.chain import Chain, ChainError
 from stoker.data.sources.base import Source
+from stoker.errors import UsageError
 
 START_TIMEOUT_S = 90.0
 GROUP_SECONDS = 0.5
@@ -72,7 +74,7 @@ def measure_chain(
         UsageError: the source is a Ray Dataset, the chain fails, or most records are bad.
     """
     source = data.sources["train"]
-    if not isinstance(source, Source):
+    if isinstance(source, DatasetSource):
         raise UsageError(
             "size: this recipe reads through ray.data, which a profile cannot cut into pieces; run the job"
             " for an epoch and give its run directory: --from RUN"
@@ -134,8 +136,8 @@ def _work(
     """Profile process: its share of the pieces, again and again until the time is over."""
     import pickle
 
-    from stoker.data.engine.tasks import use_one_thread
-    from stoker.recipe import where_raised
+    from stoker.data.engine.groups import use_one_thread
+    from stoker.errors import where_raised
 
     try:
         source, pieces, chain = pickle.loads(payload)  # noqa: S301 - written by the parent

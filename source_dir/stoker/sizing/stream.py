@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from stoker.data.feed.feed import Pass, Prefetch
+from stoker.data.feed.feed import EpochFeed, Prefetch
 from stoker.data.opening import Data, start_coordinator
 from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.transforms import as_stages
+from stoker.data.preprocessing.entries import as_stages
 from stoker.data.sources.base import Source
 from stoker.data.transport.client import open_transport
 from stoker.schema import Config
 
 
 @contextmanager
-def one_pass(config: Config, source: Source, chain: list[Any], device: Any) -> Iterator[Pass]:
+def one_pass(config: Config, source: Source, chain: list[Any], device: Any) -> Iterator[EpochFeed]:
     """Laptop, connected to a cluster: a pass over `source` by coordinator, chain tasks and feed.
 
     Args:
@@ -37,7 +37,7 @@ def one_pass(config: Config, source: Source, chain: list[Any], device: Any) -> I
     try:
         # What start_coordinator has asked for; here it is known to have happened.
         ray.get(coordinator.begin.remote(coordinator, 0, 1, 0), timeout=60)
-        yield Pass(
+        yield EpochFeed(
             coordinator,
             attempt=0,
             split="train",

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from stoker.checkpoints import drafts
+from stoker.storage import drafts
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-\d{8,}")

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.place import LAUNCH_DIR_VARIABLE
 
 S3_ATTEMPTS = 10

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.tracking.summary import Summary, read_summary
 
 if TYPE_CHECKING:

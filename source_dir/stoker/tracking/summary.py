@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.redaction import scrub
 
 Status = Literal["running", "succeeded", "failed", "interrupted"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.recipe import Recipe
 from stoker.schema import TrainConfig
 from stoker.training import optimizers, strategies

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stoker.config import UsageError
-from stoker.recipe import Batch, Recipe, Split, where_raised
+from stoker.errors import UsageError, where_raised
+from stoker.recipe import Batch, Recipe, Split
 from stoker.schema import Config
 from stoker.training.export_formats import (
     FILES,
@@ -133,20 +133,19 @@ def read_example(worker: Worker) -> Example | None:
     Returns:
         None where no record is fit.
     """
-    from stoker.data.engine.tasks import as_records
+    from stoker.data.engine.datasets import DatasetSource
     from stoker.data.feed.feed import as_tensors
     from stoker.data.opening import open_data
-    from stoker.data.sources.base import Source
 
     data = open_data(worker.config)
     split: Split = "val" if "val" in data.sources else "train"
     source = data.sources[split]
     records: Iterator[Any]
-    if isinstance(source, Source):
+    if isinstance(source, DatasetSource):
+        records = iter(source.first_rows(EXAMPLE_RECORDS))
+    else:
         pieces = source.pieces(EXAMPLE_RECORDS, None)
         records = itertools.chain.from_iterable(source.read(piece, None) for piece in pieces)
-    else:
-        records = iter(as_records(source.take_batch(EXAMPLE_RECORDS)))
     # Packed and unpacked, as CPU tasks get it: that imports what its transforms need.
     chain = pickle.loads(pickle.dumps(data.chains[split]))  # noqa: S301
     columns, _ = chain.run(itertools.islice(records, EXAMPLE_RECORDS), 0)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from stoker.checkpoints.finite import check_scale
-from stoker.checkpoints.manager import Keeper
+from stoker.checkpoints.manager import CheckpointManager
 from stoker.checkpoints.train_state import Progress, rng_state, set_rng_state
-from stoker.data.feed.feed import Pass, Prefetch
+from stoker.data.feed.feed import EpochFeed, Prefetch
 from stoker.data.transport.client import open_transport
-from stoker.recipe import load_recipe, where_raised
+from stoker.errors import where_raised
+from stoker.recipe import load_recipe
 from stoker.schema import Config
 from stoker.storage.checkpoint_store import open_store
 from stoker.training import strategies
@@ -78,7 +79,7 @@ def train(settings: dict[str, Any]) -> None:
     node = ray.get_runtime_context().get_node_id()
     worker.coordinator.log.remote("train_worker", {"rank": worker.rank, "node": node})
     worker.log("phase", phase="train workers started")
-    keeper = Keeper(worker, open_store(*settings["checkpoints"]))
+    keeper = CheckpointManager(worker, open_store(*settings["checkpoints"]))
     try:
         resumed = begin(worker, keeper, settings["resume"])
         build(worker, settings["records"])
@@ -100,7 +101,9 @@ def train(settings: dict[str, Any]) -> None:
         keeper.close()
 
 
-def run_epochs(worker: Worker, keeper: Keeper, first: int, carried: Progress | None, has_val: bool) -> bool:
+def run_epochs(
+    worker: Worker, keeper: CheckpointManager, first: int, carried: Progress | None, has_val: bool
+) -> bool:
     """Train worker: the epochs from `first` on, each with its validation and checkpoint.
 
     Args:
@@ -141,7 +144,11 @@ def run_epochs(worker: Worker, keeper: Keeper, first: int, carried: Progress | N
 
 
 def close_epoch(
-    worker: Worker, keeper: Keeper, trained: dict[str, Any], progress: Progress | None, has_val: bool
+    worker: Worker,
+    keeper: CheckpointManager,
+    trained: dict[str, Any],
+    progress: Progress | None,
+    has_val: bool,
 ) -> tuple[str, bool]:
     """Train worker: what follows an epoch's training: validation, and the metrics join the checkpoint.
 
@@ -166,7 +173,7 @@ def close_epoch(
 
 
 def train_epoch(
-    worker: Worker, keeper: Keeper | None, progress: Progress
+    worker: Worker, keeper: CheckpointManager | None, progress: Progress
 ) -> tuple[dict[str, float], str, list[dict[str, Any]]]:
     """Train worker: one pass over the training records, or the rest of one.
 
@@ -315,11 +322,11 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
     return values, books, ""
 
 
-def open_pass(worker: Worker, split: str, epoch: int) -> Pass:
+def open_pass(worker: Worker, split: str, epoch: int) -> EpochFeed:
     """Train worker: this rank's feed of one pass."""
     data = worker.config.data
     worker.transport = worker.transport or open_transport(worker.coordinator, data, worker.device)
-    return Pass(
+    return EpochFeed(
         worker.coordinator,
         worker.attempt,
         split,
@@ -333,11 +340,11 @@ def open_pass(worker: Worker, split: str, epoch: int) -> Pass:
     )
 
 
-def settle(worker: Worker, feed: Pass) -> dict[str, Any]:
+def settle(worker: Worker, feed: EpochFeed) -> dict[str, Any]:
     """Train worker: hand in this rank's count and ids, get the books; fails where records were lost."""
     import ray
 
-    from stoker.data.coordinator.accounting import DataError
+    from stoker.errors import DataError
 
     if worker.config.tracking.record_ids:
         worker.coordinator.log.remote(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from stoker.config import UsageError
 from stoker.data.opening import Data
+from stoker.errors import UsageError
 from stoker.recipe import Recipe
 from stoker.schema import Config, TrainConfig
 
@@ -92,10 +92,10 @@ def blocks_note(config: Config, data: Data, workers: int) -> str:
     """
     import ray
 
-    from stoker.data.sources.base import Source
+    from stoker.data.engine.datasets import DatasetSource
 
     source = data.sources["train"]
-    if not isinstance(source, Source):
+    if isinstance(source, DatasetSource):
         return ""
     cpus = int(ray.cluster_resources().get("CPU", 1))
     records, wanted = config.data.block_records, max(cpus, workers)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import platform
 
 from stoker.checkpoints.format import Checkpoint, awaiting, describe
-from stoker.checkpoints.manager import Keeper
+from stoker.checkpoints.manager import CheckpointManager
 from stoker.checkpoints.train_state import from_rank_0
 from stoker.storage.checkpoint_store import open_store, step_of
 from stoker.training.worker import Worker, reached
 
 
-def begin(worker: Worker, keeper: Keeper, chosen: tuple[str, bool, str] | None) -> Checkpoint | None:
+def begin(
+    worker: Worker, keeper: CheckpointManager, chosen: tuple[str, bool, str] | None
+) -> Checkpoint | None:
     """Train worker: agree on the attempt and on where it starts, then let the data flow. Collective.
 
     Args:
@@ -69,7 +71,7 @@ def refuse_earlier(published: str, found: Checkpoint | None) -> None:
     )
 
 
-def nothing_left(worker: Worker, keeper: Keeper, first_epoch: int) -> str:
+def nothing_left(worker: Worker, keeper: CheckpointManager, first_epoch: int) -> str:
     """Train worker: why a run that goes on has nothing more to train, or ""."""
     config = worker.config.train
     if keeper.early_stopping and keeper.early_stopping.reason:

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.recipe import Batch, classification_loss
 from stoker.training import strategies
 from stoker.training.sample_images import show_once

@@ -12,7 +12,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.recipe import Recipe
 from stoker.schema import Config, EarlyStoppingConfig
 from stoker.tracking.summary import less_is_better

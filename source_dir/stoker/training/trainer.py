@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stoker.config import UsageError
-from stoker.recipe import where_raised
+from stoker.errors import UsageError, where_raised
 from stoker.schema import Config
 from stoker.training.loop import WHERE, train_worker
 
@@ -103,7 +102,7 @@ def cause_of(error: BaseException) -> str:
 
 def unwrap(error: BaseException) -> str:
     """Head: the innermost error that Ray wrapped, as `Type: message (file:line)`."""
-    from stoker.data.coordinator.accounting import DataError
+    from stoker.errors import DataError
 
     inner: BaseException = error
     seen: set[int] = set()

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from itertools import islice
 from typing import Any
 
-from stoker.data.preprocessing.chain import BlockReport
-from stoker.data.sources.base import Piece
+from stoker.data.messages import BlockReport, Piece
 
 LOOK_AHEAD = 256
-"""Pieces from which a host is given one of its own, where their order is free."""
+"""Shards from which a host is given one of its own."""
 ALL_FIT = 0.999
 
 Numbered = tuple[int, Piece, int]
 """As `Passes.pieces` gives them."""
 
 
-class Keeping:
+class CacheAffinity:
     """Head: one per run; the dispatcher asks it, the coordinator tells it, and holds its lock for that.
 
     Args:
@@ -39,28 +38,8 @@ class Keeping:
         """The node that keeps the records of a piece; empty: none, or any."""
         return self.holders.get((split, piece.home), "") if piece.home else ""
 
-    def next_keeper(
-        self, split: str, work: deque[Numbered], room: Callable[[str], bool], ordered: bool
-    ) -> str:
-        """The first host that keeps one of the next pieces and has room; empty: none.
-
-        Args:
-            split: train or val.
-            work: what is left of the pass.
-            room: whether a host can be sent a task.
-            ordered: look at the next piece alone.
-        """
-        asked: set[str] = {""}
-        for _, piece, _ in islice(work, 1 if ordered else LOOK_AHEAD):
-            holder = self.holder(split, piece)
-            if holder not in asked:
-                if room(holder):
-                    return holder
-                asked.add(holder)
-        return ""
-
     def take_work(
-        self, split: str, work: deque[Numbered], node: str, most: int, ordered: bool
+        self, split: str, work: deque[Numbered], node: str, most: int, look: int = LOOK_AHEAD
     ) -> tuple[list[Numbered], list[bool]]:
         """Take pieces for a task: those that its host keeps, else what nobody does, else one of another's.
 
@@ -69,7 +48,7 @@ class Keeping:
             work: what is left of the pass; at least one piece.
             node: the host.
             most: pieces of the task.
-            ordered: the next ones, whoever keeps them.
+            look: choose among so many of the next ones.
 
         Returns:
             The pieces, and for each whether the host shall keep it: not what another one keeps.
@@ -77,7 +56,7 @@ class Keeping:
         taken: list[Numbered] = []
         store: list[bool] = []
         while work and len(taken) < most:
-            at, foreign = self._best(split, work, node, ordered)
+            at, foreign = self._best(split, work, node, look)
             if foreign and taken:
                 break
             piece = work[at]
@@ -87,10 +66,10 @@ class Keeping:
             store.append(not home or self.holders.setdefault((split, home), node) == node)
         return taken, store
 
-    def _best(self, split: str, work: deque[Numbered], node: str, ordered: bool) -> tuple[int, bool]:
+    def _best(self, split: str, work: deque[Numbered], node: str, look: int) -> tuple[int, bool]:
         """Which piece a host is given next, and whether another host keeps it."""
         unheld = -1
-        for position, (_, piece, _) in enumerate(islice(work, 1 if ordered else LOOK_AHEAD)):
+        for position, (_, piece, _) in enumerate(islice(work, look)):
             holder = self.holder(split, piece)
             if holder == node:
                 return position, False

@@ -11,55 +11,15 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
-from stoker.config import UsageError
-from stoker.data.cache.store import CacheError, HostCache
-from stoker.data.engine.witness import one_by_one
-from stoker.data.preprocessing.stages import Stage
-from stoker.data.sources.base import (
-    BadRecord,
-    Piece,
-    Record,
-    Source,
-    digest,
-)
+from stoker.data.cache.store import HostCache
+from stoker.data.messages import BadRecord, Piece, Record
+from stoker.data.sources.base import Source, digest, one_by_one
+from stoker.errors import CacheError
 
 HOME_RECORDS = 2048
 """Records that are permuted among themselves, at least, where each host shall find its own again: about as
 many as the shuffle buffers that readers of shards use."""
 MOST_HOMES = 64
-
-
-def prefix_length(stages: list[Stage]) -> int:
-    """Head: how many stages at a chain's beginning give a record the same result in every epoch."""
-    for position, stage in enumerate(stages):
-        if stage.random or stage.per != "record":
-            return position
-    return len(stages)
-
-
-def refuse_nothing_to_keep(stages: list[Stage]) -> None:
-    """Head: a training chain whose first stage is random leaves nothing to keep.
-
-    Raises:
-        UsageError: naming that stage.
-    """
-    if prefix_length(stages):
-        return
-    if not stages:
-        raise UsageError("data.cache: the training chain is empty, there is nothing to keep; set it to none")
-    first = stages[0]
-    why = "is random" if first.random else "works on batches"
-    raise UsageError(
-        f"data.cache: nothing can be kept, for the training chain's first stage {first.name} {why}; set it"
-        " to none, or begin the chain with stages that draw nothing (random = False)"
-    )
-
-
-def key_of(split: str, fingerprint: str, stages: list[Stage]) -> str:
-    """Head: names the results of these stages on the data of this split."""
-    from ray import cloudpickle
-
-    return digest(split, fingerprint, [stage.name for stage in stages], cloudpickle.dumps(stages))
 
 
 def homes_of(count: int | None, block_records: int) -> int:
@@ -71,7 +31,7 @@ def homes_of(count: int | None, block_records: int) -> int:
     return homes if homes > 1 else 0
 
 
-class Reading:
+class CachedReader:
     """CPU task: the records of a piece in the order of `Source.read`, those that the host has kept from
     its cache.
 

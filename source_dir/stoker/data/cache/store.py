@@ -20,7 +20,9 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
-from stoker.data.sources.base import Record
+from stoker.data.messages import Record
+from stoker.data.sources.contents import as_array
+from stoker.errors import CacheError
 
 PREFIX = "stoker-cache-"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of the run's own is made there, for its user alone
@@ -39,10 +41,6 @@ class KeptRecord(dict[str, Any]):
     """CPU task: a record as the first, deterministic stages of the chain left it in an earlier pass."""
 
 
-class CacheError(RuntimeError):
-    """CPU task: a host cannot keep records where the configuration says."""
-
-
 @dataclass(frozen=True)
 class CacheSpec:
     """Head → every host: what is kept, and where."""
@@ -52,18 +50,15 @@ class CacheSpec:
     """Names the run: nothing is shared with another one."""
     most_bytes: int | None = None
     """On each host; None: half of what is free there."""
-    folder: str | None = None
-    """For `disk`; None: the folder where Ray keeps its files."""
+    folder: str = ""
+    """For `disk`."""
 
     def root(self) -> Path:
         """A host of the cluster: the run's folder on it."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        if self.kind == "memory":
-            parent = SHARED_MEMORY
-        else:
-            parent = Path(self.folder or ray._private.worker._global_node.get_temp_dir_path())
+        parent = SHARED_MEMORY if self.kind == "memory" else Path(self.folder)
         # Several nodes of Ray may share a machine.
         return parent / f"{PREFIX}{self.run}-{node[:12]}"
 
@@ -316,12 +311,3 @@ class _Pickler(pickle.Pickler):
         return as_array(value)
 
 
-def as_array(value: Any) -> Any:
-    """Every host: how to pickle a tensor as an array; NotImplemented for all else."""
-    kind = type(value)
-    if kind.__module__ == "torch" and kind.__name__ == "Tensor" and not value.requires_grad:
-        with contextlib.suppress(TypeError, RuntimeError):
-            import torch
-
-            return torch.from_numpy, (value.numpy(),)
-    return NotImplemented

@@ -6,23 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.config import UsageError
-from stoker.data.cache.store import CacheError
-from stoker.data.coordinator.cursor import CarriedBooks
-from stoker.data.preprocessing.chain import BlockReport, ChainError, StageCost
+from stoker.data.messages import BadRecord, BlockReport, CarriedBooks, StageCost
 from stoker.data.sources.base import ID_MODULUS as ID_MODULUS
-from stoker.data.sources.base import BadRecord
-
-
-class DataError(RuntimeError):
-    """Head and train worker: the data of this run cannot be trusted or no longer comes."""
-
+from stoker.errors import DataError
 
 LEAST_ASSUMED = 100_000
 """Records that a pass is taken to have while nobody knows how many."""
-
-STATED = (CacheError, ChainError, DataError, UsageError)
-"""Errors whose text is the line that people are to read."""
 
 
 @dataclass
@@ -191,26 +180,3 @@ class ChainBooks:
         ]
 
 
-def root_cause(error: BaseException) -> BaseException:
-    """Head: what is behind an error that Ray wrapped: the first that states it for people, or the deepest."""
-    cause: BaseException = error
-    seen = {id(cause)}
-    while True:
-        below = getattr(cause, "cause", None) or cause.__cause__
-        if not isinstance(below, BaseException) or id(below) in seen:
-            break
-        seen.add(id(below))
-        cause = below
-        if isinstance(cause, STATED):
-            break
-    return cause
-
-
-def explain(error: BaseException) -> str:
-    """Head: the one line behind an error that Ray wrapped."""
-    cause = root_cause(error)
-    if isinstance(cause, STATED):
-        return str(cause).splitlines()[0]
-    from stoker.recipe import where_raised
-
-    return where_raised(cause)

@@ -1,4 +1,4 @@
-"""Head: the actor between the chain tasks and the train workers.
+"""Head: the actor between chain workers and train workers.
 
 It lets the passes be produced one after the other (train 0, val 0, train 1, …), hands each train worker
 its rows as references to blocks, keeps the books of records, and collects the run's events. Data of
@@ -7,27 +7,32 @@ the next epoch flows as soon as the one before has been produced, so no epoch st
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from stoker.config import UsageError
-from stoker.data.cache.affinity import Keeping
-from stoker.data.coordinator.accounting import ChainBooks, DataError
+from stoker.data.cache.affinity import CacheAffinity
+from stoker.data.coordinator.accounting import ChainBooks
 from stoker.data.coordinator.attempt import Attempt
-from stoker.data.coordinator.cursor import CarriedBooks, Plan, Position
-from stoker.data.coordinator.streams import Portion, Stream, ids_of
+from stoker.data.coordinator.cursor import refuse_other_data
+from stoker.data.coordinator.production import Production
+from stoker.data.coordinator.streams import Stream, ids_of
 from stoker.data.engine.passes import Passes
-from stoker.data.engine.placement import ChainHost
-from stoker.data.engine.suspects import Start, Suspects
-from stoker.data.preprocessing.chain import BlockReport
+from stoker.data.engine.pool import ChainHost
+from stoker.data.messages import (
+    BlockSlice,
+    CarriedBooks,
+    DataCursor,
+    Plan,
+    Server,
+    StepAssignment,
+)
 from stoker.data.transport.agents import Agents
-from stoker.data.transport.batches import Rows, Server
+from stoker.errors import DataError, UsageError
 
 
-class Coordinator:
+class Coordinator(Production):
     """Head: see the module. One per run, zero CPUs, called from many threads."""
 
     def __init__(
@@ -39,20 +44,15 @@ class Coordinator:
         buffer_bytes: int,
         direct: bool = True,
     ) -> None:
-        self.passes, self.totals, self.hosts = passes, totals, hosts
+        super().__init__(passes, totals, hosts)
         self.plan, self.buffer_bytes = plan, buffer_bytes
         self.by_row = not passes.has_pieces("train")
-        self.changed = threading.Condition()
-        self.attempt: Attempt | None = None
         self.trainings = -1
         self.stop_reason = ""
         self.chain = {split: ChainBooks() for split in ("train", "val")}
         self.events: list[dict[str, Any]] = []
         self.last_checkpoint = ""
-        self.training: dict[int, str] = {}
-        """Node of each rank."""
-        self.keeping = Keeping(passes.cache.kind) if passes.cache else None
-        self.suspects = Suspects()
+        self.keeping = CacheAffinity(passes.cache.kind) if passes.cache else None
         self.agents = Agents(
             lambda used: self.log("host_cpu", {"hosts": used}),
             serve=direct,
@@ -102,6 +102,8 @@ class Coordinator:
                 if attempt <= self.attempt.number:
                     return
                 self.attempt.replaced = True
+                if self.attempt.planner:
+                    self.attempt.planner.close()
             problem, start = "", self._fresh(first_epoch)
             try:
                 start = self._start(first_epoch, position)
@@ -122,18 +124,19 @@ class Coordinator:
             )
             if self.stop_reason:
                 self.attempt.stop.request(self.attempt.pace)
-            self.changed.notify_all()
             if problem:
                 self.attempt.fail(problem)
                 raise UsageError(problem)
-        self.attempt.produce(me, lambda: self.hosts(Counter(self.training.values())), self.buffer_bytes)
+            self.attempt.produce(self.pool, self.buffer_bytes, self.ticket_numbers)
+            self.changed.notify_all()
+        self.start_engine(me)
 
-    def _start(self, first_epoch: int, saved: dict[str, Any] | None) -> Position:
+    def _start(self, first_epoch: int, saved: dict[str, Any] | None) -> DataCursor:
         """Where training starts: at a saved place, or with an epoch."""
         if saved is None:
             return self._fresh(first_epoch)
-        position = Position.model_validate(saved)
-        position.check(self.plan)
+        position = DataCursor.model_validate(saved)
+        refuse_other_data(position, self.plan)
         if position.epoch != first_epoch:
             raise ValueError(f"the position is of epoch {position.epoch}, not of {first_epoch}")
         if not position.by_row or (not position.again and self.plan.order == "exact"):
@@ -150,9 +153,9 @@ class Coordinator:
         changes = {"books": CarriedBooks(repeated=repeated), "unvalidated": position.unvalidated}
         return self._fresh(first_epoch).model_copy(update=changes)
 
-    def _fresh(self, epoch: int) -> Position:
+    def _fresh(self, epoch: int) -> DataCursor:
         again = self.by_row and self.plan.order == "any"
-        return Position(epoch=epoch, plan=self.plan, by_row=self.by_row, again=again)
+        return DataCursor(epoch=epoch, plan=self.plan, by_row=self.by_row, again=again)
 
     def _current(self, number: int) -> Attempt | None:
         """An attempt that goes on."""
@@ -163,7 +166,7 @@ class Coordinator:
         attempt = self.attempt
         return attempt.why_over if attempt and attempt.number == number else "this attempt is over"
 
-    def next(self, attempt: int, split: str, epoch: int, rank: int, step: int) -> Portion | str | None:
+    def next(self, attempt: int, split: str, epoch: int, rank: int, step: int) -> StepAssignment | str | None:
         """Train worker's call: its rows of a step; None after the last, a text on failure.
 
         Waits until they are there; the caller sets the deadline.
@@ -189,9 +192,9 @@ class Coordinator:
 
     def ahead(
         self, attempt: int, split: str, epoch: int, rank: int, step: int, most: int
-    ) -> list[Portion] | str:
+    ) -> list[StepAssignment] | str:
         """Train worker's call: as `next`, and the steps after it, up to `most`, as far as they are there."""
-        given: list[Portion] = []
+        given: list[StepAssignment] = []
         with self.changed:
             for at in range(step, step + most):
                 current = self._current(attempt)
@@ -199,7 +202,7 @@ class Coordinator:
                 if given and (stream is None or not stream.splitter.ready(at)):
                     break
                 portion = self.next(attempt, split, epoch, rank, at)
-                if not isinstance(portion, Portion):
+                if not isinstance(portion, StepAssignment):
                     return given if portion is None else portion
                 given.append(portion)
         return given
@@ -228,37 +231,6 @@ class Coordinator:
             place = self._fresh(epoch + 1) if stream is None else stream.position(steps, id_sum)
             deadly = dict(self.suspects.of("train"))
             return place.model_copy(update={"deadly": deadly}).model_dump(mode="json")
-
-    def block_done(
-        self, attempt: int, split: str, epoch: int, block: str, report: BlockReport, node: str
-    ) -> None:
-        """CPU task's call: one block of a dataset of the recipe's own is preprocessed."""
-        with self.changed:
-            current = self._current(attempt)
-            stream = current.streams.get((split, epoch)) if current else None
-            if current is not None and stream is not None:
-                current.book(stream, block, report, node)
-
-    def task_starts(self, attempt: int, split: str, task: str, retry: int) -> Start | None:
-        """CPU task's call where its process has died or it was late: how to begin; None: not at all."""
-        with self.changed:
-            current = self._current(attempt)
-            return current.task_starts(split, task, retry) if current else None
-
-    def record_begins(self, attempt: int, split: str, task: str, key: str) -> str:
-        """CPU task's call, of one that names its records: why one shall not be begun; empty: it may."""
-        with self.changed:
-            return self.suspects.begins(task, split, key)
-
-    def task_does(self, attempt: int, split: str, task: str, what: str) -> None:
-        """CPU task's call, of one that names its records: what it does that is not work on one record."""
-        with self.changed:
-            self.suspects.does(task, what)
-
-    def task_ended(self, attempt: int, split: str, task: str) -> None:
-        """CPU task's call, of one that has asked how to begin."""
-        with self.changed:
-            self.suspects.ended(task)
 
     def epoch_done(
         self, attempt: int, split: str, epoch: int, rank: int, used: tuple[int, int, int]
@@ -292,7 +264,7 @@ class Coordinator:
                 self.changed.wait(1.0)
             return stream.books.counts()
 
-    def _settle(self, attempt: Attempt, stream: Stream, unused: list[Rows]) -> None:
+    def _settle(self, attempt: Attempt, stream: Stream, unused: list[BlockSlice]) -> None:
         """Close the books; what nobody took is fetched first, while nobody waits for the lock."""
         try:
             remaining = ids_of(unused)
@@ -313,7 +285,7 @@ class Coordinator:
             self._event("stop", reason=reason)
 
     def request_checkpoint(self, attempt: int) -> None:
-        """Train worker's call: let all ranks see `Portion.checkpoint` in the same step, soon."""
+        """Train worker's call: let all ranks see `StepAssignment.checkpoint` in the same step, soon."""
         with self.changed:
             current = self._current(attempt)
             if current is not None:

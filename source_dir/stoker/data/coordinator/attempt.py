@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
-from stoker.data.cache.affinity import Keeping
-from stoker.data.coordinator.accounting import ChainBooks, DataError, EpochBooks, explain, refuse_over_budget
-from stoker.data.coordinator.cursor import CarriedBooks, Position, Trail
+from stoker.data.cache.affinity import CacheAffinity
+from stoker.data.coordinator.accounting import ChainBooks, EpochBooks, refuse_over_budget
+from stoker.data.coordinator.cursor import Trail
 from stoker.data.coordinator.signals import OneTimeSignal, Pace, Signal
 from stoker.data.coordinator.splitter import Splitter
 from stoker.data.coordinator.streams import Stream
-from stoker.data.engine.dispatch import Dispatcher
 from stoker.data.engine.passes import Passes
-from stoker.data.engine.placement import ChainHost
-from stoker.data.engine.suspects import Start, Suspects
-from stoker.data.preprocessing.chain import BlockReport
-from stoker.data.preprocessing.columns import SchemaError
-from stoker.data.sources.base import BadRecord
+from stoker.data.engine.planner import Planner
+from stoker.data.engine.pool import Pool
+from stoker.data.engine.suspects import Suspects
+from stoker.data.messages import BadRecord, BlockReport, CarriedBooks, DataCursor, Start
+from stoker.errors import DataError, SchemaError
 
 STREAMS_AHEAD = 2
 """How many passes may be produced beyond the one that is consumed: small data would else run ahead for
@@ -47,11 +47,11 @@ class Attempt:
         workers: int,
         passes: Passes,
         totals: dict[str, int | None],
-        start: Position,
+        start: DataCursor,
         changed: threading.Condition,
         chain: dict[str, ChainBooks],
         event: Callable[..., None],
-        keeping: Keeping | None,
+        keeping: CacheAffinity | None,
         suspects: Suspects,
     ) -> None:
         self.suspects = suspects
@@ -63,6 +63,8 @@ class Attempt:
         self.pace, self.stop, self.checkpoint = Pace(), Signal(), OneTimeSignal(workers)
         self.streams: dict[tuple[str, int], Stream] = {}
         """Passes that are produced or consumed now, in order; those before are settled."""
+        self.planner: Planner | None = None
+        """What is read next; None until there are chain workers."""
         self._coming = self._passes(start)
         self._open()
 
@@ -80,7 +82,7 @@ class Attempt:
             self.failure = self.failure or reason
             self.changed.notify_all()
 
-    def _passes(self, start: Position) -> Iterator[Stream]:
+    def _passes(self, start: DataCursor) -> Iterator[Stream]:
         config = self.passes.config
         pad = config.data.remainder == "pad"
         due = start.unvalidated
@@ -132,29 +134,19 @@ class Attempt:
             if line := self.keeping.lacking(figures):
                 self.event("note", text=line)
         del self.streams[stream.books.split, stream.books.epoch]
+        if self.planner is not None:
+            self.planner.settled(stream)
         self._open()
 
-    def produce(self, me: Any, hosts: Callable[[], list[ChainHost]], buffer_bytes: int) -> None:
-        """Start the threads that produce.
+    def produce(self, pool: Pool, buffer_bytes: int, numbers: count[int]) -> None:
+        """Let chain workers ask for work.
 
         Args:
-            me: handle of the coordinator.
-            hosts: the hosts that preprocess, as they are now.
+            pool: the hosts.
             buffer_bytes: of blocks that are kept ready.
+            numbers: numbers tickets.
         """
-        dispatcher = Dispatcher(self, me, hosts, buffer_bytes)
-        threads = [("pieces", dispatcher.run)]
-        if not all(map(self.passes.has_pieces, self.totals)):
-            threads.append(("rows", lambda: self._execute_rows(me, buffer_bytes)))
-        for name, run in threads:
-            threading.Thread(target=self._guard, args=(run,), name=name, daemon=True).start()
-
-    def _guard(self, run: Callable[[], None]) -> None:
-        """Thread: what goes wrong in it ends the attempt."""
-        try:
-            run()
-        except BaseException as error:
-            self.fail(explain(error))
+        self.planner = Planner(self, pool, buffer_bytes, numbers)
 
     def open_streams(self) -> list[Stream]:
         """The passes that may be produced now, in order."""
@@ -166,10 +158,8 @@ class Attempt:
             self.event("note", text=text)
 
     def deliver(self, stream: Stream, block: Any, report: BlockReport, node: str) -> None:
-        """Dispatcher's call: a block, its report, and the node that made it; ignored if it came before."""
+        """Planner's call: a block in its turn, its report, and the node that made it."""
         with self.changed:
-            if self.over:
-                return
             if self.book(stream, f"{report.piece}/{report.nth}", report, node) and report.rows:
                 stream.arrived(block, report.rows, report.bytes_out, node, report.piece)
             self.changed.notify_all()
@@ -219,41 +209,3 @@ class Attempt:
         except DataError as error:
             self.fail(str(error))
         return True
-
-    def _execute_rows(self, me: Any, buffer_bytes: int) -> None:
-        """Thread: executions of Ray Data, one after the other, for datasets of the recipe's own."""
-        executed: set[tuple[str, int]] = set()
-        while not self.over:
-            with self.changed:
-                new = [key for key in self.streams if key not in executed]
-                if not new:
-                    self.changed.wait(1.0)
-                    continue
-                stream = self.streams[new[0]]
-            executed.add(new[0])
-            if not self.passes.has_pieces(stream.books.split):
-                self._execute(stream, me, buffer_bytes)
-
-    def _execute(self, stream: Stream, me: Any, buffer_bytes: int) -> None:
-        books = stream.books
-        start = stream.trail.start if stream.trail else None
-        plan = self.passes.plan(books.split, books.epoch, start)
-        dataset = self.passes.rows(plan, (self.number, books.split, books.epoch), me)
-        for bundle in dataset.iter_internal_ref_bundles():
-            for entry in bundle.blocks:
-                about = entry.metadata
-                node = about.exec_stats.node_id if about.exec_stats else ""
-                with self.changed:
-                    if about.num_rows:
-                        stream.arrived(entry.ref, about.num_rows, about.size_bytes or 0, node)
-                    self.changed.notify_all()
-                    while self._full(stream, buffer_bytes) and not self.over:
-                        self.changed.wait(1.0)
-                    if self.over:
-                        return
-        self.produced(stream)
-
-    def _full(self, stream: Stream, buffer_bytes: int) -> bool:
-        if stream.rows_ahead < 2 * stream.splitter.step_rows:
-            return False
-        return sum(s.held_bytes for s in self.streams.values()) > buffer_bytes

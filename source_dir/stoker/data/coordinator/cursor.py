@@ -10,105 +10,45 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
-
-from stoker.config import UsageError
-from stoker.data.preprocessing.chain import BlockReport
+from stoker.data.messages import BlockReport, DataCursor, Plan
 from stoker.data.sources.base import ID_MODULUS
 from stoker.data.sources.identity import SEPARATOR, agree
+from stoker.errors import UsageError
 
 
-class CarriedBooks(BaseModel):
-    """Head: what the books of an epoch held for the records that were consumed before."""
+def refuse_other_data(position: DataCursor, plan: Plan) -> None:
+    """Head: refuse to go on in other data or another order.
 
-    model_config = ConfigDict(frozen=True)
+    Args:
+        position: from a checkpoint.
+        plan: of this run.
 
-    read: int = 0
-    read_ids: int = 0
-    trained: int = 0
-    used_ids: int = 0
-    bad: int = 0
-    bad_ids: int = 0
-    repeated: int = 0
-    """Records trained before the epoch began again: they are trained once more."""
-
-
-class Plan(BaseModel):
-    """Head: what fixes the order of an epoch's records, and of which records."""
-
-    model_config = ConfigDict(frozen=True)
-
-    seed: int
-    shuffle: bool
-    order: str
-    block_records: int
-    fingerprint: str
-    unstable: str = ""
-    """Why the fingerprint does not tell whether the records are the same; empty: it does."""
-    homes: int = 0
-    """Into how many parts the records are divided, each of which is permuted by itself."""
-
-
-class Position(BaseModel):
-    """Head: a place inside an epoch, as a checkpoint keeps it."""
-
-    model_config = ConfigDict(frozen=True)
-
-    version: int = 1
-    epoch: int
-    rows: int = 0
-    """Rows consumed of this epoch."""
-    plan: Plan
-    done: list[tuple[int, int]] = []
-    """Pieces that are consumed: ranges first … last + 1 of their numbers in the epoch's order."""
-    partial: dict[int, tuple[int, int]] = {}
-    """Other pieces that were begun: number → (whole groups, rows of the next group)."""
-    by_row: bool = False
-    """A dataset without pieces: `rows` alone says where it stands."""
-    again: bool = False
-    """The place cannot be found again: the epoch starts from its beginning."""
-    books: CarriedBooks = CarriedBooks()
-    deadly: dict[str, str] = {}
-    """Training records that were quarantined because they killed their process: key → reason. A run that
-    goes on leaves them out as well, so that groups keep their rows."""
-    unvalidated: int | None = None
-    """An epoch that was trained but not validated: its validation comes first."""
-
-    def check(self, plan: Plan) -> None:
-        """Head: refuse to go on in other data or another order.
-
-        Raises:
-            UsageError: naming what has changed.
-        """
-        if not agree(self.plan.fingerprint, plan.fingerprint):
-            before, now = (p.fingerprint.partition(SEPARATOR)[0] for p in (self.plan, plan))
-            how = f"fingerprint {before}, now {now}"
-            if before == now:
-                how = "names, sizes and counts agree, but not what the records hold"
+    Raises:
+        UsageError: naming what has changed.
+    """
+    if not agree(position.plan.fingerprint, plan.fingerprint):
+        before, now = (p.fingerprint.partition(SEPARATOR)[0] for p in (position.plan, plan))
+        how = f"fingerprint {before}, now {now}"
+        if before == now:
+            how = "names, sizes and counts agree, but not what the records hold"
+        raise UsageError(
+            f"resume: the training data has changed since the checkpoint was written ({how}); restore it,"
+            " or start a new run"
+        )
+    unstable = position.plan.unstable or plan.unstable
+    if unstable and "exact" in (position.plan.order, plan.order):
+        raise UsageError(
+            f"resume: {unstable}, so the run cannot go on exactly; draw from the generators of random,"
+            " numpy.random or torch, which are seeded for each record, or start a new run"
+        )
+    for key in ("seed", "shuffle"):
+        before, now = getattr(position.plan, key), getattr(plan, key)
+        if before != now:
+            name = "seed" if key == "seed" else f"data.{key}"
             raise UsageError(
-                f"resume: the training data has changed since the checkpoint was written ({how}); restore it,"
-                " or start a new run"
+                f"resume: {name} was {before} when the checkpoint was written, now it is {now}:"
+                " the order of the records would be another"
             )
-        unstable = self.plan.unstable or plan.unstable
-        if unstable and "exact" in (self.plan.order, plan.order):
-            raise UsageError(
-                f"resume: {unstable}, so the run cannot go on exactly; draw from the generators of random,"
-                " numpy.random or torch, which are seeded for each record, or start a new run"
-            )
-        for key in ("seed", "shuffle"):
-            before, now = getattr(self.plan, key), getattr(plan, key)
-            if before != now:
-                name = "seed" if key == "seed" else f"data.{key}"
-                raise UsageError(
-                    f"resume: {name} was {before} when the checkpoint was written, now it is {now}:"
-                    " the order of the records would be another"
-                )
-
-    def begun(self, piece: int) -> tuple[int, int] | None:
-        """(whole groups, rows of the next group) consumed of a piece; None where all of it is."""
-        if any(first <= piece < stop for first, stop in self.done):
-            return None
-        return self.partial.get(piece, (0, 0))
 
 
 class Group(NamedTuple):
@@ -126,7 +66,7 @@ class Group(NamedTuple):
 class Trail:
     """Head: what a pass produced and in which order it arrived."""
 
-    start: Position
+    start: DataCursor
     groups: dict[int, list[Group]] = field(default_factory=dict)
     arrived: list[tuple[int, int]] = field(default_factory=list)
     """(piece, rows that were not skipped) of each block, as the splitter numbers them."""
@@ -134,7 +74,7 @@ class Trail:
 
     def report(self, report: BlockReport) -> bool:
         """Note a group that a task has preprocessed; False where it was noted before."""
-        if report.piece < 0:
+        if self.start.by_row:
             return True
         groups = self.groups.setdefault(report.piece, [])
         begun = self.start.begun(report.piece)
@@ -157,13 +97,14 @@ class Trail:
         """Note a block that has arrived.
 
         Args:
-            piece: its piece; -1 for a dataset that has none.
+            piece: its piece.
             rows: how many it holds.
 
         Returns:
             How many rows at its beginning were consumed before this start, and are to be skipped.
         """
         if self.start.by_row:
+            piece = -1
             begun: tuple[int, int] | None = (0, self.start.rows)
         else:
             begun = self.start.begun(piece)
@@ -174,7 +115,7 @@ class Trail:
             self.arrived.append((piece, rows - skip))
         return skip
 
-    def after(self, rows: int, id_sum: int) -> Position:
+    def after(self, rows: int, id_sum: int) -> DataCursor:
         """The place after some rows.
 
         Args:

@@ -5,32 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.data.coordinator.accounting import DataError, EpochBooks, explain
-from stoker.data.coordinator.cursor import Position, Trail
+from stoker.data.coordinator.accounting import EpochBooks
+from stoker.data.coordinator.cursor import Trail
 from stoker.data.coordinator.splitter import Slice, Splitter
-from stoker.data.preprocessing.chain import ID_COLUMN, BlockReport
-from stoker.data.preprocessing.columns import Schema
-from stoker.data.transport.batches import Rows
-from stoker.data.transport.server import columns_of
+from stoker.data.messages import ID_COLUMN, BlockReport, BlockSlice, DataCursor, Schema, StepAssignment
+from stoker.data.preprocessing.blocks import columns_of
+from stoker.errors import DataError, explain
 
 SERVED_FROM_BYTES = 100 * 1024
 """Ray keeps smaller objects with their owner, not in the shared memory of the host that made them."""
 UNUSED_ROWS_S = 120.0
 """By then the few rows that nobody takes must be here; Ray may have to make their block again."""
-
-
-@dataclass
-class Portion:
-    """Coordinator → train worker: rows of one step."""
-
-    blocks: list[Rows]
-    padded: int = 0
-    stop: str = ""
-    """Why the run shall stop after this step; empty: it goes on."""
-    checkpoint: bool = False
-    """Whether a checkpoint shall be written after this step."""
-    schema: Schema | None = None
-    """Of the split; None: there are no rows."""
 
 
 @dataclass
@@ -75,7 +60,7 @@ class Stream:
         """Rows beyond what every rank has asked for."""
         return self.splitter.rows - self.slowest * self.splitter.step_rows
 
-    def portion(self, step: int, rank: int) -> Portion | None:
+    def portion(self, step: int, rank: int) -> StepAssignment | None:
         """A worker's rows of a step, which must be ready; None after its last."""
         share = self.splitter.share(step, rank)
         self.steps[rank] = step + 1
@@ -83,12 +68,12 @@ class Stream:
             self.slowest = min(self.steps.values())
         if share is None:
             return None
-        return Portion([self._rows(part) for part in share.slices], share.padded, schema=self.schema)
+        return StepAssignment([self._rows(part) for part in share.slices], share.padded, schema=self.schema)
 
-    def _rows(self, part: Slice) -> Rows:
+    def _rows(self, part: Slice) -> BlockSlice:
         reference, size, node, rows = self.blocks[part.block]
         # What is small travels inside Ray's own messages.
-        return Rows(reference, part.start, part.stop, node if size >= SERVED_FROM_BYTES else "", rows)
+        return BlockSlice(reference, part.start, part.stop, node if size >= SERVED_FROM_BYTES else "", rows)
 
     def release(self) -> None:
         """Drop the blocks that every worker has taken."""
@@ -98,7 +83,7 @@ class Stream:
             if not self.splitter.may_remain(number):
                 self.held_bytes -= self.blocks.pop(number)[1]
 
-    def position(self, steps: int, id_sum: int) -> Position:
+    def position(self, steps: int, id_sum: int) -> DataCursor:
         """Where a training pass stands after some steps of this attempt.
 
         Raises:
@@ -113,7 +98,7 @@ class Stream:
         self.books.trained = position.books.trained
         return position
 
-    def unused(self) -> list[Rows]:
+    def unused(self) -> list[BlockSlice]:
         """The rows that no worker takes: fewer than there are workers."""
         return [self._rows(part) for part in self.splitter.slices_of(self.splitter.remainder)]
 
@@ -139,7 +124,7 @@ class Stream:
         return {"split": self.books.split, "remainder_ids": remaining, **counts}
 
 
-def ids_of(rows: list[Rows]) -> list[int]:
+def ids_of(rows: list[BlockSlice]) -> list[int]:
     """Head: the record ids of some rows; asks Ray for their blocks, so no lock may be held.
 
     Raises:

@@ -18,12 +18,8 @@ START_UP = 2.0
 GIVE_UP_SHARE, LEAST_GIVE_UP_S = 0.9, 30.0
 """Of `data.stall_timeout_s`: then the run ends with the names, before its train workers give up without."""
 AVOID_S, LONGEST_AVOID_S = 120.0, 1920.0
-REREAD_WAITS_S = (1.0, 4.0, 16.0)
-"""Before a shard that could not be read is tried again, elsewhere where that is possible."""
 KNOWN = 101
 """Blocks whose durations are remembered."""
-PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""What a second look may still find, as with a file system that is just being mounted, but a third not."""
 
 
 @dataclass
@@ -75,17 +71,6 @@ class Patience:
     def avoided(self, now: float) -> set[str]:
         """The hosts that get no work now."""
         return {node for node, (until, _) in self._avoided.items() if now < until}
-
-
-def reread_wait_s(error: BaseException, tries: int) -> float | None:
-    """Head: how long to wait before work that failed is tried again; None: it has failed for good.
-
-    Args:
-        error: why.
-        tries: how often it has been tried again already.
-    """
-    most = 1 if isinstance(error, PERMANENT) else len(REREAD_WAITS_S)
-    return REREAD_WAITS_S[tries] if tries < most else None
 
 
 def others(nodes: Collection[str], *not_these: Collection[str]) -> set[str]:

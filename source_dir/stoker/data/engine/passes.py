@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
-from stoker.bootstrap.topology import label
 from stoker.data.cache.reading import homes_of
 from stoker.data.cache.store import CacheSpec
-from stoker.data.coordinator.cursor import Plan, Position
-from stoker.data.engine.tasks import EpochPlan, RowsTask, Setup, Work, order_of
-from stoker.data.preprocessing.columns import Schema, SchemaError
-from stoker.data.sources.base import Piece, Source
+from stoker.data.engine.datasets import DatasetSource
+from stoker.data.engine.groups import Setup, order_of
+from stoker.data.messages import DataCursor, EpochPlan, Piece, Plan, Schema, Work
+from stoker.errors import SchemaError
 from stoker.schema import Config
 
 GROUP_LABEL = "stoker.group"
-MAX_TASK_RETRIES = 4
-"""A record that kills its process must not do so for ever."""
 
 
 class Passes:
-    """Head: (split, epoch) → its plan, and its pieces or its Ray Data execution."""
+    """Head: (split, epoch) → its plan and its shards."""
 
     def __init__(
         self,
@@ -78,15 +75,15 @@ class Passes:
         return agreed[-1]
 
     def has_pieces(self, split: str) -> bool:
-        """Whether a split is read by our own tasks; a `ray.data.Dataset` is executed by Ray Data."""
-        return isinstance(self.sources[split], Source)
+        """Whether the shards of a split are known before they are read; a `ray.data.Dataset`'s are not."""
+        return not isinstance(self.sources[split], DatasetSource)
 
     def setup(self, split: str) -> Setup:
         """What the chain tasks of a split share."""
         cache = self.cache if split in self.kept else None
         return Setup(self.sources[split].for_tasks(), self.chains[split], cache, self.kept.get(split, ""))
 
-    def plan(self, split: str, epoch: int, start: Position | None) -> EpochPlan:
+    def plan(self, split: str, epoch: int, start: DataCursor | None) -> EpochPlan:
         """What makes a pass what it is."""
         config = self.config.data
         return EpochPlan(
@@ -100,7 +97,7 @@ class Passes:
             homes=start.plan.homes if start else self._homes(split),
         )
 
-    def pieces(self, plan: EpochPlan, start: Position | None) -> deque[tuple[int, Piece, int]]:
+    def pieces(self, plan: EpochPlan, start: DataCursor | None) -> deque[tuple[int, Piece, int]]:
         """(number, piece, groups to skip) of what is left of a pass, in its order."""
         order = order_of(plan.seed, plan.epoch) if plan.shuffle else None
         left: deque[tuple[int, Piece, int]] = deque()
@@ -111,42 +108,17 @@ class Passes:
                 left.append((number, piece, begun[0]))
         return left
 
-    def rows(self, plan: EpochPlan, books: tuple[int, str, int], reporter: Any) -> Any:
-        """A lazy `ray.data.Dataset` of a pass's preprocessed blocks.
-
-        Args:
-            plan: which pass.
-            books: attempt, split and epoch whose books the blocks belong to.
-            reporter: actor that takes each block's report.
-        """
-        configure_ray_data(exact=self.config.data.order == "exact")
-        source = self.sources[plan.split]
-        if plan.shuffle:
-            source = source.randomize_block_order(seed=plan.seed * 100_003 + plan.epoch)
-        task = RowsTask(plan, self.chains[plan.split], reporter, books)
-        options: dict[str, Any] = {"num_cpus": 1, "max_retries": MAX_TASK_RETRIES}
-        if groups := [label(group) for group in self.config.data.preprocess_on]:
-            options["label_selector"] = {GROUP_LABEL: f"in({','.join(groups)})"}
-        # As its own blocks: converted to arrays, NULLs would be lost.
-        return source.map_batches(task.of_rows, batch_size=plan.block_records, batch_format=None, **options)
+    def blocks(self, plan: EpochPlan) -> Iterator[tuple[int, Piece, int]]:
+        """As `pieces`, of a dataset of the recipe's own, one by one while Ray Data executes it."""
+        seed = plan.seed * 100_003 + plan.epoch if plan.shuffle else None
+        exact = self.config.data.order == "exact"
+        for number, piece in enumerate(self.sources[plan.split].blocks(seed, exact)):
+            yield number, piece, 0
 
 
 def pack_work(pieces: list[tuple[int, Piece, int]], store: list[bool]) -> list[Work]:
     """Head: pieces as a chain task takes them, and whether its host keeps their records."""
     return [
-        Work(number, pickle.dumps(piece), skip, keep)
+        Work(number, piece, skip, keep)
         for (number, piece, skip), keep in zip(pieces, store, strict=True)
     ]
-
-
-def configure_ray_data(exact: bool) -> None:
-    """Head: how Ray Data runs in this process.
-
-    Args:
-        exact: blocks come in the order of the plan, not as they are ready.
-    """
-    from ray.data import DataContext
-
-    context = DataContext.get_current()
-    context.enable_progress_bars = False
-    context.execution_options.preserve_order = exact

@@ -1,111 +1,114 @@
-"""Head: what becomes of tasks that fail or do not answer in time."""
+"""Head: what becomes of work that fails or is not done in time."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING
 
-from stoker.data.coordinator.accounting import STATED, DataError, root_cause
-from stoker.data.engine.deadlines import Patience, others, reread_wait_s
-from stoker.data.engine.placement import Placement
-from stoker.data.engine.running import Numbered, Running
-from stoker.recipe import where_raised
+from stoker.data.engine.deadlines import Patience, others
+from stoker.data.engine.items import Item, Numbered
+from stoker.data.engine.pool import Pool
+from stoker.data.messages import Failure
+from stoker.data.sources.rereading import reread_wait_s
+from stoker.errors import STATED, DataError, root_cause, where_raised
 
 if TYPE_CHECKING:
     from stoker.data.coordinator.attempt import Attempt
 
 
+def failure_of(error: BaseException) -> Failure:
+    """Chain worker: an error on its way to the head."""
+    cause = root_cause(error)
+    if isinstance(cause, STATED):
+        return Failure(str(cause).splitlines()[0])
+    may_pass = isinstance(cause, OSError)
+    tries = next(n for n in range(100) if reread_wait_s(cause, n) is None) if may_pass else 0
+    return Failure(where_raised(cause), may_pass, tries)
+
+
 class Recovery:
-    """Head: part of the dispatcher; it decides, the dispatcher sends again.
+    """Head: part of the planner; it decides, the planner gives the work to another.
 
     Args:
-        attempt: whose tasks these are.
-        placement: the hosts.
+        attempt: whose work this is.
+        pool: the hosts.
     """
 
-    def __init__(self, attempt: Attempt, placement: Placement) -> None:
-        self.attempt, self.placement = attempt, placement
+    def __init__(self, attempt: Attempt, pool: Pool) -> None:
+        self.attempt, self.pool = attempt, pool
         self.stall_s = attempt.passes.config.data.stall_timeout_s
         self.patience = Patience(self.stall_s)
 
-    def what(self, split: str, pieces: list[Numbered]) -> str:
-        """What people call the pieces of a task."""
-        if not pieces:
+    def what(self, split: str, shards: list[Numbered]) -> str:
+        """What people call the shards of an item."""
+        if not shards:
             return split
         names = []
-        for number, piece, _ in (pieces[0], pieces[-1]):
-            name = self.attempt.passes.sources[split].name_of(piece)
+        for number, shard, _ in (shards[0], shards[-1]):
+            name = self.attempt.passes.sources[split].name_of(shard)
             names.append(name or f"number {number}")
-        return f"{split} shard {names[0]}" if len(pieces) == 1 else f"{split} shards {names[0]} … {names[1]}"
+        return f"{split} shard {names[0]}" if len(shards) == 1 else f"{split} shards {names[0]} … {names[1]}"
 
-    def failed(self, task: Running, error: Exception) -> float:
-        """A task has raised, or Ray has lost it: how long to wait before it is sent again.
+    def failed(self, item: Item, failure: Failure) -> float:
+        """A chain worker has failed: how long to wait before the work is tried again.
 
         Raises:
-            Exception: it failed for good.
+            DataError: it has failed for good.
         """
-        import ray
-
-        cause = root_cause(error)
-        may_pass = isinstance(cause, OSError) and not isinstance(cause, STATED)
-        if isinstance(error, ray.exceptions.RayTaskError) and not may_pass:
-            raise error
-        wait_s = reread_wait_s(cause, task.failures)
-        task.failures += 1
-        what = self.what(task.line.plan.split, task.pieces)
-        if wait_s is None:
-            hosts = ", ".join(sorted({self.placement.name(node) for node in {*task.tried, task.node}}))
-            raise DataError(
-                f"{what}: failed {task.failures} times, on {hosts}: {where_raised(cause)}"
-            ) from None
-        host = self.placement.name(task.node)
-        self.attempt.note(
-            f"host {host}: {what}: {where_raised(cause)}; {self._elsewhere(task)} in {wait_s:.0f} s"
-        )
+        if not failure.may_pass:
+            raise DataError(failure.text)
+        item.failures += 1
+        what = self.what(item.line.plan.split, item.shards)
+        if item.failures > failure.tries:
+            hosts = ", ".join(sorted({self.pool.name(node) for node in {*item.tried, item.node}}))
+            raise DataError(f"{what}: failed {item.failures} times, on {hosts}: {failure.text}")
+        wait_s = reread_wait_s(OSError(), item.failures - 1) or 0.0
+        host = self.pool.name(item.node)
+        self.attempt.note(f"host {host}: {what}: {failure.text}; {self._elsewhere(item)} in {wait_s:.0f} s")
         return wait_s
 
-    def is_late(self, task: Running, now: float) -> bool:
-        """Whether a task that is waited for has been silent for too long.
+    def is_late(self, item: Item, now: float, in_work: bool) -> bool:
+        """Whether work has been silent for too long.
 
         Raises:
             DataError: wherever it was tried, and train workers have nothing left.
         """
-        stream = task.line.stream
+        stream = item.line.stream
         starving = stream.rows_ahead < stream.splitter.step_rows and self.attempt.open_streams()[0] is stream
-        if starving and now - task.stuck_since > self.patience.give_up_s:
+        if starving and now - item.stuck_since > self.patience.give_up_s:
             waited = (
-                f"no result for {now - task.stuck_since:.0f} s (data.stall_timeout_s: {self.stall_s:.0f})"
+                f"no result for {now - item.stuck_since:.0f} s (data.stall_timeout_s: {self.stall_s:.0f})"
             )
-            raise DataError(f"{self._who(task)}: {waited}, tried {task.late + 1} times")
-        if task.generator is None:
-            return False
-        limit = self.patience.deadline_s(task.line.plan.split, task.node, task.late)
-        return now - task.quiet_since > limit
+            raise DataError(f"{self._who(item)}: {waited}, tried {item.late + 1} times")
+        return in_work and now - item.quiet_since > self._limit_s(item, item.node)
 
-    def is_last(self, task: Running, node: str) -> bool:
-        """Whether late work that is sent to a host now has no time left to be late there: then it names its
+    def names_records(self, item: Item, node: str) -> bool:
+        """Whether late work that a host begins now has no time left to be late there: then it names its
         records, which takes longer."""
-        limit = self.patience.deadline_s(task.line.plan.split, node, task.late)
-        return task.late > 0 and time.monotonic() - task.stuck_since + limit > self.patience.give_up_s
+        left_s = self.patience.give_up_s - (time.monotonic() - item.stuck_since)
+        return item.late > 0 and self._limit_s(item, node) > left_s
 
-    def late(self, task: Running) -> None:
-        """A task was silent for too long: avoid its host, and say so."""
+    def _limit_s(self, item: Item, node: str) -> float:
+        return self.patience.deadline_s(item.line.plan.split, node, item.late)
+
+    def late(self, item: Item) -> None:
+        """Work was not done in time: avoid its host, and say so."""
         now = time.monotonic()
-        text = f"{self._who(task)}: no result for {now - task.quiet_since:.0f} s; {self._elsewhere(task)}"
-        if others(self.placement.hosts, {task.node}) != {task.node}:
-            seconds = self.patience.avoid(task.node, now)
-            self.placement.avoided = self.patience.avoided(now)
+        text = f"{self._who(item)}: no result for {now - item.quiet_since:.0f} s; {self._elsewhere(item)}"
+        if others(self.pool.hosts, {item.node}) != {item.node}:
+            seconds = self.patience.avoid(item.node, now)
+            self.pool.avoided = self.patience.avoided(now)
             text += f", and this host gets no work for {seconds:.0f} s"
-        task.late += 1
+        item.late += 1
         self.attempt.note(text)
 
-    def _who(self, task: Running) -> str:
-        """Host, pieces, and the record if it is known."""
-        doing = self.attempt.suspects.doing(task.name)
-        where = f"host {self.placement.name(task.node)}: {self.what(task.line.plan.split, task.pieces)}"
+    def _who(self, item: Item) -> str:
+        """Host, shards, and the record if it is known."""
+        doing = self.attempt.suspects.doing(item.name)
+        where = f"host {self.pool.name(item.node)}: {self.what(item.line.plan.split, item.shards)}"
         return f"{where}, {doing}" if doing else where
 
-    def _elsewhere(self, task: Running) -> str:
-        if others(self.placement.hosts, {task.node}) == {task.node}:
+    def _elsewhere(self, item: Item) -> str:
+        if others(self.pool.hosts, {item.node}) == {item.node}:
             return "there is no other host, so it is tried there again"
         return "it is tried on another host"

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from stoker.data.coordinator.accounting import DataError
+from stoker.data.messages import Start
+from stoker.errors import DataError
 
 PLAIN_STARTS = 2
 """A task whose process has died so often names its records; sooner where its split has deadly ones."""
@@ -42,14 +42,6 @@ class Suspect:
     """What it was doing when it last said so."""
     ended: bool = False
     """It has given all it had; Ray starts it again where its blocks were lost with their host."""
-
-
-class Start(NamedTuple):
-    """Coordinator → CPU task: how to begin."""
-
-    wait_s: float
-    names: bool
-    """Whether to name each record before it is begun."""
 
 
 class Suspects:

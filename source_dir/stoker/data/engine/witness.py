@@ -4,32 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
-from stoker.data.sources.base import BadRecord, Piece, Record, Source
+from stoker.data.messages import BadRecord, Care, Piece, Record
+from stoker.data.sources.base import Source, one_by_one
 
 ANSWER_S = 60.0
-
-
-class Care(NamedTuple):
-    """Head → CPU task: what went wrong before."""
-
-    task: str = ""
-    """What the head calls this task."""
-    attempt: int = 0
-    known: Mapping[str, str] = {}
-    """Records that are quarantined unread: key → reason."""
-    names: bool = False
-    """Name each record before it is begun: the same work has hung before."""
-    last_try: bool = True
-    """What cannot be read now is bad; else the head has it read again elsewhere."""
-
-
-class OverError(Exception):
-    """CPU task: nobody wants its blocks any more."""
 
 
 class Witness:
@@ -44,18 +26,6 @@ class Witness:
     def __init__(self, coordinator: Any, care: Care, split: str) -> None:
         self._coordinator, self._of = coordinator, (care.attempt, split, care.task)
 
-    def starts(self, retry: int) -> bool:
-        """The task starts; whether it shall name its records. May wait.
-
-        Raises:
-            OverError: it shall not start at all.
-        """
-        start = self._ask("task_starts", retry)
-        if start is None:
-            raise OverError
-        time.sleep(start.wait_s)
-        return bool(start.names)
-
     def begins(self, key: str) -> str:
         """A record is about to begin: why it shall not; empty: it may."""
         return str(self._ask("record_begins", key))
@@ -63,10 +33,6 @@ class Witness:
     def does(self, what: str) -> None:
         """What comes next, if not the work on one record."""
         self._ask("task_does", what)
-
-    def ended(self) -> None:
-        """The task has given all it had."""
-        self._ask("task_ended")
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         import ray
@@ -138,17 +104,3 @@ class Guard:
         return group
 
 
-def one_by_one(
-    source: Source,
-    listing: list[tuple[str, Piece]],
-    load: Callable[[str], Record | None],
-    refuses: Callable[[str], str],
-) -> Iterator[Record | BadRecord]:
-    """CPU task: the listed records of a piece, each read by itself unless it is refused or kept here."""
-    for key, alone in listing:
-        if reason := refuses(key):
-            yield BadRecord(key, reason)
-        elif (kept := load(key)) is not None:
-            yield kept
-        else:
-            yield from source.read(alone, None)

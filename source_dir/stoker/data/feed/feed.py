@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, NamedTuple
 
-from stoker.data.coordinator.accounting import ID_MODULUS, DataError
-from stoker.data.coordinator.streams import Portion
+from stoker.data.coordinator.accounting import ID_MODULUS
 from stoker.data.feed.device import DeviceCopies
 from stoker.data.feed.step_timer import DeviceClock, HostClock, Stamps, StepTimes
-from stoker.data.preprocessing.columns import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN, SchemaError
+from stoker.data.messages import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN, StepAssignment
 from stoker.data.transport.client import Fetched, Transport
+from stoker.errors import DataError, SchemaError
 from stoker.recipe import Batch
 from stoker.schema import DataConfig
 
@@ -47,13 +47,13 @@ class Loaded:
     """Tensors, or lists of strings."""
     ids: Any
     keys: list[str]
-    portion: Portion
+    portion: StepAssignment
     stamps: Stamps
     nbytes: int
 
 
 @dataclass
-class Pass:
+class EpochFeed:
     """Train worker: one pass of one rank over one split. Iterate it; then read its figures."""
 
     coordinator: Any
@@ -129,10 +129,10 @@ class Pass:
 class Fetching:
     """Train worker: threads that ask for the steps of a pass in turn and fetch several at once."""
 
-    def __init__(self, owner: Pass) -> None:
+    def __init__(self, owner: EpochFeed) -> None:
         self.owner = owner
         self._changed = threading.Condition()
-        self._given: deque[tuple[int, Portion, float]] = deque()
+        self._given: deque[tuple[int, StepAssignment, float]] = deque()
         """Steps that the coordinator has given and nobody fetches yet, and since when."""
         self._loaded: dict[int, Any] = {}
         self._next = self._asked = owner.first_step
@@ -200,7 +200,7 @@ class Fetching:
             if isinstance(item, BaseException):
                 return
 
-    def _next_given(self) -> tuple[int, Portion, float] | None:
+    def _next_given(self) -> tuple[int, StepAssignment, float] | None:
         """A step to fetch; asks for further ones where nobody does. None where none is wanted or left."""
         while True:
             with self._changed:
@@ -221,7 +221,7 @@ class Fetching:
 
     def _ask(self, first: int, most: int) -> None:
         """Get further steps; no lock is held, so that the loop takes what is loaded meanwhile."""
-        portions: list[Portion] = []
+        portions: list[StepAssignment] = []
         failure: BaseException | None = None
         try:
             portions = self._call(first, most)
@@ -245,13 +245,13 @@ class Fetching:
                 self._loaded[step] = item
             self._changed.notify_all()
 
-    def _call(self, step: int, most: int) -> list[Portion]:
+    def _call(self, step: int, most: int) -> list[StepAssignment]:
         import ray
 
         owner = self.owner
         call = owner.coordinator.ahead.remote(owner.attempt, owner.split, owner.epoch, owner.rank, step, most)
         try:
-            answer: list[Portion] | str = ray.get(call, timeout=owner.stall_timeout_s)
+            answer: list[StepAssignment] | str = ray.get(call, timeout=owner.stall_timeout_s)
         except ray.exceptions.GetTimeoutError:
             raise DataError(
                 f"step {step}: no {owner.split} data for {owner.stall_timeout_s:.0f} s (data.stall_timeout_s)"
@@ -260,7 +260,7 @@ class Fetching:
             raise DataError(answer)
         return answer
 
-    def _fetch(self, portion: Portion, produced: float) -> Loaded:
+    def _fetch(self, portion: StepAssignment, produced: float) -> Loaded:
         began, cpu = time.perf_counter(), time.thread_time()
         fetched = Fetched({}, began)
         if portion.blocks:

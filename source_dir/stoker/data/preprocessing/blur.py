@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from stoker.data.messages import Record
 from stoker.data.preprocessing.picture import is_hwc
 from stoker.data.preprocessing.stages import RecordTransform
-from stoker.data.sources.base import Record
 
 if TYPE_CHECKING:
     import numpy as np

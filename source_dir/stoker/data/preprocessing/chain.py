@@ -4,61 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from stoker.data.cache.store import KeptRecord
-from stoker.data.preprocessing.columns import HWC_SUFFIX as HWC_SUFFIX
-from stoker.data.preprocessing.columns import ID_COLUMN as ID_COLUMN
-from stoker.data.preprocessing.columns import KEY_COLUMN as KEY_COLUMN
-from stoker.data.preprocessing.columns import ChainError as ChainError
-from stoker.data.preprocessing.columns import Packed, Schema, leave, pack, schema_of
+from stoker.data.messages import HWC_SUFFIX as HWC_SUFFIX
+from stoker.data.messages import ID_COLUMN as ID_COLUMN
+from stoker.data.messages import KEY_COLUMN as KEY_COLUMN
+from stoker.data.messages import BadRecord, BlockReport, Record, Schema, StageCost
+from stoker.data.preprocessing.columns import Packed, leave, pack, schema_of
 from stoker.data.preprocessing.decode import sized
 from stoker.data.preprocessing.fusion import fuse
 from stoker.data.preprocessing.pixels import MOST, limit_pixels
 from stoker.data.preprocessing.stages import Stage
 from stoker.data.preprocessing.transforms import DecodeImage
-from stoker.data.sources.base import BadRecord, Record, record_id
+from stoker.data.sources.base import record_id
 from stoker.data.sources.seeding import seed_globals, seed_torch
-
-
-@dataclass
-class StageCost:
-    """CPU task: what a stage cost in one block."""
-
-    cpu_s: float = 0.0
-    bytes_out: int = 0
-
-
-@dataclass
-class BlockReport:
-    """CPU task → coordinator: what became of the records of one block."""
-
-    piece: int = -1
-    """Number of the piece in the epoch's order; -1: the dataset has none."""
-    nth: int = 0
-    """Which group of the piece's records this is, from 0."""
-    last: bool = False
-    """Whether the piece ends with it."""
-    rows: int = 0
-    """Rows that leave the chain."""
-    seconds: float = 0.0
-    """Wall time of reading and preprocessing."""
-    records: int = 0
-    id_sum: int = 0
-    bad: list[BadRecord] = field(default_factory=list)
-    bad_id_sum: int = 0
-    bytes_out: int = 0
-    costs: dict[str, StageCost] = field(default_factory=dict)
-    schemas: tuple[Schema, ...] = ()
-    """The columns before each batch stage and, last, of the block; empty where every record is bad."""
-    found: int = 0
-    """Records that came from the host's cache."""
-    kept: int = 0
-    """Records that went into it."""
-    kept_bytes: int = 0
+from stoker.errors import ChainError as ChainError
 
 
 class Segment(NamedTuple):
@@ -316,6 +279,6 @@ def _size(record: Record) -> int:
 
 
 def _where(error: Exception) -> str:
-    from stoker.recipe import where_raised
+    from stoker.errors import where_raised
 
     return where_raised(error)

@@ -11,18 +11,23 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stoker.data.sources.base import BadRecord, Record
+from stoker.data.messages import (
+    HWC_SUFFIX,
+    ID_COLUMN,
+    KEY_COLUMN,
+    OBJECT,
+    TEXT,
+    BadRecord,
+    Column,
+    Record,
+    Schema,
+)
+from stoker.errors import SchemaError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-ID_COLUMN = "__id"
-KEY_COLUMN = "__key"
-HWC_SUFFIX = "__hwc"
-"""Marks an image column packed height × width × channels, which the feed views as CHW for nothing."""
 
-TEXT = "text"
-OBJECT = "object"
 BATCHABLE = frozenset(
     f"{kind}{bits}"
     for kind, widths in (
@@ -34,53 +39,6 @@ BATCHABLE = frozenset(
     for bits in widths
 ) | {"bool"}
 """NumPy's names of what a tensor can hold."""
-
-
-class ChainError(RuntimeError):
-    """CPU task: a stage failed for a whole batch; the run cannot go on."""
-
-
-class SchemaError(ChainError):
-    """CPU task and train worker: rows that do not have the columns of their split."""
-
-
-class Column(NamedTuple):
-    """Every host: what a column holds for one record."""
-
-    dtype: str
-    """NumPy's name of it; "text": strings; "object": anything, as only a batch stage can take it."""
-    shape: tuple[int, ...] = ()
-    """-1: any, towards a batch stage."""
-
-    def __str__(self) -> str:
-        return f"{self.dtype} of shape {self.shape}" if self.shape else self.dtype
-
-
-class Schema(NamedTuple):
-    """Every host: the columns that all blocks of a split have."""
-
-    columns: dict[str, Column]
-    record: str = ""
-    """Key of the record that they were found in."""
-
-    def difference(self, other: Schema) -> str:
-        """Every host: how rows with other columns differ; empty where they do not."""
-        if self.columns == other.columns:
-            return ""
-        there = f" in record {other.record}" if other.record else ""
-        for name, column in self.columns.items():
-            found = other.columns.get(name)
-            if found != column:
-                return f"column {name!r} is {found or 'absent'}{there}, {column} in record {self.record}"
-        extra = next(name for name in other.columns if name not in self.columns)
-        return f"column {extra!r} is {other.columns[extra]}{there}, absent in record {self.record}"
-
-    def of_records(self) -> Schema:
-        """CPU task: the columns as records have them, before they are packed."""
-        own = {
-            n.removesuffix(HWC_SUFFIX): c for n, c in self.columns.items() if n not in (ID_COLUMN, KEY_COLUMN)
-        }
-        return Schema(own, self.record)
 
 
 class Packed(NamedTuple):

@@ -14,8 +14,8 @@ import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from stoker.data.messages import BadRecord, Record
 from stoker.data.preprocessing import pixels
-from stoker.data.sources.base import BadRecord, Record
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stoker.data.messages import Record
 from stoker.data.preprocessing.blur import GaussianBlurs
 from stoker.data.preprocessing.picture import Picture, open_picture
 from stoker.data.preprocessing.stages import RecordTransform, Stage
 from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, ImageTransform, tensor_of
-from stoker.data.sources.base import Record
 
 if TYPE_CHECKING:
     import numpy as np

@@ -9,11 +9,11 @@ from stoker.data.preprocessing.stages import ImageModule, Stage, is_plain
 from stoker.data.preprocessing.transforms import (
     CenterCrop,
     CheckLabel,
+    Compose,
     ImageTransform,
     RandomHorizontalFlip,
     RandomResizedCrop,
     Resize,
-    Together,
 )
 
 _CUBIC = {"bilinear": False, "bicubic": True, 2: False, 3: True}
@@ -31,7 +31,7 @@ def native(module: Any) -> ImageTransform | GaussianBlurs | None:
     name = type(module).__name__
     if name == "Compose":
         parts = [part for part in map(native, module.transforms) if isinstance(part, ImageTransform)]
-        return Together(parts) if parts and len(parts) == len(module.transforms) else None
+        return Compose(parts) if parts and len(parts) == len(module.transforms) else None
     if name == "CenterCrop":
         return CenterCrop(module.size)
     if name == "RandomHorizontalFlip":

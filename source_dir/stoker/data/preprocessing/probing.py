@@ -8,10 +8,10 @@ from copy import copy
 from itertools import islice
 from typing import Any
 
-from stoker.config import UsageError
+from stoker.data.messages import Piece, Schema
 from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.columns import Schema, SchemaError
-from stoker.data.sources.base import Piece, Source
+from stoker.data.sources.base import Source
+from stoker.errors import SchemaError, UsageError
 
 PROBE_RECORDS = 4
 PROBE_S = 30.0
@@ -28,8 +28,8 @@ def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records
     Raises:
         UsageError: columns that cannot be batched, or differ between the first records.
     """
-    wanted = {split: source for split, source in sources.items() if isinstance(source, Source)}
-    pieces = {split: next(iter(source.pieces(block_records, None)), None) for split, source in wanted.items()}
+    pieces = {name: next(iter(source.pieces(block_records, None)), None) for name, source in sources.items()}
+    wanted = {split: source for split, source in sources.items() if pieces[split] is not None}
     found: dict[str, tuple[Schema, ...] | str]
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         found = _in_tasks(wanted, chains, pieces)

@@ -11,17 +11,15 @@ A chain is a list. Each entry is one of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from stoker.config import UsageError
-from stoker.data.sources.base import Record
+from stoker.data.messages import Record
 
 if TYPE_CHECKING:
     import numpy as np
 
-_BATCH_ONLY = {"MixUp", "CutMix"}
 _NEVER_RANDOM = {
     *("CenterCrop", "ConvertImageDtype", "Grayscale", "Identity", "Normalize", "PILToTensor", "Pad", "RGB"),
     *("Resize", "ToDtype", "ToImage", "ToPILImage", "ToPureTensor", "ToTensor"),
@@ -59,66 +57,6 @@ class Stage:
     """May draw from the global generators of Python's `random`, NumPy or torch."""
     of_torchvision: bool = False
     """Stands for a transform of torchvision, which leaves a tensor to what follows."""
-
-
-def as_stages(chain: Sequence[Any]) -> list[Stage]:
-    """Head: the entries of a chain as named stages; equal names get a number.
-
-    Plain torchvision transforms that Stoker executes faster are replaced by its own (see `native`).
-
-    Raises:
-        UsageError: an entry that is none of the allowed kinds, or cannot work in a chain.
-    """
-    from stoker.data.preprocessing.native import tensors_for_others
-
-    if not isinstance(chain, list | tuple):
-        raise UsageError(f"preprocess() must return a list, not {type(chain).__name__}")
-    stages: list[Stage] = []
-    for position, entry in enumerate(chain):
-        stage = _as_stage(entry, position)
-        taken = sum(s.name.split("#")[0] == stage.name for s in stages)
-        name = f"{stage.name}#{taken + 1}" if taken else stage.name
-        stages.append(replace(stage, name=name))
-    tensors_for_others(stages)
-    return stages
-
-
-def _as_stage(entry: Any, position: int) -> Stage:
-    if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str):
-        stage = _as_stage(entry[1], position)
-        return replace(stage, name=entry[0])
-    if isinstance(entry, Stage):
-        return entry
-    name = getattr(entry, "__name__", None) or type(entry).__name__
-    if isinstance(entry, type):
-        raise UsageError(f"preprocess() entry {position + 1}: {name} is a class; write {name}()")
-    if isinstance(entry, RecordTransform):
-        return _of_transform(name, entry)
-    ancestors = [f"{c.__module__}.{c.__name__}" for c in type(entry).__mro__]
-    if any(a.startswith("ray.data.preprocessor") and a.endswith(".Preprocessor") for a in ancestors):
-        if "NOT_FITTED" in str(entry.fit_status()):
-            raise UsageError(f"preprocess() entry {position + 1}: {name} is not fitted; call fit() first")
-        return Stage(name, "batch", entry.transform_batch, random=False)
-    if any(a.startswith("torchvision.transforms") for a in ancestors):
-        if name in _BATCH_ONLY:
-            raise UsageError(
-                f"preprocess() entry {position + 1}: {name} mixes the records of a batch; return it"
-                " from on_device()"
-            )
-        from stoker.data.preprocessing.native import native
-
-        own = native(entry)
-        if own is not None:
-            return replace(_of_transform(name, own), of_torchvision=True)
-        return Stage(name, "record", ImageModule(entry), uses_torch=True, random=may_draw(entry))
-    if callable(entry):
-        return Stage(name, "batch", entry)
-    raise UsageError(f"preprocess() entry {position + 1}: {entry!r} is neither a transform nor a callable")
-
-
-def _of_transform(name: str, entry: RecordTransform) -> Stage:
-    uses_torch = getattr(entry, "uses_torch", False)
-    return Stage(name, "record", entry, uses_torch, entry.random, entry.uses_random)
 
 
 def is_plain(module: Any) -> bool:

@@ -12,10 +12,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from stoker.data.messages import Record
 from stoker.data.preprocessing.decode import Mode, decode_image
 from stoker.data.preprocessing.picture import Picture, TensorPicture, is_hwc, open_picture
-from stoker.data.preprocessing.stages import RecordTransform, Stage, as_stages
-from stoker.data.sources.base import Record
+from stoker.data.preprocessing.stages import RecordTransform, Stage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,17 +23,16 @@ if TYPE_CHECKING:
 __all__ = [
     "CenterCrop",
     "CheckLabel",
+    "Compose",
     "DecodeImage",
     "Drop",
     "ImageTransform",
     "RandomHorizontalFlip",
     "RandomResizedCrop",
     "RecordTransform",
-    "Reduce",
     "Resize",
+    "ShrinkLarger",
     "Stage",
-    "Together",
-    "as_stages",
     "decode_image",
     "is_hwc",
 ]
@@ -214,7 +213,7 @@ class Resize(ImageTransform):
         return (short, long) if height <= width else (long, short)
 
 
-class Reduce(ImageTransform):
+class ShrinkLarger(ImageTransform):
     """CPU task: a larger image made smaller, with antialiasing; others stay as they are.
 
     Args:
@@ -267,7 +266,7 @@ class RandomHorizontalFlip(ImageTransform):
         return picture.flip() if rng.random() < self.p else picture
 
 
-class Together(ImageTransform):
+class Compose(ImageTransform):
     """CPU task: several, as torchvision's `Compose`."""
 
     def __init__(self, parts: Sequence[ImageTransform]) -> None:

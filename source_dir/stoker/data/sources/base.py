@@ -7,42 +7,17 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from stoker.data.messages import BadRecord, Piece, Record
+from stoker.errors import DataError
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-Record = dict[str, Any]
-"""One record: columns by name, and its identity under "key"."""
-
 ID_MODULUS = 2**63
-
-
-class BadRecord(NamedTuple):
-    """CPU task: a record that could not be read or preprocessed, and why."""
-
-    key: str
-    reason: str
-    passing: bool = False
-    """Whether it may well be read later, or on another host; it is bad only when that was tried."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Head → CPU task: what one task reads, of a file or a range of indices."""
-
-    path: str
-    start: int = 0
-    stop: int = 0
-    rows: int | None = None
-    """How many records it holds, where that is known without reading it."""
-    items: tuple[Any, ...] = ()
-    home: str = ""
-    """Records of pieces with one home come from the same part of the data in every epoch, so what a host
-    keeps of them it finds again; empty: they come from anywhere."""
 
 
 class Source(ABC):
@@ -107,6 +82,27 @@ class Source(ABC):
         """Head: names of the classes in the order of their labels, where the source knows them."""
         return None
 
+    def to_ray(self, records: int = 1024) -> Any:
+        """Anywhere, connected to Ray: the records as a `ray.data.Dataset`, for other pipelines than Stoker's.
+
+        Args:
+            records: of a block, about.
+
+        Returns:
+            Rows with the columns of a record. Reading a record that is damaged raises DataError.
+        """
+        import ray
+
+        pieces, reader = self.pieces(records, None), self.for_tasks()
+
+        def rows(row: dict[str, Any]) -> Iterator[Record]:
+            for record in reader.read(pieces[row["id"]], None):
+                if isinstance(record, BadRecord):
+                    raise DataError(f"record {record.key} {record.reason}")
+                yield record
+
+        return ray.data.range(len(pieces), override_num_blocks=max(len(pieces), 1)).flat_map(rows)
+
 
 def cut_indices(n: int, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Piece]:
     """Head: the indices 0 … n-1, permuted, in pieces of `records`.
@@ -144,3 +140,19 @@ def digest(*parts: Any) -> str:
 def record_id(key: str) -> int:
     """Every host: a record's identity as 63 bits, so that sums of ids compare sets of records."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def one_by_one(
+    source: Source,
+    listing: list[tuple[str, Piece]],
+    load: Callable[[str], Record | None],
+    refuses: Callable[[str], str],
+) -> Iterator[Record | BadRecord]:
+    """CPU task: the listed records of a piece, each read by itself unless it is refused or kept here."""
+    for key, alone in listing:
+        if reason := refuses(key):
+            yield BadRecord(key, reason)
+        elif (kept := load(key)) is not None:
+            yield kept
+        else:
+            yield from source.read(alone, None)

@@ -10,7 +10,7 @@ import posixpath
 import re
 from typing import Any
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.storage.filesystems import common_folder, filesystem_of, list_files
 
 NAME = "SHA256SUMS"

@@ -6,12 +6,12 @@ import os
 from typing import Any
 from urllib.parse import unquote
 
-from stoker.config import UsageError
 from stoker.data.sources.base import Source
 from stoker.data.sources.checksums import sums_of
 from stoker.data.sources.files import PARQUET_SUFFIXES, is_delta_table, split_folder
 from stoker.data.sources.nulls import Nulls
 from stoker.data.sources.parquet import Filters, ParquetSource
+from stoker.errors import UsageError
 from stoker.storage.filesystems import filesystem_of, join
 
 

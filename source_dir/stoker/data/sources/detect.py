@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from stoker.config import UsageError
 from stoker.data.sources.base import Source
 from stoker.data.sources.delta import read_delta
 from stoker.data.sources.files import IMAGE_SUFFIXES, PARQUET_SUFFIXES, is_delta_table
 from stoker.data.sources.images import read_images
 from stoker.data.sources.parquet import read_parquet
 from stoker.data.sources.webdataset import read_webdataset
+from stoker.errors import UsageError
 from stoker.storage.filesystems import join, list_files
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 from stoker.storage.filesystems import child_folders, join, list_files
 
 SPLIT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation", "test")}

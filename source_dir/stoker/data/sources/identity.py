@@ -19,7 +19,8 @@ from itertools import accumulate
 from math import gcd
 from typing import Any
 
-from stoker.data.sources.base import BadRecord, Piece, Source, digest
+from stoker.data.messages import BadRecord, Piece
+from stoker.data.sources.base import Source, digest
 from stoker.data.sources.contents import Contents, content_of
 from stoker.data.sources.seeding import drawing, seed_globals, states
 
@@ -75,7 +76,7 @@ def _as_tasks_get_it(source: Source) -> Source:
     """A copy, for reading may open files that cannot be pickled; arrays are shared, not copied."""
     from ray.cloudpickle import CloudPickler
 
-    from stoker.data.cache.store import as_array
+    from stoker.data.sources.contents import as_array
 
     class Sharing(CloudPickler):  # type: ignore[misc]
         def reducer_override(self, value: Any) -> Any:

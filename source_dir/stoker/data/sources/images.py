@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from stoker.config import UsageError
+from stoker.data.messages import BadRecord, Piece, Record
 from stoker.data.sources import checksums
-from stoker.data.sources.base import BadRecord, Piece, Record, Source, cut_indices
+from stoker.data.sources.base import Source, cut_indices
 from stoker.data.sources.files import IMAGE_SUFFIXES, split_folder
 from stoker.data.sources.identity import fingerprint_of_files
 from stoker.data.sources.rereading import read_again
+from stoker.errors import UsageError
 from stoker.storage.filesystems import filesystem_of, list_files
 
 if TYPE_CHECKING:

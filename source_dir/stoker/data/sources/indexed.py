@@ -7,16 +7,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from stoker.config import UsageError
-from stoker.data.sources.base import (
-    BadRecord,
-    Piece,
-    Record,
-    Source,
-    cut_indices,
-    digest,
-)
+from stoker.data.messages import BadRecord, Piece, Record
+from stoker.data.sources.base import Source, cut_indices, digest
 from stoker.data.sources.rereading import generators, read_again
+from stoker.errors import UsageError
 
 if TYPE_CHECKING:
     import numpy as np

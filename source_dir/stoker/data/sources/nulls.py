@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 
 if TYPE_CHECKING:
     import numpy as np

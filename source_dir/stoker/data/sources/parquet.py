@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from stoker.config import UsageError
+from stoker.data.messages import BadRecord, Piece, Record
 from stoker.data.sources import checksums
 from stoker.data.sources.arrow import mask_of, values_of
-from stoker.data.sources.base import BadRecord, Piece, Record, Source
+from stoker.data.sources.base import Source
 from stoker.data.sources.checksums import sums_of
 from stoker.data.sources.files import PARQUET_SUFFIXES, is_delta_table, split_files
 from stoker.data.sources.identity import fingerprint_of_files
 from stoker.data.sources.nulls import Found, Nulls, Rules, check_nulls, in_statistics
 from stoker.data.sources.row_groups import Group, read_groups
+from stoker.errors import UsageError
 from stoker.storage.filesystems import common_folder, filesystem_of_files, is_local
 
 if TYPE_CHECKING:

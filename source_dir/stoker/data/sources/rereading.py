@@ -10,17 +10,12 @@ from pathlib import Path
 from traceback import walk_tb
 from typing import TypeVar
 
-from stoker.data.engine.deadlines import PERMANENT
-from stoker.data.sources.base import BadRecord
+from stoker.data.messages import BadRecord
 
 WAITS_S = (0.1, 0.5)
 """Before the second and the third try."""
 
 T = TypeVar("T")
-
-
-class FlakyReadError(OSError):
-    """CPU task: a record could not be read here and now; the head has its shard read again elsewhere."""
 
 
 def read_again(key: str, read: Callable[[], T], rewind: Callable[[], None] | None = None) -> T | BadRecord:
@@ -74,3 +69,22 @@ def may_pass(error: BaseException) -> bool:
     # Pillow says with an OSError that an image is damaged.
     frames = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
     return error.errno is not None or not (frames and "PIL" in Path(frames[-1]).parts)
+
+
+REREAD_WAITS_S = (1.0, 4.0, 16.0)
+"""Before a shard that could not be read is tried again, elsewhere where that is possible."""
+
+
+PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""What a second look may still find, as with a file system that is just being mounted, but a third not."""
+
+
+def reread_wait_s(error: BaseException, tries: int) -> float | None:
+    """Head: how long to wait before work that failed is tried again; None: it has failed for good.
+
+    Args:
+        error: why.
+        tries: how often it has been tried again already.
+    """
+    most = 1 if isinstance(error, PERMANENT) else len(REREAD_WAITS_S)
+    return REREAD_WAITS_S[tries] if tries < most else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 
 
 class Group(NamedTuple):

@@ -12,7 +12,7 @@ import tarfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from stoker.config import UsageError
+from stoker.errors import UsageError
 
 BLOCK = 512
 CHUNK_BYTES = 4 * 2**20

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from stoker.config import UsageError
+from stoker.data.messages import BadRecord, Piece, Record
 from stoker.data.sources import checksums
-from stoker.data.sources.base import BadRecord, Piece, Record, Source
+from stoker.data.sources.base import Source
 from stoker.data.sources.checksums import sums_of
 from stoker.data.sources.files import IMAGE_SUFFIXES, split_files
 from stoker.data.sources.identity import fingerprint_of_files
 from stoker.data.sources.tar import members, streamed
+from stoker.errors import UsageError
 from stoker.storage.filesystems import common_folder, filesystem_of_files, is_local
 
 if TYPE_CHECKING:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from stoker.data.cache.cleaning import Cleaner
-from stoker.data.cache.store import CacheError, CacheSpec
-from stoker.data.transport.batches import Server
-from stoker.data.transport.server import BlockServer, columns_of
-from stoker.recipe import where_raised
+from stoker.data.cache.store import CacheSpec
+from stoker.data.messages import Server
+from stoker.data.preprocessing.blocks import columns_of
+from stoker.data.transport.server import BlockServer
+from stoker.errors import CacheError, where_raised
 
 SAMPLE_EVERY_S = 3.0
 AGENT_START_S = 60.0

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-from stoker.data.preprocessing.columns import TEXT, Column, Schema, SchemaError, schema_of
-from stoker.data.transport.buffers import Buffers
-
-
-class Rows(NamedTuple):
-    """Coordinator → train worker: rows start … stop-1 of a block."""
-
-    block: Any
-    """Object reference."""
-    start: int
-    stop: int
-    node: str = ""
-    """Ray node that holds it; empty: small or unknown, so it comes through Ray."""
-    of: int = 0
-    """How many rows the block has by its report."""
+from stoker.data.messages import TEXT, BlockSlice, Column, Schema
+from stoker.data.preprocessing.columns import schema_of
+from stoker.data.transport.buffers import BufferPool
+from stoker.errors import SchemaError
 
 
-class Server(NamedTuple):
-    """Coordinator → train worker: the block server of a host."""
-
-    agent: Any
-    """Handle of the actor that runs it."""
-    address: str
-    port: int
-
-
-class Assembly:
+class BatchBuilder:
     """Train worker: a batch while it is put together from several blocks.
 
     Args:
@@ -39,7 +19,7 @@ class Assembly:
         schema: of the split.
     """
 
-    def __init__(self, buffers: Buffers, rows: int, schema: Schema) -> None:
+    def __init__(self, buffers: BufferPool, rows: int, schema: Schema) -> None:
         self.rows, self.schema = rows, schema
         self._filled = dict.fromkeys(schema.columns, 0)
         self._columns: dict[str, Any] = {
@@ -47,7 +27,7 @@ class Assembly:
             for name, column in schema.columns.items()
         }
 
-    def check(self, part: Rows, found: Schema, rows: int) -> None:
+    def check(self, part: BlockSlice, found: Schema, rows: int) -> None:
         """Refuse a block that is not what its report and the split's schema say.
 
         Args:
@@ -85,7 +65,7 @@ class Assembly:
             raise SchemaError(f"column {name!r} holds {other!r}, which is no text")
         self._columns[name][at : at + len(values)] = values
 
-    def take(self, part: Rows, columns: dict[str, Any], at: int) -> int:
+    def take(self, part: BlockSlice, columns: dict[str, Any], at: int) -> int:
         """Copy a part's rows out of its block; how many bytes.
 
         Raises:

@@ -14,7 +14,7 @@ CLASSES_PER_DOUBLING = 8
 shorter fits."""
 
 
-class Buffers:
+class BufferPool:
     """Train worker: gives arrays out, and takes their memory back when the last user has let go.
 
     Whoever still holds a batch, or a view of it, keeps its memory: nothing is overwritten under it. New

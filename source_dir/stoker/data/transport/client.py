@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stoker.data.preprocessing.columns import Schema
-from stoker.data.transport.batches import Assembly, Rows, Server
-from stoker.data.transport.buffers import Buffers
+from stoker.data.messages import BlockSlice, Schema, Server
+from stoker.data.preprocessing.blocks import columns_of
+from stoker.data.transport.batches import BatchBuilder
+from stoker.data.transport.buffers import BufferPool
 from stoker.data.transport.connections import DirectHosts, Request
-from stoker.data.transport.server import columns_of
 from stoker.schema import DataConfig
 
 KEPT_BLOCKS = 8
@@ -53,7 +53,7 @@ class Transport:
         timeout_s: float,
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.buffers = Buffers(pinned)
+        self.buffers = BufferPool(pinned)
         self._timeout_s = timeout_s
         self._ray_columns: dict[Any, dict[str, Any]] = {}
         self._lock = threading.Lock()
@@ -61,14 +61,14 @@ class Transport:
         self.bytes_by: Counter[str] = Counter()
         """Bytes that came "direct" and through "ray"; those of this host's own blocks count as the latter."""
 
-    def fetch(self, parts: Sequence[Rows], schema: Schema) -> Fetched:
+    def fetch(self, parts: Sequence[BlockSlice], schema: Schema) -> Fetched:
         """Train worker: the rows of all parts, one after the other.
 
         Raises:
             ray.exceptions.RayError: a block cannot be had at all.
             SchemaError: a block is not as it was reported, or has other columns than its split.
         """
-        batch = Assembly(self.buffers, sum(part.stop - part.start for part in parts), schema)
+        batch = BatchBuilder(self.buffers, sum(part.stop - part.start for part in parts), schema)
         starts = [sum(p.stop - p.start for p in parts[:i]) for i in range(len(parts))]
         # Ask all hosts before reading from the first one.
         asked = [self.direct.ask(part) if self.direct else None for part in parts]
@@ -82,7 +82,7 @@ class Transport:
             self.bytes_by["ray"] += batch.take(part, columns, at)
         return Fetched(batch.finish(), arrived)
 
-    def _receive(self, request: Request, batch: Assembly, at: int) -> bool:
+    def _receive(self, request: Request, batch: BatchBuilder, at: int) -> bool:
         try:
             count = request.receive(batch, at)
         except OSError as error:

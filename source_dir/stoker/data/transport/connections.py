@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from stoker.data.preprocessing.columns import TEXT, Column, Schema, SchemaError
+from stoker.data.messages import TEXT, BlockSlice, Column, Schema, Server
 from stoker.data.transport import wire
-from stoker.data.transport.batches import Assembly, Rows, Server
+from stoker.data.transport.batches import BatchBuilder
+from stoker.errors import SchemaError
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 20.0
@@ -47,9 +48,9 @@ class Request:
     link: HostLink
     connection: socket.socket
     block: str
-    part: Rows
+    part: BlockSlice
 
-    def receive(self, batch: Assembly, at: int) -> int:
+    def receive(self, batch: BatchBuilder, at: int) -> int:
         """Put the rows where they belong; how many bytes.
 
         Raises:
@@ -97,7 +98,7 @@ class DirectHosts:
         self._ask_after = 0.0
         self._own_node: str | None = None
 
-    def ask(self, part: Rows) -> Request | None:
+    def ask(self, part: BlockSlice) -> Request | None:
         """Send for rows; None where they must come through Ray."""
         link = self._link(part.node)
         if link is None:

@@ -110,17 +110,6 @@ class BlockServer:
             return self._blocks[worker, block]
 
 
-def columns_of(block: Any) -> dict[str, Any]:
-    """Every host: a block as NumPy columns; our own blocks are that, Ray Data's give views where they can."""
-    if isinstance(block, dict):
-        return block
-    from ray.data.block import BlockAccessor
-
-    accessor = BlockAccessor.for_block(block)
-    columns: dict[str, Any] = accessor.to_numpy(list(accessor.column_names()))
-    return columns
-
-
 def pick(columns: dict[str, Any], start: int, stop: int) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """CPU host: rows of a block as contiguous arrays, and its text columns as lists."""
     import numpy as np

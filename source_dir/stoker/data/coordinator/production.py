@@ -1,0 +1,167 @@
+"""Head: the side of the coordinator to which chain workers turn."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+from stoker.bootstrap.topology import label
+from stoker.data.coordinator.attempt import Attempt
+from stoker.data.engine.execution import Engine
+from stoker.data.engine.passes import Passes
+from stoker.data.engine.planner import Planner
+from stoker.data.engine.pool import ChainHost, Pool
+from stoker.data.engine.suspects import Suspects
+from stoker.data.messages import BlockReport, Claim, Failure, Origin, Told
+from stoker.errors import DataError, explain
+
+LOOK_EVERY_S = 1.0
+TICKETS_WAIT_S = 1.0
+NO_HOST_DEADLINE_S = 180.0
+
+
+class Production:
+    """Head: part of the coordinator; it lets the passes of the present attempt be produced.
+
+    Args:
+        passes: what to read.
+        totals: records of each split, None where nobody knows.
+        hosts: from train workers by node to the hosts that preprocess, as they are now.
+    """
+
+    def __init__(
+        self, passes: Passes, totals: dict[str, int | None], hosts: Callable[[Counter[str]], list[ChainHost]]
+    ) -> None:
+        self.passes, self.totals, self.hosts = passes, totals, hosts
+        self.changed = threading.Condition()
+        """The coordinator's lock."""
+        self.attempt: Attempt | None = None
+        self.training: dict[int, str] = {}
+        """Node of each rank."""
+        self.suspects = Suspects()
+        self.pool = Pool(groups=tuple(label(group) for group in passes.config.data.preprocess_on))
+        self.engine: Engine | None = None
+        self.ticket_numbers = count()
+        self._started = threading.Lock()
+
+    def start_engine(self, me: Any) -> None:
+        """With the first attempt: start the execution that carries all of them.
+
+        Args:
+            me: this actor's handle.
+        """
+        if self._started.acquire(blocking=False):
+            threading.Thread(target=self._run_engine, args=(me,), name="engine", daemon=True).start()
+
+    def tickets(self) -> list[int] | None:
+        """Ticket source's call: those that are wanted now; waits a second at most. None: the run is over."""
+        deadline = time.monotonic() + TICKETS_WAIT_S
+        with self.changed:
+            while True:
+                planner = self._planner()
+                issued = planner.issue() if planner else []
+                if issued or time.monotonic() > deadline:
+                    return issued
+                self.changed.wait(0.1)
+
+    def claim(self, ticket: int, node: str, process: str) -> Claim | None:
+        """Chain worker's call: the work behind a ticket; None: there is none any more."""
+        with self.changed:
+            planner = self._planner()
+            return planner.claim(ticket, node, process) if planner else None
+
+    def block_made(self, ticket: int, report: BlockReport, origin: Origin, told: Told) -> bool:
+        """Chain worker's call: a block will come; whether to go on."""
+        with self.changed, self._ends_the_attempt():
+            planner = self._planner()
+            return planner.reported(ticket, report, origin, told) if planner else False
+        return False
+
+    def item_ended(self, ticket: int) -> None:
+        """Chain worker's call: it has given all it had."""
+        with self.changed, self._ends_the_attempt():
+            if planner := self._planner():
+                planner.ended(ticket)
+
+    def item_failed(self, ticket: int, failure: Failure) -> None:
+        """Chain worker's call: it cannot do its work."""
+        with self.changed, self._ends_the_attempt():
+            if planner := self._planner():
+                planner.failed(ticket, failure)
+
+    def _planner(self) -> Planner | None:
+        attempt = self.attempt
+        return attempt.planner if attempt is not None and not attempt.over else None
+
+    @contextlib.contextmanager
+    def _ends_the_attempt(self) -> Iterator[None]:
+        """What is raised here is why the present attempt fails."""
+        try:
+            yield
+        except Exception as error:
+            if self.attempt is not None:
+                self.attempt.fail(explain(error))
+
+    def _run_engine(self, me: Any) -> None:
+        """Thread: the Ray Data execution, from the first attempt to the end of the run."""
+        import ray
+
+        with self._ends_the_attempt():
+            self.pool.update(self.hosts(Counter()), False, time.monotonic())
+            setups = {split: ray.put(self.passes.setup(split)) for split in self.totals}
+            head = ray.get_runtime_context().get_node_id()
+            self.engine = engine = Engine(me, setups, self.pool, head)
+            threading.Thread(target=self._look, args=(engine,), name="look", daemon=True).start()
+            engine.run(self._arrived)
+
+    def _arrived(self, origin: Origin, reference: Any) -> None:
+        """Engine's thread: a block is here."""
+        with self.changed, self._ends_the_attempt():
+            if planner := self._planner():
+                planner.arrived(origin, reference)
+
+    def _look(self, engine: Engine) -> None:
+        """Thread: what changes with time: hosts, the size of the pool, work that is late."""
+        seen = time.monotonic()
+        while True:
+            with self._ends_the_attempt():
+                hosts = self.hosts(Counter(self.training.values()))
+                now = time.monotonic()
+                seen = now if any(host.slots for host in hosts) else seen
+                self._refuse_no_host(now - seen)
+                with self.changed:
+                    planner = self._planner()
+                    self.pool.update(hosts, bool(planner and planner.hungry), now)
+                    hung = planner.look(now) if planner else []
+                engine.look()
+                for process in hung:
+                    engine.execution.kill(process)
+            time.sleep(LOOK_EVERY_S)
+
+    def _refuse_no_host(self, seconds: float) -> None:
+        # One that was lost may come back; without its group another does not take its place.
+        data = self.passes.config.data
+        deadline = min(NO_HOST_DEADLINE_S, data.stall_timeout_s)
+        if seconds > deadline:
+            groups = ", ".join(data.preprocess_on)
+            which = f"data.preprocess_on names {groups} alone" if groups else "none offers CPUs to Ray"
+            raise DataError(f"no host that may preprocess for {deadline:.0f} s: {which}")
+
+    def ray_data_stats(self) -> str:
+        """Driver's call: what Ray Data has counted and timed, by operator."""
+        return self.engine.execution.statistics() if self.engine else ""
+
+    def record_begins(self, attempt: int, split: str, task: str, key: str) -> str:
+        """CPU task's call, of one that names its records: why one shall not be begun; empty: it may."""
+        with self.changed:
+            return self.suspects.begins(task, split, key)
+
+    def task_does(self, attempt: int, split: str, task: str, what: str) -> None:
+        """CPU task's call, of one that names its records: what it does that is not work on one record."""
+        with self.changed:
+            self.suspects.does(task, what)

@@ -1,0 +1,87 @@
+"""CPU host: the process that preprocesses; Ray Data keeps one per CPU and gives it tickets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from stoker.data.engine import ray_internals
+from stoker.data.engine.groups import Loaded, groups_of, load, refuse_flaky
+from stoker.data.engine.recovery import failure_of
+from stoker.data.engine.witness import Guard, Witness
+from stoker.data.messages import Claim, Told
+from stoker.data.preprocessing.blocks import to_table
+from stoker.errors import OverError, root_cause
+
+ANSWER_S = 120.0
+IDLE_S = 0.2
+"""A ticket for which there is no work ends after this, so that the head is not asked without pause."""
+
+
+class ChainWorker:
+    """CPU host: see the module. It keeps source, chain and cache of each split open for the whole run.
+
+    Args:
+        coordinator: the actor that it asks for work.
+        setups: reference of the Setup of each split, loaded when there is work for it.
+    """
+
+    def __init__(self, coordinator: Any, setups: Mapping[str, Any]) -> None:
+        import ray
+
+        ray_internals.keep_blocks_whole()
+        context = ray.get_runtime_context()
+        self._coordinator, self._setups = coordinator, setups
+        self._loaded: dict[str, Loaded] = {}
+        self._node, self._process = context.get_node_id(), context.get_actor_id()
+
+    def __call__(self, row: Any) -> Iterator[Any]:
+        """CPU host: a ticket → the blocks of its work.
+
+        Each block is reported before it is given to Ray Data: so the head knows whose it is when it comes.
+        """
+        import ray
+
+        ticket, task = int(row["ticket"][0].as_py()), ray.get_runtime_context().get_task_id() or ""
+        try:
+            claim: Claim | None = self._ask("claim", ticket, self._node, self._process)
+            if claim is None:
+                time.sleep(IDLE_S)
+                return
+            time.sleep(claim.wait_s)
+            yield from self._blocks(ticket, claim, task)
+            self._ask("item_ended", ticket)
+        except OverError:
+            return
+        except Exception as error:
+            if isinstance(root_cause(error), ray.exceptions.RayActorError):
+                return  # the run is over
+            self._ask("item_failed", ticket, failure_of(error))
+
+    def _blocks(self, ticket: int, claim: Claim, task: str) -> Iterator[Any]:
+        split, care = claim.plan.split, claim.care
+        if split not in self._loaded:
+            self._loaded[split] = load(self._setups[split])
+        loaded = self._loaded[split]
+        witness = Witness(self._coordinator, care, split) if care.names else None
+        guard = Guard(care.known, witness) if care.known or witness else None
+        made = 0
+        for item in claim.work:
+            for columns, report in groups_of(loaded, claim.plan, item, guard):
+                if claim.blocks is not None and made >= claim.blocks:
+                    return
+                if not care.last_try:
+                    refuse_flaky(report)
+                told = Told(self._node, loaded.cache.usage if loaded.cache else None)
+                go_on = self._ask("block_made", ticket, report, (task, made), told)
+                if columns:
+                    yield to_table(columns)
+                    made += 1
+                if not go_on:
+                    return
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        import ray
+
+        return ray.get(getattr(self._coordinator, method).remote(*arguments), timeout=ANSWER_S)

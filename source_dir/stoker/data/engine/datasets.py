@@ -1,0 +1,117 @@
+"""A recipe's own `ray.data.Dataset` as a source: Ray Data executes it on the head's behalf, pass by pass, and
+chain workers read its blocks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from stoker.data.messages import BadRecord, Piece, Record
+from stoker.data.preprocessing.blocks import columns_of
+from stoker.data.sources.arrow import mask_of, values_of
+from stoker.data.sources.base import Source
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class DatasetSource(Source):
+    """Head and chain worker: see the module.
+
+    Args:
+        dataset: what the recipe's `read` returned; None on chain workers.
+    """
+
+    random = False
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
+        """Head: none is known before it is there; `blocks` gives them."""
+        return []
+
+    def blocks(self, seed: int | None, exact: bool) -> Iterator[Piece]:
+        """Head: execute the dataset once.
+
+        Args:
+            seed: permutes its blocks; None: as they are.
+            exact: they come in the same order in every run.
+        """
+        dataset = self.dataset if seed is None else self.dataset.randomize_block_order(seed=seed)
+        dataset.context.enable_progress_bars = False
+        dataset.context.execution_options.preserve_order = exact
+        first = 0
+        for bundle in dataset.iter_internal_ref_bundles():
+            for entry in bundle.blocks:
+                if rows := entry.metadata.num_rows:
+                    yield Piece("", first, first + rows, rows, (entry.ref,))
+                    first += rows
+
+    def first_rows(self, count: int) -> list[Record]:
+        """Head or train worker: a few rows, for what needs examples."""
+        return as_records(self.dataset.take_batch(count, batch_format="pyarrow"))
+
+    def name_of(self, piece: Piece) -> str:
+        """Chain worker: a block has no name, but a place."""
+        return "rows"
+
+    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        """Chain worker: the rows of a block."""
+        import ray
+
+        records = as_records(ray.get(piece.items[0]))
+        yield from records if order is None else (records[i] for i in order.permutation(len(records)))
+
+    def count(self) -> int | None:
+        """Head: only reading tells."""
+        return None
+
+    def for_tasks(self) -> Source:
+        """Head: chain workers get the blocks."""
+        return DatasetSource(None)
+
+    def fingerprint(self) -> str:
+        """Head: a pipeline does not tell its records."""
+        return type(self.dataset).__name__
+
+
+def as_records(block: Any) -> list[Record]:
+    """Chain worker: the rows of a block as records; those without a key get one of their content.
+
+    A NULL is None, and the numbers beside it stay what they are: as an array, a column of integers with a
+    NULL would be of floats.
+    """
+    columns = columns_of(block)
+    values: dict[str, Any] = {
+        name: lambda row, column=column: _scalar(column[row]) for name, column in columns.items()
+    }
+    if hasattr(block, "schema"):
+        for name in columns:
+            mask = mask_of(block[name])
+            if mask is not None:
+                values[name] = partial(_or_none, mask, values_of(block[name]))
+    count = len(next(iter(columns.values()))) if columns else 0
+    rows = [{name: value(row) for name, value in values.items()} for row in range(count)]
+    return [{**row, "key": _key(row)} for row in rows]
+
+
+def _or_none(mask: Any, value: Callable[[int], Any], row: int) -> Any:
+    return None if mask[row] else value(row)
+
+
+def _scalar(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+
+
+def _key(row: dict[str, Any]) -> str:
+    """A row's own `key`, or its content: rows of a foreign dataset have no other identity."""
+    if "key" in row:
+        return str(row["key"])
+    content = hashlib.blake2b(digest_size=16)
+    for name, value in row.items():
+        content.update(name.encode())
+        content.update(value.tobytes() if hasattr(value, "tobytes") else repr(value).encode())
+    return content.hexdigest()

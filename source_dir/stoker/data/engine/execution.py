@@ -1,0 +1,137 @@
+"""Head: the one Ray Data execution of a run: tickets → chain workers → blocks.
+
+    read tickets (head)  →  map_batches(ChainWorker), an actor per CPU  →  blocks
+
+Epochs follow each other in it without a gap, and processes stay warm from the first to the last.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from stoker.data.engine import ray_internals
+from stoker.data.engine.chain_worker import ChainWorker
+from stoker.data.engine.passes import GROUP_LABEL
+from stoker.data.engine.pool import Pool
+from stoker.data.messages import Origin
+
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
+IN_FLIGHT = 4
+"""Calls that an actor has been given at most: the next one is there when one ends."""
+BUFFERED_BLOCKS = 16
+"""Of a task, before the executor has taken the first: it looks only every 0.1 s."""
+TICKETS_S = 60.0
+CPUS = 0.5
+"""Of a chain worker, towards Ray: a host may take those of a lost one besides its own; how many there are is
+decided by `Pool`."""
+
+
+class Engine:
+    """Head: part of the coordinator.
+
+    Args:
+        coordinator: its handle.
+        setups: reference of the Setup of each split.
+        pool: the hosts.
+        head: this host's Ray node.
+    """
+
+    def __init__(self, coordinator: Any, setups: dict[str, Any], pool: Pool, head: str) -> None:
+        self._pool = pool
+        self._placed: list[str] = []
+        """Nodes of the actors that are starting, in order."""
+        self.execution = ray_internals.Execution(self._dataset(coordinator, setups, head))
+
+    def _dataset(self, coordinator: Any, setups: dict[str, Any], head: str) -> Dataset:
+        import ray
+        from ray.data import ActorPoolStrategy, DataContext
+
+        context = DataContext.get_current().copy()
+        context.enable_progress_bars = False
+        context.print_on_execution_start = False
+        # Everything is taken as it comes: the planner puts it in order, and bounds what is under way.
+        context.execution_options.preserve_order = False
+        context.target_max_block_size = 1
+        context._max_num_blocks_in_streaming_gen_buffer = BUFFERED_BLOCKS
+        size = max(self._pool.slots, 1)
+        with DataContext.current(context):
+            tickets = ray.data.read_datasource(
+                ticket_source(coordinator),
+                override_num_blocks=1,
+                num_cpus=0,
+                ray_remote_args={"label_selector": {ray._raylet.RAY_NODE_ID_KEY: head}},
+            )
+            return tickets.map_batches(
+                ChainWorker,
+                fn_constructor_args=(coordinator, setups),
+                batch_size=None,
+                batch_format="pyarrow",
+                compute=ActorPoolStrategy(
+                    min_size=size, max_size=size, max_tasks_in_flight_per_actor=IN_FLIGHT
+                ),
+                num_cpus=CPUS,
+                ray_remote_args_fn=self._place,
+            )
+
+    def _place(self) -> dict[str, Any]:
+        """Where the next actor starts; Ray Data's thread asks."""
+        import ray
+
+        starting = self.execution.pending() if hasattr(self, "execution") else len(self._placed)
+        self._placed = self._placed[len(self._placed) - starting :]
+        there = (self.execution.actors() if hasattr(self, "execution") else Counter()) + Counter(self._placed)
+        node = self._pool.place(there)
+        self._placed.append(node)
+        if not node:
+            return {}
+        there_only = {ray._raylet.RAY_NODE_ID_KEY: node}
+        # Where its host is lost, it starts again elsewhere, and makes lost blocks again.
+        groups = self._pool.groups
+        allowed = [{"label_selector": {GROUP_LABEL: f"in({','.join(groups)})"}}] if groups else []
+        # In the worst case where it gets no work: an actor that can be placed nowhere would end the run.
+        return {"label_selector": there_only, "fallback_strategy": [*allowed, {"label_selector": {}}]}
+
+    def run(self, arrived: Callable[[Origin, Any], None]) -> None:
+        """Thread: until there are no more tickets.
+
+        Args:
+            arrived: takes each block, and where it comes from.
+        """
+        for reference in self.execution.blocks():
+            arrived(ray_internals.origin_of(reference), reference)
+
+    def look(self) -> None:
+        """Regularly: as many chain workers as the pool wants."""
+        trains = {node for node, host in self._pool.hosts.items() if host.trains}
+        self.execution.resize(max(self._pool.slots, 1), lambda node: node in trains)
+
+
+def ticket_source(coordinator: Any) -> Any:
+    """Head: a source of Ray Data's with one read task, which gives tickets as the coordinator issues them."""
+    import pyarrow as pa
+    from ray.data import Datasource, ReadTask
+    from ray.data.block import BlockMetadata
+
+    class Tickets(Datasource):  # type: ignore[misc]
+        def estimate_inmemory_data_size(self) -> int | None:
+            return None
+
+        def get_read_tasks(self, parallelism: int, *args: Any, **options: Any) -> list[Any]:
+            def blocks() -> Iterator[Any]:
+                import ray
+
+                while True:
+                    issued = ray.get(coordinator.tickets.remote(), timeout=TICKETS_S)
+                    if issued is None:
+                        return
+                    for number in issued:
+                        yield pa.table({"ticket": [number]})
+
+            about = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
+            return [ReadTask(blocks, about)]
+
+    return Tickets()

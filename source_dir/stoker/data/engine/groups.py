@@ -1,0 +1,165 @@
+"""CPU host: reads shards and runs the chain on their records, group by group."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+from stoker.data.cache.reading import CachedReader
+from stoker.data.cache.store import CacheSpec, HostCache
+from stoker.data.engine.witness import Guard
+from stoker.data.messages import BadRecord, BlockReport, EpochPlan, Record, Work
+from stoker.data.preprocessing.chain import Chain
+from stoker.data.sources.base import Source, record_id
+from stoker.data.sources.seeding import seeded
+from stoker.errors import FlakyReadError
+
+
+class Setup(NamedTuple):
+    """Head → CPU task: what all tasks of a split share."""
+
+    source: Source | None
+    chain: bytes
+    """The Chain, pickled: unpickling it imports what its transforms need (torch, say), which only CPU
+    tasks shall pay for."""
+    cache: CacheSpec | None = None
+    key: str = ""
+    """Names what is kept of this split."""
+
+
+class Loaded(NamedTuple):
+    """CPU task: what a process needs of a split."""
+
+    source: Any
+    chain: Chain
+    cache: HostCache | None = None
+
+
+def refuse_flaky(report: BlockReport) -> None:
+    """Chain worker: have a shard read again elsewhere where a record could not be read here and now.
+
+    Raises:
+        FlakyReadError: naming the record.
+    """
+    for bad in report.bad:
+        if bad.passing:
+            raise FlakyReadError(f"record {bad.key} {bad.reason}")
+
+
+def load(setup: Any) -> Loaded:
+    """Chain worker: open a split, for the whole run.
+
+    Args:
+        setup: reference of its Setup.
+    """
+    import ray
+
+    content: Setup = ray.get(setup)
+    chain = pickle.loads(content.chain)  # noqa: S301 - written by the head
+    return Loaded(content.source, chain, _cache_of(content))
+
+
+def _cache_of(setup: Setup) -> HostCache | None:
+    import ray
+
+    if setup.cache is None:
+        return None
+    node = ray.get_runtime_context().get_node_id()
+    reserved = sum(
+        int(n["Resources"].get("object_store_memory", 0)) for n in ray.nodes() if n["NodeID"] == node
+    )
+    return HostCache(setup.cache.root(), setup.key, setup.cache, reserved)
+
+
+def groups_of(
+    loaded: Loaded, plan: EpochPlan, work: Work, guard: Guard | None = None
+) -> Iterator[tuple[dict[str, Any], BlockReport]]:
+    """CPU task: the groups of a piece's records, preprocessed, each with its report.
+
+    A quarantined record keeps its place in its group, so groups have the same numbers and records whatever
+    a `guard` keeps out of the chain.
+    """
+    piece = work.piece
+
+    def order() -> Any:
+        name = f"{loaded.source.name_of(piece)}:{piece.start}"
+        return order_of(plan.seed, plan.epoch, name) if plan.shuffle else None
+
+    started = time.perf_counter()
+    reading = None
+    if loaded.cache:
+        refuses = (guard.refuses,) if guard else ()
+        reading = CachedReader(loaded.source, piece, order, loaded.cache, work.store, *refuses)
+    if reading:
+        records = iter(reading)
+    elif guard:
+        records = guard.read(loaded.source, piece, order())
+    else:
+        records = loaded.source.read(piece, order())
+    if loaded.source.random:
+        listing = loaded.source.listing(piece)
+        keys = None if listing is None else [key for key, _ in listing]
+        what = "read" if keys else f"piece/{work.number}"
+        records = seeded(records, keys, f"{plan.seed}/{plan.epoch}/{what}")
+    if guard:
+        one = partial(_run_alone, loaded.chain, plan.epoch)
+        records = guard.watch(records, one, work.skip * plan.block_records)
+    keep = reading.keep if reading else None
+    nth, following, bad = 0, next(records, None), 0
+    while following is not None:
+        group: Iterable[Record | BadRecord] = chain([following], islice(records, plan.block_records - 1))
+        if nth < work.skip:
+            deque(group, maxlen=0)
+            following = next(records, None)
+        else:
+            if guard:
+                group = guard.together(group)
+            columns, report = run_chain(loaded.chain, group, plan.epoch, keep)
+            following = next(records, None)
+            bad += len(report.bad)
+            report.piece, report.nth, report.last = work.number, nth, following is None
+            report.seconds = time.perf_counter() - started
+            yield columns, report
+        started = time.perf_counter()
+        nth += 1
+    if reading:
+        reading.finished(whole=not bad and not work.skip)
+
+
+def _run_alone(stages: Chain, epoch: int, record: Record) -> None:
+    run_chain(stages, [record], epoch)
+
+
+def run_chain(
+    stages: Chain,
+    group: Iterable[Record | BadRecord],
+    epoch: int,
+    keep: Callable[[Record], int] | None = None,
+) -> tuple[dict[str, Any], BlockReport]:
+    """CPU task: one group through the chain, on one core."""
+    use_one_thread()
+    return stages.run(group, epoch, keep)
+
+
+def order_of(seed: int, epoch: int, what: str = "") -> Any:
+    """Head and CPU task: the generator that permutes records, seeded by (seed, epoch, what)."""
+    import numpy as np
+
+    return np.random.default_rng(record_id(f"order/{seed}/{epoch}/{what}"))
+
+
+def use_one_thread() -> None:
+    """CPU task: one task per core, so the libraries must not start threads of their own."""
+    import sys
+
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    if "cv2" in sys.modules:
+        sys.modules["cv2"].setNumThreads(0)
+
+

@@ -1,0 +1,69 @@
+"""Head: the shards of the passes that come next, listed in a thread: they may be many, or come slowly."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from stoker.data.engine.items import Line
+from stoker.data.engine.pool import Pool
+from stoker.errors import explain
+
+if TYPE_CHECKING:
+    from stoker.data.coordinator.attempt import Attempt
+
+BLOCKS_AHEAD_PER_SLOT = 2
+"""Blocks of a dataset of the recipe's own that wait to be preprocessed."""
+
+
+class Lister:
+    """Head: part of the planner.
+
+    Args:
+        attempt: whose passes are listed.
+        pool: the hosts.
+    """
+
+    def __init__(self, attempt: Attempt, pool: Pool) -> None:
+        self.attempt, self.pool, self.passes = attempt, pool, attempt.passes
+        self._begun: set[tuple[str, int]] = set()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shards")
+
+    def close(self) -> None:
+        """The attempt is over."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def open(self, lines: list[Line]) -> None:
+        """Add a line for each pass that may be produced now and has none."""
+        for stream in self.attempt.open_streams():
+            key = (stream.books.split, stream.books.epoch)
+            if key in self._begun:
+                continue
+            self._begun.add(key)
+            start = stream.trail.start if stream.trail else None
+            plan = self.passes.plan(*key, start)
+            known = self.passes.has_pieces(plan.split)
+            coming = self._thread.submit(self.passes.pieces, plan, start) if known else None
+            line = Line(stream, plan, coming, self.passes.config.data.order == "exact")
+            lines.append(line)
+            if not known:
+                self._thread.submit(self._execute, line)
+
+    def _execute(self, line: Line) -> None:
+        """Thread: the blocks of a dataset of the recipe's own become shards, a few ahead of the chain."""
+        changed = self.attempt.changed
+        try:
+            for shard in self.passes.blocks(line.plan):
+                with changed:
+                    line.add(shard)
+                    changed.notify_all()
+                    while len(line.work) > BLOCKS_AHEAD_PER_SLOT * max(self.pool.slots, 1):
+                        if self.attempt.over:
+                            break
+                        changed.wait(1.0)
+                    if self.attempt.over:
+                        return
+        except Exception as error:
+            self.attempt.fail(explain(error))
+        with changed:
+            line.listing = False

@@ -1,0 +1,337 @@
+"""Head: decides what chain workers do next; part of an attempt, guarded by the coordinator's lock.
+
+Ray Data carries tickets to chain workers. A worker that begins a ticket claims its work here, so what is
+read next, where, and what is read again elsewhere is decided as late as possible: by what train workers
+lack and by the host that asks. Blocks go to the pass in their order within the shard and, where `data.order`
+is exact, in the order of the shards.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from stoker.data.cache.affinity import LOOK_AHEAD
+from stoker.data.engine.items import Item, Line, Ticket
+from stoker.data.engine.listing import Lister
+from stoker.data.engine.passes import pack_work
+from stoker.data.engine.pool import Pool
+from stoker.data.engine.recovery import Recovery
+from stoker.data.messages import BlockReport, Care, Claim, Failure, Origin, Told
+from stoker.data.sources.rereading import reread_wait_s
+
+if TYPE_CHECKING:
+    from stoker.data.coordinator.attempt import Attempt
+    from stoker.data.coordinator.streams import Stream
+
+ITEM_S = 1.0
+"""Aimed-at duration of an item: long against the 0.1 s of a round of Ray Data's scheduler."""
+SLOTS_PER_SECOND = 500
+"""With more slots than this items last longer, so that the head is asked no more often."""
+MOST_SHARDS = 16
+"""Shards of one item at most."""
+OPEN_PER_SLOT = 3
+"""Tickets for each slot: one in work, the others hide the scheduler's round."""
+LOST_TICKET_S = 20.0
+"""A ticket that nobody has claimed by then waits for a process that is not there; it is replaced."""
+HUNGRY_STEPS = 8
+"""With fewer steps than this ready, hosts that train help to preprocess."""
+OVERFULL = 1.25
+"""Times the budget: what is in work ends after its next block."""
+
+
+class Planner:
+    """Head: see the module.
+
+    Args:
+        attempt: whose passes are produced.
+        pool: the hosts.
+        budget_bytes: of blocks that are ready; beyond two steps nothing more is begun then.
+        numbers: numbers tickets, over all attempts.
+    """
+
+    def __init__(self, attempt: Attempt, pool: Pool, budget_bytes: int, numbers: count[int]) -> None:
+        self.attempt, self.pool, self.budget_bytes = attempt, pool, budget_bytes
+        self.passes, self.affinity = attempt.passes, attempt.keeping
+        self.exact = self.passes.config.data.order == "exact"
+        self.recovery = Recovery(attempt, pool)
+        self.lines: list[Line] = []
+        self.again: list[Item] = []
+        """To be read again, elsewhere where that is possible."""
+        self.active: dict[int, Item] = {}
+        """What is in work, by ticket."""
+        self.working: dict[str, int] = {}
+        """The ticket that is in work at each chain worker."""
+        self.tickets: dict[int, Ticket] = {}
+        """What was given to each ticket of an open pass."""
+        self.coming: dict[Origin, tuple[Line, BlockReport, str]] = {}
+        """Reported blocks that are not here yet."""
+        self.shard_s: dict[str, float] = {}
+        """Seconds that a shard of a split takes, smoothed."""
+        self._issued: dict[int, float] = {}
+        """Tickets that nobody has claimed yet, and since when."""
+        self._early_bytes = 0
+        """Of blocks that are reported and not delivered yet."""
+        self._numbers, self._names = numbers, count()
+        self._lister = Lister(attempt, pool)
+
+    def close(self) -> None:
+        """The attempt is over."""
+        self._lister.close()
+
+    def look(self, now: float) -> list[str]:
+        """Regularly: begin passes, end those that have given everything, take back what is late.
+
+        Returns:
+            Chain workers whose processes are to be ended: they hang.
+
+        Raises:
+            Exception: a pass cannot be listed; DataError: late work is done nowhere.
+        """
+        self.pool.avoided = self.recovery.patience.avoided(now)
+        if self.affinity is not None:
+            self.affinity.hosts_are(self.pool.hosts)
+        self._lister.open(self.lines)
+        hung = []
+        for ticket, item in list(self.active.items()):
+            lost = item.node not in self.pool.hosts
+            if not lost and self.recovery.is_late(item, now, in_work=True):
+                self.recovery.late(item)
+                hung.append(item.process)
+            elif not lost:
+                continue
+            self._take_back(ticket, 0.0)
+        for item in self.again:
+            self.recovery.is_late(item, now, in_work=False)
+        for line in [line for line in self.lines if line.ended()]:
+            self.lines.remove(line)
+            self.attempt.produced(line.stream)
+        return hung
+
+    def issue(self) -> list[int]:
+        """The tickets that are wanted now."""
+        now = time.monotonic()
+        self._issued = {n: at for n, at in self._issued.items() if now - at < LOST_TICKET_S}
+        room = OPEN_PER_SLOT * self.pool.slots - len(self.active)
+        wanted = min(room, self._claimable(room, now)) - len(self._issued)
+        tickets = [next(self._numbers) for _ in range(wanted)]
+        self._issued |= dict.fromkeys(tickets, now)
+        return tickets
+
+    def _claimable(self, most: int, now: float) -> int:
+        """How many items could be begun now, counted up to `most`."""
+        items = sum(item.not_before <= now for item in self.again)
+        for line in self.lines:
+            if items >= most or not line.listed() or not self._wanted(line):
+                break
+            left = len(line.work)
+            items += -(-left // self._shards_per_item(line.plan.split, left)) if left else 0
+        return items
+
+    def claim(self, number: int, node: str, process: str) -> Claim | None:
+        """A chain worker begins a ticket: what it is to do; None: nothing.
+
+        Args:
+            number: of the ticket.
+            node: where it runs.
+            process: id of its actor.
+        """
+        ticket = self.tickets.get(number)
+        if ticket is None:
+            issued = self._issued.pop(number, None) is not None
+            # A process that has died at a ticket gets that one again, and no other before.
+            item = self._next(node) if issued and process not in self.working else None
+            if item is None:
+                return None
+            self.tickets[number] = ticket = Ticket(item, list(item.shards), list(item.store))
+            self.active[number] = item
+        item = ticket.item
+        if number in self.active and node not in self.pool.hosts:
+            self._take_back(number, 0.0)  # it was started again where nothing may be preprocessed
+        if number in self.active:
+            self.working.pop(item.process, None)
+            item.begun(node, process)
+            self.working[process] = number
+        elif not ticket.made:
+            return None
+        split, wait_s = item.line.plan.split, 0.0
+        names = self.recovery.names_records(item, node)
+        before, ticket.claims = ticket.claims, ticket.claims + 1
+        if before or names:
+            start = self.attempt.task_starts(split, item.name, before)
+            if start is None:
+                return None
+            names, wait_s = start.names, start.wait_s
+        known = dict(self.attempt.suspects.of(split))
+        last_try = reread_wait_s(OSError(), item.failures) is None
+        care = Care(item.name, self.attempt.number, known, names, last_try)
+        return Claim(item.line.plan, pack_work(ticket.shards, ticket.store), care, wait_s, ticket.limit)
+
+    def _next(self, node: str) -> Item | None:
+        """What a host is given."""
+        now = time.monotonic()
+        for item in self.again:
+            if item.not_before <= now and self.pool.may_work(node, item.tried):
+                self.again.remove(item)
+                return item
+        if not self.pool.may_work(node):
+            return None
+        for line in self.lines:
+            if not line.listed() or not self._wanted(line):
+                return None
+            if line.work:
+                return self._begin(line, node)
+        return None
+
+    def _begin(self, line: Line, node: str) -> Item:
+        split, work = line.plan.split, line.work
+        most = self._shards_per_item(split, len(work))
+        if self.affinity is None:
+            shards, store = [work.popleft() for _ in range(most)], [False] * most
+        else:
+            # In exact order, blocks that come early wait; not much further than that.
+            far = 1 if line.stream.rows_ahead < line.stream.splitter.step_rows else 2 * self.pool.slots
+            look = (min(far, LOOK_AHEAD),) if self.exact else ()
+            shards, store = self.affinity.take_work(split, work, node, most, *look)
+        name = f"{self.recovery.what(split, shards)} (task {self.attempt.number}/{next(self._names)})"
+        line.begin(shards)
+        line.under_way += 1
+        return Item(line, name, shards, store)
+
+    def _shards_per_item(self, split: str, left: int) -> int:
+        """As many as fill `ITEM_S`, but so that what is left still spreads over all slots."""
+        slots = max(self.pool.slots, 1)
+        seconds = ITEM_S * max(1.0, slots / SLOTS_PER_SECOND)
+        fill = int(seconds / self.shard_s.get(split, seconds))
+        return max(1, min(fill, left // (2 * slots), MOST_SHARDS, left))
+
+    def _wanted(self, line: Line) -> bool:
+        stream = line.stream
+        under_way = sum(i.count for i in self._items() if i.line is line) * line.plan.block_records
+        if stream.rows_ahead + under_way < 2 * stream.splitter.step_rows:
+            return True
+        return self._held_bytes() < self.budget_bytes
+
+    def _items(self) -> list[Item]:
+        return [*self.active.values(), *self.again]
+
+    @property
+    def hungry(self) -> bool:
+        """Whether so little is ready that hosts that train are to help."""
+        streams = self.attempt.open_streams()
+        ready = sum(stream.rows_ahead / stream.splitter.step_rows for stream in streams)
+        return ready < HUNGRY_STEPS and self._held_bytes() < self.budget_bytes / 2
+
+    def _held_bytes(self) -> int:
+        return self._early_bytes + sum(stream.held_bytes for stream in self.attempt.open_streams())
+
+    def reported(self, number: int, report: BlockReport, origin: Origin, told: Told) -> bool:
+        """A chain worker has made a block, which comes through Ray Data; whether it is to go on.
+
+        Args:
+            number: of its ticket.
+            report: of the block.
+            origin: by which its reference is known.
+            told: of the worker's host.
+        """
+        ticket = self.tickets.get(number)
+        if ticket is None:
+            return False
+        item, line = ticket.item, ticket.item.line
+        if self.affinity is not None:
+            self.affinity.used(told.node, told.usage)
+        self.recovery.patience.took(line.plan.split, told.node, report.seconds)
+        if line.report(report, told.node):
+            if report.rows:
+                self.coming[origin] = (line, report, told.node)
+                self._early_bytes += report.bytes_out
+            else:
+                self._deliver(line, report.piece)
+        if number not in self.active:
+            return True  # made again; `Ticket.limit` ends it
+        for shard in item.reported(report):
+            self._close(line, shard)
+        if report.rows:
+            ticket.made = max(ticket.made, origin[1] + 1)
+        if item.shards and self._held_bytes() > OVERFULL * self.budget_bytes and not self._needed(item):
+            ticket.limit = ticket.made
+            line.work.extendleft(reversed(item.shards))
+            item.shards = []
+            self._done(number)
+            return False
+        return True
+
+    def _needed(self, item: Item) -> bool:
+        """Whether the next two steps wait for this item."""
+        line = item.line
+        if self.exact and line.turns and line.turns[0] not in {number for number, _, _ in item.shards}:
+            return False
+        return line.stream.rows_ahead < 2 * line.stream.splitter.step_rows
+
+    def arrived(self, origin: Origin, reference: Any) -> None:
+        """A block is here."""
+        found = self.coming.pop(origin, None)
+        if found is not None:  # else it came before, or nobody wants it any more
+            line, report, node = found
+            line.arrived(report, node, reference)
+            self._deliver(line, report.piece)
+
+    def _leave(self, number: int) -> Item:
+        """A ticket is in work no more."""
+        item = self.active.pop(number)
+        if self.working.get(item.process) == number:
+            del self.working[item.process]
+        return item
+
+    def _close(self, line: Line, shard: int) -> None:
+        line.close(shard)
+        self._deliver(line, shard)
+
+    def _deliver(self, line: Line, number: int) -> None:
+        for made in line.deliverable(number):
+            if made.reference is not None:
+                self._early_bytes -= made.report.bytes_out
+            self.attempt.deliver(line.stream, made.reference, made.report, made.node)
+
+    def ended(self, number: int) -> None:
+        """A chain worker has done its work."""
+        if number in self.active:
+            self._done(number)
+
+    def _done(self, number: int) -> None:
+        item = self._leave(number)
+        line, split = item.line, item.line.plan.split
+        line.under_way -= 1
+        for shard, _, _ in item.shards:
+            self._close(line, shard)
+        seconds = item.seconds / item.count
+        self.shard_s[split] = max(0.8 * self.shard_s.get(split, seconds) + 0.2 * seconds, 1e-6)
+        self.attempt.suspects.ended(item.name)
+
+    def failed(self, number: int, failure: Failure) -> None:
+        """A chain worker could not do its work.
+
+        Raises:
+            DataError: it has failed for good.
+        """
+        if (item := self.active.get(number)) is not None:
+            self._take_back(number, self.recovery.failed(item, failure))
+
+    def _take_back(self, number: int, wait_s: float) -> None:
+        """Let what a ticket has not given yet be read by another."""
+        ticket = self.tickets[number]
+        ticket.limit = ticket.made
+        item = ticket.item
+        if not item.shards:
+            self._done(number)
+            return
+        self._leave(number)
+        item.tried.add(item.node)
+        item.not_before = time.monotonic() + wait_s
+        self.again.append(item)
+
+    def settled(self, stream: Stream) -> None:
+        """A pass is over: its blocks are needed no more."""
+        self.tickets = {n: t for n, t in self.tickets.items() if t.item.line.stream is not stream}
+        self.coming = {o: c for o, c in self.coming.items() if c[0].stream is not stream}

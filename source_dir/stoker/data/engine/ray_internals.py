@@ -1,0 +1,143 @@
+"""Every call that is not part of Ray's public interface, with its reason. Written for Ray 2.60.
+
+tests/unit/test_rooms.py names that version: with another one, read this file again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from stoker.data.messages import Origin
+
+RAY_VERSION = "2.60"
+
+
+def temp_folder() -> str:
+    """Head: where Ray keeps its files, on every host of a cluster alike. Nothing public tells a task that."""
+    import ray
+
+    return str(ray._private.worker._global_node.get_temp_dir_path())
+
+
+def origin_of(reference: Any) -> Origin:
+    """Head: the task that made a block, and which of its blocks this is, from 0.
+
+    A bundle does not say which task it comes from. An object's id is its task's id and its number among the
+    objects of that task: number 1 is the generator, and each block is followed by its metadata.
+    """
+    index = int.from_bytes(reference.binary()[-4:], "little")
+    return reference.task_id().hex(), index // 2 - 1
+
+
+def keep_blocks_whole() -> None:
+    """Chain worker, in its own process: what it yields stays one block.
+
+    `target_max_block_size` of one byte makes Ray Data give on at once whatever is yielded, where it would
+    collect more of it first; but it would also cut what is larger.
+    """
+    from ray.data._internal.output_buffer import BlockOutputBuffer
+
+    BlockOutputBuffer._exceeded_block_size_slice_limit = lambda self, block: False
+
+
+class FixedCluster:
+    """Head: in place of Ray Data's autoscaler of clusters, which starts an actor to ask for hosts.
+
+    Hosts that Stoker formed a cluster of are all there are; late ones are found by `Pool`.
+    """
+
+    def try_trigger_scaling(self) -> None:
+        """Nothing to ask for."""
+
+    def on_executor_shutdown(self) -> None:
+        """Nothing to give back."""
+
+    def get_total_resources(self) -> Any:
+        """What the hosts have together."""
+        import ray
+        from ray.data import ExecutionResources
+
+        return ExecutionResources.from_resource_dict(ray.cluster_resources())
+
+
+class Execution:
+    """Head: an execution of a dataset whose pool of actors is steered from outside.
+
+    Ray Data's own autoscaler looks at how many calls are in flight. It knows neither which hosts come first
+    nor what train workers lack, so it is given the size: minimum and maximum are the same at any time. It
+    would also end the first idle actor, wherever that runs.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        from ray.data._internal.execution import streaming_executor
+
+        streaming_executor.create_cluster_autoscaler = lambda *_, **__: FixedCluster()
+        self._executor = dataset._create_executor()
+        self._bundles = dataset._build_bundle_iterator(self._executor)
+        self._pools: list[Any] = []
+
+    def blocks(self) -> Iterator[Any]:
+        """Head: references of the blocks as they come, of those that have rows."""
+        for bundle in self._bundles:
+            for entry in bundle.blocks:
+                if entry.metadata.num_rows:
+                    yield entry.ref
+
+    def _pool(self) -> Any:
+        """The pool of the chain workers; None while the execution starts."""
+        if not self._pools:
+            topology = getattr(self._executor, "_topology", None) or ()
+            self._pools = [pool for op in topology for pool in op.get_autoscaling_actor_pools()]
+        return self._pools[-1] if self._pools else None
+
+    def actors(self) -> Counter[str]:
+        """Head: running actors by node."""
+        pool = self._pool()
+        states = list(pool._running_actors.values()) if pool else []
+        return Counter(state.actor_location for state in states)
+
+    def pending(self) -> int:
+        """Head: actors that are starting."""
+        pool = self._pool()
+        return pool.num_pending_actors() if pool else 0
+
+    def resize(self, size: int, last: Callable[[str], bool]) -> None:
+        """Head: how many actors there are to be.
+
+        Args:
+            size: at least 1.
+            last: whether those of a node are ended before others.
+        """
+        pool = self._pool()
+        if pool is None:
+            return
+        pool._config = dataclasses.replace(pool._config, min_size=size, max_size=size, initial_size=size)
+
+        def end_idle() -> bool:
+            idle = [a for a, state in pool._running_actors.items() if not state.num_tasks_in_flight]
+            idle.sort(key=lambda actor: not last(pool.get_actor_location(actor)))
+            if idle:
+                pool._release_running_actor(idle[0])
+            return bool(idle)
+
+        pool._try_remove_idle_actor = end_idle
+
+    def kill(self, actor_id: str) -> None:
+        """Head: end the process of an actor that hangs; Ray starts it again with what it had to do."""
+        import ray
+
+        pool = self._pool()
+        for actor in list(pool._running_actors) if pool else ():
+            if actor._actor_id.hex() == actor_id:
+                ray.kill(actor, no_restart=False)
+
+    def statistics(self) -> str:
+        """Head: what Ray Data has counted and timed, by operator."""
+        return str(self._executor.get_stats().to_summary().to_string())
+
+    def shutdown(self) -> None:
+        """Head: end all of it."""
+        self._executor.shutdown(force=True)

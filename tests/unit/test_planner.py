@@ -1,0 +1,251 @@
+"""Whatever chain workers, hosts and Ray do, each block of a pass is delivered once, in its order."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stoker.data import Piece, Source
+from stoker.data.coordinator.accounting import ChainBooks
+from stoker.data.coordinator.attempt import Attempt
+from stoker.data.engine.passes import Passes
+from stoker.data.engine.planner import Planner
+from stoker.data.engine.pool import ChainHost, Pool
+from stoker.data.engine.suspects import Suspects
+from stoker.data.messages import BlockReport, Claim, DataCursor, Failure, Told
+from stoker.schema import Config
+
+PROCESSES = count()
+RECORDS = 4
+"""Of a group."""
+
+
+class Shards(Source):
+    """Shards of so many groups each; the last group of each is short."""
+
+    random = False
+
+    def __init__(self, groups: list[int]) -> None:
+        self.groups = groups
+
+    def pieces(self, records: int, order: Any) -> list[Piece]:
+        return [Piece(f"s{n}", rows=max(0, RECORDS * g - 1)) for n, g in enumerate(self.groups)]
+
+    def read(self, piece: Piece, order: Any) -> Any:
+        raise NotImplementedError
+
+    def count(self) -> int:
+        return sum(piece.rows or 0 for piece in self.pieces(1, None))
+
+
+class Head:
+    """A planner with its attempt; what is delivered is noted."""
+
+    def __init__(self, groups: list[int], order: str, hosts: int, budget: int) -> None:
+        config = Config.model_validate(
+            {
+                "recipe": "none:None",
+                "data": {"block_records": RECORDS, "shuffle": False, "order": order},
+                "train": {"epochs": 1, "batch_size": 3},
+            }
+        )
+        self.source = Shards(groups)
+        passes = Passes(config, {"train": self.source}, {"train": b""})
+        start = DataCursor(epoch=0, plan=passes.identity("f"))
+        shared = (threading.Condition(), {"train": ChainBooks()}, lambda *_, **__: None, None, Suspects())
+        self.attempt = Attempt(0, 1, passes, {"train": self.source.count()}, start, *shared)
+        self.delivered: list[tuple[int, int]] = []
+        deliver = self.attempt.deliver
+
+        def note(stream: Any, block: Any, report: BlockReport, node: str) -> None:
+            assert block == (report.piece, report.nth)
+            self.delivered.append(block)
+            deliver(stream, block, report, node)
+
+        self.attempt.deliver = note  # type: ignore[method-assign]
+        self.pool = Pool()
+        self.hosts = [ChainHost(f"h{n}", 2) for n in range(hosts)]
+        self.pool.update(self.hosts, False, 0.0)
+        self.attempt.produce(self.pool, budget, count())
+        assert self.attempt.planner is not None
+        self.planner: Planner = self.attempt.planner
+        self.stream = self.attempt.streams["train", 0]
+
+    def consume(self) -> None:
+        """A train worker takes all the steps that are ready."""
+        step = self.stream.steps.get(0, 0)
+        while not self.stream.splitter.ended and self.stream.splitter.ready(step):
+            self.stream.portion(step, 0)
+            self.stream.release()
+            step += 1
+
+
+class Worker:
+    """A chain worker at a ticket, which makes block after block."""
+
+    def __init__(self, head: Head, ticket: int, node: str, process: str = "") -> None:
+        self.head, self.ticket, self.node = head, ticket, node
+        self.process = process or f"{node}-{next(PROCESSES)}"
+        self.claim: Claim | None = head.planner.claim(ticket, node, self.process)
+        self.todo = []
+        for work in self.claim.work if self.claim else ():
+            groups = head.source.groups[work.number]
+            self.todo += [(work.number, nth, nth == groups - 1) for nth in range(work.skip, groups)]
+        self.made = 0
+
+    def step(self, under_way: list[Any]) -> bool:
+        """Make a block; False where there is nothing left to do."""
+        limit = self.claim.blocks if self.claim else 0
+        if not self.todo or (limit is not None and self.made >= limit):
+            if self.claim:
+                self.head.planner.ended(self.ticket)
+            return False
+        number, nth, last = self.todo.pop(0)
+        rows = RECORDS - last
+        ids = sum(range(nth * RECORDS, nth * RECORDS + rows))
+        report = BlockReport(number, nth, last, rows, 0.01, rows, ids, bytes_out=10)
+        origin = (f"task{self.ticket}", self.made)
+        go_on = self.head.planner.reported(self.ticket, report, origin, Told(self.node))
+        under_way.append((origin, (number, nth)))
+        self.made += 1
+        return go_on
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    groups=st.lists(st.integers(0, 5), min_size=1, max_size=12).filter(any),
+    order=st.sampled_from(["any", "exact"]),
+    hosts=st.integers(1, 3),
+    budget=st.sampled_from([1, 60, 10_000]),
+    seed=st.integers(0, 2**32),
+)
+def test_every_block_once_and_in_order(
+    groups: list[int], order: str, hosts: int, budget: int, seed: int
+) -> None:
+    head, chance = Head(groups, order, hosts, budget), random.Random(seed)
+    waiting: list[int] = []
+    workers: list[Worker] = []
+    under_way: list[Any] = []
+    ended: list[Worker] = []
+    troubles = 6
+    for _ in range(5000):
+        if head.stream.splitter.ended:
+            break
+        head.planner.look(time.monotonic())
+        for item in head.planner.again:
+            item.not_before = 0.0
+        waiting += head.planner.issue()
+        what = chance.choice(["claim", "step", "step", "arrive", "arrive", "consume", "trouble"])
+        if what == "claim" and waiting and len(workers) < 2 * hosts:
+            node = chance.choice(head.hosts).node
+            workers.append(Worker(head, waiting.pop(chance.randrange(len(waiting))), node))
+        elif what == "step" and workers:
+            worker = chance.choice(workers)
+            if not worker.step(under_way):
+                workers.remove(worker)
+                ended.append(worker)
+        elif what == "arrive" and under_way:
+            head.planner.arrived(*under_way.pop(chance.randrange(len(under_way))))
+        elif what == "consume":
+            head.consume()
+        elif what == "trouble" and troubles and workers:
+            troubles -= 1
+            worker = workers.pop(chance.randrange(len(workers)))
+            kind = chance.choice(["dies", "fails", "hangs", "rebuilt"])
+            if kind == "dies":  # Ray starts its ticket again, from the beginning
+                workers.append(Worker(head, worker.ticket, worker.node, worker.process))
+            elif kind == "fails" and worker.claim:
+                head.planner.failed(worker.ticket, Failure("cannot be read", True, 3))
+            elif kind == "hangs" and worker.ticket in head.planner.active:
+                # It is taken back, and what it makes later comes besides.
+                head.planner.active[worker.ticket].quiet_since = -1e9
+                head.planner.look(time.monotonic())
+                workers.append(worker)
+            else:
+                workers.append(worker)
+                if ended:  # its blocks were lost with their host: Ray has them made again
+                    workers.append(Worker(head, chance.choice(ended).ticket, worker.node))
+    assert not head.attempt.failure
+    assert head.stream.splitter.ended, "it comes to an end"
+    wanted = [(number, nth) for number, n in enumerate(groups) for nth in range(n)]
+    assert sorted(head.delivered) == wanted
+    if order == "exact":
+        assert head.delivered == wanted
+    for number, n in enumerate(groups):
+        assert [nth for shard, nth in head.delivered if shard == number] == list(range(n))
+    assert head.stream.books.read == head.source.count()
+    assert head.planner._early_bytes == 0 and not head.planner.active and not head.planner.again
+
+
+def test_nothing_more_is_begun_while_enough_is_ready() -> None:
+    head = Head([8] * 50, "any", 1, budget=200)
+    under_way: list[Any] = []
+    for _ in range(400):
+        head.planner.look(time.monotonic())
+        for ticket in head.planner.issue():
+            worker = Worker(head, ticket, "h0")
+            while worker.step(under_way):
+                pass
+            while under_way:
+                head.planner.arrived(*under_way.pop(0))
+    assert 200 <= head.stream.held_bytes <= 1.25 * 200 + 30
+    assert head.planner.issue() == [], "and nobody is asked"
+    head.consume()
+    assert head.planner.issue() != []
+
+
+def test_a_full_store_holds_no_slot() -> None:
+    """A long shard ends after the block in hand when enough is ready; the rest is begun by whoever comes."""
+    head = Head([40, 40], "exact", 1, budget=50)
+    under_way: list[Any] = []
+    seen: list[int] = []
+    deadline = time.monotonic() + 60
+    while not head.stream.splitter.ended:
+        assert time.monotonic() < deadline, f"stuck after {len(seen)} blocks"
+        head.planner.look(time.monotonic())
+        tickets = head.planner.issue()
+        # Two slots; the second of two claims gets the later shard and makes as much as it may.
+        for worker in reversed([Worker(head, ticket, "h0") for ticket in tickets]):
+            while worker.step(under_way):
+                pass
+        while under_way:
+            head.planner.arrived(*under_way.pop(0))
+        seen = [nth for _, nth in head.delivered]
+        head.consume()
+    assert head.delivered == [(shard, nth) for shard in range(2) for nth in range(40)]
+
+
+@pytest.mark.parametrize("order", ["any", "exact"])
+def test_a_ticket_that_is_started_again_makes_the_same_blocks(order: str) -> None:
+    head = Head([3, 3], order, 1, 10_000)
+    under_way: list[Any] = []
+    while not (tickets := head.planner.issue()):
+        head.planner.look(time.monotonic())
+    first = Worker(head, tickets[0], "h0")
+    made = list(first.todo)
+    first.step(under_way)
+    again = Worker(head, tickets[0], "h0")
+    assert again.todo == made
+    assert Worker(head, 999, "h0").claim is None, "a ticket of nobody's"
+
+
+def test_a_process_that_died_gets_its_ticket_again_before_any_other() -> None:
+    head = Head([3] * 20, "any", 1, 10_000)
+    while len(tickets := head.planner.issue()) < 2:
+        head.planner.look(time.monotonic())
+    first = Worker(head, tickets[0], "h0", "p")
+    assert first.claim is not None
+    assert Worker(head, tickets[1], "h0", "p").claim is None, "else all that it is given would be suspect"
+    again = Worker(head, tickets[0], "h0", "p")
+    assert again.claim is not None and again.todo == first.todo
+    while again.step([]):
+        pass
+    (other,) = head.planner.issue()[:1]
+    assert Worker(head, other, "h0", "p").claim is not None

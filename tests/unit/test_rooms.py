@@ -1,0 +1,104 @@
+"""The rooms of the data plane lie in an order, and no module depends on itself in a circle."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = (
+    *("opening", "feed", "coordinator", "engine", "transport", "preprocessing", "cache", "sources"),
+    "messages",
+)
+"""Each uses only those behind it."""
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the project by its dotted name."""
+    found = {}
+    for top in (ROOT / "source_dir", ROOT):
+        for path in (top / ("stoker" if top != ROOT else "launcher")).rglob("*.py"):
+            name = ".".join(path.relative_to(top).with_suffix("").parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports_of(path: Path, known: set[str]) -> set[str]:
+    """What a module imports at any time, but for what only the type checker sees."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue
+            if isinstance(child, ast.ImportFrom) and child.module:
+                names = {f"{child.module}.{alias.name}" for alias in child.names}
+                found.update(name if name in known else child.module for name in names)
+            elif isinstance(child, ast.Import):
+                found.update(alias.name for alias in child.names)
+            visit(child)
+
+    visit(ast.parse(path.read_text()))
+    return found & known
+
+
+def graph() -> dict[str, set[str]]:
+    known = modules()
+    return {name: imports_of(path, set(known)) - {name} for name, path in known.items()}
+
+
+def circles(depends: dict[str, set[str]]) -> list[list[str]]:
+    """Modules that can be reached from themselves."""
+    left = {name: set(needed) for name, needed in depends.items()}
+    while free := [name for name, needed in left.items() if not needed & left.keys()]:
+        for name in free:
+            del left[name]
+    while free := [name for name in left if not any(name in needed for needed in left.values())]:
+        for name in free:
+            del left[name]
+    return [sorted(left)] if left else []
+
+
+def test_no_module_depends_on_itself() -> None:
+    assert circles(graph()) == []
+
+
+def test_the_rule_sees_circles() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+
+
+def test_a_room_uses_only_those_behind_it() -> None:
+    def room(name: str) -> int | None:
+        parts = name.split(".")
+        inside = parts[:2] == ["stoker", "data"] and len(parts) > 2
+        return ROOMS.index(parts[2]) if inside else None
+
+    upward = [
+        f"{name} → {needed}"
+        for name, all_needed in graph().items()
+        for needed in all_needed
+        if (here := room(name)) is not None and (there := room(needed)) is not None and there < here
+    ]
+    assert upward == []
+
+
+def test_the_way_of_an_image_can_be_followed() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    stops = re.findall(r"^\d+\. `([\w/]+\.py)(?:: ([\w.]+))?`", page, re.MULTILINE)
+    assert 8 <= len(stops) <= 12
+    for file, function in stops:
+        text = (ROOT / "source_dir/stoker/data" / file).read_text()
+        for part in function.split("."):
+            assert not part or re.search(rf"(?:class|def) {part}\b", text), f"{file}: {part}"
+
+
+def test_the_calls_of_rays_insides_were_written_for_this_version() -> None:
+    from stoker.data.engine.ray_internals import RAY_VERSION
+
+    pins = (ROOT / "constraints.txt").read_text()
+    assert f"\nray=={RAY_VERSION}." in pins, "read data/engine/ray_internals.py again"
+    private = re.compile(r"ray\._private|ray\.data\._internal|\._executor|_create_executor")
+    for path in (ROOT / "source_dir/stoker/data").rglob("*.py"):
+        if path.name != "ray_internals.py":
+            assert not private.search(path.read_text()), path
