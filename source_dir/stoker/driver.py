@@ -308,12 +308,16 @@ def last_figures(coordinator: Any, recorder: Recorder) -> dict[str, Any]:
         for event in ray.get(coordinator.drain.remote(), timeout=20):
             recorder.take(event)
         figures: dict[str, Any] = ray.get(coordinator.figures.remote(), timeout=20)
-        stats: str = ray.get(coordinator.ray_data_stats.remote(), timeout=20)
-        (recorder.run_dir / "logs" / "ray_data_stats.txt").write_text(stats + "\n")
-        return figures
     except Exception:
         logging.getLogger("stoker").error("%s", traceback.format_exc())
         return {}
+    try:
+        stats: str = ray.get(coordinator.ray_data_stats.remote(), timeout=20)
+        (recorder.run_dir / "logs" / "ray_data_stats.txt").write_text(stats + "\n")
+    except Exception:
+        # The figures of the run are worth more than Ray Data's own.
+        logging.getLogger("stoker").error("%s", traceback.format_exc())
+    return figures
 
 
 def end_coordinator(coordinator: Any) -> None:

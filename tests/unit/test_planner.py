@@ -162,7 +162,7 @@ def test_every_block_once_and_in_order(
             if kind == "dies":  # Ray starts its ticket again, from the beginning
                 workers.append(Worker(head, worker.ticket, worker.node, worker.process))
             elif kind == "fails" and worker.claim:
-                head.planner.failed(worker.ticket, Failure("cannot be read", True, 3))
+                head.planner.failed(worker.ticket, Failure("cannot be read", True, tries=9))
             elif kind == "hangs" and worker.ticket in head.planner.active:
                 # It is taken back, and what it makes later comes besides.
                 head.planner.active[worker.ticket].quiet_since = -1e9

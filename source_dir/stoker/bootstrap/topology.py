@@ -111,6 +111,10 @@ def has_gpu(instance_type: str) -> bool:
     return bool(_GPU_TYPES.match(instance_type))
 
 
+NODE_LABEL = "ray.io/node-id"
+"""Ray's own label of a node."""
+
+
 def label(name: str) -> str:
     """Anywhere: a group's name as the value of the Ray label `stoker.group`.
 

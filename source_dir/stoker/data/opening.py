@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.bootstrap.topology import label
+from stoker.bootstrap.topology import NODE_LABEL, label
 from stoker.config import Resolved
 from stoker.data.cache.store import CacheSpec
 from stoker.data.coordinator.actor import Coordinator
@@ -200,7 +200,7 @@ def start_coordinator(
     actor = ray.remote(Coordinator).options(
         num_cpus=0,
         max_concurrency=2 * workers + int(resources.get("CPU", 1)) + 16,
-        label_selector={ray._raylet.RAY_NODE_ID_KEY: node},
+        label_selector={NODE_LABEL: node},
     )
     coordinator = actor.remote(
         passes,

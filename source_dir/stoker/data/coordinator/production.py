@@ -50,7 +50,7 @@ class Production:
         self._started = threading.Lock()
 
     def start_engine(self, me: Any) -> None:
-        """With the first attempt: start the execution that carries all of them.
+        """With the first attempt: start the execution that carries all; anew only where it has failed.
 
         Args:
             me: this actor's handle.
@@ -58,8 +58,8 @@ class Production:
         if self._started.acquire(blocking=False):
             threading.Thread(target=self._run_engine, args=(me,), name="engine", daemon=True).start()
 
-    def tickets(self) -> list[int] | None:
-        """Ticket source's call: those that are wanted now; waits a second at most. None: the run is over."""
+    def tickets(self) -> list[int]:
+        """Ticket source's call: those that are wanted now; waits a second at most."""
         deadline = time.monotonic() + TICKETS_WAIT_S
         with self.changed:
             while True:
@@ -71,9 +71,10 @@ class Production:
 
     def claim(self, ticket: int, node: str, process: str) -> Claim | None:
         """Chain worker's call: the work behind a ticket; None: there is none any more."""
-        with self.changed:
+        with self.changed, self._ends_the_attempt():
             planner = self._planner()
             return planner.claim(ticket, node, process) if planner else None
+        return None
 
     def block_made(self, ticket: int, report: BlockReport, origin: Origin, told: Told) -> bool:
         """Chain worker's call: a block will come; whether to go on."""
@@ -118,6 +119,8 @@ class Production:
             self.engine = engine = Engine(me, setups, self.pool, head)
             threading.Thread(target=self._look, args=(engine,), name="look", daemon=True).start()
             engine.run(self._arrived)
+        self.engine = None
+        self._started.release()
 
     def _arrived(self, origin: Origin, reference: Any) -> None:
         """Engine's thread: a block is here."""
@@ -128,7 +131,7 @@ class Production:
     def _look(self, engine: Engine) -> None:
         """Thread: what changes with time: hosts, the size of the pool, work that is late."""
         seen = time.monotonic()
-        while True:
+        while self.engine is engine:
             with self._ends_the_attempt():
                 hosts = self.hosts(Counter(self.training.values()))
                 now = time.monotonic()

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from stoker.bootstrap.topology import NODE_LABEL
 from stoker.data.engine import ray_internals
 from stoker.data.engine.chain_worker import ChainWorker
 from stoker.data.engine.passes import GROUP_LABEL
@@ -56,14 +57,14 @@ class Engine:
         # Everything is taken as it comes: the planner puts it in order, and bounds what is under way.
         context.execution_options.preserve_order = False
         context.target_max_block_size = 1
-        context._max_num_blocks_in_streaming_gen_buffer = BUFFERED_BLOCKS
+        ray_internals.buffer_blocks(context, BUFFERED_BLOCKS)
         size = max(self._pool.slots, 1)
         with DataContext.current(context):
             tickets = ray.data.read_datasource(
                 ticket_source(coordinator),
                 override_num_blocks=1,
                 num_cpus=0,
-                ray_remote_args={"label_selector": {ray._raylet.RAY_NODE_ID_KEY: head}},
+                ray_remote_args={"label_selector": {NODE_LABEL: head}},
             )
             return tickets.map_batches(
                 ChainWorker,
@@ -79,8 +80,6 @@ class Engine:
 
     def _place(self) -> dict[str, Any]:
         """Where the next actor starts; Ray Data's thread asks."""
-        import ray
-
         starting = self.execution.pending() if hasattr(self, "execution") else len(self._placed)
         self._placed = self._placed[len(self._placed) - starting :]
         there = (self.execution.actors() if hasattr(self, "execution") else Counter()) + Counter(self._placed)
@@ -88,7 +87,7 @@ class Engine:
         self._placed.append(node)
         if not node:
             return {}
-        there_only = {ray._raylet.RAY_NODE_ID_KEY: node}
+        there_only = {NODE_LABEL: node}
         # Where its host is lost, it starts again elsewhere, and makes lost blocks again.
         groups = self._pool.groups
         allowed = [{"label_selector": {GROUP_LABEL: f"in({','.join(groups)})"}}] if groups else []
@@ -96,7 +95,7 @@ class Engine:
         return {"label_selector": there_only, "fallback_strategy": [*allowed, {"label_selector": {}}]}
 
     def run(self, arrived: Callable[[Origin, Any], None]) -> None:
-        """Thread: until there are no more tickets.
+        """Thread: as long as there are tickets: until the coordinator ends.
 
         Args:
             arrived: takes each block, and where it comes from.
@@ -125,10 +124,7 @@ def ticket_source(coordinator: Any) -> Any:
                 import ray
 
                 while True:
-                    issued = ray.get(coordinator.tickets.remote(), timeout=TICKETS_S)
-                    if issued is None:
-                        return
-                    for number in issued:
+                    for number in ray.get(coordinator.tickets.remote(), timeout=TICKETS_S):
                         yield pa.table({"ticket": [number]})
 
             about = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)

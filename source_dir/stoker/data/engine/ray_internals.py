@@ -15,6 +15,14 @@ from stoker.data.messages import Origin
 RAY_VERSION = "2.60"
 
 
+def buffer_blocks(context: Any, blocks: int) -> None:
+    """Head: how many blocks a task may have ready before the executor takes the first.
+
+    The default of 2 starves the ticket source and the chain workers alike: the executor looks every 0.1 s.
+    """
+    context._max_num_blocks_in_streaming_gen_buffer = blocks
+
+
 def temp_folder() -> str:
     """Head: where Ray keeps its files, on every host of a cluster alike. Nothing public tells a task that."""
     import ray

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stoker.bootstrap.topology import NODE_LABEL
 from stoker.data.cache.cleaning import Cleaner
 from stoker.data.cache.store import CacheSpec
 from stoker.data.messages import Server
@@ -193,7 +194,7 @@ class Agents:
     def _start(self, node: str) -> Any:
         import ray
 
-        options = {"num_cpus": 0, "max_concurrency": 8, "label_selector": {ray._raylet.RAY_NODE_ID_KEY: node}}
+        options = {"num_cpus": 0, "max_concurrency": 8, "label_selector": {NODE_LABEL: node}}
         return ray.remote(HostAgent).options(**options).remote(self.secret, self._cache)
 
     def _bury(self, node: str, about: dict[str, Any], cause: str) -> None:
