@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.data import Piece, Source
-from stoker.data.coordinator.accounting import ChainBooks
+from stoker.data.coordinator.accounting import ChainBooks, EpochBooks
 from stoker.data.coordinator.attempt import Attempt
+from stoker.data.coordinator.splitter import Splitter
+from stoker.data.coordinator.streams import Stream
 from stoker.data.engine.passes import Passes
 from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import ChainHost, Pool
@@ -182,6 +184,20 @@ def test_every_block_once_and_in_order(
         assert [nth for shard, nth in head.delivered if shard == number] == list(range(n))
     assert head.stream.books.read == head.source.count()
     assert head.planner._early_bytes == 0 and not head.planner.active and not head.planner.again
+
+
+def test_a_pass_that_is_waited_for_gets_every_host_however_much_of_later_ones_is_ready() -> None:
+    head = Head([3] * 40, "exact", hosts=1, budget=10_000)
+    later = Stream(Splitter(1, 3, equal=True), EpochBooks("train", 1), None)
+    later.splitter.add(300, 0)
+    head.attempt.streams["train", 1] = later
+    assert not head.planner.hungry, "nothing is to be done yet"
+    head.planner.look(time.monotonic())
+    assert head.planner.hungry
+    later.held_bytes = 10_000
+    assert head.planner.hungry, "room for blocks or not"
+    head.stream.splitter.add(300, 0)
+    assert not head.planner.hungry
 
 
 def test_nothing_more_is_begun_while_enough_is_ready() -> None:

@@ -7,6 +7,7 @@ Epochs follow each other in it without a gap, and processes stay warm from the f
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -80,9 +81,10 @@ class Engine:
 
     def _place(self) -> dict[str, Any]:
         """Where the next actor starts; Ray Data's thread asks."""
-        starting = self.execution.pending() if hasattr(self, "execution") else len(self._placed)
+        running, starting = self._actors(), self._starting()
         self._placed = self._placed[len(self._placed) - starting :]
-        there = (self.execution.actors() if hasattr(self, "execution") else Counter()) + Counter(self._placed)
+        gone = set(self._pool.leaving)
+        there = Counter(node for actor, node in running.items() if actor not in gone) + Counter(self._placed)
         node = self._pool.place(there)
         self._placed.append(node)
         if not node:
@@ -104,9 +106,16 @@ class Engine:
             arrived(ray_internals.origin_of(reference), reference)
 
     def look(self) -> None:
-        """Regularly: as many chain workers as the pool wants."""
-        trains = {node for node, host in self._pool.hosts.items() if host.trains}
-        self.execution.resize(max(self._pool.slots, 1), lambda node: node in trains)
+        """Regularly: as many chain workers as the pool wants, where it wants them."""
+        self._pool.watch(self._actors(), time.monotonic())
+        self.execution.resize(max(self._pool.slots, 1), self._pool.leaving)
+
+    def _actors(self) -> dict[str, str]:
+        # Ray Data asks for the first places while its execution is made.
+        return self.execution.actors() if hasattr(self, "execution") else {}
+
+    def _starting(self) -> int:
+        return self.execution.pending() if hasattr(self, "execution") else len(self._placed)
 
 
 def ticket_source(coordinator: Any) -> Any:

@@ -35,8 +35,9 @@ OPEN_PER_SLOT = 3
 """Tickets for each slot: one in work, the others hide the scheduler's round."""
 LOST_TICKET_S = 20.0
 """A ticket that nobody has claimed by then waits for a process that is not there; it is replaced."""
-HUNGRY_STEPS = 8
-"""With fewer steps than this ready, hosts that train help to preprocess."""
+HUNGRY_STEPS, STARVED_STEPS = 8, 2
+"""With fewer steps than this ready, hosts that train help to preprocess: as long as there is room for more
+blocks, or in any case."""
 OVERFULL = 1.25
 """Times the budget: what is in work ends after its next block."""
 
@@ -219,9 +220,14 @@ class Planner:
     @property
     def hungry(self) -> bool:
         """Whether so little is ready that hosts that train are to help."""
-        streams = self.attempt.open_streams()
-        ready = sum(stream.rows_ahead / stream.splitter.step_rows for stream in streams)
-        return ready < HUNGRY_STEPS and self._held_bytes() < self.budget_bytes / 2
+        if not self.lines:
+            return False
+        ready = 0.0
+        for stream in self.attempt.open_streams():
+            ready += stream.rows_ahead / stream.splitter.step_rows
+            if not stream.splitter.ended:
+                break  # what is ready of later passes helps nobody who waits for this one
+        return ready < STARVED_STEPS or (ready < HUNGRY_STEPS and self._held_bytes() < self.budget_bytes / 2)
 
     def _held_bytes(self) -> int:
         return self._early_bytes + sum(stream.held_bytes for stream in self.attempt.open_streams())

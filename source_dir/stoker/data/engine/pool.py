@@ -7,7 +7,7 @@ free, while too little data is ready.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,8 @@ from stoker.data.engine.deadlines import others
 GROW_AFTER_S, SHRINK_AFTER_S = 2.0, 20.0
 """So long too little, or enough, has to be ready before chain workers are started on hosts that train, or
 ended there: a process takes seconds to start."""
+MOVE_EVERY_S = 60.0
+"""Chain workers are moved no more often: one that finds no room where it belongs starts elsewhere again."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,14 @@ class Pool:
     """Whether there are chain workers on hosts that train, too, although other hosts do nothing else."""
     hungry: bool = False
     """Whether these have work now."""
+    leaving: list[str] = field(default_factory=list)
+    """Chain workers that are beyond what their hosts are to have: they get no more work."""
+    staffed: set[str] = field(default_factory=set)
+    """Nodes where chain workers run."""
     _since: float | None = None
     """When `hungry` last changed."""
+    _moved: float = -MOVE_EVERY_S
+    """When chain workers were last found to be elsewhere than wanted."""
 
     def update(self, hosts: Iterable[ChainHost], hungry: bool, now: float) -> None:
         """The hosts there are now: some came late, some were lost.
@@ -59,6 +67,24 @@ class Pool:
             self.hungry, self._since = hungry, now
         if now - self._since >= (GROW_AFTER_S if hungry else SHRINK_AFTER_S):
             self.helping = hungry
+
+    def watch(self, there: Mapping[str, str], now: float) -> None:
+        """The chain workers there are now: Ray starts those of a lost host again wherever there is room.
+
+        Args:
+            there: id → node.
+            now: `time.monotonic()`.
+        """
+        self.staffed = set(there.values())
+        left = Counter(self.wanted)
+        beyond = []
+        for process, node in there.items():
+            left[node] -= 1
+            if left[node] < 0:
+                beyond.append(process)
+        self.leaving = [process for process in self.leaving if process in beyond]
+        if beyond and left and not self.leaving and now - self._moved >= MOVE_EVERY_S:
+            self.leaving, self._moved = beyond, now
 
     @property
     def wanted(self) -> dict[str, int]:
@@ -83,7 +109,7 @@ class Pool:
             tried: nodes where the work went wrong; it goes to another one if there is any.
         """
         working = [n for n in self.wanted if self.hungry or n in self._first]
-        return node in others(working, self.avoided, set(tried))
+        return node in others(working, set(working) - self.staffed, self.avoided, set(tried))
 
     def place(self, there: Counter[str]) -> str:
         """The node of the next chain worker; empty: anywhere.

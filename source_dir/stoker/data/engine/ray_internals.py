@@ -6,8 +6,7 @@ tests/unit/test_rooms.py names that version: with another one, read this file ag
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from stoker.data.messages import Origin
@@ -76,7 +75,7 @@ class Execution:
 
     Ray Data's own autoscaler looks at how many calls are in flight. It knows neither which hosts come first
     nor what train workers lack, so it is given the size: minimum and maximum are the same at any time. It
-    would also end the first idle actor, wherever that runs.
+    would also end the first idle actor, wherever that runs, and none where all are kept busy.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -86,6 +85,7 @@ class Execution:
         self._executor = dataset._create_executor()
         self._bundles = dataset._build_bundle_iterator(self._executor)
         self._pools: list[Any] = []
+        self._leaving: set[str] = set()
 
     def blocks(self) -> Iterator[Any]:
         """Head: references of the blocks as they come, of those that have rows."""
@@ -99,39 +99,56 @@ class Execution:
         if not self._pools:
             topology = getattr(self._executor, "_topology", None) or ()
             self._pools = [pool for op in topology for pool in op.get_autoscaling_actor_pools()]
+            for pool in self._pools:
+                self._steer(pool)
         return self._pools[-1] if self._pools else None
 
-    def actors(self) -> Counter[str]:
-        """Head: running actors by node."""
+    def actors(self) -> dict[str, str]:
+        """Head: running actors: id → node."""
         pool = self._pool()
-        states = list(pool._running_actors.values()) if pool else []
-        return Counter(state.actor_location for state in states)
+        states = list(pool._running_actors.items()) if pool else []
+        return {actor._actor_id.hex(): state.actor_location for actor, state in states}
 
     def pending(self) -> int:
         """Head: actors that are starting."""
         pool = self._pool()
         return pool.num_pending_actors() if pool else 0
 
-    def resize(self, size: int, last: Callable[[str], bool]) -> None:
+    def resize(self, size: int, leaving: Collection[str]) -> None:
         """Head: how many actors there are to be.
 
         Args:
-            size: at least 1.
-            last: whether those of a node are ended before others.
+            size: at least 1; without those that leave.
+            leaving: ids of actors that get no more calls, and are ended when they have done theirs.
         """
         pool = self._pool()
         if pool is None:
             return
+        self._leaving.clear()
+        self._leaving.update(leaving)
+        staying = len(pool._running_actors) + pool.num_pending_actors() - len(self._leaving)
+        # First those that are missing start, then the others are ended.
+        size += len(self._leaving) if staying < size else 0
         pool._config = dataclasses.replace(pool._config, min_size=size, max_size=size, initial_size=size)
 
+    def _steer(self, pool: Any) -> None:
+        """Let the pool heed who leaves."""
+        rank = pool._update_rank
+
+        def leaves(actor: Any) -> bool:
+            return actor._actor_id.hex() in self._leaving
+
+        def update_rank(actor: Any, state: Any, died: bool) -> None:
+            rank(actor=actor, state=state, died=died or leaves(actor))
+
         def end_idle() -> bool:
-            idle = [a for a, state in pool._running_actors.items() if not state.num_tasks_in_flight]
-            idle.sort(key=lambda actor: not last(pool.get_actor_location(actor)))
+            states = pool._running_actors.items()
+            idle = [a for a, state in states if not state.num_tasks_in_flight and leaves(a)]
             if idle:
                 pool._release_running_actor(idle[0])
             return bool(idle)
 
-        pool._try_remove_idle_actor = end_idle
+        pool._update_rank, pool._try_remove_idle_actor = update_rank, end_idle
 
     def kill(self, actor_id: str) -> None:
         """Head: end the process of an actor that hangs; Ray starts it again with what it had to do."""
