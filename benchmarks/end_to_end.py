@@ -59,12 +59,25 @@ def run() -> list[Measure]:
         write_folder(folder / "data", photos(500, 375), TOTAL)
         shards.write(folder / "data", mosaic_too="MosaicML Streaming" in peers)
         for number in range(ROUNDS):
-            for name in ("Stoker", *peers):
-                one = stoker(folder) if name == "Stoker" else peer(folder, peers[name])
+            for name in ("Stoker", *list(peers)):
+                one = stoker(folder, TOTAL) if name == "Stoker" else survived(folder, name, peers[name])
+                if one is None:
+                    peers.pop(name)
+                    found.pop(name, None)
+                    continue
                 found.setdefault(name, []).append(one)
                 show(number, name, one)
     check(found)
     return rows(found)
+
+
+def survived(folder: Path, name: str, loader: str) -> dict[str, Any] | None:
+    """One run of a peer; None, with a line, where it fails or is too slow: that costs its own row alone."""
+    try:
+        return peer(folder, loader)
+    except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
+        print(f"without {name}: {str(error).splitlines()[0]}", flush=True)
+        return None
 
 
 def show(number: int, name: str, one: dict[str, Any]) -> None:
@@ -89,13 +102,13 @@ def there(name: str, module: str) -> bool:
     return False
 
 
-def stoker(folder: Path) -> dict[str, Any]:
-    """One run of a real job."""
+def stoker(folder: Path, total: int) -> dict[str, Any]:
+    """One run of a real job over so many images."""
     out = folder / "stoker.json"
     job = {
         "name": "loading",
         "recipe": "images:Images",
-        "params": {"data": str(folder / "data"), "out": str(out), "total": TOTAL},
+        "params": {"data": str(folder / "data"), "out": str(out), "total": total},
         "train": {"epochs": 1, "batch_size": BATCH, "threads": 1},
         # What is made ahead has to be used up before the window, so there is little room for it.
         "cluster": {"cpus": WORKERS, "object_store_mb": STORE_MB},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,19 +13,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from launcher.backends.base import Run
+from stoker.errors import UsageError
 
 if TYPE_CHECKING:
     from launcher.job import Job
 
+LEAST_FREE_BYTES = 20 * 2**20
+"""Less is not even enough for a run's logs."""
+
 
 def new_run_dir(job: Job) -> Path:
-    """Laptop: a run directory of its own below `output_dir`; it is not made yet."""
+    """Laptop: a run directory of its own below `output_dir`; it is not made yet.
+
+    Raises:
+        UsageError: it cannot be made there.
+    """
     root = Path(job.resolved.config.output_dir).resolve()
+    refuse_unwritable(root)
     name = f"{job.name}-{datetime.now():%Y%m%d-%H%M%S}"
     number = 1
     while (run_dir := root / (name if number == 1 else f"{name}-{number}")).exists():
         number += 1
     return run_dir
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Laptop: refuse a folder in which no run can be kept.
+
+    Raises:
+        UsageError: it cannot be written to, or its disk is full.
+    """
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            free = shutil.disk_usage(there).free
+    except OSError as error:
+        raise UsageError(f"output_dir: {folder} cannot be written: {there}: {error.strerror}") from None
+    if free < LEAST_FREE_BYTES:
+        raise UsageError(f"output_dir: the disk of {there} is full ({free >> 20} MB are free)")
 
 
 def point_latest(run_dir: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import threading
+import sys
 import time
 import traceback
 from datetime import datetime
@@ -22,12 +22,12 @@ from stoker.checkpoints import resume as resuming
 from stoker.checkpoints.sharing import refuse_unshared
 from stoker.config import Resolved, resolved_yaml
 from stoker.costs.prices import price_list
-from stoker.data.engine.passes import GROUP_LABEL
 from stoker.data.opening import Data, cache_note, discover, exact_note, open_data, start_coordinator
 from stoker.errors import DataError, UsageError, where_raised
 from stoker.extras import refuse_missing
+from stoker.fit import Fit
 from stoker.hosts import host_changes, hosts
-from stoker.place import Place
+from stoker.place import Outcome, Place
 from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe
 from stoker.schema import Config
 from stoker.storage.checkpoint_store import open_store
@@ -39,9 +39,6 @@ from stoker.training.plan import blocks_note, plan_workers, refuse_impossible, s
 
 POLL_S = 0.2
 STOP_DEADLINE_S = 90.0
-
-LAST_ERROR = ""
-"""The cause of the last run's failure in one line; the bootstrap puts it into the failure file."""
 
 _stop_reason = ""
 _stop_code = 143
@@ -84,17 +81,43 @@ def check(resolved: Resolved) -> Recipe:
     return recipe
 
 
-def run(resolved: Resolved, place: Place) -> int:
+Opened = tuple[Config, Data]
+"""Head: the configuration with what the recipe found in its data, and the opened data."""
+
+
+def open_early(resolved: Resolved) -> Opened | None:
+    """Head: the data, before a cluster forms; None for a recipe that reads with Ray Data.
+
+    Raises:
+        UsageError: as `open_data`.
+    """
+    try:
+        opened = open_all(resolved)
+    except Exception:
+        if "ray.data" in sys.modules:
+            return None
+        raise
+    # What Ray Data has made without Ray would be of no use with it.
+    return None if "ray.data" in sys.modules else opened
+
+
+def open_all(resolved: Resolved) -> Opened:
+    """Head: ask the recipe for its parameters and its data, and check them."""
+    config = discover(resolved)
+    return config, open_data(config)
+
+
+def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outcome:
     """Head: one run, from open data to written summary.
 
     Args:
         resolved: the configuration with its origins.
         place: where its files go.
+        opened: an answer of `open_early`.
 
     Returns:
-        The exit code: 0 done, 1 failed, 2 wrong usage, 130 or 143 stopped on request.
+        With the exit code: 0 done, 1 failed, 2 wrong usage, 130 or 143 stopped on request.
     """
-    global LAST_ERROR
     config = resolved.config
     redaction.learn(config.model_dump(mode="json"))
     log = open_log(place.run_dir)
@@ -120,8 +143,7 @@ def run(resolved: Resolved, place: Place) -> int:
     code = 1
     try:
         recorder.phase("cluster formed")
-        config = discover(resolved)
-        data = open_data(config)
+        config, data = opened or open_all(resolved)
         recorder.phase("data opened")
         check_groups(config, summary.cluster.hosts)
         workers, use_gpu = plan_workers(config, data)
@@ -154,13 +176,13 @@ def run(resolved: Resolved, place: Place) -> int:
         summary.tracking = sender.about() if sender is not None else {}
         recorder.close(last_figures(coordinator, recorder))
         end_coordinator(coordinator)
-    LAST_ERROR = redaction.scrub(summary.error or "")
     draw_report(place.run_dir, console)
     if sender is not None:
         for line in sender.close(summary):
             console.line(line)
     report(summary, console, place.run_dir, code)
-    return code
+    cause = redaction.scrub(summary.error or "") or f"the driver ended with exit code {code}"
+    return Outcome(code, "" if code == 0 else cause)
 
 
 def draw_report(run_dir: Path, console: PlainConsole) -> None:
@@ -193,53 +215,6 @@ def opening_line(data: Data, workers: int, use_gpu: bool) -> str:
     counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in data.totals.items()]
     kind = "GPU" if use_gpu else "CPU"
     return f"{' + '.join(counts)} records; starting {workers} train worker(s) on {kind} …"
-
-
-class Fit:
-    """Head: TorchTrainer.fit() in a thread of its own, so that this one can watch and be signalled."""
-
-    def __init__(
-        self,
-        config: Config,
-        place: Place,
-        coordinator: Any,
-        workers: int,
-        use_gpu: bool,
-        totals: dict[str, int | None],
-        start: resuming.Start,
-    ) -> None:
-        self.error: BaseException | None = None
-        self.reason = ""
-        self.complete = False
-        """Whether training has come to its own end, with its model written."""
-        settings = {
-            "config": config,
-            "coordinator": coordinator,
-            "checkpoints": (start.where, start.synced),
-            "resume": start.chosen,
-            "model_dir": str(place.model_dir),
-            "records": totals["train"],
-            "has_val": "val" in totals,
-        }
-        (place.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        selector = {GROUP_LABEL: place.train_group} if place.train_group else None
-        own_cluster = place.backend != "ray"
-        self.args = (config, settings, place.run_dir / "logs", workers, use_gpu, selector, own_cluster)
-        self.thread = threading.Thread(target=self._run, name="fit", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        from stoker.training.trainer import make_trainer
-
-        try:
-            make_trainer(*self.args).fit()
-        except BaseException as error:
-            logging.getLogger("stoker").error("%s", "".join(traceback.format_exception(error)))
-            self.error = error
-
-    @property
-    def alive(self) -> bool:
-        return self.thread.is_alive()
 
 
 def follow(

@@ -15,6 +15,14 @@ LAUNCH_DIR_VARIABLE = "STOKER_LAUNCH_DIR"
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """Every host: an exit code and, where it is not 0, the cause in one line."""
+
+    code: int
+    cause: str = ""
+
+
+@dataclass(frozen=True)
 class Place:
     """Head: the backend's name and the folders of one run."""
 

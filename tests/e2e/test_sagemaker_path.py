@@ -122,7 +122,7 @@ def rehearse(
 
 
 def check(run: RehearsalRun, summary: dict[str, Any]) -> None:
-    """Every record, preprocessed on every host, trained on the GPU host; every host left by itself."""
+    """Every record, preprocessed on every CPU host, trained on the GPU host; every host left by itself."""
     assert summary["status"] == "succeeded" and summary["backend"] == "rehearsal"
     groups = {host["host"]: host["group"] for host in summary["cluster"]["hosts"]}
     assert groups == {"algo-1": "gpu", "algo-2": "cpu", "algo-3": "cpu"}
@@ -131,7 +131,7 @@ def check(run: RehearsalRun, summary: dict[str, Any]) -> None:
     assert summary["cost"]["usd_per_hour"] == 1.816
     assert summary["metrics"]["best"]["val/acc1"] > 0.5
     assert summary["records"]["read"] == summary["records"]["trained"] == 2 * 1437
-    assert set(summary["chain_tasks_by_host"]) == {"algo-1", "algo-2", "algo-3"}
+    assert set(summary["chain_tasks_by_host"]) >= {"algo-2", "algo-3"}
     assert summary["train_workers_by_host"] == {"algo-1": 1}, "the training only on the GPU host"
     assert [host["exit_code"] for host in run.report()["hosts"]] == [0, 0, 0]
     assert list(run.run_dir.rglob("model.safetensors"))

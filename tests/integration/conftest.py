@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import two_ranks
 
+from stoker.bootstrap import forks
 from stoker.bootstrap.cluster import set_environment
 from tests.fakes.ray_nodes import RayNodes, ray_nodes
 
@@ -39,12 +40,18 @@ def ranks(request: pytest.FixtureRequest, on_two_ranks: dict[str, list[Any]]) ->
 @pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[None]:
     """One real Ray cluster of this machine with token authentication; jobs run on it one after the other."""
-    os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # as local runs have it
+    # As local runs have it.
+    os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+    server = forks.ForkServer(forks.TRAINING, forks.LATER)
+    os.environ[forks.SOCKET_VARIABLE] = server.socket
+    forks.use_forks()
     import ray
 
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    del os.environ[forks.SOCKET_VARIABLE]
     yield
     ray.shutdown()
+    server.stop()
 
 
 @pytest.fixture(scope="package")

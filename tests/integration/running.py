@@ -33,5 +33,5 @@ def run_job(folder: Path, *overrides: str, run_dir: Path | None = None, **sectio
     except UsageError as error:
         return Outcome(2, Summary(status="failed", error=str(error)), run_dir)
     place = Place("local", run_dir, run_dir / "checkpoints", run_dir / "model")
-    code = driver.run(resolved, place)
+    code = driver.run(resolved, place).code
     return Outcome(code, Summary.model_validate_json((run_dir / "summary.json").read_text()), run_dir)

@@ -12,7 +12,8 @@ import sys
 import time
 from typing import Any
 
-LAST_ERROR = ""
+from stoker.place import Outcome
+
 _stop = ""
 
 
@@ -28,10 +29,13 @@ def request_stop(reason: str) -> None:
     _stop = reason
 
 
-def run(resolved: Any, place: Any) -> int:
+def open_early(resolved: Any) -> None:
+    return None
+
+
+def run(resolved: Any, place: Any, opened: None) -> Outcome:
     import ray
 
-    global LAST_ERROR
     params = resolved.config.params
     behaviour = params.get("behaviour", "succeed")
     print("driver: running", flush=True)
@@ -40,8 +44,7 @@ def run(resolved: Any, place: Any) -> int:
     if behaviour == "exit":
         sys.exit(3)
     if behaviour == "fail":
-        LAST_ERROR = "loss is NaN at step 12"
-        return 1
+        return Outcome(1, "loss is NaN at step 12")
     if behaviour == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -67,8 +70,7 @@ def run(resolved: Any, place: Any) -> int:
         if _stop:
             place.checkpoint_dir.mkdir(parents=True, exist_ok=True)
             (place.checkpoint_dir / "state.json").write_text(json.dumps({"done": len(done)}))
-            LAST_ERROR = f"stopped: {_stop}"
-            return 143
+            return Outcome(143, f"stopped: {_stop}")
     until = time.monotonic() + params.get("then_s", 0)
     while time.monotonic() < until and not _stop:
         time.sleep(0.2)
@@ -96,7 +98,7 @@ def run(resolved: Any, place: Any) -> int:
     (place.run_dir / "result.json").write_text(json.dumps(result))
     place.model_dir.mkdir(parents=True, exist_ok=True)
     (place.model_dir / "weights").write_bytes(b"w")
-    return 0
+    return Outcome(0)
 
 
 def _measure() -> dict[str, float]:

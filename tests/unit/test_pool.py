@@ -75,23 +75,23 @@ def test_a_host_that_comes_late_is_used_and_a_lost_one_is_not() -> None:
 def test_chain_workers_that_ray_started_elsewhere_make_room_for_some_where_they_belong() -> None:
     pool = pool_of(GPU, A)
     moved = {"p0": "gpu", "p1": "gpu", "p2": "gpu", "p3": "gpu"}
-    pool.watch(moved, 100.0)
+    pool.workers_are(moved, 100.0)
     assert pool.leaving == list(moved), "those of a lost host, which has no other to preprocess"
-    pool.watch(moved | {"q0": "a", "q1": "a"}, 101.0)
+    pool.workers_are(moved | {"q0": "a", "q1": "a"}, 101.0)
     assert pool.leaving == list(moved)
-    pool.watch({"q0": "a", "q1": "a", "q2": "gpu", "q3": "gpu"}, 102.0)
+    pool.workers_are({"q0": "a", "q1": "a", "q2": "gpu", "q3": "gpu"}, 102.0)
     assert not pool.leaving, "a host without room is not asked for it without end"
-    pool.watch({"q0": "a", "q1": "a", "q2": "gpu"}, 100.0 + MOVE_EVERY_S)
+    pool.workers_are({"q0": "a", "q1": "a", "q2": "gpu"}, 100.0 + MOVE_EVERY_S)
     assert pool.leaving == ["q2"]
     pool.update([GPU, A], True, 200.0)
     pool.update([GPU, A], True, 200.0 + GROW_AFTER_S)
-    pool.watch({"q0": "a", "q1": "a", "q2": "gpu"}, 300.0)
+    pool.workers_are({"q0": "a", "q1": "a", "q2": "gpu"}, 300.0)
     assert not pool.leaving, "it is needed there now"
 
 
 def test_work_that_was_tried_goes_where_chain_workers_run() -> None:
     pool = pool_of(GPU, A, hungry=True)
-    pool.watch({"p0": "gpu"}, 1.0)
+    pool.workers_are({"p0": "gpu"}, 1.0)
     assert pool.may_work("gpu", {"gpu"}) and not pool.may_work("a", {"gpu"})
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from stoker.bootstrap import forks
 from stoker.bootstrap.lifeline import Ended, Lifeline
 from stoker.bootstrap.logs import say
 from stoker.bootstrap.raynode import ClusterError
@@ -26,12 +27,25 @@ RAY_LOG = Path(tempfile.gettempdir()) / "stoker-ray.log"
 
 
 @contextmanager
-def local(config: Config) -> Iterator[None]:
-    """Laptop: a Ray cluster of this machine alone, with a token of its own, gone at the end."""
-    token = secrets.token_hex(32)
-    set_environment(token)
+def prepared() -> Iterator[None]:
+    """Laptop: what a Ray cluster of this machine alone needs is imported from now on, beside all else."""
+    set_environment(secrets.token_hex(32))
     # One machine is not preempted in part, so nobody needs to watch for that.
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+    server = forks.ForkServer(forks.TRAINING, forks.LATER)
+    os.environ[forks.SOCKET_VARIABLE] = server.socket
+    try:
+        yield
+    finally:
+        del os.environ[forks.SOCKET_VARIABLE]
+        server.stop()
+
+
+@contextmanager
+def local(config: Config) -> Iterator[None]:
+    """Laptop: a Ray cluster of this machine alone, with a token of its own, gone at the end."""
+    token = os.environ["RAY_AUTH_TOKEN"]
+    forks.use_forks()
     import ray
 
     shown = config.cluster.dashboard
@@ -84,6 +98,8 @@ def set_environment(token: str) -> None:
     os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # A recipe that uses Ray too early shall not start a cluster of its own.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     if len(tempfile.gettempdir()) > LONGEST_TEMP_DIR:
         os.environ.setdefault("RAY_TMPDIR", "/tmp")  # noqa: S108 - Ray makes a folder of its own in it
     _set_ray_train()

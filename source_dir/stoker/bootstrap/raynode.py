@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from stoker.bootstrap.forks import SOCKET_VARIABLE, ForkServer
+
 HOST_CPUS_VARIABLE = "STOKER_HOST_CPUS"
 """How many CPUs this host has, where that is less than the machine shows (a rehearsal)."""
 MIN_STORE_BYTES = 80 * 2**20
@@ -22,6 +24,9 @@ SMALL_STORE_BYTES = 512 * 2**20
 STORE_SHARE_OF_MEMORY = 0.3
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 3.0
+
+
+Preload = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 class ClusterError(RuntimeError):
@@ -113,12 +118,24 @@ def free_port() -> int:
 
 
 class RayNode:
-    """Every host: `ray start --block` in a session of its own; it ends when this process does."""
+    """Every host: `ray start --block` in a session of its own; it ends when this process does.
 
-    def __init__(self, arguments: list[str], log: Path) -> None:
+    Args:
+        arguments: of `ray start`.
+        log: takes its output.
+        preload: modules that are imported once for all of Ray's workers here: at first, later.
+    """
+
+    def __init__(self, arguments: list[str], log: Path, preload: Preload | None = None) -> None:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start"]
+        self._forks = ForkServer(*preload) if preload else None
+        code = "from ray.scripts.scripts import main; main()"
+        environment = dict(os.environ)
+        if self._forks is not None:
+            code = f"from stoker.bootstrap.forks import use_forks; use_forks(); {code}"
+            environment[SOCKET_VARIABLE] = self._forks.socket
+        command = [sys.executable, "-c", code, "start"]
         with log.open("wb") as output:
             # Neither this process's pipes nor its terminal: a daemon that holds the container's
             # output keeps the job alive after its end.
@@ -129,6 +146,7 @@ class RayNode:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 preexec_fn=_end_with_parent,
+                env=environment,
             )
 
     def wait_started(self, check: Callable[[], None] = lambda: None) -> None:
@@ -163,11 +181,14 @@ class RayNode:
         import psutil
 
         tree: list[psutil.Process] = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            root = psutil.Process(self._process.pid)
-            tree = [root, *root.children(recursive=True)]
+        for pid in (self._process.pid, *([self._forks.pid] if self._forks else [])):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                root = psutil.Process(pid)
+                tree += [root, *root.children(recursive=True)]
         if self.alive:
             self._process.terminate()
+        if self._forks is not None:
+            self._forks.stop()
         _, left = psutil.wait_procs(tree, timeout=STOP_TIMEOUT_S)
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):

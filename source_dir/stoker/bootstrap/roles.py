@@ -10,32 +10,23 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from stoker.bootstrap import cluster, raynode, requirements
+from stoker.bootstrap import cluster, forks, raynode, requirements
 from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
 from stoker.bootstrap.logs import say, say_at_once
 from stoker.bootstrap.raynode import ClusterError, RayNode
 from stoker.bootstrap.topology import Topology, label
 from stoker.config import Resolved
-from stoker.errors import UsageError
-from stoker.place import BACKEND_VARIABLE, Place
+from stoker.errors import DataError, UsageError
+from stoker.place import BACKEND_VARIABLE, Outcome, Place
 
 STOP_TIMEOUT_S = 100.0
 """From SIGTERM to the end by force; SageMaker itself kills after 120 s."""
 END_GRACE_S = 5.0
 REJOINS = 3
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Every host: an exit code and, where it is not 0, the cause in one line."""
-
-    code: int
-    cause: str = ""
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: someone asked for it
@@ -106,7 +97,8 @@ def run_head(
         lifeline = LifelineServer(address, lifeline_port(config.cluster.port), token, package_versions(code))
         raynode.probe_port(address, config.cluster.port, "cluster.port")
         head = ["--head", f"--port={config.cluster.port}", "--include-dashboard=false"]
-        node = RayNode([*head, *_shared_arguments(resolved, topology, address)], cluster.RAY_LOG)
+        own = _shared_arguments(resolved, topology, address)
+        node = RayNode([*head, *own], cluster.RAY_LOG, (forks.TRAINING, forks.LATER))
         import ray
 
         node.wait_started(stop.check)
@@ -114,6 +106,7 @@ def run_head(
         # While the hosts join: what is wrong with the recipe is known before the training.
         driver: Any = importlib.import_module("stoker.driver")
         driver.check(resolved)
+        opened = driver.open_early(resolved)
         ray.init(
             address=f"{address}:{config.cluster.port}",
             _node_ip_address=address,
@@ -124,12 +117,12 @@ def run_head(
         present = cluster.wait_for_hosts(topology, config, started, stop.check)
         formed = time.monotonic() - started
         say(f"cluster formed in {formed:.1f} s: {cluster.by_group(topology, present)}")
-        outcome = drive(resolved, container_place(base, topology, formed), stop)
+        outcome = drive(resolved, container_place(base, topology, formed), stop, opened)
     except Stopped:
         outcome = Outcome(143, "stopped by SIGTERM before the training began")
     except UsageError as error:
         outcome = Outcome(2, "; ".join(error.problems))
-    except (ClusterError, OSError) as error:
+    except (ClusterError, DataError, OSError) as error:
         outcome = Outcome(1, str(error))
     except (Exception, SystemExit) as error:
         outcome = _failure(error)
@@ -174,7 +167,9 @@ def run_worker(resolved: Resolved, topology: Topology, code: Path, stop: Stop, s
                 )
             own = raynode.address_of(topology.interface)
             join = [f"--address={address}:{config.cluster.port}"]
-            node = RayNode([*join, *_shared_arguments(resolved, topology, own)], cluster.RAY_LOG)
+            trains = topology.group == topology.gpu_group
+            preload = (forks.TRAINING, forks.LATER) if trains else (forks.CHAIN, ())
+            node = RayNode([*join, *_shared_arguments(resolved, topology, own)], cluster.RAY_LOG, preload)
             try:
                 node.wait_started(_head_lives(lifeline, stop))
                 joined += 1
@@ -207,7 +202,7 @@ def run_worker(resolved: Resolved, topology: Topology, code: Path, stop: Stop, s
         return Outcome(1, f"{topology.host} ({topology.group}) did not join: {error}")
 
 
-def drive(resolved: Resolved, place: Place, stop: Stop) -> Outcome:
+def drive(resolved: Resolved, place: Place, stop: Stop, opened: Any = None) -> Outcome:
     """Head: run the driver; whatever user code does, an end that is not its return is a failure."""
     try:
         driver: Any = importlib.import_module("stoker.driver")
@@ -216,17 +211,16 @@ def drive(resolved: Resolved, place: Place, stop: Stop) -> Outcome:
         guard.start()
         if stop.requested_at is not None:
             raise Stopped
-        code = int(driver.run(resolved, place))
+        outcome: Outcome = driver.run(resolved, place, opened)
     except Stopped:
         raise
     except BaseException as error:
         return _failure(error)
     finally:
         stop.settled = True
-    if code == 0:
-        return Outcome(0)
-    cause = str(getattr(driver, "LAST_ERROR", "") or f"the driver ended with exit code {code}")
-    return Outcome(code, f"stopped, with a checkpoint committed: {cause}" if code == 143 else cause)
+    if outcome.code == 143:
+        return Outcome(143, f"stopped, with a checkpoint committed: {outcome.cause}")
+    return outcome
 
 
 def container_place(base: Path, topology: Topology, formed_s: float) -> Place:

@@ -23,8 +23,8 @@ from stoker.bootstrap import requirements
 from stoker.bootstrap.logs import prefix_output, say
 
 if TYPE_CHECKING:
-    from stoker.bootstrap.roles import Outcome
     from stoker.config import Resolved
+    from stoker.place import Outcome
 
 STARTED = time.monotonic()
 CODE = Path(__file__).resolve().parents[2]
@@ -47,30 +47,41 @@ def run(arguments: list[str]) -> int:
 
 def run_locally(arguments: list[str]) -> int:
     """Laptop, or a job's process on a Ray cluster: configuration → Ray → driver → exit code."""
-    from stoker.errors import UsageError
+    from stoker.bootstrap import cluster
+
+    on_cluster = os.environ.get("STOKER_BACKEND") == "ray"
+    with contextlib.nullcontext() if on_cluster else cluster.prepared():
+        return _run_locally(arguments, on_cluster)
+
+
+def _run_locally(arguments: list[str], on_cluster: bool) -> int:
+    from stoker.bootstrap import cluster
+    from stoker.errors import DataError, UsageError
 
     try:
         resolved = read_configuration(arguments, {})
         from stoker import driver
 
         driver.check(resolved)
+        opened = None if on_cluster else driver.open_early(resolved)
     except UsageError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return 2
-    from stoker.bootstrap import cluster
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     from stoker.place import local_place
 
     # Ray's start is mostly waiting: the driver's heaviest import fits into it.
     threading.Thread(target=_import_ahead, args=("torch",), daemon=True).start()
     try:
-        on_cluster = os.environ.get("STOKER_BACKEND") == "ray"
         with cluster.connected() if on_cluster else cluster.local(resolved.config):
             # After ray.init, which installs handlers of its own.
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, _stop_locally)
             place = replace(local_place(), formed_s=time.monotonic() - STARTED)
-            return int(driver.run(resolved, place))
+            return driver.run(resolved, place, opened).code
     except KeyboardInterrupt:
         return 130
 
@@ -129,6 +140,7 @@ def _play(resource: Mapping[str, Any], arguments: list[str]) -> Outcome:
     from stoker.bootstrap import roles
     from stoker.bootstrap.topology import TopologyError, resolve
     from stoker.errors import UsageError
+    from stoker.place import Outcome
 
     stop = roles.Stop(end_by_force)
     stop.install()
@@ -136,9 +148,9 @@ def _play(resource: Mapping[str, Any], arguments: list[str]) -> Outcome:
         resolved = read_configuration(arguments, read_hyperparameters())
         topology = resolve(resource, resolved.config.cluster.gpu_group)
     except UsageError as error:
-        return roles.Outcome(2, "; ".join(error.problems))
+        return Outcome(2, "; ".join(error.problems))
     except TopologyError as error:
-        return roles.Outcome(2, str(error))
+        return Outcome(2, str(error))
     prefix_output(topology.group, topology.host, topology.role)
     say(f"hosts: {topology.describe()}; head: {topology.head}")
     if topology.role == "head":

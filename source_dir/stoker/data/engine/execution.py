@@ -107,7 +107,7 @@ class Engine:
 
     def look(self) -> None:
         """Regularly: as many chain workers as the pool wants, where it wants them."""
-        self._pool.watch(self._actors(), time.monotonic())
+        self._pool.workers_are(self._actors(), time.monotonic())
         self.execution.resize(max(self._pool.slots, 1), self._pool.leaving)
 
     def _actors(self) -> dict[str, str]:

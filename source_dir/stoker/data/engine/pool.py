@@ -68,7 +68,7 @@ class Pool:
         if now - self._since >= (GROW_AFTER_S if hungry else SHRINK_AFTER_S):
             self.helping = hungry
 
-    def watch(self, there: Mapping[str, str], now: float) -> None:
+    def workers_are(self, there: Mapping[str, str], now: float) -> None:
         """The chain workers there are now: Ray starts those of a lost host again wherever there is room.
 
         Args:

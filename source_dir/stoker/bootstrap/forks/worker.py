@@ -1,0 +1,44 @@
+"""Every host: what Ray starts as a worker: it asks for a fork and ends; so it imports little itself."""
+
+import json
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+SOCKET_VARIABLE = "STOKER_FORKS"  # as in the package, whose import would take longer
+WAIT_S = 60.0
+"""For the process that imports: as long as Ray waits for a worker."""
+
+
+def main() -> None:
+    """Every host: have this process's command run by a fork; where there is none, run it here."""
+    ray = next(folder for entry in sys.path if (folder := Path(entry) / "ray" / "_private").is_dir())
+    command = [str(ray / "workers" / "default_worker.py"), *sys.argv[1:]]
+    if not forked(command):
+        os.execv(sys.executable, [sys.executable, *command])  # noqa: S606 - Ray's own command
+
+
+def forked(command: list[str]) -> bool:
+    """Every host: whether a fork runs this command, with this process's environment, folder and output."""
+    path = os.environ.get(SOCKET_VARIABLE, "")
+    what = {"command": command, "environment": dict(os.environ), "folder": str(Path.cwd())}
+    asked = json.dumps(what).encode()
+    deadline = time.monotonic() + WAIT_S
+    while path and Path(path).parent.is_dir() and time.monotonic() < deadline:
+        try:
+            with socket.socket(socket.AF_UNIX) as server:
+                server.connect(path)
+                socket.send_fds(server, [asked[:1]], [0, 1, 2])
+                server.sendall(asked[1:] + b"\n")
+                return bool(server.recv(1))
+        except FileNotFoundError:
+            time.sleep(0.02)  # it is still importing
+        except OSError:
+            return False
+    return False
+
+
+if __name__ == "__main__":
+    main()
