@@ -16,6 +16,7 @@ ALL = (
     "limits",
     "network",
     "epoch_gap",
+    "scale",
     "start_up",
     "checkpointing",
     "cache",

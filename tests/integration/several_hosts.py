@@ -167,7 +167,8 @@ def late_and_lost(nodes: RayNodes) -> dict[str, Any]:
     """A fourth host joins a running job; another job may preprocess only there, and it leaves."""
     import ray
 
-    train = Train(job({"records": 40_000, "ms": 5}, batch=400))
+    # More than can be read before the host is there, however slow it starts.
+    train = Train(job({"records": 1_000_000, "ms": 5}, batch=400))
     steps = train.steps("train", 0)
     next(steps)
     number = nodes.start("extra")

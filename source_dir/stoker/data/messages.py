@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -305,7 +306,7 @@ class DataCursor(BaseModel):
     """Rows consumed of this epoch."""
     plan: Plan
     done: list[tuple[int, int]] = []
-    """Pieces that are consumed: ranges first … last + 1 of their numbers in the epoch's order."""
+    """Pieces that are consumed: ranges first … last + 1 of their numbers in the epoch's order, sorted."""
     partial: dict[int, tuple[int, int]] = {}
     """Other pieces that were begun: number → (whole groups, rows of the next group)."""
     by_row: bool = False
@@ -321,6 +322,7 @@ class DataCursor(BaseModel):
 
     def begun(self, piece: int) -> tuple[int, int] | None:
         """(whole groups, rows of the next group) consumed of a piece; None where all of it is."""
-        if any(first <= piece < stop for first, stop in self.done):
+        at = bisect_right(self.done, piece, key=lambda span: span[0]) - 1
+        if at >= 0 and piece < self.done[at][1]:
             return None
         return self.partial.get(piece, (0, 0))

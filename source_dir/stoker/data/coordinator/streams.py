@@ -79,9 +79,12 @@ class Stream:
         """Drop the blocks that every worker has taken."""
         # The step before may still be under way to a worker: keep its blocks one step longer.
         step = self.slowest - 1
-        for number in [n for n in self.blocks if self.splitter.block_done(n, step)]:
-            if not self.splitter.may_remain(number):
-                self.held_bytes -= self.blocks.pop(number)[1]
+        # In the order of their numbers: behind one that is needed, all are.
+        while self.blocks:
+            number = next(iter(self.blocks))
+            if not self.splitter.block_done(number, step) or self.splitter.may_remain(number):
+                break
+            self.held_bytes -= self.blocks.pop(number)[1]
 
     def position(self, steps: int, id_sum: int) -> DataCursor:
         """Where a training pass stands after some steps of this attempt.

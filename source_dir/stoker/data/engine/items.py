@@ -128,6 +128,8 @@ class Line:
     """Shards of which nothing more comes."""
     under_way: int = 0
     """Items that are in work or are to be read again."""
+    shards_under_way: int = 0
+    """What they were begun with."""
     listing: bool = True
     """Whether more shards may come."""
 

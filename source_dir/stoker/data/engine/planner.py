@@ -198,6 +198,7 @@ class Planner:
         name = f"{self.recovery.what(split, shards)} (task {self.attempt.number}/{next(self._names)})"
         line.begin(shards)
         line.under_way += 1
+        line.shards_under_way += len(shards)
         return Item(line, name, shards, store)
 
     def _shards_per_item(self, split: str, left: int) -> int:
@@ -209,13 +210,10 @@ class Planner:
 
     def _wanted(self, line: Line) -> bool:
         stream = line.stream
-        under_way = sum(i.count for i in self._items() if i.line is line) * line.plan.block_records
+        under_way = line.shards_under_way * line.plan.block_records
         if stream.rows_ahead + under_way < 2 * stream.splitter.step_rows:
             return True
         return self._held_bytes() < self.budget_bytes
-
-    def _items(self) -> list[Item]:
-        return [*self.active.values(), *self.again]
 
     @property
     def hungry(self) -> bool:
@@ -309,6 +307,7 @@ class Planner:
         item = self._leave(number)
         line, split = item.line, item.line.plan.split
         line.under_way -= 1
+        line.shards_under_way -= item.count
         for shard, _, _ in item.shards:
             self._close(line, shard)
         seconds = item.seconds / item.count

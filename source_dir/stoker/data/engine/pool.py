@@ -45,10 +45,16 @@ class Pool:
     """Whether there are chain workers on hosts that train, too, although other hosts do nothing else."""
     hungry: bool = False
     """Whether these have work now."""
+    wanted: dict[str, int] = field(default_factory=dict)
+    """Chain workers by node."""
+    slots: int = 0
+    """Chain workers that run at once on all hosts."""
     leaving: list[str] = field(default_factory=list)
     """Chain workers that are beyond what their hosts are to have: they get no more work."""
     staffed: set[str] = field(default_factory=set)
     """Nodes where chain workers run."""
+    _first: set[str] = field(default_factory=set)
+    """Hosts that preprocess at any time: those that do nothing else, or all where there are none."""
     _since: float | None = None
     """When `hungry` last changed."""
     _moved: float = -MOVE_EVERY_S
@@ -67,6 +73,10 @@ class Pool:
             self.hungry, self._since = hungry, now
         if now - self._since >= (GROW_AFTER_S if hungry else SHRINK_AFTER_S):
             self.helping = hungry
+        self._first = {n for n, host in self.hosts.items() if not host.trains} or set(self.hosts)
+        known = self.hosts.items()
+        self.wanted = {n: host.slots for n, host in known if self.helping or n in self._first}
+        self.slots = sum(self.wanted.values())
 
     def workers_are(self, there: Mapping[str, str], now: float) -> None:
         """The chain workers there are now: Ray starts those of a lost host again wherever there is room.
@@ -86,21 +96,6 @@ class Pool:
         if beyond and left and not self.leaving and now - self._moved >= MOVE_EVERY_S:
             self.leaving, self._moved = beyond, now
 
-    @property
-    def wanted(self) -> dict[str, int]:
-        """Chain workers by node."""
-        return {n: host.slots for n, host in self.hosts.items() if self.helping or n in self._first}
-
-    @property
-    def _first(self) -> set[str]:
-        """Hosts that preprocess at any time: those that do nothing else, or all where there are none."""
-        return {n for n, host in self.hosts.items() if not host.trains} or set(self.hosts)
-
-    @property
-    def slots(self) -> int:
-        """Chain workers that run at once on all hosts."""
-        return sum(self.wanted.values())
-
     def may_work(self, node: str, tried: Iterable[str] = ()) -> bool:
         """Whether a host is given work.
 
@@ -108,7 +103,7 @@ class Pool:
             node: the host.
             tried: nodes where the work went wrong; it goes to another one if there is any.
         """
-        working = [n for n in self.wanted if self.hungry or n in self._first]
+        working = set(self.wanted) if self.hungry else self._first
         return node in others(working, set(working) - self.staffed, self.avoided, set(tried))
 
     def place(self, there: Counter[str]) -> str:

@@ -1,0 +1,155 @@
+"""Laptop: what the head does for each block, without Ray, at 100 hosts of 96 cores and 390,000 shards.
+
+Planner, accounting and splitter are the real ones; chain workers are calls of this process, in the order in
+which those of a busy cluster come. 64 train workers take the rows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+from benchmarks.harness import Measure
+from stoker.data import Piece, Source
+from stoker.data.coordinator.accounting import ChainBooks
+from stoker.data.coordinator.attempt import Attempt
+from stoker.data.engine.passes import Passes
+from stoker.data.engine.pool import ChainHost
+from stoker.data.engine.pool import Pool as Hosts
+from stoker.data.engine.suspects import Suspects
+from stoker.data.messages import BlockReport, DataCursor, Told
+from stoker.schema import Config
+
+HOSTS, CORES, WORKERS, BATCH = 100, 96, 64, 256
+SHARDS, ROWS, HELD = 390_000, 1024, 50_000
+RECORD_S = 0.005
+"""Of a core, for a JPEG of ImageNet."""
+FRAGMENTED = 98_000
+GOAL_CORES, GOAL_RESUME_S = 1.0, 5.0
+
+
+class Shards(Source):
+    """As many shards as there are, of one block each."""
+
+    random = False
+
+    def pieces(self, records: int, order: Any) -> list[Piece]:
+        return [Piece(f"s{n}", rows=ROWS) for n in range(SHARDS)]
+
+    def read(self, piece: Piece, order: Any) -> Any:
+        raise NotImplementedError
+
+    def count(self) -> int:
+        return SHARDS * ROWS
+
+
+def attempt_of(start: Callable[[Passes], DataCursor], hosts: Hosts) -> Attempt:
+    """One start of training on that cluster."""
+    data = {"block_records": ROWS, "shuffle": False}
+    config = Config.model_validate(
+        {"recipe": "none:None", "data": data, "train": {"epochs": 1, "batch_size": BATCH}}
+    )
+    source = Shards()
+    passes = Passes(config, {"train": source}, {"train": b""})
+    shared = (threading.Condition(), {"train": ChainBooks()}, lambda *_, **__: None, None, Suspects())
+    attempt = Attempt(0, WORKERS, passes, {"train": source.count()}, start(passes), *shared)
+    attempt.produce(hosts, 2**60, count())
+    return attempt
+
+
+def listed(attempt: Attempt) -> float:
+    """Seconds until the first ticket."""
+    began = time.perf_counter()
+    planner = attempt.planner
+    assert planner is not None
+    while not (planner.lines and planner.lines[0].listed()):
+        planner.look(time.monotonic())
+        time.sleep(0.01)
+    return time.perf_counter() - began
+
+
+def run() -> list[Measure]:
+    """The rows of this benchmark."""
+    hosts = Hosts()
+    hosts.update([ChainHost(f"h{n}", CORES) for n in range(HOSTS)], False, 0.0)
+    attempt = attempt_of(lambda passes: DataCursor(epoch=0, plan=passes.identity("f")), hosts)
+    whole_s = listed(attempt)
+    planner = attempt.planner
+    assert planner is not None
+    stream = attempt.streams["train", 0]
+    working: deque[tuple[int, str, list[Any]]] = deque()
+    made, began = 0, time.process_time()
+    while made < HELD:
+        for ticket in planner.issue():
+            slot = ticket % (HOSTS * CORES)
+            if claim := planner.claim(ticket, f"h{slot % HOSTS}", f"p{ticket}"):
+                working.append((ticket, f"h{slot % HOSTS}", claim.work))
+        for _ in range(min(len(working), 1000)):
+            ticket, node, work = working.popleft()
+            for index, one in enumerate(work):
+                first = one.number * ROWS
+                ids = sum(range(first, first + ROWS))
+                report = BlockReport(one.number, 0, True, ROWS, 5.0, ROWS, ids, bytes_out=10**7)
+                planner.reported(ticket, report, (str(ticket), index), Told(node))
+                planner.arrived((str(ticket), index), object())
+                made += 1
+            planner.ended(ticket)
+    per_block_s = (time.process_time() - began) / made
+    ids_s = seconds(lambda: sum(range(10**9, 10**9 + ROWS)))  # the chain worker's work, above
+    steps = 200
+    began = time.process_time()
+    for step in range(steps):
+        for rank in range(WORKERS):
+            stream.portion(step, rank)
+            stream.release()
+    per_step_s = (time.process_time() - began) / steps
+    rate = HOSTS * CORES / (ROWS * RECORD_S)
+    per_block_s = per_block_s - ids_s
+    cores = rate * (per_block_s + per_step_s * ROWS / (WORKERS * BATCH))
+    resume_s = resumed(hosts)
+    return [
+        Measure(
+            "scale: head, cores at 100 × 96 CPUs", cores, None, "–", None, GOAL_CORES, cores < GOAL_CORES, ""
+        ),
+        plain("  planner and accounting, of a block", per_block_s * 1000, "ms"),
+        plain(f"  64 ranks ask for a step, {HELD:,} blocks held", per_step_s * 1000, "ms"),
+        plain("  blocks a second", rate, ""),
+        plain("  from the start to the first ticket", whole_s, "s"),
+        Measure(
+            f"scale: resume, {FRAGMENTED:,} ranges",
+            resume_s,
+            None,
+            "–",
+            None,
+            GOAL_RESUME_S,
+            resume_s < GOAL_RESUME_S,
+            "s",
+        ),
+    ]
+
+
+def resumed(hosts: Hosts) -> float:
+    """Seconds to the first ticket from a place where every other shard is done."""
+
+    def start(passes: Passes) -> DataCursor:
+        done = [(2 * n, 2 * n + 1) for n in range(FRAGMENTED)]
+        return DataCursor(epoch=0, plan=passes.identity("f"), rows=FRAGMENTED * ROWS, done=done)
+
+    return listed(attempt_of(start, hosts))
+
+
+def seconds(call: Callable[[], Any], times: int = 1000) -> float:
+    """Of one call, CPU."""
+    began = time.process_time()
+    for _ in range(times):
+        call()
+    return (time.process_time() - began) / times
+
+
+def plain(name: str, value: float, unit: str) -> Measure:
+    """A row without a goal."""
+    return Measure(name, value, None, "–", None, None, None, unit)
