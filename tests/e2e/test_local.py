@@ -125,9 +125,8 @@ def test_ctrl_c_stops_a_recipe_of_the_users_own_with_a_checkpoint(tmp_path: Path
 def test_a_misspelt_relative_path_is_looked_for_where_the_user_typed_it(tmp_path: Path) -> None:
     done = submit(DIGITS, "params.data=.data/digits/webdatast", cwd=tmp_path)
     assert done.returncode == 2
-    lines = [line for line in done.stdout.splitlines() if line.startswith("error")]
     where = tmp_path / ".data/digits"
-    assert lines == [f"error: .data/digits/webdatast: no such file or folder ({where} exists)"]
+    assert done.stderr == f"error: .data/digits/webdatast: no such file or folder ({where} exists)\n"
 
 
 def test_dry_run_writes_nothing_and_show_config_lists_the_recipes_parameters(tmp_path: Path) -> None:

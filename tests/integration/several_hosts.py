@@ -168,7 +168,7 @@ def late_and_lost(nodes: RayNodes) -> dict[str, Any]:
     import ray
 
     # More than can be read before the host is there, however slow it starts.
-    train = Train(job({"records": 1_000_000, "ms": 5}, batch=400))
+    train = Train(job({"records": 200_000, "ms": 5}, batch=400))
     steps = train.steps("train", 0)
     next(steps)
     number = nodes.start("extra")

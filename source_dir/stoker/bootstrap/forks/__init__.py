@@ -22,6 +22,8 @@ from pathlib import Path
 
 SOCKET_VARIABLE = "STOKER_FORKS"
 """Names the socket of the process that forks."""
+POSSIBLE = sys.platform == "linux"
+"""Elsewhere libraries do not survive a fork."""
 HERE = Path(__file__).resolve().parent
 CHAIN = ("pyarrow.parquet", "ray.data", "stoker.data.engine.chain_worker", "PIL.Image")
 """What chain workers import."""

@@ -119,19 +119,19 @@ def serve(connection: socket.socket, server: socket.socket) -> None:
             asked += more
         request = json.loads(asked)
         if os.fork() == 0:
-            server.close()
-            connection.close()
-            run(request, files)
+            run(request, files, (server, connection))
         connection.sendall(b"1")
     finally:
         for file in files:
             os.close(file)
 
 
-def run(request: dict[str, Any], files: list[int]) -> None:
+def run(request: dict[str, Any], files: list[int], not_its_own: tuple[socket.socket, ...]) -> None:
     """A forked worker: become what was asked for; does not return."""
     code = 1
     try:
+        for connection in not_its_own:
+            connection.close()
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for number, file in enumerate(files):
@@ -189,4 +189,8 @@ if __name__ == "__main__":
     sys.path.pop(0)
     sys.path.insert(0, "")
     middle = sys.argv.index("-")
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:middle], sys.argv[middle + 1 :])
+    try:
+        main(sys.argv[1], int(sys.argv[2]), sys.argv[3:middle], sys.argv[middle + 1 :])
+    finally:
+        # Nobody is to wait for a socket that does not come.
+        shutil.rmtree(Path(sys.argv[1]).parent, ignore_errors=True)

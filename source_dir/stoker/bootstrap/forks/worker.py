@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 SOCKET_VARIABLE = "STOKER_FORKS"  # as in the package, whose import would take longer
-WAIT_S = 60.0
-"""For the process that imports: as long as Ray waits for a worker."""
+WAIT_S = 40.0
+"""For the process that imports; Ray waits for a worker for 60 s."""
 
 
 def main() -> None:
