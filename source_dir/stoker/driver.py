@@ -86,15 +86,16 @@ Opened = tuple[Config, Data]
 
 
 def open_early(resolved: Resolved) -> Opened | None:
-    """Head: the data, before a cluster forms; None for a recipe that reads with Ray Data.
+    """Head: the data, before a cluster forms; None for a recipe that reads with Ray.
 
     Raises:
         UsageError: as `open_data`.
     """
     try:
         opened = open_all(resolved)
-    except Exception:
-        if "ray.data" in sys.modules:
+    except Exception as error:
+        ray: Any = sys.modules.get("ray")
+        if "ray.data" in sys.modules or (ray and isinstance(error.__cause__, ray.exceptions.RayError)):
             return None
         raise
     # What Ray Data has made without Ray would be of no use with it.

@@ -50,8 +50,11 @@ def run_locally(arguments: list[str]) -> int:
     from stoker.bootstrap import cluster
 
     on_cluster = os.environ.get("STOKER_BACKEND") == "ray"
-    with contextlib.nullcontext() if on_cluster else cluster.prepared():
-        return _run_locally(arguments, on_cluster)
+    try:
+        with contextlib.nullcontext() if on_cluster else cluster.prepared():
+            return _run_locally(arguments, on_cluster)
+    except KeyboardInterrupt:
+        return 130
 
 
 def _run_locally(arguments: list[str], on_cluster: bool) -> int:
@@ -75,15 +78,12 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
 
     # Ray's start is mostly waiting: the driver's heaviest import fits into it.
     threading.Thread(target=_import_ahead, args=("torch",), daemon=True).start()
-    try:
-        with cluster.connected() if on_cluster else cluster.local(resolved.config):
-            # After ray.init, which installs handlers of its own.
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, _stop_locally)
-            place = replace(local_place(), formed_s=time.monotonic() - STARTED)
-            return driver.run(resolved, place, opened).code
-    except KeyboardInterrupt:
-        return 130
+    with cluster.connected() if on_cluster else cluster.local(resolved.config):
+        # After ray.init, which installs handlers of its own.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _stop_locally)
+        place = replace(local_place(), formed_s=time.monotonic() - STARTED)
+        return driver.run(resolved, place, opened).code
 
 
 def _import_ahead(name: str) -> None:
