@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import os, sys
 from stoker.bootstrap import cluster, forks
@@ -107,3 +109,15 @@ def test_a_forked_worker_is_a_process_like_any_other(tmp_path: Path) -> None:
     )
     run(code, tmp_path)
     assert not list(tmp_path.glob("stoker-forks-*"))
+
+
+def test_forking_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_FORK_WORKERS", "0")
+    children = run(
+        "import psutil\n"
+        "from stoker.bootstrap import cluster\n"
+        "with cluster.prepared():\n"
+        "    print(len(psutil.Process().children()))\n",
+        tmp_path,
+    )
+    assert children == "0\n"

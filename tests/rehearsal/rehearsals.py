@@ -17,7 +17,9 @@ from launcher.rehearsal.running import RehearsalRun
 HERE = Path(__file__).parent
 SAME_PRIORITY = "sagemaker.environment={RAY_worker_niceness: '0'}"
 """Ray's workers beside what else computes here; see tests/conftest.py."""
-CHEAP = ("cluster.object_store_mb=128", "rehearsal.shm_mb=200", "cluster.join_timeout_s=180", SAME_PRIORITY)
+WITHOUT_FORKS = SAME_PRIORITY.replace("}", ", STOKER_FORK_WORKERS: '0'}")
+"""A stand-in's few workers start sooner by themselves than after the imports of a training."""
+CHEAP = ("cluster.object_store_mb=128", "rehearsal.shm_mb=200", "cluster.join_timeout_s=180", WITHOUT_FORKS)
 
 
 NAMES: list[str] = []

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from stoker.bootstrap.forks import SOCKET_VARIABLE, ForkServer
+from stoker.bootstrap.forks import POSSIBLE, SOCKET_VARIABLE, ForkServer
 
 HOST_CPUS_VARIABLE = "STOKER_HOST_CPUS"
 """How many CPUs this host has, where that is less than the machine shows (a rehearsal)."""
@@ -129,7 +129,7 @@ class RayNode:
     def __init__(self, arguments: list[str], log: Path, preload: Preload | None = None) -> None:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._forks = ForkServer(*preload) if preload else None
+        self._forks = ForkServer(*preload) if preload and POSSIBLE else None
         code = "from ray.scripts.scripts import main; main()"
         environment = dict(os.environ)
         if self._forks is not None:

@@ -22,8 +22,9 @@ from pathlib import Path
 
 SOCKET_VARIABLE = "STOKER_FORKS"
 """Names the socket of the process that forks."""
-POSSIBLE = sys.platform == "linux"
-"""Elsewhere libraries do not survive a fork."""
+SWITCH_VARIABLE = "STOKER_FORK_WORKERS"
+POSSIBLE = sys.platform == "linux" and os.environ.get(SWITCH_VARIABLE) != "0"
+"""Elsewhere libraries do not survive a fork; the variable is for one that does not on Linux either."""
 HERE = Path(__file__).resolve().parent
 CHAIN = ("pyarrow.parquet", "ray.data", "stoker.data.engine.chain_worker", "PIL.Image")
 """What chain workers import."""
