@@ -16,7 +16,7 @@ import torch
 from benchmarks.harness import Measure, cpu_seconds
 from benchmarks.per_core import CROP, IMAGES, photos
 from stoker.data.cache.store import SHARED_MEMORY, CacheSpec, HostCache
-from stoker.data.engine.groups import Loaded, groups_of
+from stoker.data.engine.shards import Loaded, blocks_of
 from stoker.data.messages import EpochPlan, Work
 from stoker.data.preprocessing.chain import Chain
 from stoker.data.preprocessing.entries import as_stages
@@ -50,12 +50,12 @@ def per_core(width: int, height: int) -> list[Measure]:
             chain = Chain(stages, 0, prefix=prefix_length(stages) if root else 0)
             spec = CacheSpec("memory" if root == shared else "disk", "bench", most)
             kept = HostCache(Path(root) / f"{len(reduce)}-{most}", "k", spec) if root else None
-            loaded, (piece,) = Loaded(source, chain, kept), source.pieces(len(images), None)
+            loaded, (shard,) = Loaded(source, chain, kept), source.shards(len(images), None)
             epochs = itertools.count()
 
             def once() -> list[Any]:
                 plan = EpochPlan(0, next(epochs), "train", shuffle=True, block_records=len(images))
-                return list(groups_of(loaded, plan, Work(0, piece)))
+                return list(blocks_of(loaded, plan, Work(0, shard)))
 
             return once
 
@@ -121,7 +121,7 @@ def epochs(folder: str, kind: str) -> list[float]:
     """Images/s of each epoch of one job, whose train worker takes all that comes."""
     import ray
 
-    from stoker.data.feed.feed import EpochFeed, Prefetch
+    from stoker.data.feed.feed import EpochFeed, PrefetchLimit
     from stoker.data.opening import open_data, start_coordinator
     from stoker.data.transport.client import open_transport
     from stoker.schema import Config
@@ -143,14 +143,14 @@ def epochs(folder: str, kind: str) -> list[float]:
         started = 0.0
         for epoch in range(EPOCHS):
             stream = EpochFeed(
-                coordinator,
+                coordinator=coordinator,
                 attempt=0,
                 split="train",
                 epoch=epoch,
                 rank=0,
                 device=device,
                 transport=transport,
-                prefetch=Prefetch.of(config.data),
+                prefetch=PrefetchLimit.of(config.data),
                 stall_timeout_s=config.data.stall_timeout_s,
             )
             first = 0

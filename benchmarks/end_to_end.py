@@ -173,7 +173,7 @@ def rows(found: dict[str, list[dict[str, Any]]]) -> list[Measure]:
         goal = GOAL if name == BASE else None
         measures.append(
             Measure(
-                f"end to end, {WORKERS} CPU tasks: {name}",
+                f"end to end, {WORKERS} chain workers: {name}",
                 median(ours, "samples_per_s"),
                 median(runs, "samples_per_s"),
                 name,

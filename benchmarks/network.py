@@ -62,7 +62,7 @@ def measure(dtype: str) -> float:
     }
     with tempfile.TemporaryDirectory() as folder:
         run_dir = run_job(
-            Path(folder), job, "--on", "rehearsal", "--link-mbps", str(LINK_MBPS), timeout_s=300
+            Path(folder), job, "--on", "rehearsal", f"rehearsal.link_mbps={LINK_MBPS}", timeout_s=300
         )
         steps = events(run_dir, "step")
         summary = json.loads((run_dir / "summary.json").read_text())

@@ -32,7 +32,7 @@ RAW_BUFFERS = 32
 
 
 class Picture:
-    """CPU task: the same image for every record; making it costs next to nothing."""
+    """Chain worker: the same image for every record; making it costs next to nothing."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
@@ -45,7 +45,7 @@ _KEPT: dict[tuple[int, str], Any] = {}
 
 
 def images(count: int, dtype: str) -> dict[str, Any]:
-    """CPU task: a block; float32 images are channels first, as normalising leaves them."""
+    """Chain worker: a block; float32 images are channels first, as normalising leaves them."""
     if (count, dtype) not in _KEPT:
         shape = (count, SIDE, SIDE, 3) if dtype == "uint8" else (count, 3, SIDE, SIDE)
         _KEPT[count, dtype] = np.full(shape, 7, dtype)
@@ -53,7 +53,7 @@ def images(count: int, dtype: str) -> dict[str, Any]:
 
 
 def stock_block(batch: dict[str, Any], dtype: str, rows: int) -> dict[str, Any]:
-    """CPU task: one block for Ray Data."""
+    """Chain worker: one block for Ray Data."""
     return images(rows, dtype)
 
 

@@ -14,8 +14,8 @@ from itertools import count
 from typing import Any
 
 from benchmarks.harness import Measure
-from stoker.data import Piece, Source
-from stoker.data.coordinator.accounting import ChainBooks
+from stoker.data import Shard, Source
+from stoker.data.coordinator.accounting import ChainCosts
 from stoker.data.coordinator.attempt import Attempt
 from stoker.data.engine.passes import Passes
 from stoker.data.engine.pool import ChainHost
@@ -37,10 +37,10 @@ class Shards(Source):
 
     random = False
 
-    def pieces(self, records: int, order: Any) -> list[Piece]:
-        return [Piece(f"s{n}", rows=ROWS) for n in range(SHARDS)]
+    def shards(self, records: int, order: Any) -> list[Shard]:
+        return [Shard(f"s{n}", rows=ROWS) for n in range(SHARDS)]
 
-    def read(self, piece: Piece, order: Any) -> Any:
+    def read(self, shard: Shard, order: Any) -> Any:
         raise NotImplementedError
 
     def count(self) -> int:
@@ -55,7 +55,7 @@ def attempt_of(start: Callable[[Passes], DataCursor], hosts: Hosts) -> Attempt:
     )
     source = Shards()
     passes = Passes(config, {"train": source}, {"train": b""})
-    shared = (threading.Condition(), {"train": ChainBooks()}, lambda *_, **__: None, None, Suspects())
+    shared = (threading.Condition(), {"train": ChainCosts()}, lambda *_, **__: None, None, Suspects())
     attempt = Attempt(0, WORKERS, passes, {"train": source.count()}, start(passes), *shared)
     attempt.produce(hosts, 2**60, count())
     return attempt

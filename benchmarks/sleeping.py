@@ -98,7 +98,7 @@ class Found:
 
 
 class Sleep:
-    """CPU task: a stage that takes `cpu_s` seconds per record and no CPU, and sends so many bytes."""
+    """Chain worker: a stage that takes `cpu_s` seconds per record and no CPU, and sends so many bytes."""
 
     def __init__(self, cpu_s: float, size: int) -> None:
         self.cpu_s, self.size = cpu_s, size

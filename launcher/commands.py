@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.backends import attach, backend, backends
+from launcher.backends.base import Backend, Options, RemoteRun
 from stoker.config import Resolved, load, schema_rows, type_name
 from stoker.errors import UsageError
 from stoker.redaction import redact
@@ -17,64 +16,22 @@ from stoker.schema import Config
 if TYPE_CHECKING:
     from launcher.job import Job
 
-PLACES = ("local", "ray", "rehearsal", "sagemaker")
 
+def refuse_meaningless(options: Options, chosen: Backend) -> None:
+    """Laptop: refuse options that only other places know: ignoring them would surprise.
 
-@dataclass(frozen=True)
-class Options:
-    """Laptop: what stands on the command line beside the configuration."""
-
-    on: str = "local"
-    source_dir: Path | None = None
-    dry_run: bool = False
-    hosts: str | None = None
-    entry: str | None = None
-    faults: list[str] = field(default_factory=list)
-    join_delay: list[str] = field(default_factory=list)
-    link_mbps: float | None = None
-    cpu_quota: float | None = None
-    address: str | None = None
-    offline: bool = False
-    request: Path | None = None
-    install: bool = False
-    resume: str | None = None
-    dashboard: bool = False
-
-    def overrides(self) -> list[str]:
-        """The options that are keys of the configuration."""
-        keys: dict[str, Any] = {"rehearsal.hosts": self.hosts, "rehearsal.link_mbps": self.link_mbps}
-        keys |= {"rehearsal.cpu_quota": self.cpu_quota, "cluster.dashboard": self.dashboard or None}
-        if self.on == "rehearsal":
-            keys["rehearsal.entry"] = self.entry
-        found = [f"{key}={value}" for key, value in keys.items() if value is not None]
-        found += [f"rehearsal.join_delay.{delay}" for delay in self.join_delay]
-        return found + ([f"rehearsal.faults={json.dumps(self.faults)}"] if self.faults else [])
-
-    def problems(self) -> list[str]:
-        """Options that the chosen place does not know: ignoring them would surprise."""
-        if self.on not in PLACES:
-            close = difflib.get_close_matches(self.on, PLACES, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            return [f"--on {self.on}: no such place (known: {', '.join(PLACES)}){hint}"]
-        malformed = [text for text in self.join_delay if "=" not in text]
-        belongs = {
-            "--hosts": (self.hosts, ("rehearsal",)),
-            "--fault": (self.faults, ("rehearsal",)),
-            "--join-delay": (self.join_delay, ("rehearsal",)),
-            "--link-mbps": (self.link_mbps, ("rehearsal",)),
-            "--cpu-quota": (self.cpu_quota, ("rehearsal",)),
-            "--entry": (self.entry, ("rehearsal", "sagemaker")),
-            "--address": (self.address, ("ray",)),
-            "--offline": (self.offline, ("ray", "sagemaker")),
-            "--request": (self.request, ("ray", "sagemaker")),
-            "--install": (self.install, ("ray",)),
-            "--dashboard": (self.dashboard, ("local",)),
-        }
-        return [f"--join-delay {text}: write host=seconds" for text in malformed] + [
-            f"{name}: has no meaning with --on {self.on}; use it with --on {' or --on '.join(places)}"
-            for name, (value, places) in belongs.items()
-            if value and self.on not in places
-        ]
+    Raises:
+        UsageError: naming each, and where it has a meaning.
+    """
+    others = [name for name in Options.__dataclass_fields__ if name not in chosen.options]
+    places = {name: [place.name for place in backends() if name in place.options] for name in others}
+    problems = [
+        f"--{name}: has no meaning with --on {chosen.name}; use it with --on {' or --on '.join(known)}"
+        for name, known in places.items()
+        if known and getattr(options, name)
+    ]
+    if problems:
+        raise UsageError(*problems)
 
 
 def run(config: Path | None, overrides: list[str], options: Options) -> int:
@@ -86,34 +43,30 @@ def run(config: Path | None, overrides: list[str], options: Options) -> int:
     Raises:
         UsageError: whatever is wrong with the request.
     """
-    problems = options.problems()
-    if problems:
-        raise UsageError(*problems)
+    place = backend(options.on)
+    refuse_meaningless(options, place)
     if config is None:
         raise UsageError("no configuration file given; try source_dir/configs/digits.yaml")
+    from launcher import runs
     from launcher.job import open_job
     from launcher.resuming import resolve
 
-    given = [*overrides, *options.overrides()]
-    resume = resolve(options.resume, options.on, load(config, given).config)
+    given = [*overrides, *(["cluster.dashboard=true"] if options.dashboard else [])]
+    resume = resolve(options.resume, place, load(config, given).config)
     job = open_job(load(config, [*given, *resume.overrides()]), options.source_dir)
-    if options.on != "local":
-        if job.resolved.config.cluster.dashboard:
-            raise UsageError(f"cluster.dashboard: only for local runs, not with --on {options.on}")
+    if job.resolved.config.cluster.dashboard and "dashboard" not in place.options:
+        raise UsageError(f"cluster.dashboard: only for local runs, not with --on {options.on}")
+    if place.name != "local":
         check_recipe(job)
-    if options.on == "sagemaker":
-        return _on_sagemaker(job, options)
-    if options.on == "ray":
-        return _on_ray(job, options)
-    if options.on == "rehearsal":
-        from launcher.backends import rehearsal
-
-        rehearsed = rehearsal.plan(job, resume.checkpoints)
-        return 0 if _only_shown(rehearsed, options) else rehearsal.submit(rehearsed).wait()
-    from launcher.backends import local
-
-    request = local.plan(job, resume.run_dir)
-    return 0 if _only_shown(request, options) else local.submit(request).wait()
+    request: Any = place.plan(job, options, resume)
+    if options.request:
+        print(request.write(options.request))
+        return 0
+    if options.dry_run:
+        print(request.render())
+        return 0
+    submitted = place.submit(request)
+    return runs.follow(submitted) if isinstance(submitted, RemoteRun) else submitted.wait()
 
 
 def check_recipe(job: Job) -> None:
@@ -134,43 +87,6 @@ def check_recipe(job: Job) -> None:
         if "which is not installed" not in str(error):
             raise
         print(f"warning: {error} (not checked further here)", file=sys.stderr)
-
-
-def _on_sagemaker(job: Job, options: Options) -> int:
-    from launcher import runs
-    from launcher.backends import sagemaker
-
-    request = sagemaker.plan(job, entry=options.entry, offline=options.offline)
-    return 0 if _only_shown(request, options) else runs.follow(sagemaker.submit(request))
-
-
-def _on_ray(job: Job, options: Options) -> int:
-    from launcher import runs
-    from launcher.backends import ray_cluster
-
-    request = ray_cluster.plan(job, address=options.address, offline=options.offline, install=options.install)
-    return 0 if _only_shown(request, options) else runs.follow(ray_cluster.submit(request))
-
-
-def _only_shown(request: Any, options: Options) -> bool:
-    """Laptop: write or print the request where only that was asked for."""
-    if options.request:
-        print(request.write(options.request))
-    elif options.dry_run:
-        print(request.render())
-    return bool(options.request or options.dry_run)
-
-
-def attach(run_id: str) -> Any:
-    """Laptop: the run that an id or a run directory names.
-
-    Raises:
-        UsageError: there is no such run.
-    """
-    from launcher import runs
-    from launcher.backends import local
-
-    return runs.attach(run_id) or local.attach(run_id)
 
 
 def status(run_id: str) -> int:
@@ -231,7 +147,7 @@ def logs(run_id: str, follow: bool) -> int:
     from launcher import runs
 
     found = attach(run_id)
-    if follow and hasattr(found, "detached"):
+    if follow and isinstance(found, RemoteRun):
         return runs.follow(found)
     for line in found.logs(follow):
         print(line, flush=True)

@@ -41,10 +41,13 @@ def replay(run: str, uri: str | None, registered_model: str | None) -> int:
         raise UsageError(f"{run}: was not tracked by MLflow; name a server: --uri http://…")
     refuse_missing(Config(tracking=TrackingConfig(mlflow=settings)))
     tags = run_tags(config["recipe"], summary.backend, run_dir / "code")
-    sender = MlflowSender(settings, config["name"], run_dir, tags, run_dir / "model")
+
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    sender = MlflowSender(settings, config["name"], run_dir, tags, run_dir / "model", tell=tell)
     sender.start()
-    for line in sender.close(summary):
-        print(line, file=sys.stderr)
+    sender.close(summary)
     if sender.done:
         print(f"sent: {summary.tracking['mlflow'].get('url') or summary.tracking['mlflow']['run_id']}")
     return 0 if sender.done else 1

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.backends.base import Backend, Resume
 from launcher.backends.local import PastRun
 from stoker.errors import UsageError
 from stoker.schema import Config
@@ -18,28 +18,12 @@ from stoker.schema import Config
 _STEP = re.compile(r"step-\d{8,}")
 
 
-@dataclass(frozen=True)
-class Resume:
-    """Laptop: how a job starts."""
-
-    value: str | None = None
-    """For `checkpoint.resume`; None leaves the key as it is."""
-    run_dir: Path | None = None
-    """A run directory to continue in, instead of a new one."""
-    checkpoints: tuple[Path, ...] = ()
-    """Rehearsal: checkpoint folders that hosts find in `/opt/ml/checkpoints`, as after a restart."""
-
-    def overrides(self) -> list[str]:
-        """The key's new value, as typed."""
-        return [] if self.value is None else [f"checkpoint.resume={self.value}"]
-
-
-def resolve(asked: str | None, on: str, config: Config) -> Resume:
+def resolve(asked: str | None, backend: Backend, config: Config) -> Resume:
     """Laptop: the option `--resume` for a place.
 
     Args:
         asked: auto, never, a path or an `s3://` URI; None: not given.
-        on: local, ray, rehearsal or sagemaker.
+        backend: the place.
         config: the job.
 
     Raises:
@@ -49,28 +33,29 @@ def resolve(asked: str | None, on: str, config: Config) -> Resume:
         return Resume()
     if asked == "never" or "://" in asked:
         return Resume(asked)
-    if on in ("ray", "sagemaker"):
-        return _elsewhere(asked, on, config)
+    if backend.checkpoints in ("shared", "s3"):
+        return _elsewhere(asked, backend, config)
     if asked == "auto":
         found = newest_unfinished(config)
         if found is None:
             print(f"no unfinished run of {config.name} in {config.output_dir}/: a new one begins")
             return Resume("auto")
-        return _run(found, on, config)
+        return _run(found, backend, config)
+    copied = backend.checkpoints == "copies"
     path = Path(asked)
     if not path.exists():
         raise UsageError(f"--resume {asked}: no such folder{_nearest(path)}")
     path = path.resolve()
     if _STEP.fullmatch(path.name):
-        return Resume(checkpoints=(path,)) if on == "rehearsal" else Resume(str(path))
+        return Resume(checkpoints=(path,)) if copied else Resume(str(path))
     if path.name == "checkpoints" and _is_run(path.parent):
         path = path.parent
     if _is_run(path):
-        return _run(path, on, config)
+        return _run(path, backend, config)
     steps = steps_in(path)
     if not steps:
         raise UsageError(f"--resume {asked}: neither a run directory nor a folder with step-… in it")
-    return Resume(checkpoints=tuple(steps)) if on == "rehearsal" else Resume(str(path))
+    return Resume(checkpoints=tuple(steps)) if copied else Resume(str(path))
 
 
 def newest_unfinished(config: Config) -> Path | None:
@@ -99,12 +84,12 @@ def steps_in(folder: Path) -> list[Path]:
     return []
 
 
-def _run(run_dir: Path, on: str, config: Config) -> Resume:
+def _run(run_dir: Path, backend: Backend, config: Config) -> Resume:
     run = PastRun(run_dir)
     if run.process_id() is not None:
         raise UsageError(f"--resume: {run_dir} is still running; stop it first: stoker stop {run_dir}")
     steps = steps_in(run_dir)
-    if on == "rehearsal":
+    if backend.checkpoints == "copies":
         if not steps:
             raise UsageError(f"--resume: {run_dir} holds no checkpoint")
         return Resume("auto", checkpoints=tuple(steps))
@@ -114,18 +99,17 @@ def _run(run_dir: Path, on: str, config: Config) -> Resume:
     return Resume("auto", run_dir=run_dir)
 
 
-def _elsewhere(asked: str, on: str, config: Config) -> Resume:
+def _elsewhere(asked: str, backend: Backend, config: Config) -> Resume:
     if asked == "auto":
         if config.checkpoint.dir is None:
             raise UsageError(
-                f"--resume auto: with --on {on} each launch has checkpoints of its own; name them:"
+                f"--resume auto: with --on {backend.name} each launch has checkpoints of its own; name them:"
                 " checkpoint.dir=s3://… for all launches, or --resume with an earlier run's"
             )
         return Resume("auto")
-    if on == "sagemaker" or not Path(asked).is_absolute():
-        remedy = (
-            "s3://" if on == "sagemaker" else "an absolute folder that the cluster's hosts share, or s3://"
-        )
+    only_s3 = backend.checkpoints == "s3"
+    if only_s3 or not Path(asked).is_absolute():
+        remedy = "s3://" if only_s3 else "an absolute folder that the cluster's hosts share, or s3://"
         raise UsageError(f"--resume {asked}: the hosts do not see a folder of this machine; name {remedy}")
     return Resume(asked)
 

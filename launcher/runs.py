@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from launcher.backends.base import Run
+from launcher.backends.base import RemoteRun, Run
 from stoker.errors import UsageError
 
 if TYPE_CHECKING:
@@ -58,35 +58,6 @@ def point_latest(run_dir: Path) -> None:
     draft = run_dir.parent / f".latest-{os.getpid()}"
     draft.symlink_to(run_dir.name)
     draft.replace(run_dir.parent / "latest")
-
-
-class RemoteRun(Run, Protocol):
-    """Laptop: a run that outlives this process, and what to say at its end."""
-
-    def closing(self) -> str:
-        """What to say after the end: outcome, cost, where the model lies."""
-        ...
-
-    def detached(self) -> str:
-        """What to say when the user stops watching."""
-        ...
-
-
-def attach(run_id: str) -> RemoteRun | None:
-    """Laptop: the remote run that an id names; None where the id is not one of a remote backend.
-
-    Raises:
-        UsageError: the id begins as a remote one and is not whole.
-    """
-    if run_id.startswith("ray:"):
-        from launcher.backends import ray_cluster
-
-        return ray_cluster.attach(run_id)
-    if run_id.startswith(("sagemaker:", "arn:")):
-        from launcher.backends import sagemaker
-
-        return sagemaker.attach(run_id)
-    return None
 
 
 def last_lines(run: Run, word: str, timeout_s: float, most: int = 1) -> tuple[list[str], bool]:

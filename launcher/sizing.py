@@ -32,7 +32,7 @@ class SizeOptions:
     gpu: list[str] = field(default_factory=list)
     cpu: list[str] = field(default_factory=list)
     from_run: Path | None = None
-    rates: list[str] = field(default_factory=list)
+    gpu_samples_per_s: list[str] = field(default_factory=list)
     max_cpu_hosts: int = MAX_CPU_HOSTS
     cpu_speed: float = 1.0
     source_dir: Path | None = None
@@ -49,7 +49,7 @@ def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int
     Raises:
         UsageError: whatever is wrong with the request, the data or the chain.
     """
-    rates, problems = parse_rates(options.rates)
+    rates, problems = parse_rates(options.gpu_samples_per_s)
     problems += list(_type_problems(options))
     if options.max_cpu_hosts < 0:
         problems.append(f"--max-cpu-hosts: at least 0 (got {options.max_cpu_hosts})")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 if __package__ in (None, ""):
     # Run as a file: the folder above holds the `launcher` package.
@@ -18,10 +18,24 @@ from stoker.errors import UsageError
 EXAMPLE = "python launcher/submit.py source_dir/configs/digits.yaml"
 
 
+REHEARSED = {
+    "--hosts": "hosts=gpu=1,cpu=2",
+    "--entry": "entry=container, or sagemaker.entry=script-mode",
+    "--fault": "faults=kill:algo-3@20s",
+    "--join-delay": "join_delay.algo-3=30",
+    "--link-mbps": "link_mbps=100",
+    "--cpu-quota": "cpu_quota=2",
+}
+"""What was an option once, and is a key of the configuration."""
+
+
 class DefaultsToRun(TyperGroup):
     """`submit.py job.yaml` means `submit.py run job.yaml`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for flag in args:
+            if (key := flag.split("=")[0]) in REHEARSED:
+                raise UsageError(f"{key}: write rehearsal.{REHEARSED[key]} (docs/rehearsal.md)")
         if args and args[0] not in (*self.commands, "--help"):
             args = ["run", *args]
         return list(super().parse_args(ctx, args))
@@ -39,22 +53,25 @@ app = typer.Typer(
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as in the file")]
 Option = typer.Option
+Given = TypeVar("Given", bound=Any)
 
 
-@app.command(epilog=f"Example: {EXAMPLE} train.epochs=3 --on rehearsal --hosts gpu=1,cpu=2")
+def given_to(options: type[Given], ctx: typer.Context) -> Given:
+    """Laptop: what was typed, as the fields of a dataclass that have the names of the options."""
+    typed = {name: ctx.params[name] for name in options.__dataclass_fields__}
+    given: Given = options(**{name: value for name, value in typed.items() if value is not None})
+    return given
+
+
+@app.command(epilog=f"Example: {EXAMPLE} train.epochs=3 --on rehearsal rehearsal.hosts=gpu=1,cpu=2")
 def run(
+    ctx: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="the job's YAML file")] = None,
     overrides: Overrides = None,
     on: Annotated[str, Option(help="local, ray, rehearsal or sagemaker")] = "local",
     source_dir: Annotated[Path | None, Option(help="your own folder with recipes")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="check and show, do nothing")] = False,
     show_config: Annotated[bool, Option("--show-config", help="list every key")] = False,
-    hosts: Annotated[str | None, Option(help="rehearsal: gpu=1,cpu=2")] = None,
-    entry: Annotated[str | None, Option(help="toolkit | container; script-mode | container")] = None,
-    fault: Annotated[list[str] | None, Option(help="rehearsal: kill:algo-3@20s")] = None,
-    join_delay: Annotated[list[str] | None, Option(help="rehearsal: algo-3=30, or =never")] = None,
-    link_mbps: Annotated[float | None, Option(help="rehearsal: rate per host")] = None,
-    cpu_quota: Annotated[float | None, Option(help="rehearsal: cores per host")] = None,
     address: Annotated[str | None, Option(help="ray: http://head:8265")] = None,
     offline: Annotated[bool, Option("--offline", help="with --dry-run: ask no network")] = False,
     request: Annotated[Path | None, Option(help="ray, sagemaker: write it, do not send")] = None,
@@ -64,27 +81,11 @@ def run(
 ) -> None:
     """Run a job from its YAML file, with single keys changed on the command line."""
     from launcher import commands
+    from launcher.backends.base import Options
 
-    options = commands.Options(
-        on,
-        source_dir,
-        dry_run,
-        hosts,
-        entry,
-        fault or [],
-        join_delay or [],
-        link_mbps,
-        cpu_quota,
-        address,
-        offline,
-        request,
-        install,
-        resume,
-        dashboard,
-    )
     if show_config:
         raise typer.Exit(commands.show(config, overrides or [], source_dir))
-    raise typer.Exit(commands.run(config, overrides or [], options))
+    raise typer.Exit(commands.run(config, overrides or [], given_to(Options, ctx)))
 
 
 Run = Annotated[str, typer.Argument(help="a run directory, runs/latest, ray:… or sagemaker:…")]
@@ -154,6 +155,7 @@ def replay(
 
 @app.command(epilog=f"Example: {EXAMPLE.replace('submit.py ', 'submit.py size ')} --gpu-samples-per-s 4000")
 def size(
+    ctx: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="the job's YAML file")] = None,
     overrides: Overrides = None,
     gpu: Annotated[list[str] | None, Option(help="GPU host type, ml.g5.xlarge; again for more")] = None,
@@ -171,18 +173,7 @@ def size(
     """Measure a job for a minute; say which hosts, how many, how fast, at what cost."""
     from launcher import sizing
 
-    options = sizing.SizeOptions(
-        gpu or [],
-        cpu or [],
-        from_run,
-        gpu_samples_per_s or [],
-        max_cpu_hosts,
-        cpu_speed,
-        source_dir,
-        write,
-        as_json,
-    )
-    raise typer.Exit(sizing.size(config, overrides or [], options))
+    raise typer.Exit(sizing.size(config, overrides or [], given_to(sizing.SizeOptions, ctx)))
 
 
 @app.command(epilog="Example: python launcher/submit.py prices --update --region eu-west-1")

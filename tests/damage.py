@@ -39,12 +39,12 @@ def write_sums(root: Path) -> None:
 
 
 def records(root: Path | str, split: str = "train") -> list[Any]:
-    """All records of a split, as a run reads them: checked first, then piece by piece."""
+    """All records of a split, as a run reads them: checked first, then shard by shard."""
     source = read_any(str(root), split)
     assert source is not None
     source.check()
-    reader = source.for_tasks()
-    found = [record for piece in source.pieces(100, None) for record in reader.read(piece, None)]
+    reader = source.for_workers()
+    found = [record for shard in source.shards(100, None) for record in reader.read(shard, None)]
     # The books of an epoch compare these when they close.
     assert source.count() in (None, len(found)), f"counted {source.count()}, read {len(found)}"
     return found

@@ -42,7 +42,7 @@ def record(
             for i, kind in enumerate(kinds)
         ]
     )
-    recorder = Recorder(folder, summary, 0.0, tensorboard=False)
+    recorder = Recorder(folder, summary, 0.0)
     recorder.take({"time": 0.0, "event": "phase", "phase": "cluster formed"})
     recorder.take({"time": 0.1, "event": "train_worker", "rank": 0, "node": "algo-1"})
     pictures = [{"png": PIXEL, "label": str(n)} for n in range(3)]
@@ -94,5 +94,7 @@ def record(
     summary.error = "the loss is NaN at step 12" if status == "failed" else None
     stages = [("read", 0.2, 110_000), ("DecodeImage", 1.1, 562_000), ("RandomResizedCrop", 0.8, 150_000)]
     chain = [{"stage": name, "cpu_ms_per_sample": ms, "bytes_out": size} for name, ms, size in stages]
-    recorder.close({"bytes_per_sample": 150_528, "chain": chain, "tasks_by_node": {"algo-2": 7}, "open": []})
+    tasks = {"algo-2": 7}
+    recorder.figures = {"bytes_per_sample": 150_528, "chain": chain, "tasks_by_node": tasks, "open": []}
+    recorder.close(summary)
     return folder

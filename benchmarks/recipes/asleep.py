@@ -36,7 +36,7 @@ class Asleep(Recipe):
 
 
 class Sleep:
-    """CPU task: a stage that takes `cpu_s` seconds per record and no CPU."""
+    """Chain worker: a stage that takes `cpu_s` seconds per record and no CPU."""
 
     def __init__(self, cpu_s: float, size: int) -> None:
         self.cpu_s, self.size = cpu_s, size

@@ -9,7 +9,7 @@ from stoker.image_classification import ImageClassification
 
 
 class Same:
-    """CPU task: the same image for every record."""
+    """Chain worker: the same image for every record."""
 
     def __init__(self, side: int) -> None:
         self.side = side

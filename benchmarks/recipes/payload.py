@@ -12,7 +12,7 @@ SIDE = 224
 
 
 class Constant:
-    """CPU task: the same image for every record, uint8 or normalised on the CPU, as float32."""
+    """Chain worker: the same image for every record, uint8 or normalised on the CPU, as float32."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype

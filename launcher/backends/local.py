@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import runs
+from launcher.backends.base import Backend
 from launcher.job import COMMAND, Job
 from stoker.errors import UsageError
 from stoker.place import BACKEND_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE
@@ -180,6 +181,15 @@ def attach(run_id: str) -> PastRun:
     if not (run_dir / "code").is_dir() and not (run_dir / "summary.json").is_file():
         raise UsageError(f"{run_id}: no run directory, and no id of the form ray:… or sagemaker:…")
     return PastRun(run_dir)
+
+
+BACKEND = Backend(
+    name="local",
+    plan=lambda job, options, resume: plan(job, resume.run_dir),
+    submit=submit,
+    attach=attach,
+    options=("dashboard",),
+)
 
 
 def log_lines(run_dir: Path, follow: bool, alive: Callable[[], bool]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from launcher import files, ray_jobs
+from launcher.backends.base import Backend
 from launcher.job import COMMAND, Job
 from launcher.ray_jobs import JobServer
 from stoker.errors import UsageError
@@ -236,6 +237,19 @@ def attach(run_id: str) -> RayRun:
     if not address or not name:
         raise UsageError(f"{run_id}: write ray:http://<head>:8265/<job>")
     return RayRun(ray_jobs.job_server(address), name)
+
+
+BACKEND = Backend(
+    name="ray",
+    plan=lambda job, options, resume: plan(
+        job, address=options.address, offline=options.offline, install=options.install
+    ),
+    submit=submit,
+    attach=attach,
+    ids=("ray:",),
+    options=("address", "offline", "request", "install"),
+    checkpoints="shared",
+)
 
 
 def _server(

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher import runs
+from launcher.backends import local
+from launcher.backends.base import Backend
 from launcher.job import Job
 from launcher.rehearsal import faults, isolation, outputs, toolkit
 from launcher.rehearsal import plan as planning
@@ -145,3 +147,12 @@ def _import_path() -> str:
     import launcher
 
     return str(Path(str(launcher.__file__)).parent.parent)
+
+
+BACKEND = Backend(
+    name="rehearsal",
+    plan=lambda job, options, resume: plan(job, resume.checkpoints),
+    submit=submit,
+    attach=local.attach,
+    checkpoints="copies",
+)

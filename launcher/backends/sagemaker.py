@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher import files
+from launcher.backends.base import Backend
 from launcher.job import Job
 from launcher.sagemaker import aws, checks, render, upload
 from launcher.sagemaker.request import TOKEN_FILE, Draft, draft, job_name, json_text
@@ -119,19 +120,16 @@ class SageMakerRequest:
         upload.stage(self.draft.job, folder, self.draft.data_at, TOKEN_FILE)
 
 
-def plan(job: Job, *, entry: str | None = None, offline: bool = False) -> SageMakerRequest:
+def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
     """Laptop: job → request, with everything checked; uploads nothing.
 
     Args:
         job: what to run.
-        entry: `container` or `script-mode`, over `sagemaker.entry`.
         offline: ask AWS nothing; `sagemaker.s3_uri` must then be set.
 
     Raises:
         UsageError: with every problem, one line each.
     """
-    if entry is not None:
-        job = _with_entry(job, entry)
     settings = job.resolved.config.sagemaker
     problems: list[str] = []
     region = aws.region_of(settings.region) or ""
@@ -204,6 +202,17 @@ def attach(run_id: str) -> SageMakerRun:
     return SageMakerRun(region, name)
 
 
+BACKEND = Backend(
+    name="sagemaker",
+    plan=lambda job, options, resume: plan(job, offline=options.offline),
+    submit=submit,
+    attach=attach,
+    ids=("sagemaker:", "arn:"),
+    options=("offline", "request"),
+    checkpoints="s3",
+)
+
+
 def model_trainer(job: Job, **options: Any) -> ModelTrainer:
     """Laptop: the same job as a `sagemaker.train.ModelTrainer`, for notebooks and pipelines.
 
@@ -213,18 +222,10 @@ def model_trainer(job: Job, **options: Any) -> ModelTrainer:
     """
     from launcher.sagemaker.sdk import model_trainer as build
 
-    return build(plan(job, entry="container").draft, **options)
-
-
-def _with_entry(job: Job, entry: str) -> Job:
-    if entry not in ("container", "script-mode"):
-        raise UsageError(f"--entry: container or script-mode (got {entry!r})")
     config = job.resolved.config
-    settings = config.sagemaker.model_copy(update={"entry": entry})
-    config = config.model_copy(update={"sagemaker": settings})
-    return replace(
-        job, resolved=Resolved(config, {**job.resolved.origins, "sagemaker.entry": "command line"})
-    )
+    settings = config.sagemaker.model_copy(update={"entry": "container"})
+    resolved = Resolved(config.model_copy(update={"sagemaker": settings}), job.resolved.origins)
+    return build(plan(replace(job, resolved=resolved)).draft, **options)
 
 
 def _measure(wanted: Draft, problems: list[str]) -> tuple[int, int]:

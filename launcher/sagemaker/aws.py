@@ -23,9 +23,7 @@ def client(service: str, region: str) -> Any:
     import boto3
     from botocore.config import Config
 
-    config = Config(
-        retries={"mode": "standard", "max_attempts": 8}, connect_timeout=10, read_timeout=60
-    )
+    config = Config(retries={"mode": "standard", "max_attempts": 8}, connect_timeout=10, read_timeout=60)
     with readable_errors(service):
         session: Any = boto3.session.Session()  # typed by service name otherwise, one overload each
         return session.client(service, region_name=region, config=config)

@@ -11,7 +11,7 @@ from launcher.job import COMMAND, Job
 from launcher.sagemaker.groups import Group, groups_of, training_group
 from launcher.sagemaker.upload import DataUpload, find_data_uploads
 from stoker.config import Resolved
-from stoker.schema import ChannelConfig, SageMakerConfig
+from stoker.schema_places import ChannelConfig, SageMakerConfig
 
 INPUT = "/opt/ml/input/data"
 CODE_CHANNEL = "code"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Jiggle(RecordTransform):
-    """CPU task: turns, shifts and scales an image a little, differently for each record and epoch.
+    """Chain worker: turns, shifts and scales an image a little, differently for each record and epoch.
 
     OpenCV does it: a chain of torchvision transforms works as well, but every CPU process would
     import torch and torchvision for it, some seconds of each start.

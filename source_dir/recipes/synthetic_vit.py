@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RandomImage(RecordTransform):
-    """CPU task: an index → a random image (uint8, size × size × 3) and a random label."""
+    """Chain worker: an index → a random image (uint8, size × size × 3) and a random label."""
 
     def __init__(self, size: int, classes: int) -> None:
         self.size, self.classes = size, classes

@@ -1,4 +1,4 @@
-"""Head: the story of a run: open the data → build the trainer → fit → close the books.
+"""Head: the story of a run: open the data → build the trainer → fit → close the accounts.
 
 recipe = check(resolved)          before any cluster forms
 code = run(resolved, place)       with Ray connected
@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,13 @@ from stoker.extras import refuse_missing
 from stoker.fit import Fit
 from stoker.hosts import host_changes, hosts
 from stoker.place import Outcome, Place
-from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe
+from stoker.recipe import SOURCE_FOLDER, Recipe, load_object, load_recipe
 from stoker.schema import Config
 from stoker.storage.checkpoint_store import open_store
-from stoker.tracking.console import PlainConsole, make_console, report
-from stoker.tracking.mlflow_sender import MlflowSender, start_sender
-from stoker.tracking.recorder import Recorder, teller
+from stoker.tracking.console import make_console, report
+from stoker.tracking.mlflow_sender import start_sender
+from stoker.tracking.recorder import Recorder
+from stoker.tracking.sinks import Sink, Tracking
 from stoker.tracking.summary import Cluster, Host, Summary
 from stoker.training.plan import blocks_note, plan_workers, refuse_impossible, steps_per_epoch
 
@@ -78,6 +80,7 @@ def check(resolved: Resolved) -> Recipe:
 
         check_optimizer(resolved.config.train.optimizer)
     resuming.check_path(resolved.config)
+    own_sinks(resolved.config)
     return recipe
 
 
@@ -131,37 +134,32 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
     summary.cluster = Cluster(hosts=hosts(), formed_s=round(place.formed_s, 2))
     summary.write(place.run_dir)
     process_started = time.time() - place.formed_s
-    recorder = Recorder(
-        place.run_dir,
-        summary,
-        process_started,
-        config.tracking.tensorboard,
-        prices=price_list(config.sagemaker.region or os.environ.get("AWS_REGION"), config.sagemaker.prices),
-    )
-    screen_log = place.run_dir / "logs" / "console.log"
-    console: PlainConsole = PlainConsole(config.train.epochs, None, screen_log)
-    coordinator, sender = None, None
+    prices = price_list(config.sagemaker.region or os.environ.get("AWS_REGION"), config.sagemaker.prices)
+    recorder = Recorder(place.run_dir, summary, process_started, prices)
+    console = make_console(config.train.epochs, place.run_dir / "logs" / "console.log")
+    tracking = Tracking(summary, [recorder, console])
+    coordinator = None
     code = 1
     try:
-        recorder.phase("cluster formed")
+        tracking.add(*optional_sinks(config, place.run_dir))
+        tracking.phase("cluster formed")
         config, data = opened or open_all(resolved)
-        recorder.phase("data opened")
+        tracking.phase("data opened")
         check_groups(config, summary.cluster.hosts)
         workers, use_gpu = plan_workers(config, data)
-        steps = steps_per_epoch(config, data, workers)
+        console.steps_per_epoch = steps_per_epoch(config, data, workers)
         summary.train_workers = workers
-        console = make_console(config.train.epochs, steps, screen_log)
-        start = resuming.prepare(config, place, data, workers, summary, teller(recorder, console))
+        start = resuming.prepare(config, place, data, workers, summary, tracking.note)
         refuse_unshared(config, start.where, place.train_group, use_gpu)
         coordinator = start_coordinator(config, data, workers, start.first_epoch, start.position)
         console.line(opening_line(data, workers, use_gpu))
         notes = blocks_note(config, data, workers), cache_note(config), exact_note(config, data)
         for note in filter(None, notes):
-            recorder.take({"time": time.time(), "event": "note", "text": note})
-            console.line(f"note: {note}")
+            tracking.note(f"note: {note}")
         fit = Fit(config, place, coordinator, workers, use_gpu, data.totals, start)
-        sender = start_sender(config, place, open_store(start.where, start.synced))
-        follow(fit, coordinator, recorder, console, summary, sender)
+        store = open_store(start.where, start.synced)
+        tracking.add(*start_sender(config, place, store, tracking.say))
+        follow(fit, coordinator, tracking)
         code = conclude(fit, summary)
         if code == 0:
             summary.model = str(place.model_dir)
@@ -173,28 +171,47 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
         summary.status, summary.error = "failed", where_raised(error)
         log.error("%s", traceback.format_exc())
     finally:
-        console.close()
-        summary.tracking = sender.about() if sender is not None else {}
-        recorder.close(last_figures(coordinator, recorder))
+        recorder.figures = last_figures(coordinator, tracking, place.run_dir)
+        tracking.close()
         end_coordinator(coordinator)
-    draw_report(place.run_dir, console)
-    if sender is not None:
-        for line in sender.close(summary):
-            console.line(line)
     report(summary, console, place.run_dir, code)
     cause = redaction.scrub(summary.error or "") or f"the driver ended with exit code {code}"
     return Outcome(code, "" if code == 0 else cause)
 
 
-def draw_report(run_dir: Path, console: PlainConsole) -> None:
-    """Head: report.html beside the summary; a run does not fail for want of it."""
-    from stoker.report.page import REPORT, write_report
+def optional_sinks(config: Config, run_dir: Path) -> list[Sink]:
+    """Head: what the configuration asks for besides files and the screen.
 
-    try:
-        write_report([run_dir], run_dir / REPORT)
-    except Exception as error:
-        logging.getLogger("stoker").error("%s", traceback.format_exc())
-        console.line(f"{REPORT} could not be written: {where_raised(error)}")
+    Raises:
+        UsageError: a sink of the user's own cannot be made.
+    """
+    from stoker.tracking.tensorboard import Board
+
+    sinks: list[Sink] = [Board(run_dir)] if config.tracking.tensorboard else []
+    sinks += [kind(run_dir, config) for kind in own_sinks(config)]
+    return [*sinks, ReportFile(run_dir)]
+
+
+def own_sinks(config: Config) -> list[Callable[[Path, Config], Sink]]:
+    """Head: the classes that `tracking.sinks` names.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    return [load_object(path, SOURCE_FOLDER, "tracking.sinks", offers=Sink) for path in config.tracking.sinks]
+
+
+class ReportFile(Sink):
+    """Head: report.html beside the summary."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    def close(self, summary: Summary) -> None:
+        """Draw it."""
+        from stoker.report.page import REPORT, write_report
+
+        write_report([self.run_dir], self.run_dir / REPORT)
 
 
 def check_groups(config: Config, hosts: list[Host]) -> None:
@@ -218,14 +235,7 @@ def opening_line(data: Data, workers: int, use_gpu: bool) -> str:
     return f"{' + '.join(counts)} records; starting {workers} train worker(s) on {kind} …"
 
 
-def follow(
-    fit: Fit,
-    coordinator: Any,
-    recorder: Recorder,
-    console: PlainConsole,
-    summary: Summary,
-    sender: MlflowSender | None = None,
-) -> None:
+def follow(fit: Fit, coordinator: Any, tracking: Tracking) -> None:
     """Head: until fit() returns, show events, notice lost hosts, pass on a request to stop."""
     import ray
 
@@ -233,11 +243,9 @@ def follow(
     next_hosts = time.monotonic() + 2
     while True:
         alive = fit.alive
-        notes = sender.notes() if sender is not None else []
-        for event in [*ray.get(coordinator.drain.remote(), timeout=60), *notes]:
-            recorder.take(event)
-            console.take(event)
-            fit.complete = fit.complete or event["event"] == "complete"
+        events = ray.get(coordinator.drain.remote(), timeout=60)
+        tracking.take(events)
+        fit.complete = fit.complete or any(event["event"] == "complete" for event in events)
         if not alive:
             return
         if _stop_reason and not stop_sent:
@@ -248,10 +256,7 @@ def follow(
             return
         if time.monotonic() > next_hosts:
             next_hosts = time.monotonic() + 2
-            for event in host_changes(summary):
-                recorder.take(event)
-                console.take(event)
-            recorder.refresh()
+            tracking.take(host_changes(tracking.summary))
         time.sleep(POLL_S)
 
 
@@ -274,22 +279,21 @@ def conclude(fit: Fit, summary: Summary) -> int:
     return 0
 
 
-def last_figures(coordinator: Any, recorder: Recorder) -> dict[str, Any]:
+def last_figures(coordinator: Any, tracking: Tracking, run_dir: Path) -> dict[str, Any]:
     """Head: the coordinator's figures and last events, where it is still there."""
     import ray
 
     if coordinator is None:
         return {}
     try:
-        for event in ray.get(coordinator.drain.remote(), timeout=20):
-            recorder.take(event)
+        tracking.take(ray.get(coordinator.drain.remote(), timeout=20))
         figures: dict[str, Any] = ray.get(coordinator.figures.remote(), timeout=20)
     except Exception:
         logging.getLogger("stoker").error("%s", traceback.format_exc())
         return {}
     try:
         stats: str = ray.get(coordinator.ray_data_stats.remote(), timeout=20)
-        (recorder.run_dir / "logs" / "ray_data_stats.txt").write_text(stats + "\n")
+        (run_dir / "logs" / "ray_data_stats.txt").write_text(stats + "\n")
     except Exception:
         # The figures of the run are worth more than Ray Data's own.
         logging.getLogger("stoker").error("%s", traceback.format_exc())

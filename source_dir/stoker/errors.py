@@ -19,23 +19,23 @@ class DataError(RuntimeError):
 
 
 class ChainError(RuntimeError):
-    """CPU task: a stage failed for a whole batch; the run cannot go on."""
+    """Chain worker: a stage failed for a whole batch; the run cannot go on."""
 
 
 class SchemaError(ChainError):
-    """CPU task and train worker: rows that do not have the columns of their split."""
+    """Chain worker and train worker: rows that do not have the columns of their split."""
 
 
 class CacheError(RuntimeError):
-    """CPU task: a host cannot keep records where the configuration says."""
+    """Chain worker: a host cannot keep records where the configuration says."""
 
 
 class FlakyReadError(OSError):
-    """CPU task: a record could not be read here and now; the head has its shard read again elsewhere."""
+    """Chain worker: a record could not be read here and now; the head has its shard read again elsewhere."""
 
 
 class OverError(Exception):
-    """CPU task: nobody wants its blocks any more."""
+    """Chain worker: nobody wants its blocks any more."""
 
 
 STATED = (CacheError, ChainError, DataError, UsageError)

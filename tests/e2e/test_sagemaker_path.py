@@ -147,14 +147,15 @@ def test_the_uploaded_code_trains_and_the_archive_holds_the_same(
     found = channels(described, tmp_path / "in")
     code = found.pop("code")
     check(*rehearse(code, found, tmp_path / "out", "container"))
-    archive, data = archived(job, tmp_path)
+    archive, data = archived(digits, tmp_path)
     assert files(archive) == files(code) - {"requirements.txt"} | files(archive) & {"requirements.txt"}
     assert data.keys() == found.keys()
 
 
-def archived(job: Job, folder: Path) -> tuple[Path, dict[str, Path]]:
+def archived(digits: Path, folder: Path) -> tuple[Path, dict[str, Path]]:
     """What a job in script mode leaves in S3: its unpacked archive, its channels."""
-    request = backend.plan(job, entry="script-mode")
+    job = open_job(load(None, [*overrides(digits), "sagemaker.entry=script-mode"]))
+    request = backend.plan(job)
     described = backend.submit(request, lambda _: None).describe()
     bucket, key = split_uri(described["HyperParameters"]["sagemaker_submit_directory"])
     body = s3().get_object(Bucket=bucket, Key=key)["Body"].read()
@@ -171,7 +172,7 @@ def files(folder: Path) -> set[str]:
 def test_uploaded_archive_trains_under_the_toolkit(
     environment: dict[str, str], digits: Path, tmp_path: Path
 ) -> None:
-    code, data = archived(open_job(load(None, overrides(digits))), tmp_path)
+    code, data = archived(digits, tmp_path)
     check(*rehearse(code, data, tmp_path / "out", "toolkit"))
 
 

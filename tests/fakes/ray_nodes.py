@@ -18,6 +18,10 @@ from typing import Any
 
 import psutil
 
+from stoker.bootstrap import forks
+
+RAY = "from ray.scripts.scripts import main; main()"
+
 
 @dataclass
 class RayNodes:
@@ -38,8 +42,10 @@ class RayNodes:
     def start(self, group: str, *head: str) -> int:
         """One more node, the head with options of its own; its number."""
         index, self.started = self.started, self.started + 1
+        # The first one is as a user's own cluster has it, the others as hosts that Stoker starts.
+        forked = f"from stoker.bootstrap.forks import use_forks; use_forks(); {RAY}"
         command = [
-            str(Path(sys.executable).parent / "ray"), "start", "--block",
+            sys.executable, "-c", RAY if head else forked, "start", "--block",
             "--node-ip-address=127.0.0.1", f"--num-cpus={self.cpus}", "--num-gpus=0",
             f"--labels=stoker.group={group},stoker.host={group}-{index}",
             f"--object-store-memory={self.store_mb * 2**20}",
@@ -89,6 +95,23 @@ class RayNodes:
 
 
 @contextlib.contextmanager
+def fork_server(environment: dict[str, str]) -> Iterator[str]:
+    """The socket of a process from which chain workers are forked, made with an environment."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        server = forks.ForkServer(forks.CHAIN)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    try:
+        yield server.socket
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
 def ray_nodes(
     groups: tuple[str, ...] = ("gpu", "cpu", "cpu"),
     *,
@@ -123,7 +146,9 @@ def ray_nodes(
         store_mb,
         environment,
     )
+    stack = contextlib.ExitStack()
     try:
+        nodes.environment[forks.SOCKET_VARIABLE] = stack.enter_context(fork_server(environment))
         for index, group in enumerate(groups):
             head = (
                 "--head", f"--port={gcs_port}",
@@ -134,6 +159,7 @@ def ray_nodes(
         yield nodes
     finally:
         stop_all(list(nodes.processes.values()))
+        stack.close()
         shutil.rmtree(scratch, ignore_errors=True)
 
 

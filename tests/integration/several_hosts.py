@@ -23,7 +23,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([RECIPES, os.environ.get("PYTHONPATH"
 
 from streaming import Train  # noqa: E402
 
-from stoker.data.engine.groups import order_of  # noqa: E402
+from stoker.data.engine.shards import order_of  # noqa: E402
 from stoker.data.sources.base import cut_indices, record_id  # noqa: E402
 from stoker.schema import Config  # noqa: E402
 from tests.fakes.ray_nodes import RayNodes  # noqa: E402
@@ -61,7 +61,7 @@ def until(true: Callable[[], Any], seconds: float = 120.0) -> Any:
 def placement() -> dict[str, Any]:
     """Blocks by host while enough is ready, and while training always waits for data."""
     idle = Train(job({"records": 20_000, "ms": 5}))
-    # Until eight steps are ready everybody works, and a task holds several pieces.
+    # Until eight steps are ready everybody works, and a task holds several shards.
     until(lambda: sum(made_by(idle).values()) > 150)
     before = Counter(made_by(idle))
     until(lambda: sum(made_by(idle).values()) > 350)
@@ -75,10 +75,10 @@ def placement() -> dict[str, Any]:
 
 
 def slow_sample() -> dict[str, Any]:
-    """Where a slow record of the first piece comes, in any order and in the exact one."""
-    pieces = cut_indices(400, 10, order_of(SEED, 0))
-    seeded = [record_id(str(i)) for piece in pieces for i in piece.items]
-    slow = pieces[0].items[0]
+    """Where a slow record of the first shard comes, in any order and in the exact one."""
+    shards = cut_indices(400, 10, order_of(SEED, 0))
+    seeded = [record_id(str(i)) for shard in shards for i in shard.items]
+    slow = shards[0].items[0]
     found: dict[str, Any] = {}
     for order in ("any", "exact"):
         with tempfile.NamedTemporaryFile(delete=False) as count:
@@ -99,7 +99,7 @@ def lost_server() -> dict[str, Any]:
     import ray
     import torch
 
-    from stoker.data.feed.feed import EpochFeed, Prefetch
+    from stoker.data.feed.feed import EpochFeed, PrefetchLimit
     from stoker.data.transport.client import open_transport
 
     config = job({"records": 1500, "ms": 10, "kb": 8}, batch=50, block=25, preprocess_on=["cpu"])
@@ -108,14 +108,11 @@ def lost_server() -> dict[str, Any]:
     device = torch.device("cpu")
     transport = open_transport(train.coordinator, config.data, device)
     stream = EpochFeed(
-        train.coordinator,
+        coordinator=train.coordinator,
         attempt=0,
-        split="train",
-        epoch=0,
-        rank=0,
         device=device,
         transport=transport,
-        prefetch=Prefetch.of(config.data),
+        prefetch=PrefetchLimit.of(config.data),
         stall_timeout_s=60,
     )
     batches = iter(stream)
@@ -157,7 +154,7 @@ def cached() -> dict[str, Any]:
     for epoch in range(3):
         ids = [i for step in train.steps("train", epoch) for i in step]
         assert len(set(ids)) == 4200, len(set(ids))
-        train.settle("train", epoch, ids)
+        train.reconcile("train", epoch, ids)
     found = {"passes": train.events("cache")}
     train.close()
     return found

@@ -26,12 +26,8 @@ class Train:
 
     def __post_init__(self) -> None:
         data = open_data(self.config)
-        self.coordinator = start_coordinator(
-            self.config, data, self.workers, self.first_epoch, self.place
-        )
-        begin = self.coordinator.begin.remote(
-            self.coordinator, 0, self.workers, self.first_epoch, self.place
-        )
+        self.coordinator = start_coordinator(self.config, data, self.workers, self.first_epoch, self.place)
+        begin = self.coordinator.begin.remote(self.coordinator, 0, self.workers, self.first_epoch, self.place)
         self.ray.get(begin, timeout=180)
 
     @property
@@ -76,7 +72,7 @@ class Train:
         )
         return place
 
-    def settle(self, split: str, epoch: int, ids: list[int]) -> dict[str, Any]:
+    def reconcile(self, split: str, epoch: int, ids: list[int]) -> dict[str, Any]:
         """Close the books: rank 0 hands in everything."""
         shares = [(len(ids), sum(ids) % ID_MODULUS, 0)] + [(0, 0, 0)] * (self.workers - 1)
         calls = [

@@ -35,6 +35,6 @@ def test_bad_records_at_the_start_are_no_false_alarm(ray_cluster: None) -> None:
     try:
         ids = [i for step in train.steps("train", 0) for i in step]
         assert len(ids) == 190
-        assert train.settle("train", 0, ids)["quarantined"] == 10
+        assert train.reconcile("train", 0, ids)["quarantined"] == 10
     finally:
         train.close()

@@ -56,16 +56,16 @@ def test_interrupted_with_a_cache_is_uninterrupted_without_one(
     for epoch in range(2):
         steps = list(plain.steps("train", epoch))
         expected.append((steps, pixels(plain)))
-        plain.settle("train", epoch, [i for step in steps for i in step])
-        plain.settle("val", epoch, [i for step in plain.steps("val", epoch) for i in step])
+        plain.reconcile("train", epoch, [i for step in steps for i in step])
+        plain.reconcile("val", epoch, [i for step in plain.steps("val", epoch) for i in step])
         plain.portions.clear()
     plain.close()
 
     cached = Train(job(digits / "images", cache="disk", cache_folder=str(tmp_path)))
     assert list(cached.steps("train", 0)) == expected[0][0]
     assert pixels(cached) == expected[0][1]
-    cached.settle("train", 0, [i for step in expected[0][0] for i in step])
-    cached.settle("val", 0, [i for step in cached.steps("val", 0) for i in step])
+    cached.reconcile("train", 0, [i for step in expected[0][0] for i in step])
+    cached.reconcile("val", 0, [i for step in cached.steps("val", 0) for i in step])
     cached.portions.clear()
     first = list(islice(cached.steps("train", 1), 9))
     place = cached.position(1, 9, [i for step in first for i in step])
@@ -78,7 +78,7 @@ def test_interrupted_with_a_cache_is_uninterrupted_without_one(
     rest = list(resumed.steps("train", 1))
     assert first + rest == expected[1][0]
     assert b"".join(ours + pixels(resumed)) == b"".join(expected[1][1]), "to the pixel"
-    assert resumed.settle("train", 1, [i for step in rest for i in step])["trained"] == 1437
+    assert resumed.reconcile("train", 1, [i for step in rest for i in step])["trained"] == 1437
     resumed.close()
     assert vanishes(tmp_path, "stoker-cache-*"), "nothing is left on the disk"
 

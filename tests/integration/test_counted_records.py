@@ -48,12 +48,12 @@ def test_what_an_earlier_run_consumed_counts_too(more: int, given: str, ray_clus
         train.again(1, 0, train.position(0, 3, ids))
         rest = [i for step in train.steps("train", 0) for i in step]
         if not more:
-            assert train.settle("train", 0, rest)["read"] == 101
+            assert train.reconcile("train", 0, rest)["read"] == 101
         else:
             with pytest.raises(
                 AssertionError, match=f"counted 101 records before training, but gave {given}"
             ):
-                train.settle("train", 0, rest)
+                train.reconcile("train", 0, rest)
     finally:
         train.close()
 

@@ -73,8 +73,8 @@ def test_a_shard_is_read_once(answered: list[tuple[str, int]], tmp_path: Path) -
     assert source is not None
     source.check()
     answered.clear()
-    [piece] = source.pieces(100, None)
-    assert len(list(source.read(piece, None))) == 100
+    [only] = source.shards(100, None)
+    assert len(list(source.read(only, None))) == 100
     assert sum(size for path, size in answered if path.endswith("train-0.tar")) == len(shard())
 
 

@@ -11,7 +11,7 @@ import pytest
 from running import run_job
 from streaming import Train
 
-from stoker.data.engine.groups import order_of
+from stoker.data.engine.shards import order_of
 from stoker.data.sources.base import cut_indices, record_id
 from stoker.schema import Config
 
@@ -20,8 +20,8 @@ RECORDS, SHARD, SEED = 120, 40, 3
 
 def seeded(epoch: int, without: tuple[int, ...]) -> list[int]:
     """The records of an epoch in their order, by plain Python."""
-    pieces = cut_indices(RECORDS, SHARD, order_of(SEED, epoch))
-    return [i for piece in pieces for i in piece.items if i not in without]
+    shards = cut_indices(RECORDS, SHARD, order_of(SEED, epoch))
+    return [i for shard in shards for i in shard.items if i not in without]
 
 
 def params(folder: Path, **more: Any) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def test_a_hiccup_a_hang_and_two_deadly_records_change_neither_order_nor_positio
     assert next(iter(place["partial"].values())) == [1, 12]
     rest = list(train.steps("train", 0, 2))
     assert flat(steps + rest) == expected
-    counts = train.settle("train", 0, flat(steps + rest))
+    counts = train.reconcile("train", 0, flat(steps + rest))
     assert (counts["read"], counts["trained"], counts["quarantined"]) == (120, 118, 2)
     events = train.events("note")
     notes = [event["text"] for event in events]
@@ -93,7 +93,7 @@ def test_a_hiccup_a_hang_and_two_deadly_records_change_neither_order_nor_positio
     resumed = Train(config, place=place)
     after = flat(list(resumed.steps("train", 0)))
     assert flat(steps) + after == expected
-    assert resumed.settle("train", 0, after)["quarantined"] == 2
+    assert resumed.reconcile("train", 0, after)["quarantined"] == 2
     resumed.close()
 
 

@@ -141,7 +141,7 @@ def test_the_jobs_policy_names_every_call_that_a_job_makes(s3: Policed, digits: 
         source = read_any(f"s3://{DATA}/{form}", "val")
         assert source is not None
         source.check()
-        assert next(iter(source.for_tasks().read(source.pieces(100, None)[0], None)))["key"]
+        assert next(iter(source.for_workers().read(source.shards(100, None)[0], None)))["key"]
     assert s3.denied == []
     assert said == []
     assert store.names() == ["step-00000009", "step-00000004", "step-00000003"]

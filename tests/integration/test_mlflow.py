@@ -206,14 +206,13 @@ def test_what_a_server_missed_in_mid_run_is_sent_when_it_is_back_and_the_same_ru
     monkeypatch.setattr(mlflow_sender, "RETRY_EVERY_S", 0.5)
     settings = MlflowConfig(uri=server.uri, run_name="restarted")
     run_dir = recorded(tmp_path, "first")
-    sender = MlflowSender(settings, "recorded", run_dir, {}, kept=kept)
+    said: list[str] = []
+    sender = MlflowSender(settings, "recorded", run_dir, {}, kept=kept, tell=said.append)
     append(run_dir, range(1, 801))
     sender.start()
     until(lambda: sender.state.sent == (run_dir / "events.jsonl").stat().st_size, "the first half is sent")
-    said: list[str] = []
 
     def told() -> str:
-        said.extend(note["text"] for note in sender.notes())
         return "\n".join(said)
 
     server.stop()
@@ -226,7 +225,7 @@ def test_what_a_server_missed_in_mid_run_is_sent_when_it_is_back_and_the_same_ru
     # Half a line is not an event yet.
     with (run_dir / "events.jsonl").open("a") as file:
         file.write('{"time": 1700009999, "event": "st')
-    assert sender.close(finished(1200, "interrupted")) == []
+    sender.close(finished(1200, "interrupted"))
     (run,) = server.runs("recorded")
     assert run["info"]["status"] == "KILLED"
     assert server.history(run, "train/step_loss") == [(s, 1 / s) for s in range(1, 1201)]
@@ -236,9 +235,10 @@ def test_what_a_server_missed_in_mid_run_is_sent_when_it_is_back_and_the_same_ru
     again = recorded(tmp_path, "second")
     (again / "config.yaml").write_text(yaml.safe_dump({"name": "recorded", "train": {"epochs": 12}}))
     append(again, range(1201, 1211))
-    second = MlflowSender(settings, "recorded", again, {}, kept=open_store(kept.where))
+    second = MlflowSender(settings, "recorded", again, {}, kept=open_store(kept.where), tell=said.append)
     second.start()
-    assert second.close(finished(1210)) == []
+    second.close(finished(1210))
+    assert len(said) == 2, "nothing more was to be said"
     (run,) = server.runs("recorded")
     assert run["info"]["status"] == "FINISHED"
     assert len(server.history(run, "train/step_loss")) == 1210
@@ -252,10 +252,12 @@ def test_a_server_that_never_answers_costs_the_end_no_more_than_its_deadline(tmp
         run_dir = recorded(tmp_path, "silent")
         append(run_dir, range(1, 50))
         settings = MlflowConfig(uri=uri, timeout_s=300, close_timeout_s=1.5)
-        sender = MlflowSender(settings, "recorded", run_dir, {})
+        told: list[str] = []
+        sender = MlflowSender(settings, "recorded", run_dir, {}, tell=told.append)
         sender.start()
         started = time.monotonic()
-        (said,) = sender.close(finished(49))
+        sender.close(finished(49))
         assert time.monotonic() - started < 100, "not the deadline of a request"
+        (said,) = told
         assert said.startswith(f"MLflow at {uri} lacks a part of this run (not done within 2 s)")
         assert not sender.done

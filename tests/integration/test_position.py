@@ -33,12 +33,10 @@ def flat(steps: list[list[int]]) -> list[int]:
 
 @pytest.mark.parametrize("order", ["exact", "any"])
 def test_interrupted_is_uninterrupted(ray_cluster: None, order: str) -> None:
-    # Pieces of 100 records are preprocessed in four groups of up to 32, some with bad records.
-    train = Train(
-        job(order=order, train_records=RECORDS, val_records=7, bad=BAD, shard=100), workers=2
-    )
+    # Shards of 100 records are preprocessed in four groups of up to 32, some with bad records.
+    train = Train(job(order=order, train_records=RECORDS, val_records=7, bad=BAD, shard=100), workers=2)
     whole = flat(list(train.steps("train", 0)))
-    train.settle("train", 0, whole)
+    train.reconcile("train", 0, whole)
     list(train.steps("val", 0))
     assert len(whole) == len(set(whole)) == RECORDS - len(BAD)
     chance = random.Random(order)
@@ -58,7 +56,7 @@ def test_interrupted_is_uninterrupted(ray_cluster: None, order: str) -> None:
         if order == "exact":
             assert seen + rest == whole, "the same records in the same order"
         assert sorted(seen + rest) == sorted(whole), "each record once"
-        counts = train.settle("train", 0, rest)
+        counts = train.reconcile("train", 0, rest)
         assert (counts["read"], counts["trained"], counts["quarantined"]) == (RECORDS, RECORDS - 3, 3)
     train.close()
 
@@ -69,7 +67,7 @@ def test_the_next_epoch_and_a_new_process_follow_as_if_nothing_had_happened(ray_
     steps = list(islice(first.steps("train", 0), 20))
     place = first.position(0, 20, flat(steps))
     steps += list(first.steps("train", 0, 20))
-    first.settle("train", 0, flat(steps))
+    first.reconcile("train", 0, flat(steps))
     second_epoch = flat(list(first.steps("train", 1)))
     # After an epoch's last step its place is the beginning of the next epoch.
     beginning = first.position(0, len(steps), flat(steps))
@@ -81,7 +79,7 @@ def test_the_next_epoch_and_a_new_process_follow_as_if_nothing_had_happened(ray_
     assert rest == steps[20:]
     open_books = [b for b in resumed.figures()["open"] if b["split"] == "train"]
     assert open_books[0]["trained"] == 200, "books that are still open know what was carried"
-    resumed.settle("train", 0, flat(rest))
+    resumed.reconcile("train", 0, flat(rest))
     assert flat(list(resumed.steps("train", 1))) == second_epoch
     resumed.close()
 
@@ -114,7 +112,7 @@ def test_a_dataset_of_the_recipes_own_goes_on_by_rows_or_says_that_it_cannot(ray
     exact.again(1, 0, exact.position(0, 4, flat(steps)))
     rest = flat(list(exact.steps("train", 0)))
     assert flat(steps) + rest == whole
-    assert exact.settle("train", 0, rest)["trained"] == 103
+    assert exact.reconcile("train", 0, rest)["trained"] == 103
     exact.close()
 
     loose = Train(job("rows:FromRay", order="any"))

@@ -163,9 +163,7 @@ def refused(address: str | None, output: Path, job: Job | None = None) -> tuple[
     return caught.value.problems
 
 
-def test_no_token_and_a_wrong_token(
-    nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_token_and_a_wrong_token(nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (problem,) = refused(nodes.dashboard, tmp_path)
     assert "wants a token; set RAY_AUTH_TOKEN" in problem
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)

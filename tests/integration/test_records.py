@@ -64,8 +64,8 @@ def test_the_order_is_permuted_anew_in_every_epoch_and_the_same_in_every_run(ray
         epochs = []
         for epoch in range(2):
             epochs.append([i for step in train.steps("train", epoch) for i in step])
-            train.settle("train", epoch, epochs[-1])
-            train.settle("val", epoch, [i for step in train.steps("val", epoch) for i in step])
+            train.reconcile("train", epoch, epochs[-1])
+            train.reconcile("val", epoch, [i for step in train.steps("val", epoch) for i in step])
         orders.append(epochs)
         train.close()
     assert orders[0] == orders[1]

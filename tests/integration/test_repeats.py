@@ -40,14 +40,14 @@ def test_an_epoch_that_begins_again_counts_what_it_trains_once_more(ray_cluster:
     train.again(1, 0, interrupted(train, 4))
     train.again(1, 0, interrupted(train, 3))
     whole = flat(list(train.steps("train", 0)))
-    counts = train.settle("train", 0, whole)
+    counts = train.reconcile("train", 0, whole)
     assert (counts["read"], counts["trained"]) == (103, 103)
     assert counts["repeated"] == 40 + 30
     notes = [event["text"] for event in train.events("note")]
     assert "40 records are trained once more (40 repeated" in notes[0]
     assert "30 records are trained once more (70 repeated" in notes[1]
     # The next epoch has nothing to repeat.
-    assert train.settle("train", 1, flat(list(train.steps("train", 1))))["repeated"] == 0
+    assert train.reconcile("train", 1, flat(list(train.steps("train", 1))))["repeated"] == 0
     train.close()
 
 
@@ -61,7 +61,7 @@ def test_rows_go_on_exactly_with_other_blocks_and_begin_again_in_another_order(r
     other_blocks = Train(job("exact", block_records=16), place=place)
     rest = flat(list(other_blocks.steps("train", 0)))
     assert rest == whole[40:]
-    counts = other_blocks.settle("train", 0, rest)
+    counts = other_blocks.reconcile("train", 0, rest)
     assert (counts["trained"], counts["repeated"]) == (103, 0)
     other_blocks.close()
 
@@ -69,7 +69,7 @@ def test_rows_go_on_exactly_with_other_blocks_and_begin_again_in_another_order(r
     other_order = Train(job("any"), place=place)
     again = flat(list(other_order.steps("train", 0)))
     assert sorted(again) == sorted(whole)
-    assert other_order.settle("train", 0, again)["repeated"] == 40
+    assert other_order.reconcile("train", 0, again)["repeated"] == 40
     other_order.close()
 
 

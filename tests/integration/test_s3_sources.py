@@ -39,8 +39,8 @@ def read(form: str) -> list[Any]:
     source = read_any(f"s3://{BUCKET}/{form}", "val")
     assert source is not None
     source.check()
-    pieces = source.pieces(100, None)
-    return [record for piece in pieces for record in source.for_tasks().read(piece, None)]
+    shards = source.shards(100, None)
+    return [record for shard in shards for record in source.for_workers().read(shard, None)]
 
 
 @pytest.mark.parametrize("form", ["webdataset", "parquet"])

@@ -122,7 +122,7 @@ def test_unchanged_data_is_uploaded_once_and_a_broken_upload_again(tmp_path: Pat
 
 
 def test_script_mode_archive_has_its_files_at_the_root() -> None:
-    request = backend.plan(make_job(), entry="script-mode")
+    request = backend.plan(make_job({"sagemaker.entry": "script-mode"}))
     backend.submit(request, quiet)
     uri = request.body["HyperParameters"]["sagemaker_submit_directory"]
     body = boto3.client("s3").get_object(Bucket=BUCKET, Key=uri.removeprefix(f"s3://{BUCKET}/"))["Body"]

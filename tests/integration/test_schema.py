@@ -70,4 +70,3 @@ def test_a_first_record_that_ends_its_process_does_not_end_the_head(ray_cluster:
     data = open_data(config("holes:FirstKills"))
     assert data.chains["train"].schemas == ()
     assert [sorted(schema.columns) for schema in data.chains["val"].schemas] == [["__id", "x0", "x1", "y"]]
-

@@ -59,7 +59,7 @@ def test_a_lost_block_server_costs_no_row(seen: dict[str, Any]) -> None:
 def test_each_host_keeps_a_part_of_its_own(seen: dict[str, Any]) -> None:
     first, *later = seen["cached"]["passes"]
     assert first["found"] == 0
-    # Where one host's processes start later, the other does some of its pieces, and does not keep them.
+    # Where one host's processes start later, the other does some of its shards, and does not keep them.
     assert later[-1]["found"] > 0.5 * 4200
     held = [host["bytes"] for host in later[-1]["hosts"].values()]
     assert len(held) == 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.data import Piece, Record, RecordTransform, Source, read_range, read_torch
+from stoker.data import Record, RecordTransform, Shard, Source, StreamedSource, read_range, read_torch
 from stoker.recipe import Recipe
 
 
@@ -33,7 +33,7 @@ class Augmenting:
 
 
 class AugmentingSource(Source):
-    """As `Augmenting`, with pieces and keys of its own."""
+    """As `Augmenting`, with shards and keys of its own."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -41,11 +41,11 @@ class AugmentingSource(Source):
     def count(self) -> int:
         return self.n
 
-    def pieces(self, records: int, order: Any) -> list[Piece]:
-        return [Piece("", i, min(i + records, self.n)) for i in range(0, self.n, records)]
+    def shards(self, records: int, order: Any) -> list[Shard]:
+        return [Shard("", i, min(i + records, self.n)) for i in range(0, self.n, records)]
 
-    def read(self, piece: Piece, order: Any) -> Any:
-        for i in range(piece.start, piece.stop):
+    def read(self, shard: Shard, order: Any) -> Any:
+        for i in range(shard.start, shard.stop):
             yield {"key": f"k{i}", "number": i, **drawn()}
 
 
@@ -116,8 +116,8 @@ class Halves(Recipe):
         return [Plain()]
 
 
-class Listed(Source):
-    """Pieces that differ by their items alone, in an order that is known; `keys` repeats after so many."""
+class Listed(StreamedSource):
+    """Shards that differ by their items alone, in an order that is known; `keys` repeats after so many."""
 
     random = False
 
@@ -127,14 +127,14 @@ class Listed(Source):
     def count(self) -> int:
         return self.n
 
-    def pieces(self, records: int, order: Any) -> list[Piece]:
-        return [Piece("", items=tuple(range(i, min(i + 10, self.n)))) for i in range(0, self.n, 10)]
+    def shards(self, records: int, order: Any) -> list[Shard]:
+        return [Shard("", items=tuple(range(i, min(i + 10, self.n)))) for i in range(0, self.n, 10)]
 
     def arrangement(self, count: int, order: Any) -> list[int]:
         return list(range(count))
 
-    def read(self, piece: Piece, order: Any) -> Any:
-        for i in piece.items:
+    def read(self, shard: Shard, order: Any) -> Any:
+        for i in shard.items:
             yield {"key": f"k{i % self.keys}", "number": i}
 
 

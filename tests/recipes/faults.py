@@ -34,14 +34,14 @@ class Mischief(RecordTransform):
 
 
 class FlakyNumbers(Numbers):
-    """Its mount hiccups once, in the middle of a piece."""
+    """Its mount hiccups once, in the middle of a shard."""
 
     def __init__(self, n: int, shard: int, flaky: int, folder: str) -> None:
         super().__init__(n, shard=shard)
         self.flaky, self.folder = flaky, folder
 
-    def read(self, piece: Any, order: Any) -> Any:
-        for record in super().read(piece, order):
+    def read(self, shard: Any, order: Any) -> Any:
+        for record in super().read(shard, order):
             if record["key"] == str(self.flaky) and once(self.folder, "hiccup"):
                 raise OSError(5, "Input/output error")
             yield record

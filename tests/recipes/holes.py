@@ -57,6 +57,6 @@ class Optional(Counting):
 
 
 class WithHoles(Numbers):
-    def read(self, piece: Any, order: Any) -> Any:
-        for record in super().read(piece, order):
+    def read(self, shard: Any, order: Any) -> Any:
+        for record in super().read(shard, order):
             yield record if int(record["key"]) % 3 == 1 else {**record, "more": 1}

@@ -15,8 +15,8 @@ from rows import Counting, Numbers
 class Rows(Numbers):
     """Records that carry their number into the batch."""
 
-    def read(self, piece: Any, order: Any) -> Any:
-        for record in super().read(piece, order):
+    def read(self, shard: Any, order: Any) -> Any:
+        for record in super().read(shard, order):
             yield {**record, "row": float(record["key"])} if isinstance(record, dict) else record
 
 

@@ -33,7 +33,7 @@ class Regression(Recipe):
 
 
 class Numbers(Source):
-    """Records 0 … n-1; those in `bad` cannot be read. With `shard`, pieces hold so many of them."""
+    """Records 0 … n-1; those in `bad` cannot be read. With `shard`, shards hold so many of them."""
 
     def __init__(self, n: int, bad: tuple[int, ...] = (), shard: int = 0) -> None:
         self.n, self.bad, self.shard = n, bad, shard
@@ -41,11 +41,11 @@ class Numbers(Source):
     def count(self) -> int:
         return self.n
 
-    def pieces(self, records: int, order: Any) -> list[Any]:
+    def shards(self, records: int, order: Any) -> list[Any]:
         return cut_indices(self.n, self.shard or records, order)
 
-    def read(self, piece: Any, order: Any) -> Any:
-        for i in piece.items:
+    def read(self, shard: Any, order: Any) -> Any:
+        for i in shard.items:
             if i in self.bad:
                 yield BadRecord(str(i), "made bad")
             else:

@@ -8,15 +8,15 @@ from rows import Counting, Numbers
 
 
 class Miscounted(Numbers):
-    """Its last piece lacks a record, or has one that was not counted."""
+    """Its last shard lacks a record, or has one that was not counted."""
 
     def __init__(self, n: int, more: int) -> None:
         super().__init__(n, bad=(3,))
         self.more = more
 
-    def read(self, piece: Any, order: Any) -> Any:
-        found = list(super().read(piece, order))
-        if self.n - 1 in piece.items:
+    def read(self, shard: Any, order: Any) -> Any:
+        found = list(super().read(shard, order))
+        if self.n - 1 in shard.items:
             found = found[:-1] if self.more < 0 else [*found, found[-1] | {"key": "uncounted"}]
         yield from found
 

@@ -115,14 +115,14 @@ def start(folder: Path, data: Data, recipe: Any = None, has_val: bool = True, **
             feed.batches = feed.batches[carried.carried_steps * config.train.accumulate_steps :]
         return feed
 
-    def settle(_: Worker, feed: Batches) -> dict[str, Any]:
+    def reconcile(_: Worker, feed: Batches) -> dict[str, Any]:
         records = sum(len(batch["y"]) for batch in data(feed.split, feed.epoch).batches)
         used = {"train": "trained", "val": "validated"}[feed.split]
         return {"split": feed.split, "epoch": feed.epoch, "read": records, used: records}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "open_pass", open_pass)
-        patch.setattr(loop, "settle", settle)
+        patch.setattr(loop, "reconcile", reconcile)
         try:
             run.asked = loop.run_epochs(worker, keeper, first, carried, has_val)
             keeper.write_model(folder / "model")

@@ -110,7 +110,7 @@ def test_both_kinds_of_data_train_the_same_model(tmp_path: Path, kind: str) -> N
     recipe = load_recipe(job["recipe"], job["params"], RECIPES)
     source = recipe.read("train")
     assert source.count() == 8
-    records = list(source.read(source.pieces(4, None)[0], None))
+    records = list(source.read(source.shards(4, None)[0], None))
     columns, _ = Chain(as_stages(recipe.preprocess("train")), seed=0).run(records, epoch=0)
     batch = as_tensors({name: np.array(column) for name, column in columns.items()})[0]
     assert batch["image"].shape == (4, 3, 32, 32)

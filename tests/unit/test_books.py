@@ -4,49 +4,49 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.data.coordinator.accounting import EpochBooks
+from stoker.data.coordinator.accounting import EpochAccount
 from stoker.data.messages import BadRecord, BlockReport
 from stoker.data.sources.base import record_id
 from stoker.errors import DataError
 
 
-def books_of(keys: list[str], bad: list[str] | None = None) -> EpochBooks:
-    books = EpochBooks("train", 0)
+def books_of(keys: list[str], bad: list[str] | None = None) -> EpochAccount:
+    books = EpochAccount("train", 0)
     report = BlockReport(records=len(keys), id_sum=sum(map(record_id, keys)))
     for key in bad or []:
         report.bad.append(BadRecord(key, "broken"))
         report.bad_id_sum += record_id(key)
-    assert books.take("task/0", report)
+    assert books.take(report, "a")
     return books
 
 
-def use(books: EpochBooks, keys: list[str]) -> None:
+def use(books: EpochAccount, keys: list[str]) -> None:
     books.trained, books.used_ids = len(keys), sum(map(record_id, keys))
 
 
 def test_a_whole_epoch_closes() -> None:
     books = books_of(["a", "b", "c"], bad=["c"])
     use(books, ["b", "a"])
-    assert books.settle()["quarantined"] == 1
+    assert books.reconcile()["quarantined"] == 1
 
 
 def test_a_lost_record_is_named_by_the_figures() -> None:
     books = books_of(["a", "b", "c"])
     use(books, ["a", "b"])
     with pytest.raises(DataError, match=r"3 records were read, but 2 trained \+ 0 quarantined"):
-        books.settle()
+        books.reconcile()
 
 
 def test_an_exchanged_record_is_found_although_the_counts_agree() -> None:
     books = books_of(["a", "b", "c"])
     use(books, ["a", "b", "b"])
     with pytest.raises(DataError, match="record ids do not"):
-        books.settle()
+        books.reconcile()
 
 
 def test_a_block_that_a_retried_task_reports_again_counts_once() -> None:
     books = books_of(["a", "b"])
-    assert not books.take("task/0", BlockReport(records=2))
+    assert not books.take(BlockReport(records=2), "a")
     assert books.read == 2
 
 

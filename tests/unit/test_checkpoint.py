@@ -16,7 +16,7 @@ from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints import train_state as snapshot
 from stoker.checkpoints.format import Content, Retention
 from stoker.checkpoints.writer import Writer
-from stoker.data.feed.feed import EpochFeed, Loaded, Prefetch
+from stoker.data.feed.feed import EpochFeed, Loaded, PrefetchLimit
 from stoker.data.feed.step_timer import Stamps
 from stoker.data.messages import StepAssignment
 from stoker.storage.checkpoint_store import MANIFEST, Store, open_store, verify
@@ -157,7 +157,8 @@ def test_a_checkpoint_of_another_monitored_metric_does_not_compete(tmp_path: Pat
 
 
 def test_a_request_in_any_batch_of_an_accumulated_step_is_kept_until_it_is_answered() -> None:
-    feed = EpochFeed(None, 0, "train", 0, 0, torch.device("cpu"), None, Prefetch(1.0, 1), stall_timeout_s=1)
+    nothing: Any = {"coordinator": None, "attempt": 0, "transport": None, "device": torch.device("cpu")}
+    feed = EpochFeed(**nothing, prefetch=PrefetchLimit(1.0, 1), stall_timeout_s=1)
     for asked in (False, True, False):
         ids = np.arange(2, dtype=np.int64)
         feed._count(Loaded({}, ids, [], StepAssignment([], checkpoint=asked), Stamps(0, 0, 0), 0))

@@ -97,8 +97,8 @@ def decoded(root: Path) -> list[Any]:
     assert source is not None
     source.check()
     chain = Chain(as_stages([DecodeImage()]), seed=0, with_keys=True)
-    [piece] = source.pieces(1000, None)
-    columns, report = chain.run(source.for_tasks().read(piece, None), epoch=0)
+    [shard] = source.shards(1000, None)
+    columns, report = chain.run(source.for_workers().read(shard, None), epoch=0)
     good = dict(zip(columns[KEY_COLUMN], columns["image" + HWC_SUFFIX], strict=True))
     bad = {record.key: record for record in report.bad}
     return [bad.get(key) or {"key": key, "image": good[key].tobytes()} for key, *_ in source.files]  # type: ignore[attr-defined]

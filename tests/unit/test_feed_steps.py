@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from stoker.data.feed.feed import Fetching, Prefetch
+from stoker.data.feed.feed import Prefetcher, PrefetchLimit
 from stoker.data.feed.step_timer import StepTimes
 from stoker.errors import DataError
 
 
-class Answering(Fetching):
+class Answering(Prefetcher):
     """Asks a list of steps instead of the coordinator."""
 
     def __init__(self, steps: int, fails_at: int = 1 << 30, silent_from: int = 1 << 30) -> None:
@@ -27,7 +27,7 @@ class Answering(Fetching):
             split="train",
             first_step=0,
             stall_timeout_s=20.0,
-            prefetch=Prefetch(2.0, 1 << 20),
+            prefetch=PrefetchLimit(2.0, 1 << 20),
             times=StepTimes(),
             transport=SimpleNamespace(finish_pass=lambda: None),
         )

@@ -56,7 +56,7 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read(dataset: Any) -> list[Any]:
     source = read_torch(dataset)
-    return [record for piece in source.pieces(3, None) for record in source.read(piece, None)]
+    return [record for shard in source.shards(3, None) for record in source.read(shard, None)]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,6 @@ def test_an_image_file_is_opened_again(tmp_path: Path, monkeypatch: pytest.Monke
         return Mount(real), root
 
     monkeypatch.setattr(images, "filesystem_of", mounted)
-    (piece,) = source.pieces(10, None)
-    assert [r["image"] for r in source.read(piece, None) if isinstance(r, dict)] == [b"a/1.jpg", b"b/2.jpg"]
+    (shard,) = source.shards(10, None)
+    assert [r["image"] for r in source.read(shard, None) if isinstance(r, dict)] == [b"a/1.jpg", b"b/2.jpg"]
     assert set(opened.values()) == {3}

@@ -1,4 +1,4 @@
-"""Deadly records are kept out of the chain, and the groups of a piece stay what they are.
+"""Deadly records are kept out of the chain, and the groups of a shard stay what they are.
 
 A death of the process is an exception that nothing of the chain catches; everything else is real.
 """
@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stoker.data import read_torch
-from stoker.data.engine.groups import Loaded, groups_of
+from stoker.data.engine.shards import Loaded, blocks_of
 from stoker.data.engine.suspects import Suspects
 from stoker.data.engine.witness import Guard
-from stoker.data.messages import BadRecord, BlockReport, EpochPlan, Piece, Record, Work
+from stoker.data.messages import BadRecord, BlockReport, EpochPlan, Record, Shard, Work
 from stoker.data.preprocessing.chain import Chain
 from stoker.data.preprocessing.entries import as_stages
 from stoker.data.preprocessing.transforms import RecordTransform
@@ -51,10 +51,10 @@ class Unlisted(Source):
     def count(self) -> int:
         return COUNT
 
-    def pieces(self, records: int, order: Any) -> list[Piece]:
-        return [Piece("all")]
+    def shards(self, records: int, order: Any) -> list[Shard]:
+        return [Shard("all")]
 
-    def read(self, piece: Piece, order: Any) -> Iterator[Record | BadRecord]:
+    def read(self, shard: Shard, order: Any) -> Iterator[Record | BadRecord]:
         for index in range(COUNT):
             record = {"key": str(index), "x": np.array([float(index)]), "index": index}
             yield BadRecord("3", "made bad") if index == 3 else record
@@ -95,8 +95,8 @@ def run(source: Source, kills: frozenset[int], block: int, skip: int) -> tuple[G
     """As Ray runs a task: again whenever its process dies."""
     suspects, number = Suspects(), 0
     plan = EpochPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=block)
-    (piece,) = source.pieces(COUNT, None)
-    work = Work(5, piece, skip)
+    (shard,) = source.shards(COUNT, None)
+    work = Work(5, shard, skip)
     while True:
         guard = None
         if number:
@@ -104,7 +104,7 @@ def run(source: Source, kills: frozenset[int], block: int, skip: int) -> tuple[G
             guard = Guard({}, Ear(suspects) if names else None)  # type: ignore[arg-type]
         try:
             chain = Chain(as_stages([Double(kills)]), seed=1)
-            return list(groups_of(Loaded(source, chain), plan, work, guard)), suspects, number
+            return list(blocks_of(Loaded(source, chain), plan, work, guard)), suspects, number
         except DeadError:
             number += 1
 
@@ -141,8 +141,8 @@ def test_groups_keep_their_numbers_and_all_other_records(
 
 def test_quarantined_records_are_not_even_read() -> None:
     source = read_torch(Items(frozenset({7})))
-    (piece,) = source.pieces(COUNT, None)
+    (shard,) = source.shards(COUNT, None)
     plan = EpochPlan(seed=1, epoch=0, split="train", shuffle=False, block_records=COUNT)
     loaded = Loaded(source, Chain([], seed=1))
-    ((_, report),) = groups_of(loaded, plan, Work(0, piece), Guard({"7": "it kills"}, None))
+    ((_, report),) = blocks_of(loaded, plan, Work(0, shard), Guard({"7": "it kills"}, None))
     assert report.bad == [BadRecord("7", "it kills")]

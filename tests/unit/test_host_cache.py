@@ -24,9 +24,9 @@ from stoker.data.cache.affinity import LOOK_AHEAD, CacheAffinity
 from stoker.data.cache.cleaning import LEFT_AFTER_S, sweep
 from stoker.data.cache.reading import homes_of
 from stoker.data.cache.store import CacheSpec, HostCache, decode, encode, room
-from stoker.data.engine.groups import Loaded, groups_of
 from stoker.data.engine.passes import Passes
-from stoker.data.messages import BlockReport, DataCursor, EpochPlan, Piece, Work
+from stoker.data.engine.shards import Loaded, blocks_of
+from stoker.data.messages import BlockReport, DataCursor, EpochPlan, Shard, Work
 from stoker.data.preprocessing.chain import Chain
 from stoker.data.preprocessing.entries import as_stages
 from stoker.data.preprocessing.prefix import key_of, prefix_length, refuse_nothing_to_keep
@@ -58,10 +58,10 @@ def run_pass(
 ) -> list[tuple[dict[str, Any], BlockReport]]:
     """All groups of a pass, as one task after the other makes them."""
     plan = EpochPlan(seed=3, epoch=epoch, split="train", shuffle=True, block_records=50)
-    loaded = Loaded(source.for_tasks(), chain(cache is not None), cache)
+    loaded = Loaded(source.for_workers(), chain(cache is not None), cache)
     made = []
-    for number, piece in enumerate(source.pieces(120, np.random.default_rng(epoch))):
-        made += list(groups_of(loaded, plan, Work(number, piece, skip, store)))
+    for number, shard in enumerate(source.shards(120, np.random.default_rng(epoch))):
+        made += list(blocks_of(loaded, plan, Work(number, shard, skip, store)))
     return made
 
 
@@ -104,7 +104,7 @@ def test_a_pass_is_the_same_with_and_without_it(form: str, kind: Any, digits: Pa
         assert same(later, expected[epoch])
         assert all(report.found == report.records for _, report in later)
         assert not sum(report.costs["DecodeImage"].cpu_s for _, report in later)
-    # A run that goes on in the middle of pieces drops the same groups.
+    # A run that goes on in the middle of shards drops the same groups.
     assert same(run_pass(source, 1, cache, skip=1), [g for g in expected[1] if g[1].nth >= 1])
 
 
@@ -160,18 +160,18 @@ def test_a_folder_that_vanishes_in_mid_run_costs_time_and_no_record(digits: Path
         run_pass(source, 0, cache)
         groups = iter([])
         plan = EpochPlan(seed=3, epoch=1, split="train", shuffle=True, block_records=50)
-        piece = source.pieces(240, None)[0]
-        groups = groups_of(Loaded(source.for_tasks(), chain(), cache), plan, Work(0, piece))
+        shard = source.shards(240, None)[0]
+        groups = blocks_of(Loaded(source.for_workers(), chain(), cache), plan, Work(0, shard))
         made = [next(groups)]
         shutil.rmtree(root)
         made += list(groups)
-        whole = list(groups_of(Loaded(source.for_tasks(), chain(False)), plan, Work(0, piece)))
+        whole = list(blocks_of(Loaded(source.for_workers(), chain(False)), plan, Work(0, shard)))
         assert same(made, whole)
         assert made[0][1].found == 50
         assert sum(report.found for _, report in made) < 60
 
 
-def test_a_host_that_shall_not_keep_a_piece_still_uses_what_it_has(digits: Path, root: Path) -> None:
+def test_a_host_that_shall_not_keep_a_shard_still_uses_what_it_has(digits: Path, root: Path) -> None:
     source = opened(digits / "images")
     cache = HostCache(root, "k", SPEC)
     assert not any(report.kept for _, report in run_pass(source, 0, cache, store=False))
@@ -296,16 +296,16 @@ def test_what_a_dead_host_has_left_the_next_run_removes(root: Path) -> None:
 def test_homes_are_the_same_in_every_epoch_and_every_record_comes_once() -> None:
     members: list[dict[str, set[int]]] = []
     for epoch in range(3):
-        pieces = cut_indices(10_000, 256, np.random.default_rng(epoch), homes=4)
-        everyone = Counter(i for piece in pieces for i in piece.items)
+        shards = cut_indices(10_000, 256, np.random.default_rng(epoch), homes=4)
+        everyone = Counter(i for shard in shards for i in shard.items)
         assert everyone == Counter(range(10_000))
         found: dict[str, set[int]] = {}
-        for piece in pieces:
-            found.setdefault(piece.home, set()).update(piece.items)
+        for shard in shards:
+            found.setdefault(shard.home, set()).update(shard.items)
         members.append(found)
-        assert len({piece.home for piece in pieces[:12]}) > 1, "parts are mixed"
+        assert len({shard.home for shard in shards[:12]}) > 1, "parts are mixed"
     assert members[0] == members[1] == members[2]
-    assert pieces[0].items != cut_indices(10_000, 256, np.random.default_rng(0), homes=4)[0].items
+    assert shards[0].items != cut_indices(10_000, 256, np.random.default_rng(0), homes=4)[0].items
     assert homes_of(5000, 256) == 2
     assert homes_of(4000, 256) == 0, "few records are permuted all together"
     assert homes_of(10**7, 256) == 64
@@ -319,21 +319,21 @@ def test_an_epoch_that_goes_on_is_cut_as_it_began_whatever_the_cache_is_now() ->
     keeps = Passes(Config.model_validate(settings), sources, {}, SPEC, {"train": "k"})
     began = DataCursor(epoch=1, plan=keeps.identity("f"))
     assert (plain.identity("f").homes, began.plan.homes) == (0, 4)
-    whole = keeps.pieces(keeps.plan("train", 1, began), began)
-    assert whole == plain.pieces(plain.plan("train", 1, began), began)
-    assert whole != plain.pieces(plain.plan("train", 1, None), None)
+    whole = keeps.shards(keeps.plan("train", 1, began), began)
+    assert whole == plain.shards(plain.plan("train", 1, began), began)
+    assert whole != plain.shards(plain.plan("train", 1, None), None)
 
 
-def work(*homes: str) -> deque[tuple[int, Piece, int]]:
-    return deque((number, Piece("", home=home), 0) for number, home in enumerate(homes))
+def work(*homes: str) -> deque[tuple[int, Shard, int]]:
+    return deque((number, Shard("", home=home), 0) for number, home in enumerate(homes))
 
 
 def test_a_host_is_given_what_it_keeps_then_what_nobody_does_then_what_another_has() -> None:
     keeping = CacheAffinity("memory")
 
     def taken(left: Any, node: str, most: int = 1, look: int = LOOK_AHEAD) -> list[tuple[str, bool]]:
-        pieces, store = keeping.take_work("train", left, node, most, look)
-        return [(piece.home, keep) for (_, piece, _), keep in zip(pieces, store, strict=True)]
+        shards, store = keeping.take_work("train", left, node, most, look)
+        return [(shard.home, keep) for (_, shard, _), keep in zip(shards, store, strict=True)]
 
     first = work("x", "y", "x", "z")
     assert taken(first, "a") == [("x", True)]
@@ -342,7 +342,7 @@ def test_a_host_is_given_what_it_keeps_then_what_nobody_does_then_what_another_h
     second = work("y", "z", "x", "y")
     assert taken(second, "a", most=4) == [("x", True), ("z", True)], "a task is not filled with another's"
     assert taken(second, "a", most=4) == [("y", False)]
-    assert keeping.holder("val", Piece("", home="x")) == "", "each split has its own"
+    assert keeping.holder("val", Shard("", home="x")) == "", "each split has its own"
     assert taken(work("y", "x"), "a", most=2, look=1) == [("y", False), ("x", True)]
     keeping.hosts_are({"b"})
     assert taken(work("x"), "b", look=1) == [("x", True)], "what a lost host kept, another keeps"
@@ -353,14 +353,14 @@ def test_a_host_is_given_what_it_keeps_then_what_nobody_does_then_what_another_h
 def test_hosts_find_most_of_what_they_kept_whoever_is_faster(look: int) -> None:
     keeping, chance = CacheAffinity("memory"), random.Random(1)
     for epoch in range(3):
-        pieces = cut_indices(60_000, 64, np.random.default_rng(epoch), homes=24)
-        left: Any = deque((number, piece, 0) for number, piece in enumerate(pieces))
+        shards = cut_indices(60_000, 64, np.random.default_rng(epoch), homes=24)
+        left: Any = deque((number, shard, 0) for number, shard in enumerate(shards))
         found = 0
         while left:
             node = chance.choices("abc", (2, 4, 4))[0]
             found += sum(keeping.take_work("train", left, node, 8, look)[1])
         # In exact order a host looks less far.
-        assert found > (0.95 if look == LOOK_AHEAD else 0.55) * len(pieces)
+        assert found > (0.95 if look == LOOK_AHEAD else 0.55) * len(shards)
 
 
 def test_one_line_says_how_much_fits() -> None:
@@ -369,8 +369,8 @@ def test_one_line_says_how_much_fits() -> None:
     keeping.take("train", 0, report, "a")
     keeping.take("val", 0, report, "a")
     keeping.used("a", (25 * 10**7, 26 * 10**7))
-    assert not keeping.lacking(keeping.settle("val", 0))
-    figures = keeping.settle("train", 0)
+    assert not keeping.lacking(keeping.reconcile("val", 0))
+    figures = keeping.reconcile("train", 0)
     assert figures["hosts"] == {
         "a": {"records": 100, "found": 0, "bytes": 25 * 10**7, "limit_bytes": 26 * 10**7}
     }

@@ -23,7 +23,7 @@ from torch.utils.data import Subset, TensorDataset
 from stoker.data import read_any, read_images, read_parquet, read_torch
 from stoker.data.cache.store import CacheSpec, HostCache
 from stoker.data.coordinator.cursor import refuse_other_data
-from stoker.data.engine.groups import Loaded, groups_of
+from stoker.data.engine.shards import Loaded, blocks_of
 from stoker.data.messages import DataCursor, EpochPlan, Plan, Work
 from stoker.data.opening import open_data
 from stoker.data.preprocessing.chain import Chain
@@ -100,8 +100,8 @@ def test_the_state_of_a_dataset_counts_where_the_sample_would_not_show_it() -> N
 class Shifted(Numbers):
     shift = 0
 
-    def read(self, piece: Any, order: Any) -> Any:
-        for record in super().read(piece, order):
+    def read(self, shard: Any, order: Any) -> Any:
+        for record in super().read(shard, order):
             yield {**record, "y": record["y"] + self.shift}
 
 
@@ -112,7 +112,7 @@ def test_a_source_of_the_users_own_is_told_by_its_records(monkeypatch: pytest.Mo
     monkeypatch.setattr(Shifted, "shift", 1)
     assert not agree(text, identity_of(before).text)
     with pytest.raises(UsageError, match="the training data has changed"):
-        resume(Numbers(500), Numbers(500, shard=100))  # the same records in other pieces
+        resume(Numbers(500), Numbers(500, shard=100))  # the same records in other shards
 
 
 def test_a_dataset_that_draws_from_global_generators_can_be_resumed_but_not_cached() -> None:
@@ -152,13 +152,13 @@ def numbers(source: Source, cache: HostCache, epoch: int) -> list[int]:
     loaded = Loaded(source, Chain(as_stages([Plain()]), seed=1, prefix=1), cache)
     plan = EpochPlan(seed=1, epoch=epoch, split="train", shuffle=False, block_records=10)
     found: list[int] = []
-    for number, piece in enumerate(source.pieces(10, None)):
-        for columns, _ in groups_of(loaded, plan, Work(number, piece)):
+    for number, shard in enumerate(source.shards(10, None)):
+        for columns, _ in blocks_of(loaded, plan, Work(number, shard)):
             found += columns["number"].tolist()
     return found
 
 
-def test_a_cache_gives_every_piece_its_own_records(tmp_path: Path) -> None:
+def test_a_cache_gives_every_shard_its_own_records(tmp_path: Path) -> None:
     cache = HostCache(tmp_path / "cache", "k", CacheSpec("disk", "test", 10**8))
     for epoch in range(2):
         assert numbers(Listed(40), cache, epoch) == list(range(40))
@@ -270,7 +270,7 @@ def test_of_a_slow_dataset_no_more_is_read_than_a_second_allows() -> None:
     assert len(Slow.reads) == 3 * 2, "two records, each of them thrice"
 
 
-def test_many_numbers_in_many_pieces_take_little_time() -> None:
+def test_many_numbers_in_many_shards_take_little_time() -> None:
     labels = torch.zeros(1_000_000, dtype=torch.int64)
     started = time.process_time()
     identity_of(read_torch(TensorDataset(labels, labels)))

@@ -11,7 +11,7 @@ from stoker.tracking.console import PlainConsole, metrics_text
 
 
 def test_every_graph_finds_its_figure_in_the_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    console = PlainConsole(epochs=8, steps_per_epoch=23)
+    console = PlainConsole(epochs=8)
     step = {"event": "step", "epoch": 0, "step": 1, "loss": 2.3412, "epoch_samples": 64, "elapsed_s": 2.0}
     console.take({**step, "wait_s": 1.0})
     metrics = {"train/loss": 0.5, "val/loss": 0.25, "val/acc1": 0.9861, "perf/samples_per_s": 2000.0}

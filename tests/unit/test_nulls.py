@@ -20,8 +20,8 @@ from stoker.errors import UsageError
 def records(source: Source | None) -> list[Any]:
     assert source is not None
     source.check()
-    reader = source.for_tasks()
-    return [record for piece in source.pieces(3, None) for record in reader.read(piece, None)]
+    reader = source.for_workers()
+    return [record for shard in source.shards(3, None) for record in reader.read(shard, None)]
 
 
 def write(folder: Path, statistics: bool = True, **columns: Any) -> str:
@@ -104,9 +104,7 @@ def test_keep_gives_nan_or_says_which_values_are_valid(tmp_path: Path) -> None:
 
 def test_a_value_stands_for_nulls(tmp_path: Path) -> None:
     columns = {"f": COLUMNS["float"], "i": INTS, "t": COLUMNS["text"]}
-    found = records(
-        read_parquet(write(tmp_path, **columns), "train", nulls={"f": 0, "i": 7.0, "t": "none"})
-    )
+    found = records(read_parquet(write(tmp_path, **columns), "train", nulls={"f": 0, "i": 7.0, "t": "none"}))
     assert (found[2]["f"], found[2]["i"], found[2]["t"]) == (0.0, 7, "none")
     assert [type(found[2][name]) for name in "fit"] == [float, int, str]
 

@@ -14,7 +14,9 @@ from PIL import Image
 
 from stoker.report.reading import read_run
 from stoker.tracking.recorder import Recorder
+from stoker.tracking.sinks import Tracking
 from stoker.tracking.summary import Summary
+from stoker.tracking.tensorboard import Board
 from stoker.training.sample_images import MOST, pictures, show_once
 from stoker.training.worker import Worker
 
@@ -96,10 +98,10 @@ def test_they_reach_the_events_and_tensorboard(tmp_path: Path) -> None:
     """By the head's own Recorder, as the train worker sends them."""
     log = Log()
     show_once(worker(log), {"image": torch.rand(2, 3, 8, 8), "label": torch.arange(2)})
-    recorder = Recorder(tmp_path, Summary(), 0.0, tensorboard=True)
-    for name, values in log.events:
-        recorder.take({"time": 1.0, "event": name, **values})
-    recorder.close({})
+    summary = Summary()
+    tracking = Tracking(summary, [Recorder(tmp_path, summary, 0.0), Board(tmp_path)])
+    tracking.take({"time": 1.0, "event": name, **values} for name, values in log.events)
+    tracking.close()
     assert [p["label"] for p in read_run(tmp_path).pictures] == ["0", "1"]
     written = b"".join(file.read_bytes() for file in (tmp_path / "tensorboard").iterdir())
     assert b"samples/0" in written and b"samples/1" in written and b"PNG" in written

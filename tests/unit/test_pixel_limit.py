@@ -99,9 +99,9 @@ def test_a_bomb_of_a_few_kilobytes_is_quarantined_in_little_memory(tmp_path: Pat
         "from stoker.data.preprocessing.entries import as_stages\n"
         "source = read_any(sys.argv[1], 'train')\n"
         "chain = pickle.loads(pickle.dumps(Chain(as_stages([DecodeImage()]), 0)))\n"
-        "[piece] = source.pieces(100, None)\n"
+        "[shard] = source.shards(100, None)\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "columns, report = chain.run(source.read(piece, None), 0)\n"
+        "columns, report = chain.run(source.read(shard, None), 0)\n"
         "grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before\n"
         "print(report.rows, [bad.key for bad in report.bad], report.bad[0].reason)\n"
         "assert grown < 100_000, f'{grown} kB more'\n"
@@ -170,8 +170,8 @@ def test_pillow_obeys_it_in_a_dataset_of_the_users_own() -> None:
             return np.array(image), i
 
     source = read_torch(Photos())
-    [piece] = source.pieces(10, None)
-    _, report = Chain(as_stages([]), seed=0, max_pixels=SMALL).run(source.read(piece, None), 0)
+    [shard] = source.shards(10, None)
+    _, report = Chain(as_stages([]), seed=0, max_pixels=SMALL).run(source.read(shard, None), 0)
     assert [bad.key for bad in report.bad] == ["1"]
     assert "DecompressionBombError" in report.bad[0].reason
 
@@ -183,8 +183,8 @@ def test_the_limit_is_a_key_of_the_configuration(tmp_path: Path, digits: Path) -
 
     def bad(*overrides: str) -> int:
         data = open_data(load(tmp_path / "job.yaml", overrides).config)
-        piece = data.sources["val"].pieces(10, None)[0]
-        return len(data.chains["val"].run(data.sources["val"].read(piece, None), 0)[1].bad)
+        shard = data.sources["val"].shards(10, None)[0]
+        return len(data.chains["val"].run(data.sources["val"].read(shard, None), 0)[1].bad)
 
     assert bad() == bad("data.max_pixels=1024") == 0
     assert bad("data.max_pixels=1023") == 240

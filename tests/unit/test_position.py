@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data.coordinator.accounting import EpochBooks
+from stoker.data.coordinator.accounting import EpochAccount
 from stoker.data.coordinator.cursor import Trail, ranges, refuse_other_data
 from stoker.data.coordinator.signals import OneTimeSignal, Pace, Signal
 from stoker.data.coordinator.splitter import Splitter
@@ -25,51 +25,51 @@ from stoker.errors import UsageError
 
 PLAN = Plan(seed=1, shuffle=True, order="any", block_records=4, fingerprint="f")
 EPOCH = st.lists(st.lists(st.booleans(), min_size=1, max_size=11), min_size=1, max_size=6)
-"""Pieces of records; True: the record is good."""
+"""Shards of records; True: the record is good."""
 
 
 @dataclass
 class Run:
     """One attempt at the epoch: tasks report groups, blocks arrive, rows are consumed."""
 
-    pieces: list[list[bool]]
+    shards: list[list[bool]]
     start: DataCursor
     exact: bool
     chance: random.Random
 
     def __post_init__(self) -> None:
-        books = EpochBooks("train", 0, carried=self.start.books)
+        books = EpochAccount("train", 0, carried=self.start.books)
         self.stream = Stream(Splitter(1, 1, equal=True), books, None, Trail(self.start))
         tasks = []
-        for piece, records in enumerate(self.pieces):
-            begun = self.start.begun(piece)
+        for shard, records in enumerate(self.shards):
+            begun = self.start.begun(shard)
             if begun is not None:
-                tasks.append(self.task(piece, records, begun[0]))
+                tasks.append(self.task(shard, records, begun[0]))
         while tasks:
             task = tasks[0] if self.exact else self.chance.choice(tasks)
             if next(task, None) is None:
                 tasks.remove(task)
         self.stream.splitter.end()
 
-    def task(self, piece: int, records: list[bool], skip: int):
+    def task(self, shard: int, records: list[bool], skip: int):
         """Groups of four records; a block may hold the rows of several groups."""
         groups = [records[i : i + 4] for i in range(0, len(records), 4)]
         waiting: list[int] = []
         for nth, group in enumerate(groups):
             if nth < skip:
                 continue
-            keys = [f"{piece}/{4 * nth + i}" for i in range(len(group))]
+            keys = [f"{shard}/{4 * nth + i}" for i in range(len(group))]
             ids = [record_id(key) for key, good in zip(keys, group, strict=True) if good]
             bad = [BadRecord(key, "bad") for key, good in zip(keys, group, strict=True) if not good]
             report = BlockReport(
-                piece=piece, nth=nth, last=nth == len(groups) - 1, rows=len(ids), records=len(group),
+                shard=shard, nth=nth, last=nth == len(groups) - 1, rows=len(ids), records=len(group),
                 id_sum=sum(map(record_id, keys)), bad=bad, bad_id_sum=sum(record_id(b.key) for b in bad),
             )  # fmt: skip
-            self.stream.reported(f"{piece}/{nth}", report)
-            assert not self.stream.reported(f"{piece}/{nth}", report), "booked once"
+            self.stream.reported(report, "a")
+            assert not self.stream.reported(report, "a"), "booked once"
             waiting += ids
             if waiting and (report.last or self.chance.random() < 0.6):
-                self.stream.arrived(waiting, len(waiting), 1, piece=piece)
+                self.stream.arrived(waiting, len(waiting), 1, shard=shard)
                 waiting = []
             yield True
 
@@ -81,10 +81,10 @@ class Run:
         ]
 
 
-def through(pieces: list[list[bool]], cuts: list[float], exact: bool, seed: int) -> tuple[list[int], Run]:
+def through(shards: list[list[bool]], cuts: list[float], exact: bool, seed: int) -> tuple[list[int], Run]:
     """The ids of the epoch in order, interrupted at each of the cuts (fractions of what is left)."""
     chance = random.Random(seed)
-    run = Run(pieces, DataCursor(epoch=0, plan=PLAN), exact, chance)
+    run = Run(shards, DataCursor(epoch=0, plan=PLAN), exact, chance)
     seen: list[int] = []
     for cut in [*cuts, 1.0]:
         rows = round(cut * run.stream.splitter.rows)
@@ -95,32 +95,32 @@ def through(pieces: list[list[bool]], cuts: list[float], exact: bool, seed: int)
         position = run.stream.position(rows, sum(ids))
         assert position.rows == len(seen)
         saved = json.loads(json.dumps(position.model_dump(mode="json")))
-        run = Run(pieces, DataCursor.model_validate(saved), exact, chance)
-    run.stream.books.use(run.stream.splitter.rows, 0, sum(run.ids(range(run.stream.splitter.rows))), [])
+        run = Run(shards, DataCursor.model_validate(saved), exact, chance)
+    run.stream.account.use(run.stream.splitter.rows, 0, sum(run.ids(range(run.stream.splitter.rows))), [])
     return seen, run
 
 
 @settings(max_examples=150, deadline=None)
 @given(EPOCH, st.lists(st.floats(0, 0.99), max_size=4), st.booleans(), st.integers(0, 99))
 def test_each_record_comes_once_whatever_the_interruptions(
-    pieces: list[list[bool]], cuts: list[float], exact: bool, seed: int
+    shards: list[list[bool]], cuts: list[float], exact: bool, seed: int
 ) -> None:
-    seen, run = through(pieces, cuts, exact, seed)
+    seen, run = through(shards, cuts, exact, seed)
     expected = [
-        record_id(f"{piece}/{i}")
-        for piece, records in enumerate(pieces)
+        record_id(f"{shard}/{i}")
+        for shard, records in enumerate(shards)
         for i, good in enumerate(records)
         if good
     ]
     assert seen == expected if exact else sorted(seen) == sorted(expected)
     # The books of the whole epoch close: nothing is read twice, nothing is left out.
-    counts = run.stream.books.settle()
-    assert counts["read"] == sum(map(len, pieces))
+    counts = run.stream.account.reconcile()
+    assert counts["read"] == sum(map(len, shards))
     assert counts["trained"] == len(expected)
     assert counts["quarantined"] == counts["read"] - len(expected)
 
 
-def test_a_consumed_piece_is_not_read_again_and_others_skip_their_whole_groups() -> None:
+def test_a_consumed_shard_is_not_read_again_and_others_skip_their_whole_groups() -> None:
     run = Run([[True] * 4, [True] * 9, [True] * 4], DataCursor(epoch=0, plan=PLAN), True, random.Random(0))
     position = run.stream.position(4 + 6, 0)
     assert position.begun(0) is None
@@ -130,7 +130,7 @@ def test_a_consumed_piece_is_not_read_again_and_others_skip_their_whole_groups()
     assert (position.books.read, position.books.trained) == (8, 10)
 
 
-def test_rows_of_a_dataset_without_pieces_are_skipped_from_the_front() -> None:
+def test_rows_of_a_dataset_without_shards_are_skipped_from_the_front() -> None:
     start = DataCursor(epoch=2, plan=PLAN, by_row=True, rows=5)
     trail = Trail(start)
     assert [trail.arrive(-1, rows) for rows in (3, 4, 2)] == [3, 2, 0]
@@ -139,7 +139,7 @@ def test_rows_of_a_dataset_without_pieces_are_skipped_from_the_front() -> None:
 
 def test_a_place_ahead_of_the_data_is_refused() -> None:
     trail = Trail(DataCursor(epoch=0, plan=PLAN))
-    stream = Stream(Splitter(2, 4, equal=True), EpochBooks("train", 0), None, trail)
+    stream = Stream(Splitter(2, 4, equal=True), EpochAccount("train", 0), None, trail)
     assert stream.position(0, 0).rows == 0
     with pytest.raises(ValueError, match="step 1 is not reached"):
         stream.position(1, 0)

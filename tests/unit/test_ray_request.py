@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import ray_jobs, runs
-from launcher.backends import ray_cluster
+from launcher import ray_jobs
+from launcher.backends import attach, ray_cluster
 from launcher.job import open_job
 from stoker.config import load
 from stoker.errors import UsageError
@@ -59,10 +59,9 @@ def test_an_open_cluster_and_an_open_token_are_noted(monkeypatch: pytest.MonkeyP
 
 
 def test_run_ids_lead_to_their_backend() -> None:
-    found = runs.attach(f"ray:{ADDRESS}/probe-1")
-    assert found is not None and found.id == f"ray:{ADDRESS}/probe-1"
-    found = runs.attach("arn:aws:sagemaker:eu-west-1:123456789012:training-job/probe-1")
-    assert found is not None and found.id == "sagemaker:eu-west-1/probe-1"
-    assert runs.attach("runs/latest") is None
+    found = attach(f"ray:{ADDRESS}/probe-1")
+    assert found.id == f"ray:{ADDRESS}/probe-1"
+    found = attach("arn:aws:sagemaker:eu-west-1:123456789012:training-job/probe-1")
+    assert found.id == "sagemaker:eu-west-1/probe-1"
     with pytest.raises(UsageError, match="write ray:"):
-        runs.attach("ray:probe")
+        attach("ray:probe")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from stoker.data.coordinator.accounting import EpochBooks
-from stoker.data.messages import BlockReport, CarriedBooks
+from stoker.data.coordinator.accounting import EpochAccount
+from stoker.data.messages import BlockReport, CarriedAccount
 from stoker.data.sources.base import record_id
 from stoker.errors import DataError
 from stoker.tracking.console import books_text
@@ -38,10 +38,10 @@ def test_a_validation_that_is_made_again_leaves_its_epochs_training_booked() -> 
 
 
 def test_repeats_are_counted_beside_the_books() -> None:
-    books = EpochBooks("train", 0, carried=CarriedBooks(repeated=784))
+    books = EpochAccount("train", 0, carried=CarriedAccount(repeated=784))
     books.use(2022 + 1, 1, 0, [])
     books.read = 2022
-    counted = books.settle()
+    counted = books.reconcile()
     assert (counted["read"], counted["trained"], counted["repeated"]) == (2022, 2022, 785)
     records = Records()
     records.add({"split": "train", **counted})
@@ -55,17 +55,17 @@ def test_repeats_are_counted_beside_the_books() -> None:
 
 def test_rows_of_a_ray_dataset_that_changed_before_the_place_of_a_resume_are_found() -> None:
     # Such rows are read again from the first, and those that were trained before are skipped.
-    def settle(first: str) -> dict[str, int]:
-        before = CarriedBooks(trained=2, used_ids=record_id("a") + record_id("b"))
-        books = EpochBooks("train", 0, carried=before)
+    def reconcile(first: str) -> dict[str, int]:
+        before = CarriedAccount(trained=2, used_ids=record_id("a") + record_id("b"))
+        books = EpochAccount("train", 0, carried=before)
         ids = sum(map(record_id, (first, "b", "c")))
-        books.take("0/0", BlockReport(records=3, id_sum=ids))
+        books.take(BlockReport(records=3, id_sum=ids), "a")
         books.use(1, 0, record_id("c"), [])
-        return books.settle()
+        return books.reconcile()
 
-    assert settle("a")["trained"] == 3
+    assert reconcile("a")["trained"] == 3
     with pytest.raises(DataError, match="the data has changed since the checkpoint"):
-        settle("x")
+        reconcile("x")
 
 
 def test_books_without_repeats_say_nothing_of_them() -> None:

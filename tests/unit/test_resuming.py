@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from launcher import resuming as launcher
+from launcher.backends import backend
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints import resume as resuming
 from stoker.checkpoints.format import Content
@@ -20,6 +21,10 @@ from stoker.errors import UsageError
 from stoker.place import Place
 from stoker.schema import Config
 from stoker.storage.checkpoint_store import open_store
+
+
+def resolve(asked: str | None, on: str, config: Config) -> launcher.Resume:
+    return launcher.resolve(asked, backend(on), config)
 
 
 def save(folder: Path, step: int, config: Config | None = None, **meta: Any) -> Path:
@@ -160,21 +165,21 @@ def runs(tmp_path: Path) -> Config:
 
 
 def test_typed_auto_goes_on_with_the_newest_unfinished_run_of_the_name(runs: Config) -> None:
-    found = launcher.resolve("auto", "local", runs)
+    found = resolve("auto", "local", runs)
     assert found.run_dir == Path(runs.output_dir) / "digits-20260102-000000"
     assert found.value == "auto"
     other = runs.model_copy(update={"name": "new"})
-    assert launcher.resolve("auto", "local", other) == launcher.Resume("auto")
-    assert launcher.resolve(None, "local", runs) == launcher.Resume()
+    assert resolve("auto", "local", other) == launcher.Resume("auto")
+    assert resolve(None, "local", runs) == launcher.Resume()
 
 
 def test_a_named_run_goes_on_where_it_lies_and_one_checkpoint_begins_a_new_run(runs: Config) -> None:
     root = Path(runs.output_dir)
     for asked in ("latest", "digits-20260103-000000", "digits-20260103-000000/checkpoints"):
-        found = launcher.resolve(str(root / asked), "local", runs)
+        found = resolve(str(root / asked), "local", runs)
         assert found.run_dir == root / "digits-20260103-000000"
     step = root / "digits-20260101-000000/checkpoints/step-00000005"
-    assert launcher.resolve(str(step), "local", runs) == launcher.Resume(str(step))
+    assert resolve(str(step), "local", runs) == launcher.Resume(str(step))
 
 
 def test_a_run_that_still_runs_is_left_alone(runs: Config) -> None:
@@ -183,13 +188,13 @@ def test_a_run_that_still_runs_is_left_alone(runs: Config) -> None:
 
     run = Path(runs.output_dir) / "digits-20260102-000000"
     (run / "process.id").write_text(str(os.getpid()))
-    assert launcher.resolve(str(run), "local", runs).run_dir == run, "the number belongs to another program"
+    assert resolve(str(run), "local", runs).run_dir == run, "the number belongs to another program"
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "train.py"])
     try:
         (run / "process.id").write_text(str(process.pid))
         time.sleep(0.1)
         with pytest.raises(UsageError, match="is still running; stop it first"):
-            launcher.resolve("auto", "local", runs)
+            resolve("auto", "local", runs)
     finally:
         process.kill()
         process.wait()
@@ -209,13 +214,13 @@ def test_a_run_that_still_runs_is_left_alone(runs: Config) -> None:
 def test_a_wrong_path_is_one_line(runs: Config, asked: str, on: str, says: str) -> None:
     root = runs.output_dir
     with pytest.raises(UsageError, match=says.format(root=root)) as caught:
-        launcher.resolve(asked.format(root=root), on, runs)
+        resolve(asked.format(root=root), on, runs)
     assert len(caught.value.problems) == 1
 
 
 def test_a_rehearsals_hosts_are_given_the_checkpoints(runs: Config) -> None:
     run = Path(runs.output_dir) / "digits-20260102-000000"
-    found = launcher.resolve("auto", "rehearsal", runs)
+    found = resolve("auto", "rehearsal", runs)
     assert found.checkpoints == (run / "checkpoints/step-00000005",)
     assert found.run_dir is None
-    assert launcher.resolve("s3://b/run/checkpoints", "sagemaker", runs).value == "s3://b/run/checkpoints"
+    assert resolve("s3://b/run/checkpoints", "sagemaker", runs).value == "s3://b/run/checkpoints"

@@ -170,10 +170,10 @@ def test_a_batch_is_what_a_loop_over_the_records_gives_or_the_run_is_refused(
 ) -> None:
     """Long since 2,000 examples go the whole way: about 10 s of one core. STOKER_SCHEMA_EXAMPLES has more."""
     rows = records_of(kinds, count, defects)
-    piece, block_records, batch_size, workers = sizes
+    shard, block_records, batch_size, workers = sizes
     try:
         steps, bad = way.batches(
-            Listed(rows, piece),
+            Listed(rows, shard),
             [unchanged] if batch_stage else [],
             block_records=block_records,
             batch_size=batch_size,
@@ -333,8 +333,8 @@ def test_blocks_that_disagree_end_the_run_where_nobody_knew_the_schema(way: Way)
     class Late(Listed):
         """Its first records cannot be read where the job is opened."""
 
-        def read(self, piece: Any, order: Any) -> Any:
-            for record in super().read(piece, order):
+        def read(self, shard: Any, order: Any) -> Any:
+            for record in super().read(shard, order):
                 yield BadRecord(record["key"], "bad") if record["key"] in ("r0", "r1", "r2", "r3") else record
 
     rows = [dict(row) for row in ROWS]

@@ -59,9 +59,7 @@ def test_a_batch_is_what_the_table_holds(
     holes = {kind: data.draw(st.sets(st.integers(0, count - 1), max_size=2)) for kind in kinds}
     options = {kind: st.sampled_from(["quarantine", *KINDS[kind][2]]) for kind in kinds}
     rules = {kind: data.draw(rule) for kind, rule in options.items() if data.draw(st.integers(0, 4))}
-    table = [
-        {kind: None if i in holes[kind] else KINDS[kind][1](i) for kind in kinds} for i in range(count)
-    ]
+    table = [{kind: None if i in holes[kind] else KINDS[kind][1](i) for kind in kinds} for i in range(count)]
     schema = pa.schema([(kind, KINDS[kind][0]) for kind in kinds])
     parquet.write_table(
         pa.Table.from_pylist(table, schema),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.data.engine.groups import Loaded, groups_of
+from stoker.data.engine.shards import Loaded, blocks_of
 from stoker.data.messages import KEY_COLUMN, EpochPlan, Work
 from stoker.data.opening import open_data
 from stoker.schema import Config
@@ -24,17 +24,17 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 def drawn(
-    where: str, epoch: int = 0, only: int | None = None, block: int = 15, piece: int = 30, **recipe: Any
+    where: str, epoch: int = 0, only: int | None = None, block: int = 15, shard: int = 30, **recipe: Any
 ) -> dict[str, tuple[float, ...]]:
-    """Key → the numbers drawn for that record in a pass, or in one piece: all that one process reads."""
+    """Key → the numbers drawn for that record in a pass, or in one shard: all that one process reads."""
     job: dict[str, Any] = {"recipe": "draws:Draws", "params": {"where": where, **recipe}, "seed": 3}
     data = open_data(Config.model_validate(job | {"tracking": {"record_ids": True}}))
     loaded = Loaded(data.sources["train"], data.chains["train"])
     plan = EpochPlan(seed=3, epoch=epoch, split="train", shuffle=False, block_records=block)
     found: dict[str, tuple[float, ...]] = {}
-    for number, part in enumerate(data.sources["train"].pieces(piece, None)):
+    for number, part in enumerate(data.sources["train"].shards(shard, None)):
         if only in (None, number):
-            for columns, _ in groups_of(loaded, plan, Work(number, part)):
+            for columns, _ in blocks_of(loaded, plan, Work(number, part)):
                 rows = zip(*(columns[name].tolist() for name in ("r", "n", "t")), strict=True)
                 found |= dict(zip(columns[KEY_COLUMN], rows, strict=True))
     return found
@@ -63,7 +63,7 @@ def test_every_record_and_every_epoch_draws_anew(where: str) -> None:
 
 @pytest.mark.parametrize("where", ["dataset", "transform"])
 def test_how_records_are_cut_into_tasks_and_blocks_does_not_change_what_they_draw(where: str) -> None:
-    assert drawn(where, block=7, piece=20) == drawn(where)
+    assert drawn(where, block=7, shard=20) == drawn(where)
 
 
 def test_a_group_with_the_same_first_record_draws_its_own() -> None:
@@ -76,17 +76,17 @@ def test_torch_is_seeded_also_where_users_code_is_the_first_to_import_it(tmp_pat
     config = {"recipe": "draws:Draws", "params": {"where": "transform"}, "seed": 3}
     data = open_data(Config.model_validate(config))
     source, chain = data.sources["train"], data.chains["train"]
-    (tmp_path / "work").write_bytes(pickle.dumps((source, chain, source.pieces(30, None)[0])))
+    (tmp_path / "work").write_bytes(pickle.dumps((source, chain, source.shards(30, None)[0])))
     code = (
         "import importlib, json, pickle, sys\n"
         "from stoker.data.messages import EpochPlan, Work\n"
-        "from stoker.data.engine.groups import Loaded, groups_of\n"
-        "source, chain, piece = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "from stoker.data.engine.shards import Loaded, blocks_of\n"
+        "source, chain, shard = pickle.load(open(sys.argv[1], 'rb'))\n"
         "plan = EpochPlan(seed=3, epoch=0, split='train', shuffle=False, block_records=15)\n"
-        "work = Work(0, piece)\n"
+        "work = Work(0, shard)\n"
         "assert 'torch' not in sys.modules\n"
         "importlib.invalidate_caches()\n"
-        "columns, _ = next(groups_of(Loaded(source, chain), plan, work))\n"
+        "columns, _ = next(blocks_of(Loaded(source, chain), plan, work))\n"
         "print(json.dumps(columns['t'].tolist()))\n"
     )
     paths = os.pathsep.join([str(RECIPES), *sys.path])

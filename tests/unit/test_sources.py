@@ -14,7 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from stoker.data import read_any, read_parquet, read_torch, read_webdataset
-from stoker.data.engine.groups import Loaded, groups_of, order_of
+from stoker.data.engine.shards import Loaded, blocks_of, order_of
 from stoker.data.messages import KEY_COLUMN, BadRecord, EpochPlan, Work
 from stoker.data.preprocessing.chain import Chain
 from stoker.data.preprocessing.entries import as_stages
@@ -27,10 +27,10 @@ def everything(source: Source | None, records: int = 100, seed: int | None = Non
     assert source is not None
     source.check()
     order = None if seed is None else np.random.default_rng(seed)
-    reader = source.for_tasks()
+    reader = source.for_workers()
     found: list[Any] = []
-    for piece in source.pieces(records, order):
-        found += reader.read(piece, None if seed is None else np.random.default_rng(seed))
+    for shard in source.shards(records, order):
+        found += reader.read(shard, None if seed is None else np.random.default_rng(seed))
     return found
 
 
@@ -66,10 +66,10 @@ def test_the_order_of_an_epoch_is_the_same_wherever_the_data_lies(
         assert source is not None
         source.check()
         plan = EpochPlan(seed=3, epoch=1, split="train", shuffle=True, block_records=50)
-        loaded = Loaded(source.for_tasks(), Chain(as_stages([DecodeImage()]), seed=3, with_keys=True))
+        loaded = Loaded(source.for_workers(), Chain(as_stages([DecodeImage()]), seed=3, with_keys=True))
         found: list[str] = []
-        for number, piece in enumerate(source.pieces(100, order_of(3, 1))):
-            for columns, _ in groups_of(loaded, plan, Work(number, piece)):
+        for number, shard in enumerate(source.shards(100, order_of(3, 1))):
+            for columns, _ in blocks_of(loaded, plan, Work(number, shard)):
                 found += list(columns[KEY_COLUMN])
         return found
 
@@ -78,14 +78,14 @@ def test_the_order_of_an_epoch_is_the_same_wherever_the_data_lies(
     assert len(set(keys(moved))) == 1437
 
 
-def test_pieces_are_as_large_as_asked(digits: Path) -> None:
+def test_shards_are_as_large_as_asked(digits: Path) -> None:
     for form, expected in (("images", 15), ("parquet", 6)):
         source = read_any(str(digits / form), "train")
         assert source is not None
         source.check()
-        pieces = source.pieces(100, None)
-        assert len(pieces) == expected
-        assert sum(piece.rows or 0 for piece in pieces) == 1437
+        shards = source.shards(100, None)
+        assert len(shards) == expected
+        assert sum(shard.rows or 0 for shard in shards) == 1437
 
 
 def test_parquet_gives_numbers_strings_lists_tensors_and_image_structs(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_damaged_shard_fails_before_its_last_record_is_given(tmp_path: Path) -
     source.check()
     given = 0
     with pytest.raises(UsageError, match="damaged or changed"):
-        for _ in source.read(source.pieces(100, None)[1], None):
+        for _ in source.read(source.shards(100, None)[1], None):
             given += 1
     assert given < 20
 

@@ -21,9 +21,9 @@ def rows_of(source: Source | None, records: int = 64) -> list[dict[str, Any]]:
     source.check()
     import pickle
 
-    theirs = pickle.loads(pickle.dumps(source.for_tasks()))  # noqa: S301
+    theirs = pickle.loads(pickle.dumps(source.for_workers()))  # noqa: S301
     order = np.random.default_rng(0)
-    found = [row for piece in source.pieces(records, order) for row in theirs.read(piece, order)]
+    found = [row for shard in source.shards(records, order) for row in theirs.read(shard, order)]
     assert len(found) == source.count()
     return found
 

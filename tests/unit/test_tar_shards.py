@@ -36,7 +36,7 @@ def stream(folder: Path, content: bytes) -> list[Any]:
     (folder / "train-0.tar").write_bytes(content)
     source = read_webdataset(str(folder), "train")
     assert source is not None
-    return [record for piece in source.pieces(100, None) for record in source.read(piece, None)]
+    return [record for shard in source.shards(100, None) for record in source.read(shard, None)]
 
 
 BOTH = pytest.mark.parametrize("reader", [read, stream], ids=["checked before training", "in the chain task"])

@@ -23,7 +23,7 @@ from stoker.storage.checkpoint_store import MANIFEST, open_store, sha256, verify
 ROOT = Path(__file__).resolve().parents[2]
 
 ARGUED = {
-    "source_dir/stoker/data/engine/groups.py": (1, "chains, pickled by the head of this run"),
+    "source_dir/stoker/data/engine/shards.py": (1, "chains, pickled by the head of this run"),
     "source_dir/stoker/data/cache/store.py": (1, "records in a folder that only this user may enter"),
     "source_dir/stoker/training/export.py": (1, "a copy of an object of this very process"),
     "source_dir/stoker/data/sources/identity.py": (1, "a copy of an object of this very process"),

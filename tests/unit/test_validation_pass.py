@@ -6,7 +6,7 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-from stoker.data.coordinator.accounting import ChainBooks
+from stoker.data.coordinator.accounting import ChainCosts
 from stoker.data.coordinator.actor import Coordinator
 from stoker.data.coordinator.attempt import Attempt
 from stoker.data.engine.suspects import Suspects
@@ -22,12 +22,12 @@ def head(start: DataCursor, workers: int = 2, epochs: int = 3) -> tuple[Coordina
     passes: Any = SimpleNamespace(
         config=Config.model_validate({"train": {"epochs": epochs, "batch_size": 1}}),
         identity=lambda fingerprint: PLAN,
-        has_pieces=lambda split: True,
+        has_shards=lambda split: True,
         cache=None,
     )
     changed = threading.Condition()
     totals = {"train": ROWS, "val": ROWS}
-    chain = {"train": ChainBooks(), "val": ChainBooks()}
+    chain = {"train": ChainCosts(), "val": ChainCosts()}
     shared = (changed, chain, lambda *args, **values: None, None, Suspects())
     attempt = Attempt(0, workers, passes, totals, start, *shared)
     found: Any = object.__new__(Coordinator)

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.data.coordinator.attempt import Attempt
-from stoker.data.engine.groups import Loaded, groups_of
 from stoker.data.engine.passes import Passes, pack_work
+from stoker.data.engine.shards import Loaded, blocks_of
 from stoker.data.engine.suspects import Suspects
 from stoker.data.feed.feed import as_tensors
-from stoker.data.messages import BadRecord, DataCursor, Piece, Server
+from stoker.data.messages import BadRecord, DataCursor, Server, Shard
 from stoker.data.opening import open_data
 from stoker.data.preprocessing.blocks import columns_of, to_table
 from stoker.data.sources.base import Source, cut_indices
@@ -35,17 +35,17 @@ _numbers = itertools.count()
 class Listed(Source):
     """Records as they stand in a list."""
 
-    def __init__(self, records: list[dict[str, Any]], piece: int) -> None:
-        self.records, self.piece = records, piece
+    def __init__(self, records: list[dict[str, Any]], shard: int) -> None:
+        self.records, self.shard = records, shard
 
     def count(self) -> int:
         return len(self.records)
 
-    def pieces(self, records: int, order: Any) -> list[Piece]:
-        return cut_indices(len(self.records), self.piece, order)
+    def shards(self, records: int, order: Any) -> list[Shard]:
+        return cut_indices(len(self.records), self.shard, order)
 
-    def read(self, piece: Piece, order: Any) -> Iterator[Any]:
-        for index in piece.items:
+    def read(self, shard: Shard, order: Any) -> Iterator[Any]:
+        for index in shard.items:
             yield dict(self.records[index])
 
 
@@ -140,11 +140,11 @@ class Way:
         attempt = Attempt(0, workers, passes, data.totals, start, *shared)
         stream = attempt.streams["train", 0]
         plan = passes.plan("train", 0, None)
-        loaded = Loaded(data.sources["train"].for_tasks(), pickle.loads(packed["train"]))  # noqa: S301
+        loaded = Loaded(data.sources["train"].for_workers(), pickle.loads(packed["train"]))  # noqa: S301
         made = []
-        pieces = list(passes.pieces(plan, None))
-        for work in pack_work(pieces, [False] * len(pieces)):
-            made += list(groups_of(loaded, plan, work))
+        shards = list(passes.shards(plan, None))
+        for work in pack_work(shards, [False] * len(shards)):
+            made += list(blocks_of(loaded, plan, work))
         references = []
         for columns, report in delivery(made):
             reference = Reference()
@@ -178,9 +178,9 @@ class Way:
 
 
 def _books() -> dict[str, Any]:
-    from stoker.data.coordinator.accounting import ChainBooks
+    from stoker.data.coordinator.accounting import ChainCosts
 
-    return {split: ChainBooks() for split in ("train", "val")}
+    return {split: ChainCosts() for split in ("train", "val")}
 
 
 def _raise(failure: str) -> None:

@@ -97,5 +97,3 @@ def _buffers(worker: Worker) -> Iterator[Named]:
         if model is not None:
             named = strategies.plain(model).named_buffers()
             yield from floats((f"buffer {name}", b) for name, b in named)
-
-

@@ -82,7 +82,7 @@ class CheckpointManager:
         Args:
             epoch: the one that was trained and, where there is a split for it, validated.
             metrics: its metrics.
-            books: its records by split, as the coordinator settled them.
+            books: its records by split, as the coordinator reconciled them.
             progress: of an epoch that `train.max_steps` has ended early; None: it was trained whole.
 
         Returns:

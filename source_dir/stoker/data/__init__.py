@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stoker.data.messages import BadRecord as BadRecord
-    from stoker.data.messages import Piece as Piece
     from stoker.data.messages import Record as Record
+    from stoker.data.messages import Shard as Shard
     from stoker.data.preprocessing.blur import GaussianBlurs as GaussianBlurs
     from stoker.data.preprocessing.stages import RecordTransform as RecordTransform
     from stoker.data.preprocessing.transforms import CenterCrop as CenterCrop
@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from stoker.data.preprocessing.transforms import RandomResizedCrop as RandomResizedCrop
     from stoker.data.preprocessing.transforms import Resize as Resize
     from stoker.data.preprocessing.transforms import ShrinkLarger as ShrinkLarger
+    from stoker.data.sources.base import IndexedSource as IndexedSource
     from stoker.data.sources.base import Source as Source
+    from stoker.data.sources.base import StreamedSource as StreamedSource
     from stoker.data.sources.base import cut_indices as cut_indices
     from stoker.data.sources.delta import read_delta as read_delta
     from stoker.data.sources.detect import read_any as read_any
@@ -42,14 +44,14 @@ if TYPE_CHECKING:
     from stoker.data.sources.webdataset import read_webdataset as read_webdataset
 
 _ROOMS = {
-    "messages": ("BadRecord", "Piece", "Record"),
+    "messages": ("BadRecord", "Shard", "Record"),
     "preprocessing.blur": ("GaussianBlurs",),
     "preprocessing.stages": ("RecordTransform",),
     "preprocessing.transforms": (
         *("CenterCrop", "CheckLabel", "DecodeImage", "Drop", "RandomHorizontalFlip", "RandomResizedCrop"),
         *("ShrinkLarger", "Resize", "Compose"),
     ),
-    "sources.base": ("Source", "cut_indices"),
+    "sources.base": ("IndexedSource", "Source", "StreamedSource", "cut_indices"),
     "sources.delta": ("read_delta",),
     "sources.detect": ("read_any",),
     "sources.images": ("read_images",),

@@ -1,7 +1,7 @@
 """Every value that crosses a process, in the order of its travel.
 
-    source  →  Piece, EpochPlan, Work, Claim  →  chain worker  →  BlockReport  →  coordinator
-    coordinator  →  StepAssignment  →  train worker  →  DataCursor  →  checkpoint  →  coordinator
+source  →  Shard, EpochPlan, Work, Claim  →  chain worker  →  BlockReport  →  coordinator
+coordinator  →  StepAssignment  →  train worker  →  DataCursor  →  checkpoint  →  coordinator
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Head → CPU task: what one task reads, of a file or a range of indices."""
+class Shard:
+    """Head → chain worker: what one task reads, of a file or a range of indices."""
 
     path: str
     start: int = 0
@@ -31,13 +31,19 @@ class Piece:
     """How many records it holds, where that is known without reading it."""
     items: tuple[Any, ...] = ()
     home: str = ""
-    """Records of pieces with one home come from the same part of the data in every epoch, so what a host
+    """Records of shards with one home come from the same part of the data in every epoch, so what a host
     keeps of them it finds again; empty: they come from anywhere."""
+    name: str | None = None
+    """What it is called wherever the data lies: it seeds the order of its records. None: its path."""
+
+    @property
+    def called(self) -> str:
+        return self.path if self.name is None else self.name
 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Head → CPU task: all that makes one pass over one split what it is."""
+    """Head → chain worker: all that makes one pass over one split what it is."""
 
     seed: int
     epoch: int
@@ -50,13 +56,13 @@ class EpochPlan:
 
 
 class Work(NamedTuple):
-    """Head → CPU task: a piece to read."""
+    """Head → chain worker: a shard to read."""
 
     number: int
     """Its place in the epoch's order."""
-    piece: Piece
+    shard: Shard
     skip: int = 0
-    """Groups of its records that were consumed before."""
+    """Blocks of its records that were consumed before."""
     store: bool = True
     """Whether the host keeps its records, where records are kept."""
 
@@ -65,7 +71,7 @@ class Work(NamedTuple):
 
 
 class Care(NamedTuple):
-    """Head → CPU task: what went wrong before."""
+    """Head → chain worker: what went wrong before."""
 
     task: str = ""
     """What the head calls this task."""
@@ -91,7 +97,7 @@ class Claim(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Coordinator → CPU task: how to begin."""
+    """Coordinator → chain worker: how to begin."""
 
     wait_s: float
     names: bool
@@ -102,12 +108,13 @@ class Start(NamedTuple):
 
 
 class BadRecord(NamedTuple):
-    """CPU task: a record that could not be read or preprocessed, and why."""
+    """Chain worker: a record that could not be read or preprocessed, and why."""
 
     key: str
     reason: str
     passing: bool = False
     """Whether it may well be read later, or on another host; it is bad only when that was tried."""
+
 
 ID_COLUMN = "__id"
 
@@ -153,7 +160,7 @@ class Schema(NamedTuple):
         return f"column {extra!r} is {other.columns[extra]}{there}, absent in record {self.record}"
 
     def of_records(self) -> Schema:
-        """CPU task: the columns as records have them, before they are packed."""
+        """Chain worker: the columns as records have them, before they are packed."""
         own = {
             n.removesuffix(HWC_SUFFIX): c for n, c in self.columns.items() if n not in (ID_COLUMN, KEY_COLUMN)
         }
@@ -165,7 +172,7 @@ class Schema(NamedTuple):
 
 @dataclass
 class StageCost:
-    """CPU task: what a stage cost in one block."""
+    """Chain worker: what a stage cost in one block."""
 
     cpu_s: float = 0.0
     bytes_out: int = 0
@@ -173,14 +180,14 @@ class StageCost:
 
 @dataclass
 class BlockReport:
-    """CPU task → coordinator: what became of the records of one block."""
+    """Chain worker → coordinator: what became of the records of one block."""
 
-    piece: int = -1
-    """Number of the piece in the epoch's order; -1: the dataset has none."""
+    shard: int = -1
+    """Number of the shard in the epoch's order; -1: the dataset has none."""
     nth: int = 0
-    """Which group of the piece's records this is, from 0."""
+    """Which block of the shard's records this is, from 0."""
     last: bool = False
-    """Whether the piece ends with it."""
+    """Whether the shard ends with it."""
     rows: int = 0
     """Rows that leave the chain."""
     seconds: float = 0.0
@@ -198,6 +205,7 @@ class BlockReport:
     kept: int = 0
     """Records that went into it."""
     kept_bytes: int = 0
+
 
 Origin = tuple[str, int]
 """Where a block comes from: a task, and which of its blocks."""
@@ -264,7 +272,7 @@ class StepAssignment:
 # Where a pass stands
 
 
-class CarriedBooks(BaseModel):
+class CarriedAccount(BaseModel):
     """Head: what the books of an epoch held for the records that were consumed before."""
 
     model_config = ConfigDict(frozen=True)
@@ -306,23 +314,23 @@ class DataCursor(BaseModel):
     """Rows consumed of this epoch."""
     plan: Plan
     done: list[tuple[int, int]] = []
-    """Pieces that are consumed: ranges first … last + 1 of their numbers in the epoch's order, sorted."""
+    """Shards that are consumed: ranges first … last + 1 of their numbers in the epoch's order, sorted."""
     partial: dict[int, tuple[int, int]] = {}
-    """Other pieces that were begun: number → (whole groups, rows of the next group)."""
+    """Other shards that were begun: number → (whole blocks, rows of the next block)."""
     by_row: bool = False
-    """A dataset without pieces: `rows` alone says where it stands."""
+    """A dataset without shards: `rows` alone says where it stands."""
     again: bool = False
     """The place cannot be found again: the epoch starts from its beginning."""
-    books: CarriedBooks = CarriedBooks()
+    books: CarriedAccount = CarriedAccount()
     deadly: dict[str, str] = {}
     """Training records that were quarantined because they killed their process: key → reason. A run that
-    goes on leaves them out as well, so that groups keep their rows."""
+    goes on leaves them out as well, so that blocks keep their rows."""
     unvalidated: int | None = None
     """An epoch that was trained but not validated: its validation comes first."""
 
-    def begun(self, piece: int) -> tuple[int, int] | None:
-        """(whole groups, rows of the next group) consumed of a piece; None where all of it is."""
-        at = bisect_right(self.done, piece, key=lambda span: span[0]) - 1
-        if at >= 0 and piece < self.done[at][1]:
+    def begun(self, shard: int) -> tuple[int, int] | None:
+        """(whole blocks, rows of the next block) consumed of a shard; None where all of it is."""
+        at = bisect_right(self.done, shard, key=lambda span: span[0]) - 1
+        if at >= 0 and shard < self.done[at][1]:
             return None
-        return self.partial.get(piece, (0, 0))
+        return self.partial.get(shard, (0, 0))

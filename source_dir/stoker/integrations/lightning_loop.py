@@ -25,7 +25,7 @@ from stoker.checkpoints.train_state import Progress
 from stoker.data.feed.feed import EpochFeed
 from stoker.integrations.lightning_state import pack, plain_state, unpack
 from stoker.training.export import keep_example
-from stoker.training.loop import open_pass, settle
+from stoker.training.loop import open_pass, reconcile
 from stoker.training.starting import nothing_left
 from stoker.training.worker import Worker, check_finite, count_records, mean_over_ranks
 
@@ -279,7 +279,7 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
             self.keeper.after_step(progress)
 
     def on_validation_start(self, trainer: pl.Trainer, module: Any) -> None:
-        self._settle_train()
+        self._reconcile_train()
         _sync_buffers(trainer, False)
 
     def on_validation_end(self, trainer: pl.Trainer, module: Any) -> None:
@@ -287,13 +287,13 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         if self.cut:
             self.asked = trainer.should_stop = True
         elif self.val is not None:
-            self.books.append(settle(self.worker, self.val))
+            self.books.append(reconcile(self.worker, self.val))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: Any) -> None:
         worker, progress = self.worker, self.progress
         if self.stop and not self.cut:
             return
-        self._settle_train()
+        self._reconcile_train()
         # Of an unfinished validation nothing counts.
         logged = {} if self.cut else trainer.callback_metrics
         metrics = {conventional(name): float(value) for name, value in logged.items()}
@@ -316,13 +316,13 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
             self.stop, trainer.should_stop = reason, True
         ray.train.report(metrics)
 
-    def _settle_train(self) -> None:
+    def _reconcile_train(self) -> None:
         """Once per epoch, when its last batch has been trained: the books and the figures of the pass."""
         if self.train is None or not self.exhausted or self.books:
             return
         self.elapsed = time.perf_counter() - self.started
         self.keeper.before_settling()
-        self.books.append(settle(self.worker, self.train))
+        self.books.append(reconcile(self.worker, self.train))
         self.worker.log(
             "pass",
             split="train",

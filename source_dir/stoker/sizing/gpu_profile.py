@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.data.feed.step_timer import StepTimes
+from stoker.data.feed.feed import Feed
 from stoker.recipe import Batch, Recipe
 from stoker.schema import Config
 
@@ -32,19 +32,19 @@ class GpuProfile:
     """As the driver names it: NVIDIA A10G."""
 
 
-class CachedPass:
-    """Train worker: stands where the loop's pass over the data stands; its batches are at hand."""
+@dataclass(kw_only=True)
+class ReplayedFeed(Feed):
+    """Train worker: a feed of the same few batches, which are at hand."""
 
-    def __init__(self, batches: list[Batch], rows: int, seconds: float, wait: Any) -> None:
-        self.batches, self.size, self.seconds, self.wait = batches, rows, seconds, wait
-        self.times = StepTimes()
-        self.rows = self.padded = self.id_sum = 0
-        self.split, self.epoch, self.rank = "train", 0, 0
-        self.keys: list[str] = []
-        self.stop = "measured"
-        """The loop leaves the books alone where a pass was stopped."""
-        self.checkpoint = False
-        self.marks: list[tuple[float, int]] = []
+    batches: list[Batch]
+    size: int
+    """Rows of a batch."""
+    seconds: float
+    wait: Callable[[], object]
+    """For the device."""
+    stop: str = "measured"
+    """The loop reconciles nothing where a pass was stopped."""
+    marks: list[tuple[float, int]] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Batch]:
         ends, steps = float("inf"), 0
@@ -89,7 +89,7 @@ def measure_gpu(config: Config, recipe: Recipe, columns: dict[str, Any], seconds
     size = config.train.batch_size
     batches = [_batch(columns, size, number, device) for number in range(CACHED_BATCHES)]
     wait = torch.cuda.synchronize if on_gpu else (lambda: None)
-    cached = CachedPass(batches, size, seconds, wait)
+    cached = ReplayedFeed(batches=batches, size=size, seconds=seconds, wait=wait)
     loop.train_epoch(worker, None, Progress(0, feed=cached))
     rates = [
         (rows - before) / (at - since)

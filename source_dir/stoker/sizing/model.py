@@ -155,7 +155,7 @@ def greatest_gain(work: Workload) -> float:
 
 
 class _Curve:
-    """Anywhere: total throughput as a function of the remote rate R: concave, of straight pieces."""
+    """Anywhere: total throughput as a function of the remote rate R: concave, of straight shards."""
 
     def __init__(self, work: Workload, shape: Shape) -> None:
         self.work, self.shape = work, shape
@@ -182,10 +182,10 @@ class _Curve:
 
     def total(self, remote: float) -> float:
         """T at a remote rate."""
-        pieces = [base + slope * remote for base, slope in self._pieces() if math.isfinite(base)]
-        return max(min([self.gpu_cap, self.receiver_cap, *pieces]), 0.0)
+        shards = [base + slope * remote for base, slope in self._shards() if math.isfinite(base)]
+        return max(min([self.gpu_cap, self.receiver_cap, *shards]), 0.0)
 
-    def _pieces(self) -> tuple[tuple[float, float], tuple[float, float]]:
+    def _shards(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """T ≤ base + slope·R by the CPUs of the GPU hosts: all of them, and those of the chain."""
         work = self.work
         whole = work.cpu_s + work.other_s
@@ -203,8 +203,8 @@ class _Curve:
         return max(r for r in finite if self.total(r) >= best * (1 - TOLERANCE))
 
     def _corner(self) -> float:
-        """Where the two pieces meet."""
-        (base, slope), (slots, one) = self._pieces()
+        """Where the two shards meet."""
+        (base, slope), (slots, one) = self._shards()
         return (base - slots) / (one - slope) if math.isfinite(slots) and one != slope else 0.0
 
     def knee_remote(self) -> float:
@@ -215,11 +215,11 @@ class _Curve:
             points = [min(r, ceiling) for r in [*points, ceiling]]
             best = max(self.total(r) for r in points)
         else:
-            growing = all(slope > 0 for _, slope in self._pieces())
+            growing = all(slope > 0 for _, slope in self._shards())
             at_points = max(self.total(r) for r in points)
             best = min(self.gpu_cap, self.receiver_cap) if growing else at_points
         needed = 0.0
-        for base, slope in self._pieces():
+        for base, slope in self._shards():
             if base < best * (1 - TOLERANCE) and slope > 0:
                 needed = max(needed, (best - base) / slope)
         return needed

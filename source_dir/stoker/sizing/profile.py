@@ -76,7 +76,7 @@ def measure_chain(
     source = data.sources["train"]
     if isinstance(source, DatasetSource):
         raise UsageError(
-            "size: this recipe reads through ray.data, which a profile cannot cut into pieces; run the job"
+            "size: this recipe reads through ray.data, which a profile cannot cut into shards; run the job"
             " for an epoch and give its run directory: --from RUN"
         )
     count = processes or len(os.sched_getaffinity(0))
@@ -95,7 +95,7 @@ def _run_everywhere(
     """One process per core; they begin together once all have started."""
     from ray import cloudpickle
 
-    payload = cloudpickle.dumps((source.for_tasks(), source.pieces(block_records, None), chain))
+    payload = cloudpickle.dumps((source.for_workers(), source.shards(block_records, None), chain))
     context = multiprocessing.get_context("spawn")
     answers: Any = context.Queue()
     barrier = context.Barrier(count)
@@ -133,15 +133,15 @@ def _run_everywhere(
 def _work(
     payload: bytes, number: int, count: int, block_records: int, seconds: float, barrier: Any, answers: Any
 ) -> None:
-    """Profile process: its share of the pieces, again and again until the time is over."""
+    """Profile process: its share of the shards, again and again until the time is over."""
     import pickle
 
-    from stoker.data.engine.groups import use_one_thread
+    from stoker.data.engine.shards import use_one_thread
     from stoker.errors import where_raised
 
     try:
-        source, pieces, chain = pickle.loads(payload)  # noqa: S301 - written by the parent
-        records = _records(source, pieces[number % len(pieces) :] + pieces[: number % len(pieces)])
+        source, shards, chain = pickle.loads(payload)  # noqa: S301 - written by the parent
+        records = _records(source, shards[number % len(shards) :] + shards[: number % len(shards)])
         # Imports, caches and lazily made tables are start-up, not the cost of a sample.
         chain.run(list(islice(records, 2)), 0)
         use_one_thread()
@@ -162,10 +162,10 @@ def _work(
         answers.put(where_raised(error))
 
 
-def _records(source: Source, pieces: list[Any]) -> Iterator[Any]:
+def _records(source: Source, shards: list[Any]) -> Iterator[Any]:
     while True:
-        for piece in pieces:
-            yield from source.read(piece, None)
+        for shard in shards:
+            yield from source.read(shard, None)
 
 
 def _few(columns: dict[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class ReceiveProfile:
 
 
 class Replay:
-    """CPU task: the same few rows for every block; making them costs next to nothing."""
+    """Chain worker: the same few rows for every block; making them costs next to nothing."""
 
     def __init__(self, columns: dict[str, Any]) -> None:
         self.columns = columns

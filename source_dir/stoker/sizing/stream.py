@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from stoker.data.feed.feed import EpochFeed, Prefetch
+from stoker.data.feed.feed import EpochFeed, PrefetchLimit
 from stoker.data.opening import Data, start_coordinator
 from stoker.data.preprocessing.chain import Chain
 from stoker.data.preprocessing.entries import as_stages
@@ -38,14 +38,11 @@ def one_pass(config: Config, source: Source, chain: list[Any], device: Any) -> I
         # What start_coordinator has asked for; here it is known to have happened.
         ray.get(coordinator.begin.remote(coordinator, 0, 1, 0), timeout=60)
         yield EpochFeed(
-            coordinator,
+            coordinator=coordinator,
             attempt=0,
-            split="train",
-            epoch=0,
-            rank=0,
             device=device,
             transport=open_transport(coordinator, config.data, device),
-            prefetch=Prefetch.of(config.data),
+            prefetch=PrefetchLimit.of(config.data),
             stall_timeout_s=config.data.stall_timeout_s,
         )
     finally:

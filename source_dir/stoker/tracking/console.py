@@ -10,6 +10,7 @@ from typing import Any
 
 from stoker.costs.cost import cost_row
 from stoker.redaction import scrub
+from stoker.tracking.sinks import Sink
 from stoker.tracking.summary import Records, Summary
 
 PLAIN_EVERY_S = 10.0
@@ -22,11 +23,15 @@ BINDS = {
 }
 
 
-class PlainConsole:
+class PlainConsole(Sink):
     """Head: one line per happening."""
 
-    def __init__(self, epochs: int, steps_per_epoch: int | None, log: Path | None = None) -> None:
-        self.epochs, self.steps_per_epoch = epochs, steps_per_epoch
+    essential = True
+
+    def __init__(self, epochs: int, log: Path | None = None) -> None:
+        self.epochs = epochs
+        self.steps_per_epoch: int | None = None
+        """As soon as the data is open, where that tells."""
         self.last = 0.0
         self.log = log.open("a", buffering=1) if log else None
 
@@ -78,9 +83,6 @@ class PlainConsole:
         elif kind == "host_joined":
             self.line(f"host joined: {event['host']}")
 
-    def close(self) -> None:
-        """Stop drawing."""
-
     def table(self, rows: list[tuple[str, str]]) -> None:
         """The closing table."""
         width = max(len(name) for name, _ in rows)
@@ -91,8 +93,8 @@ class PlainConsole:
 class RichConsole(PlainConsole):
     """Head: a progress bar per epoch with throughput, loss and input wait."""
 
-    def __init__(self, epochs: int, steps_per_epoch: int | None, log: Path | None = None) -> None:
-        super().__init__(epochs, steps_per_epoch, log)
+    def __init__(self, epochs: int, log: Path | None = None) -> None:
+        super().__init__(epochs, log)
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -122,7 +124,7 @@ class RichConsole(PlainConsole):
             figures=self.figures(event),
         )
 
-    def close(self) -> None:
+    def close(self, summary: Summary) -> None:
         if self.task is not None:
             self.progress.remove_task(self.task)
             self.progress.stop()
@@ -140,14 +142,14 @@ class RichConsole(PlainConsole):
         self.console.print(table)
 
 
-def make_console(epochs: int, steps_per_epoch: int | None, log: Path | None = None) -> PlainConsole:
+def make_console(epochs: int, log: Path | None = None) -> PlainConsole:
     """Head: the console that fits where the output goes; NO_COLOR and CI logs get plain lines."""
     if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
         try:
-            return RichConsole(epochs, steps_per_epoch, log)
+            return RichConsole(epochs, log)
         except ImportError:
             pass
-    return PlainConsole(epochs, steps_per_epoch, log)
+    return PlainConsole(epochs, log)
 
 
 def metrics_text(metrics: dict[str, float]) -> str:

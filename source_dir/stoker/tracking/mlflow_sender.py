@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from stoker.tracking import mlflow_run
 from stoker.tracking.mlflow_run import MlflowRun
 from stoker.tracking.runs import flat_config
 from stoker.tracking.scalars import Scalars
+from stoker.tracking.sinks import Sink
 from stoker.tracking.summary import Summary
 
 SEND_EVERY_S = 2.0
@@ -63,7 +64,7 @@ class State:
         return json.dumps({"uri": uri, "experiment": experiment, **vars(self)}, indent=1)
 
 
-class MlflowSender:
+class MlflowSender(Sink):
     """Head: one per run; everything that talks to the server happens in its thread."""
 
     def __init__(
@@ -74,6 +75,8 @@ class MlflowSender:
         tags: dict[str, str],
         model_dir: Path | None = None,
         kept: Store | None = None,
+        *,
+        tell: Callable[[str], None],
     ) -> None:
         """
         Args:
@@ -83,7 +86,9 @@ class MlflowSender:
             tags: of the run, besides `settings.tags`.
             model_dir: where the exported model lies; None: no model is sent.
             kept: where the checkpoints lie, which outlives this host: the run's id is kept there, too.
+            tell: takes lines for the user, from any thread.
         """
+        self.tell = tell
         self.settings, self.run_dir, self.model_dir = settings, run_dir, model_dir
         # What is shown and written down; the client gets the one in `settings`.
         self.uri, self.experiment = str(redact(settings.uri)), settings.experiment or name
@@ -101,7 +106,6 @@ class MlflowSender:
         """What went wrong last; None while the server takes what is sent."""
         self.done = False
         """Whether the server has everything, the end of the run included."""
-        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._summary: Summary | None = None
         self._read_before()
@@ -112,24 +116,11 @@ class MlflowSender:
         mlflow_run.prepare_client(self.settings.timeout_s)
         self._thread.start()
 
-    def notes(self) -> list[dict[str, Any]]:
-        """What there is to tell the user since the last call, as events of the run."""
-        return [{"time": round(time.time(), 3), "event": "note", "text": text} for text in self._lines()]
-
-    def _lines(self) -> list[str]:
-        found = []
-        while not self._said.empty():
-            found.append(self._said.get())
-        return found
-
-    def close(self, summary: Summary) -> list[str]:
+    def close(self, summary: Summary) -> None:
         """Send the rest, the model, the files and the end of the run, for `close_timeout_s` at most.
 
         Args:
             summary: complete; gets the run's address, and is written again with it.
-
-        Returns:
-            What there is to tell the user.
         """
         self._summary = summary
         self._closing.set()
@@ -140,11 +131,10 @@ class MlflowSender:
         if self._thread.is_alive():
             self.failing = f"not done within {limit:.0f} s"
         if not self.done:
-            self._said.put(
+            self.tell(
                 f"MLflow at {self.uri} lacks a part of this run ({self.failing}); nothing is lost, send it"
                 f" later: python launcher/submit.py replay {self.run_dir}"
             )
-        return self._lines()
 
     def about(self) -> dict[str, Any]:
         """For `summary.tracking`: where the run is found; without run_id and url while nobody answered."""
@@ -178,12 +168,12 @@ class MlflowSender:
         text = " ".join(str(error).split()) or type(error).__name__
         text = f"{type(error).__name__}: {text}" if len(text) < 300 else text[:300]
         if self.failing is None and not self._closing.is_set():
-            self._said.put(f"MLflow at {self.uri} does not take what is sent ({text}); training goes on")
+            self.tell(f"MLflow at {self.uri} does not take what is sent ({text}); training goes on")
         self.failing = text
 
     def _answers(self) -> None:
         if self.failing is not None:
-            self._said.put(f"MLflow at {self.uri} answers again; what it missed has been sent")
+            self.tell(f"MLflow at {self.uri} answers again; what it missed has been sent")
         self.failing = None
 
     def _opened(self) -> MlflowRun:
@@ -267,7 +257,7 @@ class MlflowSender:
                 self.run, self.state, self.scalars = None, State(), Scalars()
             if not mlflow_run.is_refused(error):
                 raise
-            self._said.put(f"MLflow refuses {len(batch)} metrics up to step {batch[-1][3]}: {error}"[:300])
+            self.tell(f"MLflow refuses {len(batch)} metrics up to step {batch[-1][3]}: {error}"[:300])
         self.state.sent = place
         self._save()
 
@@ -284,7 +274,7 @@ class MlflowSender:
                 self.state.model_sent = True
                 self._save()
             else:
-                self._said.put("MLflow: the model lies on the host of train worker 0, and is not sent")
+                self.tell("MLflow: the model lies on the host of train worker 0, and is not sent")
         summary.tracking |= self.about()
         summary.write(self.run_dir)
         run.log_files(self.run_dir)
@@ -311,17 +301,21 @@ def run_tags(recipe: str, backend: str, code: Path) -> dict[str, str]:
     return tags
 
 
-def start_sender(config: Config, place: Place, kept: Store) -> MlflowSender | None:
-    """Head: begin to send a run to MLflow; None where that is not asked for.
+def start_sender(
+    config: Config, place: Place, kept: Store, tell: Callable[[str], None]
+) -> list[MlflowSender]:
+    """Head: begin to send a run to MLflow, where that is asked for.
 
     Args:
         config: the job.
         place: its folders, in which config.yaml lies already.
         kept: where its checkpoints lie.
+        tell: takes lines for the user, from any thread.
     """
     if not config.tracking.mlflow.uri:
-        return None
+        return []
     tags = run_tags(config.recipe, place.backend, Path(stoker.__file__).resolve().parents[1])
-    sender = MlflowSender(config.tracking.mlflow, config.name, place.run_dir, tags, place.model_dir, kept)
+    settings, folders = config.tracking.mlflow, (place.run_dir, tags, place.model_dir)
+    sender = MlflowSender(settings, config.name, *folders, kept, tell=tell)
     sender.start()
-    return sender
+    return [sender]

@@ -1,4 +1,4 @@
-"""Head: turns the run's events into files: events.jsonl, quarantine.jsonl, TensorBoard, the summary."""
+"""Head: turns the run's events into files: events.jsonl, quarantine.jsonl, the summary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +14,32 @@ from stoker.costs.cost import run_cost
 from stoker.costs.prices import PriceList
 from stoker.redaction import scrub
 from stoker.tracking.bottleneck import HostLoad, bottleneck
+from stoker.tracking.sinks import Sink
 from stoker.tracking.summary import STEP_TERMS, Summary
-from stoker.tracking.tensorboard import Board
 
 NOTABLE = ("resumed", "stop", "stopped", "note", "host_lost", "host_joined")
 """Events that the summary keeps."""
 
 
-class Recorder:
-    """Head: one per run, used from the driver's thread alone."""
+REFRESH_S = 2.0
+"""Between two writings of summary.json while the run goes on."""
+
+
+class Recorder(Sink):
+    """Head: one per run, the first of its sinks."""
+
+    essential = True
 
     def __init__(
-        self,
-        run_dir: Path,
-        summary: Summary,
-        process_started: float,
-        tensorboard: bool,
-        prices: PriceList | None = None,
+        self, run_dir: Path, summary: Summary, process_started: float, prices: PriceList | None = None
     ) -> None:
         self.run_dir, self.summary, self.prices = run_dir, summary, prices
         self.process_started = process_started
         self.started = time.monotonic()
         self.events_file = (run_dir / "events.jsonl").open("a", buffering=1)
-        self.board = Board(run_dir) if tensorboard else None
+        self.refreshed = self.started
+        self.figures: dict[str, Any] = {}
+        """The coordinator's last ones, for the end; empty where it never started."""
         self.totals: Counter[str] = Counter()
         self.steady: Counter[str] = Counter()
         self.step_ms: list[float] = []
@@ -58,34 +60,21 @@ class Recorder:
             self._write_ids(event)
             return
         if kind == "host_cpu":
-            names = self._host_names()
-            hosts = {names.get(node, node): used for node, used in event["hosts"].items()}
-            event = {**event, "hosts": hosts}
-            self.load.take(hosts, training=self.summary.steps > 0)
+            self.load.take(event["hosts"], training=self.summary.steps > 0)
         self.events_file.write(scrub(json.dumps(event, default=str)) + "\n")
         if kind in NOTABLE:
             self.summary.events.append(event)
         handler = getattr(self, f"_on_{kind}", None)
         if handler is not None:
             handler(event)
-        if self.board is not None:
-            self.board.take(event)
-
-    def _host_names(self) -> dict[str, str]:
-        """Ray's id of a node → host name."""
-        return {host.model_dump().get("node_id", ""): host.host for host in self.summary.cluster.hosts}
-
-    def _host_of(self, node: str) -> str:
-        return self._host_names().get(node, node)
+        if time.monotonic() - self.refreshed > REFRESH_S:
+            self.refresh()
 
     def _on_train_worker(self, event: dict[str, Any]) -> None:
         # By rank, so that one that was restarted counts once, where it runs now.
         self.worker_nodes[event["rank"]] = event["node"]
-        self.summary.train_workers_by_host = dict(Counter(map(self._host_of, self.worker_nodes.values())))
-
-    def phase(self, name: str) -> None:
-        """Note that a part of the start is done."""
-        self.take({"time": round(time.time(), 3), "event": "phase", "phase": name})
+        hosts = map(self.summary.host_of, self.worker_nodes.values())
+        self.summary.train_workers_by_host = dict(Counter(hosts))
 
     def _on_phase(self, event: dict[str, Any]) -> None:
         self.summary.startup.setdefault(event["phase"], round(event["time"] - self.process_started, 2))
@@ -125,7 +114,7 @@ class Recorder:
     def _on_cache(self, event: dict[str, Any]) -> None:
         hosts = [
             {
-                "host": self._host_of(node),
+                "host": self.summary.host_of(node),
                 "bytes": use["bytes"],
                 "limit_bytes": use["limit_bytes"],
                 "hit_pct": _percent(use["found"], use["records"]),
@@ -175,6 +164,7 @@ class Recorder:
 
     def refresh(self) -> None:
         """While the run goes on: let summary.json tell how it stands."""
+        self.refreshed = time.monotonic()
         self._fill_speed()
         self.summary.seconds = round(time.monotonic() - self.started, 2)
         self.summary.write(self.run_dir)
@@ -196,17 +186,13 @@ class Recorder:
         if self.step_ms:
             speed.step_ms_p50 = round(statistics.median(self.step_ms), 3)
 
-    def close(self, figures: dict[str, Any]) -> None:
-        """Fill in what only the end knows.
-
-        Args:
-            figures: the coordinator's last figures, empty where it never started.
-        """
-        if figures:
+    def close(self, summary: Summary) -> None:
+        """Fill in what only the end knows."""
+        if figures := self.figures:
             self.summary.speed.bytes_per_sample = round(figures["bytes_per_sample"], 1)
             self.summary.chain = figures["chain"]
             tasks = figures["tasks_by_node"]
-            self.summary.chain_tasks_by_host = {self._host_of(n): count for n, count in tasks.items()}
+            self.summary.chain_tasks_by_host = {self.summary.host_of(n): count for n, count in tasks.items()}
             # What was read ahead when early stopping ended the run belongs to no epoch of it.
             done = self.summary.status == "succeeded"
             self.summary.records.epochs += [
@@ -219,23 +205,10 @@ class Recorder:
             self.summary.cost = run_cost(self.summary, self.prices)
         self.summary.write(self.run_dir)
         self.events_file.close()
-        if self.board is not None:
-            self.board.close(self.summary)
 
 
 def _percent(part: float, whole: float) -> float:
     return round(100 * part / whole, 2) if whole else 0.0
-
-
-def teller(recorder: Recorder, console: Any) -> Callable[[str], None]:
-    """Head: takes a line for the screen, the log and the summary."""
-
-    def tell(text: str) -> None:
-        event = {"time": round(time.time(), 3), "event": "note", "text": text}
-        recorder.take(event)
-        console.take(event)
-
-    return tell
 
 
 def notable_events(run_dir: Path) -> list[dict[str, Any]]:

@@ -146,6 +146,11 @@ class Summary(BaseModel):
     """Forms of the model: format, path below `model/`, max_abs_diff to the model, error."""
     events: list[dict[str, Any]] = []
 
+    def host_of(self, node: str) -> str:
+        """The name of the host that Ray knows by an id."""
+        names = {host.model_dump().get("node_id", ""): host.host for host in self.cluster.hosts}
+        return names.get(node, node)
+
     def write(self, run_dir: Path) -> None:
         """Head: write it at once or not at all."""
         draft = run_dir / ".summary.json"

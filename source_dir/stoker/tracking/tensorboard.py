@@ -10,13 +10,14 @@ from typing import Any
 
 from stoker.tracking.runs import flat_config
 from stoker.tracking.scalars import Scalars
+from stoker.tracking.sinks import Sink
 from stoker.tracking.summary import Summary
 
 COMPARED = ("params.", "train.", "data.", "seed")
 """Sections whose values are TensorBoard's hyperparameters."""
 
 
-class Board:
+class Board(Sink):
     """Head: a run's curves, its configuration as text, and its hyperparameters beside its metrics."""
 
     def __init__(self, run_dir: Path) -> None:

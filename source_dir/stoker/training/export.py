@@ -144,9 +144,9 @@ def read_example(worker: Worker) -> Example | None:
     if isinstance(source, DatasetSource):
         records = iter(source.first_rows(EXAMPLE_RECORDS))
     else:
-        pieces = source.pieces(EXAMPLE_RECORDS, None)
-        records = itertools.chain.from_iterable(source.read(piece, None) for piece in pieces)
-    # Packed and unpacked, as CPU tasks get it: that imports what its transforms need.
+        shards = source.shards(EXAMPLE_RECORDS, None)
+        records = itertools.chain.from_iterable(source.read(shard, None) for shard in shards)
+    # Packed and unpacked, as chain workers get it: that imports what its transforms need.
     chain = pickle.loads(pickle.dumps(data.chains[split]))  # noqa: S301
     columns, _ = chain.run(itertools.islice(records, EXAMPLE_RECORDS), 0)
     batch = as_tensors(columns)[0]

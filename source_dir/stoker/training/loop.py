@@ -11,7 +11,7 @@ from typing import Any
 from stoker.checkpoints.finite import check_scale
 from stoker.checkpoints.manager import CheckpointManager
 from stoker.checkpoints.train_state import Progress, rng_state, set_rng_state
-from stoker.data.feed.feed import EpochFeed, Prefetch
+from stoker.data.feed.feed import EpochFeed, PrefetchLimit
 from stoker.data.transport.client import open_transport
 from stoker.errors import where_raised
 from stoker.recipe import load_recipe
@@ -234,7 +234,7 @@ def train_epoch(
     books = []
     if keeper and not stop:
         keeper.before_settling()
-        books = [settle(worker, feed)]
+        books = [reconcile(worker, feed)]
         worker.samples += books[0]["trained"]
     worker.log(
         "pass",
@@ -300,7 +300,7 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
     set_rng_state(draws, worker.device)
     if feed.stop:
         return {}, {}, feed.stop
-    books = settle(worker, feed)
+    books = reconcile(worker, feed)
     worker.log(
         "pass",
         split="val",
@@ -327,20 +327,20 @@ def open_pass(worker: Worker, split: str, epoch: int) -> EpochFeed:
     data = worker.config.data
     worker.transport = worker.transport or open_transport(worker.coordinator, data, worker.device)
     return EpochFeed(
-        worker.coordinator,
-        worker.attempt,
-        split,
-        epoch,
-        worker.rank,
-        worker.device,
-        worker.transport,
-        Prefetch.of(data),
+        coordinator=worker.coordinator,
+        attempt=worker.attempt,
+        split=split,
+        epoch=epoch,
+        rank=worker.rank,
+        device=worker.device,
+        transport=worker.transport,
+        prefetch=PrefetchLimit.of(data),
         stall_timeout_s=data.stall_timeout_s,
         keep_keys=worker.config.tracking.record_ids,
     )
 
 
-def settle(worker: Worker, feed: EpochFeed) -> dict[str, Any]:
+def reconcile(worker: Worker, feed: EpochFeed) -> dict[str, Any]:
     """Train worker: hand in this rank's count and ids, get the books; fails where records were lost."""
     import ray
 

@@ -82,10 +82,10 @@ def steps_per_epoch(config: Config, data: Data, workers: int) -> int | None:
 
 
 def blocks_note(config: Config, data: Data, workers: int) -> str:
-    """Head: what to say where the training data comes in too few pieces to keep every CPU at work.
+    """Head: what to say where the training data comes in too few shards to keep every CPU at work.
 
-    Rows are shared evenly whatever the pieces, so no train worker starves while another is fed; but one
-    piece is one CPU task, and with few of them CPUs stand idle and each train worker waits longer.
+    Rows are shared evenly whatever the shards, so no train worker starves while another is fed; but one
+    shard is one chain worker, and with few of them CPUs stand idle and each train worker waits longer.
 
     Returns:
         One line; empty where there are enough.
@@ -99,16 +99,16 @@ def blocks_note(config: Config, data: Data, workers: int) -> str:
         return ""
     cpus = int(ray.cluster_resources().get("CPU", 1))
     records, wanted = config.data.block_records, max(cpus, workers)
-    pieces = len(source.pieces(records, None))
-    if pieces >= wanted:
+    shards = len(source.shards(records, None))
+    if shards >= wanted:
         return ""
     total = data.totals["train"]
     smaller = max(total // wanted, 1) if total else 1
-    if smaller < records and len(source.pieces(smaller, None)) > pieces:
+    if smaller < records and len(source.shards(smaller, None)) > shards:
         remedy = f"data.block_records={smaller} would"
     else:
         remedy = "the data would have to lie in more files"
     return (
-        f"{pieces} piece(s) of about {records} training records cannot keep {cpus} CPU(s) and {workers}"
+        f"{shards} shard(s) of about {records} training records cannot keep {cpus} CPU(s) and {workers}"
         f" train worker(s) at work; {remedy}"
     )

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from itertools import islice
 from typing import Any
 
-from stoker.data.messages import BlockReport, Piece
+from stoker.data.messages import Shard
 
 LOOK_AHEAD = 256
 """Shards from which a host is given one of its own."""
 ALL_FIT = 0.999
 
-Numbered = tuple[int, Piece, int]
-"""As `Passes.pieces` gives them."""
+Numbered = tuple[int, Shard, int]
+"""As `Passes.shards` gives them."""
 
 
 class CacheAffinity:
-    """Head: one per run; the dispatcher asks it, the coordinator tells it, and holds its lock for that.
+    """Head: one per run; the planner asks it, the coordinator tells it, and holds its lock for that.
 
     Args:
         kind: `data.cache`.
@@ -30,28 +30,27 @@ class CacheAffinity:
         """Node that keeps the records of (split, home)."""
         self.usage: dict[str, tuple[int, int]] = {}
         """Bytes kept and allowed, by node."""
-        self.books: dict[tuple[str, int], dict[str, Counter[str]]] = {}
         """Records, found, kept and kept_bytes of (split, epoch), by node."""
         self.told = False
 
-    def holder(self, split: str, piece: Piece) -> str:
-        """The node that keeps the records of a piece; empty: none, or any."""
-        return self.holders.get((split, piece.home), "") if piece.home else ""
+    def holder(self, split: str, shard: Shard) -> str:
+        """The node that keeps the records of a shard; empty: none, or any."""
+        return self.holders.get((split, shard.home), "") if shard.home else ""
 
     def take_work(
         self, split: str, work: deque[Numbered], node: str, most: int, look: int = LOOK_AHEAD
     ) -> tuple[list[Numbered], list[bool]]:
-        """Take pieces for a task: those that its host keeps, else what nobody does, else one of another's.
+        """Take shards for a task: those that its host keeps, else what nobody does, else one of another's.
 
         Args:
             split: train or val.
-            work: what is left of the pass; at least one piece.
+            work: what is left of the pass; at least one shard.
             node: the host.
-            most: pieces of the task.
+            most: shards of the task.
             look: choose among so many of the next ones.
 
         Returns:
-            The pieces, and for each whether the host shall keep it: not what another one keeps.
+            The shards, and for each whether the host shall keep it: not what another one keeps.
         """
         taken: list[Numbered] = []
         store: list[bool] = []
@@ -59,18 +58,18 @@ class CacheAffinity:
             at, foreign = self._best(split, work, node, look)
             if foreign and taken:
                 break
-            piece = work[at]
+            shard = work[at]
             del work[at]
-            home = piece[1].home
-            taken.append(piece)
+            home = shard[1].home
+            taken.append(shard)
             store.append(not home or self.holders.setdefault((split, home), node) == node)
         return taken, store
 
     def _best(self, split: str, work: deque[Numbered], node: str, look: int) -> tuple[int, bool]:
-        """Which piece a host is given next, and whether another host keeps it."""
+        """Which shard a host is given next, and whether another host keeps it."""
         unheld = -1
-        for position, (_, piece, _) in enumerate(islice(work, look)):
-            holder = self.holder(split, piece)
+        for position, (_, shard, _) in enumerate(islice(work, look)):
+            holder = self.holder(split, shard)
             if holder == node:
                 return position, False
             if not holder and unheld < 0:
@@ -82,22 +81,13 @@ class CacheAffinity:
         self.holders = {home: node for home, node in self.holders.items() if node in nodes}
         self.usage = {node: usage for node, usage in self.usage.items() if node in nodes}
 
-    def take(self, split: str, epoch: int, report: BlockReport, node: str) -> None:
-        """Take in the report of a block."""
-        books = self.books.setdefault((split, epoch), {}).setdefault(node, Counter())
-        books["records"] += report.records - len(report.bad)
-        books["found"] += report.found
-        books["kept"] += report.kept
-        books["kept_bytes"] += report.kept_bytes
-
     def used(self, node: str, usage: tuple[int, int] | None) -> None:
         """What a host's cache holds now."""
         if usage is not None:
             self.usage[node] = usage
 
-    def settle(self, split: str, epoch: int) -> dict[str, Any]:
+    def figures(self, split: str, epoch: int, by_node: Mapping[str, Counter[str]]) -> dict[str, Any]:
         """The figures of a pass that is over, as an event holds them."""
-        by_node = self.books.pop((split, epoch), {})
         whole = sum(by_node.values(), Counter[str]())
         hosts = {
             node: {
@@ -115,7 +105,7 @@ class CacheAffinity:
         """One line, once, where the training records did not all fit.
 
         Args:
-            figures: of the first training pass, as `settle` gives them.
+            figures: of the first training pass, as `figures` gives them.
         """
         there = figures["found"] + figures["kept"]
         if figures["split"] != "train" or self.told or not figures["records"]:

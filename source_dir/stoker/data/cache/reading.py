@@ -1,4 +1,4 @@
-"""What of a chain is kept across epochs, and reading pieces through what a host has kept.
+"""What of a chain is kept across epochs, and reading shards through what a host has kept.
 
 The first stages of a chain that draw nothing give the same result for a record in every epoch. With
 `data.cache` a host keeps these results; the rest of the chain runs on them. Keys hold the source's
@@ -12,8 +12,8 @@ from itertools import islice
 from typing import Any
 
 from stoker.data.cache.store import HostCache
-from stoker.data.messages import BadRecord, Piece, Record
-from stoker.data.sources.base import Source, digest, one_by_one
+from stoker.data.messages import BadRecord, Record, Shard
+from stoker.data.sources.base import Source, StreamedSource, digest, listing_of, one_by_one
 from stoker.errors import CacheError
 
 HOME_RECORDS = 2048
@@ -32,12 +32,12 @@ def homes_of(count: int | None, block_records: int) -> int:
 
 
 class CachedReader:
-    """CPU task: the records of a piece in the order of `Source.read`, those that the host has kept from
+    """Chain worker: the records of a shard in the order of `Source.read`, those that the host has kept from
     its cache.
 
     Args:
         source: where the others come from.
-        piece: what to read.
+        shard: what to read.
         order: makes the generator that permutes the records, anew at each call.
         cache: of this host.
         store: whether to keep what is not kept yet.
@@ -47,22 +47,22 @@ class CachedReader:
     def __init__(
         self,
         source: Source,
-        piece: Piece,
+        shard: Shard,
         order: Callable[[], Any],
         cache: HostCache,
         store: bool,
         refuses: Callable[[str], str] = lambda key: "",
     ) -> None:
         self.refuses = refuses
-        self.source, self.piece, self.order, self.cache, self.store = source, piece, order, cache, store
-        items = f":{digest(piece.items)}" if piece.items else ""
-        self.name = f"{piece.path}:{piece.start}:{piece.stop}{items}"
+        self.source, self.shard, self.order, self.cache, self.store = source, shard, order, cache, store
+        items = f":{digest(shard.items)}" if shard.items else ""
+        self.name = f"{shard.path}:{shard.start}:{shard.stop}{items}"
         self.seen: dict[str, None] = {}
         """Keys in the order in which they were read."""
         self.kept = 0
 
     def __iter__(self) -> Iterator[Record | BadRecord]:
-        listing = self.source.listing(self.piece)
+        listing = listing_of(self.source, self.shard)
         if listing is not None:
             yield from one_by_one(self.source, listing, self.cache.load, self.refuses)
             return
@@ -76,7 +76,7 @@ class CachedReader:
         else:
             if done:
                 return
-        for record in islice(self.source.read(self.piece, self.order()), done, None):
+        for record in islice(self.source.read(self.shard, self.order()), done, None):
             if isinstance(record, BadRecord):
                 yield record
                 continue
@@ -91,19 +91,23 @@ class CachedReader:
             yield record if kept is None else kept
 
     def _whole(self) -> list[str]:
-        """The keys of the piece in the order of this pass, where all of its records are kept."""
+        """The keys of the shard in the order of this pass, where all of its records are kept."""
         if not self._arranged():
             return []
         keys = self.cache.listing(self.name)
         if keys is None:
             return []
-        order = self.source.arrangement(len(keys), self.order())
-        return [] if order is None else [keys[i] for i in order]
+        return [keys[i] for i in self._arrangement(len(keys))]
+
+    def _arrangement(self, count: int) -> list[int]:
+        return self.source.arrangement(count, self.order()) if isinstance(self.source, StreamedSource) else []
 
     def _arranged(self) -> bool:
-        """Whether the source's `arrangement` is that of its `read`; a class of the user's may have changed
-        only the latter."""
+        """Whether the source has an `arrangement`, and it is that of its `read`; a class of the user's may
+        have changed only the latter."""
         kind = type(self.source)
+        if not isinstance(self.source, StreamedSource):
+            return False
         owners = [next(c for c in kind.__mro__ if name in vars(c)) for name in ("read", "arrangement")]
         return owners[0] is owners[1]
 
@@ -116,16 +120,14 @@ class CachedReader:
         return size
 
     def finished(self, whole: bool) -> None:
-        """The piece was read.
+        """The shard was read.
 
         Args:
             whole: from its first record to its last, and none of them was bad.
         """
         if not (whole and self.store and self.seen and self.kept == len(self.seen) and self._arranged()):
             return
-        order = self.source.arrangement(len(self.seen), self.order())
-        if order is None:
-            return
+        order = self._arrangement(len(self.seen))
         keys = [""] * len(order)
         for place, key in zip(order, self.seen, strict=True):
             keys[place] = key

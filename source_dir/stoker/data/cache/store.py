@@ -1,4 +1,4 @@
-"""CPU task: records that a host keeps across epochs, in shared memory or on its disk.
+"""Chain worker: records that a host keeps across epochs, in shared memory or on its disk.
 
 A file per record, found by the record's key, so that every task of the host finds what any of them has
 kept. Nothing is evicted: passes read all records in turn, and where these do not fit, throwing out the
@@ -38,7 +38,7 @@ whole costs less than a map."""
 
 
 class KeptRecord(dict[str, Any]):
-    """CPU task: a record as the first, deterministic stages of the chain left it in an earlier pass."""
+    """Chain worker: a record as the first, deterministic stages of the chain left it in an earlier pass."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def open_root(root: Path) -> None:
 
 
 class HostCache:
-    """CPU task: one per process and split.
+    """Chain worker: one per process and split.
 
     Args:
         root: the run's folder on this host.
@@ -124,13 +124,13 @@ class HostCache:
             raise CacheError(f"data.cache: record {record['key']} cannot be kept: {error}") from error
         return self._write(path, parts)
 
-    def keep_listing(self, piece: str, keys: list[str]) -> None:
-        """Keep the keys of a piece's records, as they lie in it: it need not be read any more."""
-        self._write(self._path(f"piece:{piece}"), encode({"keys": keys}))
+    def keep_listing(self, shard: str, keys: list[str]) -> None:
+        """Keep the keys of a shard's records, as they lie in it: it need not be read any more."""
+        self._write(self._path(f"shard:{shard}"), encode({"keys": keys}))
 
-    def listing(self, piece: str) -> list[str] | None:
-        """The keys of a piece all of whose records are kept here."""
-        content = self._content(self._path(f"piece:{piece}"))
+    def listing(self, shard: str) -> list[str] | None:
+        """The keys of a shard all of whose records are kept here."""
+        content = self._content(self._path(f"shard:{shard}"))
         return None if content is None else list(decode(content)["keys"])
 
     def _path(self, key: str) -> Path:
@@ -185,7 +185,7 @@ class HostCache:
 
 
 class Books:
-    """CPU task: how many bytes a host keeps and may keep, counted by all its processes together."""
+    """Chain worker: how many bytes a host keeps and may keep, counted by all its processes together."""
 
     _FORM = struct.Struct("<qq")
 
@@ -223,7 +223,7 @@ class Books:
 
 
 def room(root: Path, spec: CacheSpec, reserved_bytes: int) -> int:
-    """CPU task: bytes that this host's cache may take.
+    """Chain worker: bytes that this host's cache may take.
 
     Raises:
         CacheError: next to nothing.
@@ -271,7 +271,7 @@ def memory() -> tuple[int, int]:
 
 
 def encode(record: Record) -> list[Any]:
-    """CPU task: a record as bytes-like parts; the arrays come last, as they lie in memory."""
+    """Chain worker: a record as bytes-like parts; the arrays come last, as they lie in memory."""
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(dict(record))
@@ -288,7 +288,7 @@ def encode(record: Record) -> list[Any]:
 
 
 def decode(content: Any) -> Record:
-    """CPU task: the record in what `encode` gave; its arrays are views of `content`."""
+    """Chain worker: the record in what `encode` gave; its arrays are views of `content`."""
     view = memoryview(content)
     count, length = struct.unpack_from("<2q", view)
     sizes = struct.unpack_from(f"<{count}q", view, 16)
@@ -305,9 +305,7 @@ def decode(content: Any) -> Record:
 
 
 class _Pickler(pickle.Pickler):
-    """CPU task: tensors go as arrays, whose memory need not be copied."""
+    """Chain worker: tensors go as arrays, whose memory need not be copied."""
 
     def reducer_override(self, value: Any) -> Any:
         return as_array(value)
-
-

@@ -1,4 +1,4 @@
-"""Head: the books of records: read = trained + quarantined + remainder, or the run fails."""
+"""Head: what became of records: read = trained + quarantined + remainder, or the run fails."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.data.messages import BadRecord, BlockReport, CarriedBooks, StageCost
+from stoker.data.messages import BadRecord, BlockReport, CarriedAccount, StageCost
 from stoker.data.sources.base import ID_MODULUS as ID_MODULUS
 from stoker.errors import DataError
 
@@ -15,7 +15,7 @@ LEAST_ASSUMED = 100_000
 
 
 @dataclass
-class EpochBooks:
+class EpochAccount:
     """Head: one pass over one split in one attempt."""
 
     split: str
@@ -32,9 +32,12 @@ class EpochBooks:
     bad: int = 0
     bad_ids: int = 0
     first_bad: BadRecord | None = None
-    carried: CarriedBooks = field(default_factory=CarriedBooks)
-    """What an earlier run had booked of this epoch before this one went on in it."""
-    blocks: set[str] = field(default_factory=set)
+    carried: CarriedAccount = field(default_factory=CarriedAccount)
+    """What an earlier run had counted of this epoch before this one went on in it."""
+    by_node: dict[str, Counter[str]] = field(default_factory=dict)
+    """Records that came from each node, and of these what its cache held or keeps from now on."""
+    blocks: set[tuple[int, int]] = field(default_factory=set)
+    """(shard, number in it) of each that was taken."""
 
     def __post_init__(self) -> None:
         before = self.carried
@@ -42,11 +45,16 @@ class EpochBooks:
         self.bad, self.bad_ids = before.bad, before.bad_ids
         self.trained, self.repeated = before.trained, before.repeated
 
-    def take(self, block: str, report: BlockReport) -> bool:
-        """Book one preprocessed block; False where it was booked before."""
+    def take(self, report: BlockReport, node: str) -> bool:
+        """Take in one block that was made on a node; False where it was taken in before."""
+        block = (report.shard, report.nth)
         if block in self.blocks:
             return False
         self.blocks.add(block)
+        own = self.by_node.setdefault(node, Counter())
+        own["records"] += report.records - len(report.bad)
+        for name in ("found", "kept", "kept_bytes"):
+            own[name] += getattr(report, name)
         self.read += report.records
         self.read_ids += report.id_sum
         self.bad += len(report.bad)
@@ -56,7 +64,7 @@ class EpochBooks:
         return True
 
     def use(self, rows: int, padded: int, id_sum: int, remaining_ids: list[int]) -> None:
-        """Book what the train workers used.
+        """Take in what the train workers used.
 
         Args:
             rows: given to them, padded ones included.
@@ -85,7 +93,7 @@ class EpochBooks:
         of = f"{self.read} {self.split} records read so far" if total is None else known
         refuse_over_budget(self.bad, whole, of, budget, self.first_bad)
 
-    def settle(self, total: int | None = None) -> dict[str, int]:
+    def reconcile(self, total: int | None = None) -> dict[str, int]:
         """Close the epoch.
 
         Args:
@@ -99,11 +107,11 @@ class EpochBooks:
                 f"{self.split} epoch {self.epoch}: the source counted {total} records before training, but"
                 f" gave {self.read}: the data has changed or is damaged"
             )
-        booked = self.trained + self.bad + self.remainder
-        if booked != self.read:
+        counted = self.trained + self.bad + self.remainder
+        if counted != self.read:
             raise DataError(
                 f"{self.split} epoch {self.epoch}: {self.read} records were read, but {self.trained}"
-                f" trained + {self.bad} quarantined + {self.remainder} remaining = {booked}"
+                f" trained + {self.bad} quarantined + {self.remainder} remaining = {counted}"
             )
         if (self.used_ids + self.bad_ids - self.read_ids) % ID_MODULUS:
             changed = ", or the data has changed since the checkpoint" if self.carried.trained else ""
@@ -149,7 +157,7 @@ def refuse_over_budget(bad: int, whole: int, of: str, budget: float, first: BadR
 
 
 @dataclass
-class ChainBooks:
+class ChainCosts:
     """Head: what the chain cost, over the whole run."""
 
     records: int = 0
@@ -178,5 +186,3 @@ class ChainBooks:
             }
             for name, cost in self.costs.items()
         ]
-
-

@@ -1,7 +1,7 @@
 """Head: the actor between chain workers and train workers.
 
 It lets the passes be produced one after the other (train 0, val 0, train 1, …), hands each train worker
-its rows as references to blocks, keeps the books of records, and collects the run's events. Data of
+its rows as references to blocks, accounts for records, and collects the run's events. Data of
 the next epoch flows as soon as the one before has been produced, so no epoch starts cold.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.data.cache.affinity import CacheAffinity
-from stoker.data.coordinator.accounting import ChainBooks
+from stoker.data.coordinator.accounting import ChainCosts
 from stoker.data.coordinator.attempt import Attempt
 from stoker.data.coordinator.cursor import refuse_other_data
 from stoker.data.coordinator.production import Production
@@ -22,7 +22,7 @@ from stoker.data.engine.passes import Passes
 from stoker.data.engine.pool import ChainHost
 from stoker.data.messages import (
     BlockSlice,
-    CarriedBooks,
+    CarriedAccount,
     DataCursor,
     Plan,
     Server,
@@ -46,10 +46,10 @@ class Coordinator(Production):
     ) -> None:
         super().__init__(passes, totals, hosts)
         self.plan, self.buffer_bytes = plan, buffer_bytes
-        self.by_row = not passes.has_pieces("train")
+        self.by_row = not passes.has_shards("train")
         self.trainings = -1
         self.stop_reason = ""
-        self.chain = {split: ChainBooks() for split in ("train", "val")}
+        self.chain = {split: ChainCosts() for split in ("train", "val")}
         self.events: list[dict[str, Any]] = []
         self.last_checkpoint = ""
         self.keeping = CacheAffinity(passes.cache.kind) if passes.cache else None
@@ -150,7 +150,7 @@ class Coordinator(Production):
                 " all in this epoch); data.order exact goes on where it was"
             )
             self._event("note", text=text)
-        changes = {"books": CarriedBooks(repeated=repeated), "unvalidated": position.unvalidated}
+        changes = {"books": CarriedAccount(repeated=repeated), "unvalidated": position.unvalidated}
         return self._fresh(first_epoch).model_copy(update=changes)
 
     def _fresh(self, epoch: int) -> DataCursor:
@@ -217,7 +217,7 @@ class Coordinator(Production):
             id_sum: over all ranks, the sum of the ids of the rows that they used in it, modulo 2**63.
 
         Returns:
-            What `begin` takes, as JSON can hold it. After the last step of an epoch whose books are
+            What `begin` takes, as JSON can hold it. After the last step of an epoch whose accounts are
             closed: the beginning of the next.
 
         Raises:
@@ -235,7 +235,7 @@ class Coordinator(Production):
     def epoch_done(
         self, attempt: int, split: str, epoch: int, rank: int, used: tuple[int, int, int]
     ) -> dict[str, Any] | str:
-        """Train worker's call at the end of a pass: waits for all ranks, then settles the books.
+        """Train worker's call at the end of a pass: waits for all ranks, then reconciles the account.
 
         Args:
             attempt: the caller's attempt.
@@ -256,16 +256,16 @@ class Coordinator(Production):
             last = len(stream.finished) == current.workers
             unused = stream.unused() if last else []
         if last:
-            self._settle(current, stream, unused)
+            self._reconcile(current, stream, unused)
         with self.changed:
-            while not stream.settled:
+            while not stream.reconciled:
                 if current.over:
                     return current.why_over
                 self.changed.wait(1.0)
-            return stream.books.counts()
+            return stream.account.counts()
 
-    def _settle(self, attempt: Attempt, stream: Stream, unused: list[BlockSlice]) -> None:
-        """Close the books; what nobody took is fetched first, while nobody waits for the lock."""
+    def _reconcile(self, attempt: Attempt, stream: Stream, unused: list[BlockSlice]) -> None:
+        """Close the account; what nobody took is fetched first, while nobody waits for the lock."""
         try:
             remaining = ids_of(unused)
         except DataError as error:
@@ -273,7 +273,7 @@ class Coordinator(Production):
             return
         with self.changed:
             if not attempt.over:
-                attempt.settle(stream, remaining)
+                attempt.reconcile(stream, remaining)
                 self.changed.notify_all()
 
     def request_stop(self, reason: str) -> None:
@@ -310,7 +310,7 @@ class Coordinator(Production):
             return events
 
     def figures(self) -> dict[str, Any]:
-        """Driver's call: failure, chain costs and books so far."""
+        """Driver's call: failure, chain costs and accounts so far."""
         with self.changed:
             return {
                 "failure": self.attempt.failure if self.attempt else "",
@@ -318,8 +318,8 @@ class Coordinator(Production):
                 "bytes_per_sample": self.chain["train"].bytes_out / max(self.chain["train"].records, 1),
                 "tasks_by_node": dict(self.chain["train"].tasks_by_node + self.chain["val"].tasks_by_node),
                 "open": [
-                    s.books.counts() | {"split": s.books.split}
+                    s.account.counts() | {"split": s.account.split}
                     for s in (self.attempt.streams.values() if self.attempt else ())
-                    if s.books.read
+                    if s.account.read
                 ],
             }

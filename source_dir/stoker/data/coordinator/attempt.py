@@ -1,4 +1,4 @@
-"""Head: one start of training: its passes, from their production to their closed books."""
+"""Head: one start of training: its passes, from their production to their reconciled accounts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from stoker.data.cache.affinity import CacheAffinity
-from stoker.data.coordinator.accounting import ChainBooks, EpochBooks, refuse_over_budget
+from stoker.data.coordinator.accounting import ChainCosts, EpochAccount, refuse_over_budget
 from stoker.data.coordinator.cursor import Trail
 from stoker.data.coordinator.signals import OneTimeSignal, Pace, Signal
 from stoker.data.coordinator.splitter import Splitter
@@ -17,7 +17,7 @@ from stoker.data.engine.passes import Passes
 from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import Pool
 from stoker.data.engine.suspects import Suspects
-from stoker.data.messages import BadRecord, BlockReport, CarriedBooks, DataCursor, Start
+from stoker.data.messages import BadRecord, BlockReport, CarriedAccount, DataCursor, Start
 from stoker.errors import DataError, SchemaError
 
 STREAMS_AHEAD = 2
@@ -49,7 +49,7 @@ class Attempt:
         totals: dict[str, int | None],
         start: DataCursor,
         changed: threading.Condition,
-        chain: dict[str, ChainBooks],
+        chain: dict[str, ChainCosts],
         event: Callable[..., None],
         keeping: CacheAffinity | None,
         suspects: Suspects,
@@ -62,7 +62,7 @@ class Attempt:
         """Whether a later attempt has begun."""
         self.pace, self.stop, self.checkpoint = Pace(), Signal(), OneTimeSignal(workers)
         self.streams: dict[tuple[str, int], Stream] = {}
-        """Passes that are produced or consumed now, in order; those before are settled."""
+        """Passes that are produced or consumed now, in order; those before are reconciled."""
         self.planner: Planner | None = None
         """What is read next; None until there are chain workers."""
         self._coming = self._passes(start)
@@ -88,7 +88,7 @@ class Attempt:
         due = start.unvalidated
         if due is not None and "val" in self.totals:
             splitter = Splitter(self.workers, config.train.batch_size, equal=False)
-            yield Stream(splitter, EpochBooks("val", due), self.totals["val"])
+            yield Stream(splitter, EpochAccount("val", due), self.totals["val"])
             if due == start.epoch:
                 return  # train.max_steps has ended training within this epoch
         for epoch in range(start.epoch, config.train.epochs):
@@ -96,17 +96,17 @@ class Attempt:
                 train = split == "train"
                 splitter = Splitter(self.workers, config.train.batch_size, equal=train, pad=pad)
                 if not train:
-                    yield Stream(splitter, EpochBooks(split, epoch), total)
+                    yield Stream(splitter, EpochAccount(split, epoch), total)
                     continue
                 if epoch != start.epoch:
                     start = start.model_copy(
                         update={
-                            "epoch": epoch, "rows": 0, "done": [], "partial": {}, "books": CarriedBooks(),
+                            "epoch": epoch, "rows": 0, "done": [], "partial": {}, "books": CarriedAccount(),
                             "plan": self.passes.identity(start.plan.fingerprint, start.plan.unstable),
                             "unvalidated": None,
                         }
                     )  # fmt: skip
-                yield Stream(splitter, EpochBooks(split, epoch, carried=start.books), total, Trail(start))
+                yield Stream(splitter, EpochAccount(split, epoch, carried=start.books), total, Trail(start))
 
     def _open(self) -> None:
         """Open the passes that may be produced now."""
@@ -114,28 +114,29 @@ class Attempt:
             stream = next(self._coming, None)
             if stream is None:
                 return
-            self.streams[stream.books.split, stream.books.epoch] = stream
+            self.streams[stream.account.split, stream.account.epoch] = stream
 
-    def settle(self, stream: Stream, remaining: list[int]) -> None:
-        """Close the books of a pass and go on to the next.
+    def reconcile(self, stream: Stream, remaining: list[int]) -> None:
+        """Close the account of a pass and go on to the next.
 
         Args:
             stream: every rank has handed in what it used of it.
             remaining: ids of the rows that nobody took.
         """
+        which = (stream.account.split, stream.account.epoch)
         try:
-            self.event("records", **stream.settle(remaining))
+            self.event("records", **stream.reconcile(remaining))
         except DataError as error:
             self.fail(str(error))
             return
         if self.keeping is not None:
-            figures = self.keeping.settle(stream.books.split, stream.books.epoch)
+            figures = self.keeping.figures(*which, stream.account.by_node)
             self.event("cache", **figures)
             if line := self.keeping.lacking(figures):
                 self.event("note", text=line)
-        del self.streams[stream.books.split, stream.books.epoch]
+        del self.streams[which]
         if self.planner is not None:
-            self.planner.settled(stream)
+            self.planner.reconciled(stream)
         self._open()
 
     def produce(self, pool: Pool, buffer_bytes: int, numbers: count[int]) -> None:
@@ -160,17 +161,17 @@ class Attempt:
     def deliver(self, stream: Stream, block: Any, report: BlockReport, node: str) -> None:
         """Planner's call: a block in its turn, its report, and the node that made it."""
         with self.changed:
-            if self.book(stream, f"{report.piece}/{report.nth}", report, node) and report.rows:
-                stream.arrived(block, report.rows, report.bytes_out, node, report.piece)
+            if self.account(stream, report, node) and report.rows:
+                stream.arrived(block, report.rows, report.bytes_out, node, report.shard)
             self.changed.notify_all()
 
     def produced(self, stream: Stream) -> None:
         """A pass has given all its blocks."""
         with self.changed:
             stream.splitter.end()
-            stream.books.check_budget(self.passes.config.data.bad_record_budget, stream.books.read)
-            if stream.splitter.rows == 0 and stream.books.carried.trained == 0:
-                raise DataError(f"the {stream.books.split} split gave no record")
+            stream.account.check_budget(self.passes.config.data.bad_record_budget, stream.account.read)
+            if stream.splitter.rows == 0 and stream.account.carried.trained == 0:
+                raise DataError(f"the {stream.account.split} split gave no record")
             self.changed.notify_all()
 
     def task_starts(self, split: str, task: str, retry: int) -> Start | None:
@@ -188,10 +189,10 @@ class Attempt:
             return None
         return start
 
-    def book(self, stream: Stream, block: str, report: BlockReport, node: str) -> bool:
+    def account(self, stream: Stream, report: BlockReport, node: str) -> bool:
         """Take in the report of a block; False where it was taken in before."""
-        split, epoch = stream.books.split, stream.books.epoch
-        if not stream.reported(block, report):
+        split, epoch = stream.account.split, stream.account.epoch
+        if not stream.reported(report, node):
             return False
         if report.schemas:
             try:
@@ -200,12 +201,10 @@ class Attempt:
                 self.fail(str(error))
                 return False
         self.chain[split].take(report, node)
-        if self.keeping is not None:
-            self.keeping.take(split, epoch, report, node)
         for bad in report.bad:
             self.event("quarantined", split=split, epoch=epoch, key=bad.key, reason=bad.reason)
         try:
-            stream.books.check_budget(self.passes.config.data.bad_record_budget, stream.total)
+            stream.account.check_budget(self.passes.config.data.bad_record_budget, stream.total)
         except DataError as error:
             self.fail(str(error))
         return True

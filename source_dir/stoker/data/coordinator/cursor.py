@@ -1,8 +1,8 @@
 """Head: where a pass over the training records stands, so that another run can go on there; pure.
 
-A *piece* is read by one task, in *groups* of records; the rows of a piece arrive in its order, whatever
-the order among pieces. So the place of a pass is, per piece, how many whole groups were consumed and how
-many rows of the next one: a prefix of every piece.
+A *shard* is read by one task, in *blocks* of records; the rows of a shard arrive in its order, whatever
+the order among shards. So the place of a pass is, per shard, how many whole blocks were consumed and how
+many rows of the next one: a prefix of every shard.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def refuse_other_data(position: DataCursor, plan: Plan) -> None:
             )
 
 
-class Group(NamedTuple):
-    """Head: what the books need of one group of a piece's records."""
+class Block(NamedTuple):
+    """Head: what the cursor needs of one block of a shard's records."""
 
     rows: int
     records: int
@@ -67,52 +67,38 @@ class Trail:
     """Head: what a pass produced and in which order it arrived."""
 
     start: DataCursor
-    groups: dict[int, list[Group]] = field(default_factory=dict)
+    blocks: dict[int, list[Block]] = field(default_factory=dict)
     arrived: list[tuple[int, int]] = field(default_factory=list)
-    """(piece, rows that were not skipped) of each block, as the splitter numbers them."""
+    """(shard, rows that were not skipped) of each block, as the splitter numbers them."""
     _skipped: dict[int, int] = field(default_factory=dict)
 
-    def report(self, report: BlockReport) -> bool:
-        """Note a group that a task has preprocessed; False where it was noted before."""
-        if self.start.by_row:
-            return True
-        groups = self.groups.setdefault(report.piece, [])
-        begun = self.start.begun(report.piece)
-        first = begun[0] if begun else 0
-        if report.nth - first < len(groups):
-            return False
-        groups.append(
-            Group(
-                report.rows,
-                report.records,
-                report.id_sum,
-                len(report.bad),
-                report.bad_id_sum,
-                report.last,
-            )
-        )
-        return True
+    def report(self, report: BlockReport) -> None:
+        """Note a block that was made, the next of its shard."""
+        if not self.start.by_row:
+            bad = len(report.bad)
+            made = Block(report.rows, report.records, report.id_sum, bad, report.bad_id_sum, report.last)
+            self.blocks.setdefault(report.shard, []).append(made)
 
-    def arrive(self, piece: int, rows: int) -> int:
+    def arrive(self, shard: int, rows: int) -> int:
         """Note a block that has arrived.
 
         Args:
-            piece: its piece.
+            shard: its shard.
             rows: how many it holds.
 
         Returns:
             How many rows at its beginning were consumed before this start, and are to be skipped.
         """
         if self.start.by_row:
-            piece = -1
+            shard = -1
             begun: tuple[int, int] | None = (0, self.start.rows)
         else:
-            begun = self.start.begun(piece)
-        skip = min(rows, (begun[1] if begun else 0) - self._skipped.get(piece, 0))
+            begun = self.start.begun(shard)
+        skip = min(rows, (begun[1] if begun else 0) - self._skipped.get(shard, 0))
         if skip:
-            self._skipped[piece] = self._skipped.get(piece, 0) + skip
+            self._skipped[shard] = self._skipped.get(shard, 0) + skip
         if rows > skip:
-            self.arrived.append((piece, rows - skip))
+            self.arrived.append((shard, rows - skip))
         return skip
 
     def after(self, rows: int, id_sum: int) -> DataCursor:
@@ -131,24 +117,24 @@ class Trail:
             return start.model_copy(
                 update={"rows": start.rows + rows, "books": books.model_copy(update=changes)}
             )
-        done = {piece for first, stop in start.done for piece in range(first, stop)}
+        done = {shard for first, stop in start.done for shard in range(first, stop)}
         partial: dict[int, tuple[int, int]] = dict(start.partial)
         read, read_ids, bad, bad_ids = books.read, books.read_ids, books.bad, books.bad_ids
-        for piece, consumed in self._consumed(rows).items():
-            first, inside = start.begun(piece) or (0, 0)
-            groups, left = self.groups.get(piece, []), inside + consumed
+        for shard, consumed in self._consumed(rows).items():
+            first, inside = start.begun(shard) or (0, 0)
+            blocks, left = self.blocks.get(shard, []), inside + consumed
             whole = 0
-            while whole < len(groups) and left >= groups[whole].rows:
-                left -= groups[whole].rows
+            while whole < len(blocks) and left >= blocks[whole].rows:
+                left -= blocks[whole].rows
                 whole += 1
-            for group in groups[:whole]:
-                read, read_ids = read + group.records, read_ids + group.id_sum
-                bad, bad_ids = bad + group.bad, bad_ids + group.bad_id_sum
-            partial.pop(piece, None)
-            if whole and groups[whole - 1].last:
-                done.add(piece)
+            for block in blocks[:whole]:
+                read, read_ids = read + block.records, read_ids + block.id_sum
+                bad, bad_ids = bad + block.bad, bad_ids + block.bad_id_sum
+            partial.pop(shard, None)
+            if whole and blocks[whole - 1].last:
+                done.add(shard)
             elif first + whole or left:
-                partial[piece] = (first + whole, left)
+                partial[shard] = (first + whole, left)
         changes |= {
             "read": read,
             "read_ids": read_ids % ID_MODULUS,
@@ -165,11 +151,11 @@ class Trail:
         )
 
     def _consumed(self, rows: int) -> dict[int, int]:
-        """Rows by piece. A piece whose groups so far gave no row counts too: its bad records are read."""
-        consumed = dict.fromkeys(self.groups, 0)
-        for piece, count in self.arrived:
+        """Rows by shard. A shard whose blocks so far gave no row counts too: its bad records are read."""
+        consumed = dict.fromkeys(self.blocks, 0)
+        for shard, count in self.arrived:
             taken = min(rows, count)
-            consumed[piece] = consumed.get(piece, 0) + taken
+            consumed[shard] = consumed.get(shard, 0) + taken
             rows -= taken
             if not rows:
                 break

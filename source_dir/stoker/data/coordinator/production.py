@@ -160,11 +160,11 @@ class Production:
         return self.engine.execution.statistics() if self.engine else ""
 
     def record_begins(self, attempt: int, split: str, task: str, key: str) -> str:
-        """CPU task's call, of one that names its records: why one shall not be begun; empty: it may."""
+        """Chain worker's call, of one that names its records: why one shall not be begun; empty: it may."""
         with self.changed:
             return self.suspects.begins(task, split, key)
 
     def task_does(self, attempt: int, split: str, task: str, what: str) -> None:
-        """CPU task's call, of one that names its records: what it does that is not work on one record."""
+        """Chain worker's call, of one that names its records: what it does that is not work on one record."""
         with self.changed:
             self.suspects.does(task, what)

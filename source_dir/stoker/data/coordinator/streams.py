@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.data.coordinator.accounting import EpochBooks
+from stoker.data.coordinator.accounting import EpochAccount
 from stoker.data.coordinator.cursor import Trail
 from stoker.data.coordinator.splitter import Slice, Splitter
 from stoker.data.messages import ID_COLUMN, BlockReport, BlockSlice, DataCursor, Schema, StepAssignment
@@ -23,7 +23,7 @@ class Stream:
     """Head: a pass; the coordinator holds its lock around every call."""
 
     splitter: Splitter
-    books: EpochBooks
+    account: EpochAccount
     total: int | None
     trail: Trail | None = None
     """Training passes remember what came in which order, to say where they stand."""
@@ -34,23 +34,23 @@ class Stream:
     steps: dict[int, int] = field(default_factory=dict)
     """Next step of each rank."""
     finished: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    settled: bool = False
+    reconciled: bool = False
     held_bytes: int = 0
     """Bytes of the blocks that are still needed."""
     slowest: int = 0
     """The step that the slowest rank asks for next."""
 
-    def reported(self, name: str, report: BlockReport) -> bool:
-        """A task has preprocessed a group of records; False where that was booked before."""
-        if not self.books.take(name, report):
+    def reported(self, report: BlockReport, node: str) -> bool:
+        """A chain worker on a node has made a block; False where that was accounted for before."""
+        if not self.account.take(report, node):
             return False
         if self.trail is not None:
             self.trail.report(report)
         return True
 
-    def arrived(self, reference: Any, rows: int, size: int, node: str = "", piece: int = -1) -> None:
+    def arrived(self, reference: Any, rows: int, size: int, node: str = "", shard: int = -1) -> None:
         """A block is there, and its report was taken before."""
-        skip = self.trail.arrive(piece, rows) if self.trail is not None else 0
+        skip = self.trail.arrive(shard, rows) if self.trail is not None else 0
         if skip < rows:
             self.blocks[self.splitter.add(rows, skip)] = (reference, size, node, rows)
             self.held_bytes += size
@@ -93,20 +93,20 @@ class Stream:
             ValueError: so much has not been given out.
         """
         if self.trail is None or not self.splitter.ready(steps - 1):
-            raise ValueError(f"{self.books.split} epoch {self.books.epoch}: step {steps} is not reached")
+            raise ValueError(f"{self.account.split} epoch {self.account.epoch}: step {steps} is not reached")
         rows = steps * self.splitter.step_rows
         if self.splitter.ended:
             rows = min(rows, self.splitter.remainder.start)
         position = self.trail.after(rows, id_sum)
-        self.books.trained = position.books.trained
+        self.account.trained = position.books.trained
         return position
 
     def unused(self) -> list[BlockSlice]:
         """The rows that no worker takes: fewer than there are workers."""
         return [self._rows(part) for part in self.splitter.slices_of(self.splitter.remainder)]
 
-    def settle(self, remaining: list[int]) -> dict[str, Any]:
-        """Close the books.
+    def reconcile(self, remaining: list[int]) -> dict[str, Any]:
+        """Close the account.
 
         Args:
             remaining: ids of the `unused` rows.
@@ -119,12 +119,12 @@ class Stream:
         """
         used = list(self.finished.values())
         rows, padded = sum(u[0] for u in used), sum(u[2] for u in used)
-        self.books.use(rows, padded, sum(u[1] for u in used), remaining)
-        counts = self.books.settle(self.total)
-        self.settled = True
+        self.account.use(rows, padded, sum(u[1] for u in used), remaining)
+        counts = self.account.reconcile(self.total)
+        self.reconciled = True
         self.blocks.clear()
         self.held_bytes = 0
-        return {"split": self.books.split, "remainder_ids": remaining, **counts}
+        return {"split": self.account.split, "remainder_ids": remaining, **counts}
 
 
 def ids_of(rows: list[BlockSlice]) -> list[int]:

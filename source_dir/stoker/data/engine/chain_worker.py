@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stoker.data.engine import ray_internals
-from stoker.data.engine.groups import Loaded, groups_of, load, refuse_flaky
 from stoker.data.engine.recovery import failure_of
+from stoker.data.engine.shards import Loaded, blocks_of, load, refuse_flaky
 from stoker.data.engine.witness import Guard, Witness
 from stoker.data.messages import Claim, Told
 from stoker.data.preprocessing.blocks import to_table
@@ -68,7 +68,7 @@ class ChainWorker:
         guard = Guard(care.known, witness) if care.known or witness else None
         made = 0
         for item in claim.work:
-            for columns, report in groups_of(loaded, claim.plan, item, guard):
+            for columns, report in blocks_of(loaded, claim.plan, item, guard):
                 if claim.blocks is not None and made >= claim.blocks:
                     return
                 if not care.last_try:

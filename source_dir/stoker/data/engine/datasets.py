@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from stoker.data.messages import BadRecord, Piece, Record
+from stoker.data.messages import BadRecord, Record, Shard
 from stoker.data.preprocessing.blocks import columns_of
 from stoker.data.sources.arrow import mask_of, values_of
 from stoker.data.sources.base import Source
@@ -29,11 +29,11 @@ class DatasetSource(Source):
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
-    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
+    def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
         """Head: none is known before it is there; `blocks` gives them."""
         return []
 
-    def blocks(self, seed: int | None, exact: bool) -> Iterator[Piece]:
+    def blocks(self, seed: int | None, exact: bool) -> Iterator[Shard]:
         """Head: execute the dataset once.
 
         Args:
@@ -47,29 +47,25 @@ class DatasetSource(Source):
         for bundle in dataset.iter_internal_ref_bundles():
             for entry in bundle.blocks:
                 if rows := entry.metadata.num_rows:
-                    yield Piece("", first, first + rows, rows, (entry.ref,))
+                    yield Shard("", first, first + rows, rows, (entry.ref,), name="rows")
                     first += rows
 
     def first_rows(self, count: int) -> list[Record]:
         """Head or train worker: a few rows, for what needs examples."""
         return as_records(self.dataset.take_batch(count, batch_format="pyarrow"))
 
-    def name_of(self, piece: Piece) -> str:
-        """Chain worker: a block has no name, but a place."""
-        return "rows"
-
-    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+    def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         """Chain worker: the rows of a block."""
         import ray
 
-        records = as_records(ray.get(piece.items[0]))
+        records = as_records(ray.get(shard.items[0]))
         yield from records if order is None else (records[i] for i in order.permutation(len(records)))
 
     def count(self) -> int | None:
         """Head: only reading tells."""
         return None
 
-    def for_tasks(self) -> Source:
+    def for_workers(self) -> Source:
         """Head: chain workers get the blocks."""
         return DatasetSource(None)
 

@@ -8,19 +8,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stoker.data.messages import BlockReport, EpochPlan, Piece
+from stoker.data.messages import BlockReport, EpochPlan, Shard
 
 if TYPE_CHECKING:
     from stoker.data.coordinator.streams import Stream
 
-Numbered = tuple[int, Piece, int]
-"""As `Passes.pieces` gives them: number, piece, groups to skip."""
+Numbered = tuple[int, Shard, int]
+"""As `Passes.shards` gives them: number, shard, blocks to skip."""
 
 
 @dataclass(eq=False)
 class Item:
     """Head: some shards, read by one chain worker. What it has not reported can be read again elsewhere, from
-    the group on that comes next."""
+    the block on that comes next."""
 
     line: Line
     name: str
@@ -60,13 +60,13 @@ class Item:
             Shards before that of the block, of which nothing more comes.
         """
         self.quiet_since = self.stuck_since = time.monotonic()
-        at = next((n for n, shard in enumerate(self.shards) if shard[0] == report.piece), None)
+        at = next((n for n, shard in enumerate(self.shards) if shard[0] == report.shard), None)
         if at is None or report.nth < self.shards[at][2]:
             return []  # made again after its process died
         passed = [shard for shard, _, _ in self.shards[:at]]
         del self.shards[:at], self.store[:at]
-        number, piece, _ = self.shards[0]
-        self.shards[0] = (number, piece, report.nth + 1)
+        number, shard, _ = self.shards[0]
+        self.shards[0] = (number, shard, report.nth + 1)
         if report.last:
             del self.shards[0], self.store[0]
         self.seconds += report.seconds
@@ -99,13 +99,13 @@ class Made(NamedTuple):
 
 
 @dataclass
-class Shard:
+class OpenShard:
     """Head: a shard that has been begun."""
 
     due: int
-    """Which of its groups is the next for the pass."""
+    """Which of its blocks is the next for the pass."""
     made: dict[int, Made | None] = field(default_factory=dict)
-    """Groups that wait for their turn; None: its block is not here yet."""
+    """Blocks that wait for their turn; None: reported, and not here yet."""
     closed: bool = False
     """Nothing more comes of it."""
 
@@ -123,7 +123,7 @@ class Line:
     """Shards in the order of the pass that nobody has begun."""
     turns: deque[int] = field(default_factory=deque)
     """Numbers of the shards that have not been delivered, in order; used where the order is exact."""
-    shards: dict[int, Shard] = field(default_factory=dict)
+    shards: dict[int, OpenShard] = field(default_factory=dict)
     delivered: set[int] = field(default_factory=set)
     """Shards of which nothing more comes."""
     under_way: int = 0
@@ -150,11 +150,11 @@ class Line:
         """Shards are in work from now on."""
         for number, _, skip in shards:
             if number not in self.delivered:
-                self.shards.setdefault(number, Shard(skip))
+                self.shards.setdefault(number, OpenShard(skip))
 
     def report(self, report: BlockReport, node: str) -> bool:
-        """A group was preprocessed; False where it had been before."""
-        shard = self.shards.get(report.piece)
+        """A block was preprocessed; False where it had been before."""
+        shard = self.shards.get(report.shard)
         if shard is None or report.nth < shard.due or report.nth in shard.made:
             return False
         shard.made[report.nth] = None if report.rows else Made(report, node, None)
@@ -162,10 +162,10 @@ class Line:
 
     def arrived(self, report: BlockReport, node: str, reference: Any) -> None:
         """The block of a report is here."""
-        self.shards[report.piece].made[report.nth] = Made(report, node, reference)
+        self.shards[report.shard].made[report.nth] = Made(report, node, reference)
 
     def close(self, number: int) -> None:
-        """A chain worker has read a shard to its end without a further group: an empty one, say."""
+        """A chain worker has read a shard to its end without a further block: an empty one, say."""
         if (shard := self.shards.get(number)) is not None:
             shard.closed = True
 

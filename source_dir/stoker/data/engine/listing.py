@@ -36,14 +36,14 @@ class Lister:
     def open(self, lines: list[Line]) -> None:
         """Add a line for each pass that may be produced now and has none."""
         for stream in self.attempt.open_streams():
-            key = (stream.books.split, stream.books.epoch)
+            key = (stream.account.split, stream.account.epoch)
             if key in self._begun:
                 continue
             self._begun.add(key)
             start = stream.trail.start if stream.trail else None
             plan = self.passes.plan(*key, start)
-            known = self.passes.has_pieces(plan.split)
-            coming = self._thread.submit(self.passes.pieces, plan, start) if known else None
+            known = self.passes.has_shards(plan.split)
+            coming = self._thread.submit(self.passes.shards, plan, start) if known else None
             line = Line(stream, plan, coming, self.passes.config.data.order == "exact")
             lines.append(line)
             if not known:

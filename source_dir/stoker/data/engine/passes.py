@@ -9,8 +9,9 @@ from typing import Any
 from stoker.data.cache.reading import homes_of
 from stoker.data.cache.store import CacheSpec
 from stoker.data.engine.datasets import DatasetSource
-from stoker.data.engine.groups import Setup, order_of
-from stoker.data.messages import DataCursor, EpochPlan, Piece, Plan, Schema, Work
+from stoker.data.engine.shards import Setup, order_of
+from stoker.data.messages import DataCursor, EpochPlan, Plan, Schema, Shard, Work
+from stoker.data.sources.base import IndexedSource
 from stoker.errors import SchemaError
 from stoker.schema import Config
 
@@ -74,14 +75,14 @@ class Passes:
                 )
         return agreed[-1]
 
-    def has_pieces(self, split: str) -> bool:
+    def has_shards(self, split: str) -> bool:
         """Whether the shards of a split are known before they are read; a `ray.data.Dataset`'s are not."""
         return not isinstance(self.sources[split], DatasetSource)
 
     def setup(self, split: str) -> Setup:
         """What the chain tasks of a split share."""
         cache = self.cache if split in self.kept else None
-        return Setup(self.sources[split].for_tasks(), self.chains[split], cache, self.kept.get(split, ""))
+        return Setup(self.sources[split].for_workers(), self.chains[split], cache, self.kept.get(split, ""))
 
     def plan(self, split: str, epoch: int, start: DataCursor | None) -> EpochPlan:
         """What makes a pass what it is."""
@@ -97,28 +98,28 @@ class Passes:
             homes=start.plan.homes if start else self._homes(split),
         )
 
-    def pieces(self, plan: EpochPlan, start: DataCursor | None) -> deque[tuple[int, Piece, int]]:
-        """(number, piece, groups to skip) of what is left of a pass, in its order."""
+    def shards(self, plan: EpochPlan, start: DataCursor | None) -> deque[tuple[int, Shard, int]]:
+        """(number, shard, blocks to skip) of what is left of a pass, in its order."""
         order = order_of(plan.seed, plan.epoch) if plan.shuffle else None
-        left: deque[tuple[int, Piece, int]] = deque()
+        left: deque[tuple[int, Shard, int]] = deque()
         source = self.sources[plan.split]
-        for number, piece in enumerate(source.pieces_at_home(plan.block_records, order, plan.homes)):
+        homes = {"homes": plan.homes} if isinstance(source, IndexedSource) else {}
+        for number, shard in enumerate(source.shards(plan.block_records, order, **homes)):
             begun = start.begun(number) if start else (0, 0)
             if begun is not None:
-                left.append((number, piece, begun[0]))
+                left.append((number, shard, begun[0]))
         return left
 
-    def blocks(self, plan: EpochPlan) -> Iterator[tuple[int, Piece, int]]:
-        """As `pieces`, of a dataset of the recipe's own, one by one while Ray Data executes it."""
+    def blocks(self, plan: EpochPlan) -> Iterator[tuple[int, Shard, int]]:
+        """As `shards`, of a dataset of the recipe's own, one by one while Ray Data executes it."""
         seed = plan.seed * 100_003 + plan.epoch if plan.shuffle else None
         exact = self.config.data.order == "exact"
-        for number, piece in enumerate(self.sources[plan.split].blocks(seed, exact)):
-            yield number, piece, 0
+        for number, shard in enumerate(self.sources[plan.split].blocks(seed, exact)):
+            yield number, shard, 0
 
 
-def pack_work(pieces: list[tuple[int, Piece, int]], store: list[bool]) -> list[Work]:
-    """Head: pieces as a chain task takes them, and whether its host keeps their records."""
+def pack_work(shards: list[tuple[int, Shard, int]], store: list[bool]) -> list[Work]:
+    """Head: shards as a chain task takes them, and whether its host keeps their records."""
     return [
-        Work(number, piece, skip, keep)
-        for (number, piece, skip), keep in zip(pieces, store, strict=True)
+        Work(number, shard, skip, keep) for (number, shard, skip), keep in zip(shards, store, strict=True)
     ]

@@ -251,7 +251,7 @@ class Planner:
                 self.coming[origin] = (line, report, told.node)
                 self._early_bytes += report.bytes_out
             else:
-                self._deliver(line, report.piece)
+                self._deliver(line, report.shard)
         if number not in self.active:
             return True  # made again; `Ticket.limit` ends it
         for shard in item.reported(report):
@@ -279,7 +279,7 @@ class Planner:
         if found is not None:  # else it came before, or nobody wants it any more
             line, report, node = found
             line.arrived(report, node, reference)
-            self._deliver(line, report.piece)
+            self._deliver(line, report.shard)
 
     def _leave(self, number: int) -> Item:
         """A ticket is in work no more."""
@@ -336,7 +336,7 @@ class Planner:
         item.not_before = time.monotonic() + wait_s
         self.again.append(item)
 
-    def settled(self, stream: Stream) -> None:
+    def reconciled(self, stream: Stream) -> None:
         """A pass is over: its blocks are needed no more."""
         self.tickets = {n: t for n, t in self.tickets.items() if t.item.line.stream is not stream}
         self.coming = {o: c for o, c in self.coming.items() if c[0].stream is not stream}

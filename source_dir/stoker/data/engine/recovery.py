@@ -45,7 +45,7 @@ class Recovery:
             return split
         names = []
         for number, shard, _ in (shards[0], shards[-1]):
-            name = self.attempt.passes.sources[split].name_of(shard)
+            name = shard.called
             names.append(name or f"number {number}")
         return f"{split} shard {names[0]}" if len(shards) == 1 else f"{split} shards {names[0]} … {names[1]}"
 

@@ -1,4 +1,4 @@
-"""CPU task: names what it begins, so that the head knows it when the process has died."""
+"""Chain worker: names what it begins, so that the head knows it when the process has died."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any
 
-from stoker.data.messages import BadRecord, Care, Piece, Record
-from stoker.data.sources.base import Source, one_by_one
+from stoker.data.messages import BadRecord, Care, Record, Shard
+from stoker.data.sources.base import Source, listing_of, one_by_one
 
 ANSWER_S = 60.0
 
 
 class Witness:
-    """CPU task: the coordinator's ear, where a task has died before. Each call waits until it was heard.
+    """Chain worker: the coordinator's ear, where a task has died before. Each call waits until it was heard.
 
     Args:
         coordinator: the actor.
@@ -42,7 +42,7 @@ class Witness:
 
 
 class Guard:
-    """CPU task: keeps quarantined records from being read and preprocessed, and names the others.
+    """Chain worker: keeps quarantined records from being read and preprocessed, and names the others.
 
     Args:
         known: key → reason of the quarantined ones.
@@ -58,11 +58,11 @@ class Guard:
             return reason
         return self._witness.begins(key) if self._witness else ""
 
-    def read(self, source: Source, piece: Piece, order: Any) -> Iterator[Record | BadRecord]:
-        """The records of a piece; those that are quarantined are not even read, where the source can tell."""
-        listing = source.listing(piece)
+    def read(self, source: Source, shard: Shard, order: Any) -> Iterator[Record | BadRecord]:
+        """The records of a shard; those that are quarantined are not even read, where the source can tell."""
+        listing = listing_of(source, shard)
         if listing is None:
-            return source.read(piece, order)
+            return source.read(shard, order)
         return one_by_one(source, listing, lambda key: None, self.refuses)
 
     def watch(
@@ -71,7 +71,7 @@ class Guard:
         """Let no quarantined record pass.
 
         Args:
-            records: of a piece.
+            records: of a shard.
             alone: preprocesses one record, whose result is thrown away: where each is named, it is tried by
                 itself first, so that it is known which of a block's records kills the process.
             first: records before this one are not preprocessed.
@@ -94,13 +94,11 @@ class Guard:
                     alone(copy.deepcopy(record))
             yield record
 
-    def together(self, group: Iterable[Record | BadRecord]) -> Iterable[Record | BadRecord]:
+    def together(self, block: Iterable[Record | BadRecord]) -> Iterable[Record | BadRecord]:
         """The records of a block, which are about to be preprocessed together."""
         if self._witness is None:
-            return group
-        group = list(group)
-        keys = [record.key if isinstance(record, BadRecord) else record["key"] for record in group]
+            return block
+        block = list(block)
+        keys = [record.key if isinstance(record, BadRecord) else record["key"] for record in block]
         self._witness.does(f"preprocessing the records {keys[0]} … {keys[-1]} together")
-        return group
-
-
+        return block

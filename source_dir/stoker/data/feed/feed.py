@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ ASKED_AT_ONCE = 8
 """Steps in one call to the coordinator, where so many are wanted: a call costs about a millisecond of CPU."""
 
 
-class Prefetch(NamedTuple):
+class PrefetchLimit(NamedTuple):
     """Train worker: how much is kept ready."""
 
     seconds: float
@@ -34,7 +35,7 @@ class Prefetch(NamedTuple):
     max_bytes: int
 
     @classmethod
-    def of(cls, data: DataConfig) -> Prefetch:
+    def of(cls, data: DataConfig) -> PrefetchLimit:
         """Train worker: as configured."""
         return cls(data.prefetch_s, data.prefetch_mb * 2**20)
 
@@ -52,21 +53,13 @@ class Loaded:
     nbytes: int
 
 
-@dataclass
-class EpochFeed:
+@dataclass(kw_only=True)
+class Feed(ABC):
     """Train worker: one pass of one rank over one split. Iterate it; then read its figures."""
 
-    coordinator: Any
-    attempt: int
-    split: str
-    epoch: int
-    rank: int
-    device: Any
-    transport: Transport
-    prefetch: Prefetch
-    stall_timeout_s: float
-    first_step: int = 0
-    keep_keys: bool = False
+    split: str = "train"
+    epoch: int = 0
+    rank: int = 0
     times: StepTimes = field(default_factory=StepTimes)
     rows: int = 0
     padded: int = 0
@@ -77,21 +70,39 @@ class EpochFeed:
     checkpoint: bool = False
     """Whether a checkpoint is asked for since the last one; who takes it clears it."""
 
+    @abstractmethod
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of this rank: dicts of tensors on the device, images as CHW.
+        """The batches of this rank: dicts of tensors on the device, images as CHW."""
+
+
+@dataclass(kw_only=True)
+class EpochFeed(Feed):
+    """Train worker: a feed from the coordinator and the hosts that preprocess."""
+
+    coordinator: Any
+    attempt: int
+    device: Any
+    transport: Transport
+    prefetch: PrefetchLimit
+    stall_timeout_s: float
+    first_step: int = 0
+    keep_keys: bool = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        """As `Feed`.
 
         Raises:
             DataError: the data side failed, or gave nothing for `stall_timeout_s`.
         """
-        fetching = Fetching(self)
+        prefetcher = Prefetcher(self)
         on_gpu = self.device.type == "cuda"
         device_clock = DeviceClock(self.times, self.device) if on_gpu else None
         clock = device_clock or HostClock(self.times)
-        copies = DeviceCopies(self.device, fetching.take) if on_gpu else None
+        copies = DeviceCopies(self.device, prefetcher.take) if on_gpu else None
         try:
             while True:
                 asked = time.perf_counter()
-                item = copies.take() if copies else fetching.take()
+                item = copies.take() if copies else prefetcher.take()
                 if item is None:
                     return
                 clock.waited(asked, time.perf_counter(), item.stamps)
@@ -101,17 +112,17 @@ class EpochFeed:
                 self._count(item)
                 yield item.columns
                 clock.finished()
-                fetching.resize(item.nbytes)
+                prefetcher.resize(item.nbytes)
                 if self.stop:
                     return
         finally:
-            fetching.end()
+            prefetcher.end()
             if copies:
                 copies.end()
             clock.close()
 
     def _count(self, item: Loaded) -> None:
-        """The books of this rank: each row that the loop was given."""
+        """The account of this rank: each row that the loop was given."""
         import numpy as np
 
         portion, ids = item.portion, item.ids
@@ -126,7 +137,7 @@ class EpochFeed:
         self.stop, self.checkpoint = portion.stop, self.checkpoint or portion.checkpoint
 
 
-class Fetching:
+class Prefetcher:
     """Train worker: threads that ask for the steps of a pass in turn and fetch several at once."""
 
     def __init__(self, owner: EpochFeed) -> None:

@@ -1,4 +1,4 @@
-"""CPU task: Gaussian blurs, neighbouring ones as one convolution."""
+"""Chain worker: Gaussian blurs, neighbouring ones as one convolution."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEGLIGIBLE = 1e-8
 
 
 class GaussianBlurs(RecordTransform):
-    """CPU task: torchvision's `GaussianBlur`, or several one after the other, in one convolution.
+    """Chain worker: torchvision's `GaussianBlur`, or several one after the other, in one convolution.
 
     Each draws its sigma as torchvision does, from torch's generator seeded for the record. Kernels one
     after the other are one kernel, their convolution; it is separable, as they are, and reflecting the
@@ -37,7 +37,7 @@ class GaussianBlurs(RecordTransform):
         self.blurs = blurs
 
     def prepare(self) -> None:
-        """CPU task: import what the first image would import otherwise."""
+        """Chain worker: import what the first image would import otherwise."""
         import cv2  # noqa: F401
         import torch  # noqa: F401
 
@@ -71,7 +71,7 @@ class GaussianBlurs(RecordTransform):
         return inside and channels <= 4 and array.dtype.name in ("uint8", "float32")
 
     def blurred(self, array: NDArray[Any], sigmas: list[float]) -> NDArray[Any]:
-        """CPU task: the image, height × width × channels, blurred with these sigmas, pixels."""
+        """Chain worker: the image, height × width × channels, blurred with these sigmas, pixels."""
         import cv2
         import numpy as np
 
@@ -97,7 +97,7 @@ class GaussianBlurs(RecordTransform):
 
 
 def kernel(steps: list[tuple[int, float]]) -> NDArray[Any]:
-    """CPU task: the weights of Gaussian kernels (size and sigma, pixels) one after the other, float32."""
+    """Chain worker: the weights of Gaussian kernels (size and sigma, pixels) one after the other, float32."""
     import numpy as np
 
     weights = np.ones(1)

@@ -1,4 +1,4 @@
-"""CPU task: runs a chain on a group of records and packs what comes out as columns."""
+"""Chain worker: runs a chain on a block of records and packs what comes out as columns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stoker.errors import ChainError as ChainError
 
 
 class Segment(NamedTuple):
-    """CPU task: neighbouring stages of one kind, as they are executed."""
+    """Chain worker: neighbouring stages of one kind, as they are executed."""
 
     number: int
     """Seeds what they draw; the same whether the stages before them are kept or not."""
@@ -35,7 +35,7 @@ class Segment(NamedTuple):
 
 
 class Chain:
-    """Head and CPU task: the stages of one split with the job's seed."""
+    """Head and chain worker: the stages of one split with the job's seed."""
 
     def __init__(
         self, stages: list[Stage], seed: int, with_keys: bool = False, prefix: int = 0, max_pixels: int = MOST
@@ -51,7 +51,7 @@ class Chain:
         """Those of the split, which every block must have; empty: each block says what it has."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """CPU task: unpickling imports what the transforms need, before the first record is timed."""
+        """Chain worker: unpickling imports what the transforms need, before the first record is timed."""
         self.__dict__.update(state)
         limit_pixels(self.max_pixels)
         for segment in self._segments:
@@ -66,7 +66,7 @@ class Chain:
         epoch: int,
         keep: Callable[[Record], int] | None = None,
     ) -> tuple[dict[str, Any], BlockReport]:
-        """CPU task: records → columns, and the report of the block.
+        """Chain worker: records → columns, and the report of the block.
 
         Args:
             records: a KeptRecord among them has passed the prefix before.
@@ -185,7 +185,7 @@ class Chain:
         if not records:
             return []
         if stage.random:
-            # By all records of the group: another one may have the same first record.
+            # By all records of the block: another one may have the same first record.
             seed_globals(f"{seed}/{stage.name}/" + "\n".join(record["key"] for record in records))
         started = time.thread_time()
         try:
@@ -259,7 +259,7 @@ def _generators(stages: list[Stage]) -> Callable[[str], Any]:
 
 
 class _NoGenerator:
-    """CPU task: what a transform with `random = False` gets, so that it cannot draw unnoticed."""
+    """Chain worker: what a transform with `random = False` gets, so that it cannot draw unnoticed."""
 
     def __getattr__(self, name: str) -> Any:
         raise TypeError(f"a transform that declares random = False asks for rng.{name}")

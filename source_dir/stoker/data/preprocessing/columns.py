@@ -42,7 +42,7 @@ BATCHABLE = frozenset(
 
 
 class Packed(NamedTuple):
-    """CPU task: records and their columns."""
+    """Chain worker: records and their columns."""
 
     records: list[Record]
     """Those that have every column."""
@@ -52,7 +52,7 @@ class Packed(NamedTuple):
 
 
 def pack(records: list[Record], expected: Schema | None = None, stage: str = "") -> Packed:
-    """CPU task: records → columns.
+    """Chain worker: records → columns.
 
     Args:
         records: at least one.
@@ -231,7 +231,7 @@ def _differs(name: str, key: str, found: Column, wanted: Column, origin: str) ->
 
 
 def leave(packed: Packed, ids: Callable[[str], int], with_keys: bool) -> dict[str, Any]:
-    """CPU task: packed columns as they leave it: images marked by their layout, and who the rows are.
+    """Chain worker: packed columns as they leave it: images marked by their layout, and who the rows are.
 
     Raises:
         SchemaError: the chain gave a column a name that Stoker uses.

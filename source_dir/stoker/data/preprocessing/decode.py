@@ -1,4 +1,4 @@
-"""CPU task: encoded images → arrays. Of a JPEG no more is decoded than its use needs.
+"""Chain worker: encoded images → arrays. Of a JPEG no more is decoded than its use needs.
 
 Which decoder an image gets is told by its header. Baseline and progressive JPEG of 8 bits with one or
 three components goes through libjpeg-turbo (simplejpeg), which can leave out rows below a crop and can
@@ -40,7 +40,7 @@ _of_thread = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class JpegHeader:
-    """CPU task: what a JPEG says about itself before its pixels."""
+    """Chain worker: what a JPEG says about itself before its pixels."""
 
     rows: int
     columns: int
@@ -59,7 +59,7 @@ class JpegHeader:
 
 
 def jpeg_header(content: bytes) -> JpegHeader | None:
-    """CPU task: the header of a JPEG that libjpeg-turbo shall decode.
+    """Chain worker: the header of a JPEG that libjpeg-turbo shall decode.
 
     Returns:
         None for what is not JPEG, has 12 bits or four components (CMYK), is arithmetic coded or
@@ -103,7 +103,7 @@ def jpeg_header(content: bytes) -> JpegHeader | None:
 
 
 def check_size(content: bytes) -> None:
-    """CPU task: refuse an encoded image whose header tells too many pixels, whatever is to decode it.
+    """Chain worker: refuse an encoded image whose header tells too many pixels, whatever is to decode it.
 
     Raises:
         ValueError: it does.
@@ -121,7 +121,7 @@ def check_size(content: bytes) -> None:
 
 
 def sized(record: Record | BadRecord, decodes: bool) -> Record | BadRecord:
-    """CPU task: a record; a bad one where an encoded image in it has too many pixels.
+    """Chain worker: a record; a bad one where an encoded image in it has too many pixels.
 
     Args:
         record: as its source gives it.
@@ -151,7 +151,7 @@ def _orientation(content: bytes) -> int:
 
 
 def decode_image(content: bytes, mode: Mode = "RGB") -> NDArray[Any]:
-    """CPU task: an encoded image, upright, as a uint8 array, height × width × channels.
+    """Chain worker: an encoded image, upright, as a uint8 array, height × width × channels.
 
     Raises:
         ValueError: empty, damaged, truncated, too large or no image.
@@ -169,7 +169,7 @@ def decode_image(content: bytes, mode: Mode = "RGB") -> NDArray[Any]:
 def decode_part(
     content: bytes, header: JpegHeader, mode: Mode, factor: int, height: int
 ) -> tuple[NDArray[Any], int]:
-    """CPU task: the upper part of a JPEG, made smaller, in memory that the thread's next call uses again.
+    """Chain worker: the upper part of a JPEG, made smaller, in memory that the thread's next call uses again.
 
     Args:
         content: the file.
@@ -243,7 +243,7 @@ def _ends_whole(content: bytes) -> bool:
 
 
 def upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
-    """CPU task: a picture turned as EXIF says, like `ImageOps.exif_transpose`."""
+    """Chain worker: a picture turned as EXIF says, like `ImageOps.exif_transpose`."""
     if orientation == 1:
         return array
     if orientation in _TRANSPOSED:
@@ -254,7 +254,7 @@ def upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
 
 
 def decode_with_pillow(content: bytes, mode: Mode) -> NDArray[Any]:
-    """CPU task: any image that Pillow reads, upright, as a uint8 array, height × width × channels.
+    """Chain worker: any image that Pillow reads, upright, as a uint8 array, height × width × channels.
 
     Raises:
         ValueError: empty, damaged, truncated, too large or no image.
@@ -285,7 +285,7 @@ def decode_with_pillow(content: bytes, mode: Mode) -> NDArray[Any]:
 
 
 def check_png(content: bytes) -> None:
-    """CPU task: compare the chunks of a PNG with their checksums, which Pillow does for its header only.
+    """Chain worker: compare the chunks of a PNG with their checksums, which Pillow does for its header only.
 
     Raises:
         ValueError: one is wrong or missing.

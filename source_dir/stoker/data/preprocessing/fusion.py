@@ -1,4 +1,4 @@
-"""CPU task: neighbouring stages that are done in one step, as one stage with their names joined.
+"""Chain worker: neighbouring stages that are done in one step, as one stage with their names joined.
 
 Such are decoding with the geometric transforms after it (the crop is then chosen before decoding),
 geometric transforms alone (one resize: of an image from the cache, say), and Gaussian blurs (one kernel).
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def fuse(stages: list[Stage]) -> list[Stage]:
-    """CPU task: the stages as they are executed.
+    """Chain worker: the stages as they are executed.
 
     CheckLabel does not look at the image: between stages that are fused it moves before them.
     """
@@ -66,7 +66,7 @@ def _as_one(run: list[Stage]) -> list[Stage]:
 
 
 class Fused(RecordTransform):
-    """CPU task: geometric transforms, perhaps with the decoding before them, in one step."""
+    """Chain worker: geometric transforms, perhaps with the decoding before them, in one step."""
 
     def __init__(self, run: list[Stage]) -> None:
         first = run[0].apply
@@ -77,7 +77,7 @@ class Fused(RecordTransform):
         self.gives_tensor = self.parts[-1][1].gives_tensor
 
     def prepare(self) -> None:
-        """CPU task: import what the first image would import otherwise."""
+        """Chain worker: import what the first image would import otherwise."""
         import simplejpeg  # noqa: F401
 
         for _, part in self.parts:

@@ -1,4 +1,4 @@
-"""CPU task: a picture whose crop, resize and flip are done in one step, when its pixels are asked for.
+"""Chain worker: a picture whose crop, resize and flip are done in one step, when its pixels are asked for.
 
 Until then it is known by its header alone. So a crop is chosen before decoding, and decoding can leave
 out what no pixel of the result needs. Resizing is torch's antialiased kernel on uint8, the one that
@@ -21,7 +21,7 @@ average and 2 in the 99th percentile; with 1.5 by 0.3 and 1.3, at 10 % more CPU 
 
 
 def is_hwc(shape: tuple[int, ...]) -> bool:
-    """CPU task: whether an image array is height × width × channels, as decoders and OpenCV give it.
+    """Chain worker: whether an image array is height × width × channels, as decoders and OpenCV give it.
 
     With 1 to 4 channels first and more than 4 columns last it is channels × height × width.
     """
@@ -29,7 +29,7 @@ def is_hwc(shape: tuple[int, ...]) -> bool:
 
 
 def open_picture(image: Any) -> Picture | TensorPicture:
-    """CPU task: a record's decoded image as a picture.
+    """Chain worker: a record's decoded image as a picture.
 
     Raises:
         KeyError: there is none.
@@ -52,7 +52,7 @@ def open_picture(image: Any) -> Picture | TensorPicture:
 
 
 class Picture:
-    """CPU task: a uint8 image and what is still to be done to it: crop → resize → window → flip.
+    """Chain worker: a uint8 image and what is still to be done to it: crop → resize → window → flip.
 
     Args:
         source: encoded bytes, or an array, height × width × 1 or 3.
@@ -183,7 +183,7 @@ class Picture:
 
 
 def shrink(tall: int, wide: int, height: int, width: int) -> int:
-    """CPU task: by how much a crop of tall × wide pixels may be decoded smaller for height × width."""
+    """Chain worker: by how much a crop of tall × wide pixels may be decoded smaller for height × width."""
     factor = 1
     while factor < 8 and min(tall / height, wide / width) >= 2 * factor * SPARE:
         factor *= 2
@@ -191,7 +191,7 @@ def shrink(tall: int, wide: int, height: int, width: int) -> int:
 
 
 def mirrored(array: NDArray[Any], in_place: bool) -> NDArray[Any]:
-    """CPU task: an image with left and right exchanged."""
+    """Chain worker: an image with left and right exchanged."""
     import cv2
 
     out = array if in_place else array.copy()
@@ -200,7 +200,7 @@ def mirrored(array: NDArray[Any], in_place: bool) -> NDArray[Any]:
 
 
 class TensorPicture:
-    """CPU task: an image of another kind (a tensor, an array with channels first), by torchvision."""
+    """Chain worker: an image of another kind (a tensor, an array with channels first), by torchvision."""
 
     def __init__(self, image: Any) -> None:
         self.image = image

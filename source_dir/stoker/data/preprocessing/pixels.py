@@ -1,4 +1,4 @@
-"""CPU task: how many pixels an image may have; its header tells, before anything is decoded.
+"""Chain worker: how many pixels an image may have; its header tells, before anything is decoded.
 
 A PNG of 21 kB can be an image of 13,000 × 13,000 pixels, which takes gigabytes.
 """
@@ -16,7 +16,7 @@ _of_process = {"most": MOST}
 
 
 def limit_pixels(most: int) -> None:
-    """CPU task: set the limit of this process, for Stoker's decoders, Pillow and OpenCV.
+    """Chain worker: set the limit of this process, for Stoker's decoders, Pillow and OpenCV.
 
     Pillow then refuses larger images wherever it is called from: a dataset or a transform of the user's.
     OpenCV reads its limit when it is imported.
@@ -35,12 +35,12 @@ def limit_pixels(most: int) -> None:
 
 
 def allowed() -> int:
-    """CPU task: the limit of this process."""
+    """Chain worker: the limit of this process."""
     return _of_process["most"]
 
 
 def check(width: int, height: int) -> None:
-    """CPU task: refuse an image that is too large.
+    """Chain worker: refuse an image that is too large.
 
     Raises:
         ValueError: it has more pixels than are allowed.
@@ -50,7 +50,7 @@ def check(width: int, height: int) -> None:
 
 
 def too_large(error: Exception) -> ValueError:
-    """CPU task: Pillow's refusal in the words of the configuration."""
+    """Chain worker: Pillow's refusal in the words of the configuration."""
     return ValueError(f"{str(error).partition(' exceeds')[0]}: {_beyond()}")
 
 

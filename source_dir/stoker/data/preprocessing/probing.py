@@ -8,7 +8,7 @@ from copy import copy
 from itertools import islice
 from typing import Any
 
-from stoker.data.messages import Piece, Schema
+from stoker.data.messages import Schema, Shard
 from stoker.data.preprocessing.chain import Chain
 from stoker.data.sources.base import Source
 from stoker.errors import SchemaError, UsageError
@@ -28,26 +28,26 @@ def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records
     Raises:
         UsageError: columns that cannot be batched, or differ between the first records.
     """
-    pieces = {name: next(iter(source.pieces(block_records, None)), None) for name, source in sources.items()}
-    wanted = {split: source for split, source in sources.items() if pieces[split] is not None}
+    shards = {name: next(iter(source.shards(block_records, None)), None) for name, source in sources.items()}
+    wanted = {split: source for split, source in sources.items() if shards[split] is not None}
     found: dict[str, tuple[Schema, ...] | str]
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
-        found = _in_tasks(wanted, chains, pieces)
+        found = _in_tasks(wanted, chains, shards)
     else:
-        found = {split: probe(source, pieces[split], copy(chains[split])) for split, source in wanted.items()}
+        found = {split: probe(source, shards[split], copy(chains[split])) for split, source in wanted.items()}
     for split, answer in found.items():
         if isinstance(answer, str):
             raise UsageError(f"{split}: {answer}")
         chains[split].schemas = answer
 
 
-def probe(source: Source, piece: Piece | None, chain: Chain) -> tuple[Schema, ...] | str:
-    """Head or a task there: the schemas that the first records of a piece have; a text where they cannot
+def probe(source: Source, shard: Shard | None, chain: Chain) -> tuple[Schema, ...] | str:
+    """Head or a task there: the schemas that the first records of a shard have; a text where they cannot
     be batched."""
-    if piece is None:
+    if shard is None:
         return ()
     try:
-        _, report = chain.run(islice(source.read(piece, None), PROBE_RECORDS), 0)
+        _, report = chain.run(islice(source.read(shard, None), PROBE_RECORDS), 0)
     except (SchemaError, UsageError) as error:
         return str(error)
     except Exception:
@@ -56,7 +56,7 @@ def probe(source: Source, piece: Piece | None, chain: Chain) -> tuple[Schema, ..
 
 
 def _in_tasks(
-    sources: dict[str, Source], chains: dict[str, Chain], pieces: dict[str, Piece | None]
+    sources: dict[str, Source], chains: dict[str, Chain], shards: dict[str, Shard | None]
 ) -> dict[str, tuple[Schema, ...] | str]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -66,7 +66,7 @@ def _in_tasks(
         name="schema", num_cpus=0, max_retries=0, scheduling_strategy=here
     )
     asked = {
-        split: task.remote(ray.cloudpickle.dumps((source.for_tasks(), pieces[split], chains[split])))
+        split: task.remote(ray.cloudpickle.dumps((source.for_workers(), shards[split], chains[split])))
         for split, source in sources.items()
     }
     found: dict[str, tuple[Schema, ...] | str] = {}

@@ -1,4 +1,4 @@
-"""CPU task: antialiased resizing of uint8 arrays by torch's kernel, without torchvision."""
+"""Chain worker: antialiased resizing of uint8 arrays by torch's kernel, without torchvision."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ with warnings.catch_warnings():
 def resample(
     array: NDArray[Any], height: int, width: int, scale: tuple[float, float], cubic: bool
 ) -> NDArray[Any]:
-    """CPU task: output row i averages around input row scale × (i + ½) - ½, as torchvision's `resize` does.
+    """Chain worker: row i averages around input row scale × (i + ½) - ½, as torchvision's `resize` does.
 
     Args:
         array: uint8, height × width × channels; may be a part of a larger one.
@@ -40,6 +40,6 @@ def resample(
 
 
 def reach(outputs: int, scale: float, cubic: bool) -> int:
-    """CPU task: how many input pixels the first `outputs` output pixels average over."""
+    """Chain worker: how many input pixels the first `outputs` output pixels average over."""
     support = (2.0 if cubic else 1.0) * max(scale, 1.0)
     return int(scale * (outputs - 0.5) + support + 0.5) + 1

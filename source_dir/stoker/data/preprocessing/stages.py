@@ -28,7 +28,7 @@ _NEVER_RANDOM = {
 
 
 class RecordTransform(ABC):
-    """CPU task: changes one record. `rng` is seeded by (seed, epoch, record key)."""
+    """Chain worker: changes one record. `rng` is seeded by (seed, epoch, record key)."""
 
     random: bool = True
     """False: the same record gives the same result in every epoch, so that it may be cached."""
@@ -38,12 +38,12 @@ class RecordTransform(ABC):
 
     @abstractmethod
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        """CPU task: the record with its changes; an exception quarantines it."""
+        """Chain worker: the record with its changes; an exception quarantines it."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Head and CPU task: one named step of a chain."""
+    """Head and chain worker: one named step of a chain."""
 
     name: str
     per: Literal["record", "batch"]
@@ -74,7 +74,7 @@ def may_draw(module: Any) -> bool:
 
 
 class ImageModule(RecordTransform):
-    """CPU task: a torchvision transform on `record["image"]`, which becomes a CHW tensor."""
+    """Chain worker: a torchvision transform on `record["image"]`, which becomes a CHW tensor."""
 
     def __init__(self, module: Any) -> None:
         self.module = module

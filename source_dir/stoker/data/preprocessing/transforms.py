@@ -41,7 +41,7 @@ Pictured = Picture | TensorPicture
 
 
 class DecodeImage(RecordTransform):
-    """CPU task: encoded bytes in `image` → uint8 array, height × width × channels, upright.
+    """Chain worker: encoded bytes in `image` → uint8 array, height × width × channels, upright.
 
     JPEG goes through libjpeg-turbo; everything that refuses (CMYK, 16 bit, PNG, …) goes through Pillow.
     EXIF orientation is applied. A truncated image raises.
@@ -66,7 +66,7 @@ class DecodeImage(RecordTransform):
 
 
 class CheckLabel(RecordTransform):
-    """CPU task: quarantines a record whose `label` is not in 0 … classes-1."""
+    """Chain worker: quarantines a record whose `label` is not in 0 … classes-1."""
 
     random = False
     uses_random = False
@@ -84,7 +84,7 @@ class CheckLabel(RecordTransform):
 
 
 class Drop(RecordTransform):
-    """CPU task: leaves columns out that are not to be trained on; a record may lack them.
+    """Chain worker: leaves columns out that are not to be trained on; a record may lack them.
 
     Args:
         columns: their names.
@@ -101,14 +101,14 @@ class Drop(RecordTransform):
 
 
 class ImageTransform(RecordTransform):
-    """CPU task: changes the picture in `record["image"]`; neighbours are executed as one."""
+    """Chain worker: changes the picture in `record["image"]`; neighbours are executed as one."""
 
     uses_random = False
     gives_tensor = False
     """Leave a tensor, channels × height × width, as torchvision's transforms do."""
 
     def prepare(self) -> None:
-        """CPU task: import what the first image would import otherwise."""
+        """Chain worker: import what the first image would import otherwise."""
         import cv2  # noqa: F401
 
         import stoker.data.preprocessing.resample  # noqa: F401
@@ -119,11 +119,11 @@ class ImageTransform(RecordTransform):
 
     @abstractmethod
     def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
-        """CPU task: note what is to be done; pixels are computed later."""
+        """Chain worker: note what is to be done; pixels are computed later."""
 
 
 def tensor_of(image: Any) -> Any:
-    """CPU task: an array, height × width × channels, as a tensor, channels first."""
+    """Chain worker: an array, height × width × channels, as a tensor, channels first."""
     import numpy as np
 
     if not (isinstance(image, np.ndarray) and is_hwc(image.shape)):
@@ -140,7 +140,7 @@ def _pair(size: int | Sequence[int]) -> tuple[int, int]:
 
 
 class RandomResizedCrop(ImageTransform):
-    """CPU task: a random part of the image, of random shape, resized with antialiasing.
+    """Chain worker: a random part of the image, of random shape, resized with antialiasing.
 
     Area and aspect ratio are drawn as torchvision draws them; where ten draws do not fit, the largest
     centred part of allowed shape is taken. Of a picture more than 3 times larger than the result the
@@ -166,7 +166,7 @@ class RandomResizedCrop(ImageTransform):
         return picture.resized_crop(self.box(*picture.shape, rng), *self.size, cubic=self.cubic)
 
     def box(self, height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
-        """CPU task: top, left, height and width of a random part of an image, pixels."""
+        """Chain worker: top, left, height and width of a random part of an image, pixels."""
         draw = rng.random
         least, most = self.scale
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
@@ -186,7 +186,7 @@ class RandomResizedCrop(ImageTransform):
 
 
 class Resize(ImageTransform):
-    """CPU task: another size, with antialiasing.
+    """Chain worker: another size, with antialiasing.
 
     Args:
         size: height and width, pixels; a number: the shorter side, the longer one in proportion.
@@ -203,7 +203,7 @@ class Resize(ImageTransform):
         return picture.resize(*self.target(*picture.shape), cubic=self.cubic)
 
     def target(self, height: int, width: int) -> tuple[int, int]:
-        """CPU task: height and width of the result, pixels; rounded as torchvision does."""
+        """Chain worker: height and width of the result, pixels; rounded as torchvision does."""
         if not isinstance(self.size, int) and len(self.size) == 2:
             return self.size[0], self.size[1]
         short = self.size if isinstance(self.size, int) else self.size[0]
@@ -214,7 +214,7 @@ class Resize(ImageTransform):
 
 
 class ShrinkLarger(ImageTransform):
-    """CPU task: a larger image made smaller, with antialiasing; others stay as they are.
+    """Chain worker: a larger image made smaller, with antialiasing; others stay as they are.
 
     Args:
         size: the shorter side of the result, pixels; the longer one in proportion.
@@ -232,7 +232,7 @@ class ShrinkLarger(ImageTransform):
 
 
 class CenterCrop(ImageTransform):
-    """CPU task: the middle of the image; a smaller image gets black margins.
+    """Chain worker: the middle of the image; a smaller image gets black margins.
 
     Args:
         size: height and width, pixels; a number for both.
@@ -253,7 +253,7 @@ class CenterCrop(ImageTransform):
 
 
 class RandomHorizontalFlip(ImageTransform):
-    """CPU task: left and right exchanged, at random.
+    """Chain worker: left and right exchanged, at random.
 
     Args:
         p: how often, 0 to 1.
@@ -267,7 +267,7 @@ class RandomHorizontalFlip(ImageTransform):
 
 
 class Compose(ImageTransform):
-    """CPU task: several, as torchvision's `Compose`."""
+    """Chain worker: several, as torchvision's `Compose`."""
 
     def __init__(self, parts: Sequence[ImageTransform]) -> None:
         self.parts = list(parts)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def values_of(column: Any) -> Callable[[int], Any]:
-    """CPU task: row number → Python value or NumPy array, chosen once per column by its type."""
+    """Chain worker: row number → Python value or NumPy array, chosen once per column by its type."""
     import pyarrow as pa
 
     kind = column.type

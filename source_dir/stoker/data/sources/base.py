@@ -1,4 +1,4 @@
-"""Sources: where records come from. The head plans and checks pieces, CPU tasks read them.
+"""Sources: where records come from. The head plans and checks shards, chain workers read them.
 
 One file per format; each has its `read_…`, which `stoker.data` offers.
 """
@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from stoker.data.messages import BadRecord, Piece, Record
+from stoker.data.messages import BadRecord, Record, Shard
 from stoker.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ ID_MODULUS = 2**63
 
 
 class Source(ABC):
-    """Head and CPU task: the records of one split."""
+    """Head and chain worker: the records of one split."""
 
     random: bool = True
     """False: reading draws no random numbers. Else the global generators (`random`, `numpy.random`, torch)
-    are seeded for every record, by (seed, epoch, key) where `listing` tells the keys."""
+    are seeded for every record, by (seed, epoch, key) where the keys are known before (`IndexedSource`)."""
 
     def check(self) -> None:  # noqa: B027 - nothing to check is a good answer
         """Head: look at what can be looked at before training.
@@ -35,40 +35,23 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
-        """Head: the split cut into pieces of about `records` records, permuted by `order`."""
-
-    def pieces_at_home(self, records: int, order: np.random.Generator | None, homes: int) -> list[Piece]:
-        """Head: as `pieces`, permuted only within `homes` parts of the data, which are the same in every
-        epoch. Sources whose pieces are the same in every epoch anyway ignore `homes`."""
-        return self.pieces(records, order)
-
-    def listing(self, piece: Piece) -> list[tuple[str, Piece]] | None:
-        """CPU task: key and piece of each record of a piece; None where only reading it tells the keys."""
-        return None
-
-    def name_of(self, piece: Piece) -> str:
-        """CPU task: what a piece is called wherever the data lies: it seeds the order of its records."""
-        return piece.path
-
-    def arrangement(self, count: int, order: np.random.Generator | None) -> list[int] | None:
-        """CPU task: in which order `read` gives the `count` records of a piece; None: nobody knows."""
-        return None
+    def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
+        """Head: the split cut into shards of about `records` records, permuted by `order`."""
 
     @abstractmethod
-    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
-        """CPU task: the records of a piece; a record that cannot be read comes as a BadRecord.
+    def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        """Chain worker: the records of a shard; a record that cannot be read comes as a BadRecord.
 
         Raises:
-            OSError: the way to the data failed; the head has the piece read again, elsewhere if it can.
+            OSError: the way to the data failed; the head has the shard read again, elsewhere if it can.
         """
 
     @abstractmethod
     def count(self) -> int | None:
         """Head: the number of records, None where only reading would tell."""
 
-    def for_tasks(self) -> Source:
-        """Head: what CPU tasks need for `read`; a long list of files, say, stays on the head."""
+    def for_workers(self) -> Source:
+        """Head: what chain workers need for `read`; a long list of files, say, stays on the head."""
         return self
 
     def fingerprint(self) -> str:
@@ -93,25 +76,50 @@ class Source(ABC):
         """
         import ray
 
-        pieces, reader = self.pieces(records, None), self.for_tasks()
+        shards, reader = self.shards(records, None), self.for_workers()
 
         def rows(row: dict[str, Any]) -> Iterator[Record]:
-            for record in reader.read(pieces[row["id"]], None):
+            for record in reader.read(shards[row["id"]], None):
                 if isinstance(record, BadRecord):
                     raise DataError(f"record {record.key} {record.reason}")
                 yield record
 
-        return ray.data.range(len(pieces), override_num_blocks=max(len(pieces), 1)).flat_map(rows)
+        return ray.data.range(len(shards), override_num_blocks=max(len(shards), 1)).flat_map(rows)
 
 
-def cut_indices(n: int, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Piece]:
-    """Head: the indices 0 … n-1, permuted, in pieces of `records`.
+class IndexedSource(Source):
+    """Head and chain worker: records that are known by name before they are read, each by itself."""
+
+    @abstractmethod
+    def shards(self, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Shard]:
+        """Head: as `Source.shards`; see `cut_indices` for `homes`."""
+
+    @abstractmethod
+    def listing(self, shard: Shard) -> list[tuple[str, Shard]]:
+        """Chain worker: key and shard of each record of a shard."""
+
+
+class StreamedSource(Source):
+    """Head and chain worker: records that are read one after the other."""
+
+    @abstractmethod
+    def arrangement(self, count: int, order: np.random.Generator | None) -> list[int]:
+        """Chain worker: in which order `read` gives the `count` records of a shard."""
+
+
+def listing_of(source: Source, shard: Shard) -> list[tuple[str, Shard]] | None:
+    """Chain worker: key and shard of each record; None where only reading the shard tells."""
+    return source.listing(shard) if isinstance(source, IndexedSource) else None
+
+
+def cut_indices(n: int, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Shard]:
+    """Head: the indices 0 … n-1, permuted, in shards of `records`.
 
     Args:
         n: how many.
-        records: in a piece.
+        records: in a shard.
         order: permutes them; None: as they are.
-        homes: permute within so many random parts of them that never change, and then the pieces of all
+        homes: permute within so many random parts of them that never change, and then the shards of all
             parts; 0: permute all at once.
     """
     import numpy as np
@@ -129,7 +137,7 @@ def cut_indices(n: int, records: int, order: np.random.Generator | None, homes: 
             own = order.permutation(whole[home::homes]).tolist()
             parts += [(str(home), own[i : i + records]) for i in range(0, len(own), records)]
         parts = [parts[i] for i in order.permutation(len(parts))]
-    return [Piece("", rows=len(part), items=tuple(part), home=home) for home, part in parts]
+    return [Shard("", rows=len(part), items=tuple(part), home=home) for home, part in parts]
 
 
 def digest(*parts: Any) -> str:
@@ -144,11 +152,11 @@ def record_id(key: str) -> int:
 
 def one_by_one(
     source: Source,
-    listing: list[tuple[str, Piece]],
+    listing: list[tuple[str, Shard]],
     load: Callable[[str], Record | None],
     refuses: Callable[[str], str],
 ) -> Iterator[Record | BadRecord]:
-    """CPU task: the listed records of a piece, each read by itself unless it is refused or kept here."""
+    """Chain worker: the listed records of a shard, each read by itself unless it is refused or kept here."""
     for key, alone in listing:
         if reason := refuses(key):
             yield BadRecord(key, reason)

@@ -16,7 +16,7 @@ from stoker.storage.filesystems import filesystem_of, join
 
 
 class DeltaSource(ParquetSource):
-    """Head and CPU task: the rows of a Delta table at one version.
+    """Head and chain worker: the rows of a Delta table at one version.
 
     Partition columns come from the table's log, and columns that were added to the table later are NULL in
     the rows of older files.

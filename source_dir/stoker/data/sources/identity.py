@@ -19,8 +19,8 @@ from itertools import accumulate
 from math import gcd
 from typing import Any
 
-from stoker.data.messages import BadRecord, Piece
-from stoker.data.sources.base import Source, digest
+from stoker.data.messages import BadRecord, Shard
+from stoker.data.sources.base import Source, digest, listing_of
 from stoker.data.sources.contents import Contents, content_of
 from stoker.data.sources.seeding import drawing, seed_globals, states
 
@@ -34,7 +34,7 @@ CHUNKS = (4, 16, 64, 256, 1024, 4096, 16384)
 RECORDS = (2, 4, 8, 16)
 """Records in one sample after the other, where only reading tells them."""
 SAMPLED_PIECE = 256
-"""Records of the pieces from which they are taken."""
+"""Records of the shards from which they are taken."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _as_tasks_get_it(source: Source) -> Source:
 
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
-    Sharing(stream, protocol=5, buffer_callback=buffers.append).dump(source.for_tasks())
+    Sharing(stream, protocol=5, buffer_callback=buffers.append).dump(source.for_workers())
     copied: Source = pickle.loads(stream.getbuffer(), buffers=buffers)  # noqa: S301 - of this process
     return copied
 
@@ -93,10 +93,10 @@ def _as_tasks_get_it(source: Source) -> Source:
 def _sample(source: Source, copied: Source) -> tuple[list[str], bool, bool]:
     """Digests of one sample after the other, whether reading draws, and whether it differs from itself."""
     content, found, draws, differs = blake2b(digest_size=4), [], False, False
-    pieces = list(_sampled_pieces(source))
+    shards = list(_sampled_shards(source))
     until, done = time.monotonic() + BUDGET_S, 0
-    for piece, count in pieces:
-        for first, again, other in zip(*(_read(copied, piece, count, seed) for seed in "112"), strict=True):
+    for shard, count in shards:
+        for first, again, other in zip(*(_read(copied, shard, count, seed) for seed in "112"), strict=True):
             draws |= first[1] or first[0] != other[0]
             differs |= first[0] != again[0]
             content.update(first[0])
@@ -110,24 +110,24 @@ def _sample(source: Source, copied: Source) -> tuple[list[str], bool, bool]:
     return found, draws, differs
 
 
-def _sampled_pieces(source: Source) -> Iterator[tuple[Piece, int]]:
-    """Pieces from all over the split, and of how many records of each to look at the first."""
-    pieces = source.pieces(SAMPLED_PIECE, None)
-    count = max(1, -(-RECORDS[-1] // max(1, len(pieces))))
-    for number in spread(len(pieces), RECORDS[-1]):
-        listing = source.listing(pieces[number])
+def _sampled_shards(source: Source) -> Iterator[tuple[Shard, int]]:
+    """Shards from all over the split, and of how many records of each to look at the first."""
+    shards = source.shards(SAMPLED_PIECE, None)
+    count = max(1, -(-RECORDS[-1] // max(1, len(shards))))
+    for number in spread(len(shards), RECORDS[-1]):
+        listing = listing_of(source, shards[number])
         if listing is None:
-            yield pieces[number], count
+            yield shards[number], count
         else:
             for at in spread(len(listing), count):
                 yield listing[at][1], 1
 
 
-def _read(source: Source, piece: Piece, count: int, seed: str) -> list[tuple[bytes, bool]]:
-    """Content of a piece's first records, and whether reading each drew from a global generator."""
+def _read(source: Source, shard: Shard, count: int, seed: str) -> list[tuple[bytes, bool]]:
+    """Content of a shard's first records, and whether reading each drew from a global generator."""
     found: list[tuple[bytes, bool]] = []
     with drawing(seed):
-        reader = iter(source.read(piece, None))
+        reader = iter(source.read(shard, None))
         for number in range(count):
             seed_globals(f"{seed}/{number}")
             before = states()

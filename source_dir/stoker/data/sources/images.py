@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from stoker.data.messages import BadRecord, Piece, Record
+from stoker.data.messages import BadRecord, Record, Shard
 from stoker.data.sources import checksums
-from stoker.data.sources.base import Source, cut_indices
+from stoker.data.sources.base import IndexedSource, Source, cut_indices
 from stoker.data.sources.files import IMAGE_SUFFIXES, split_folder
 from stoker.data.sources.identity import fingerprint_of_files
 from stoker.data.sources.rereading import read_again
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class ImageFolderSource(Source):
-    """Head and CPU task: `folder/class/file.jpg` → columns `image` (the file's bytes), `label`.
+class ImageFolderSource(IndexedSource):
+    """Head and chain worker: `folder/class/file.jpg` → columns `image` (the file's bytes), `label`.
 
     Labels count the classes in alphabetical order.
 
@@ -70,31 +70,25 @@ class ImageFolderSource(Source):
         paths = [f"{self.root}/{path}" for path, *_ in self.files]
         return fingerprint_of_files(filesystem_of(self.folder)[0], paths, self.sizes, self.files)
 
-    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
-        return self.pieces_at_home(records, order, 0)
-
-    def pieces_at_home(self, records: int, order: np.random.Generator | None, homes: int) -> list[Piece]:
+    def shards(self, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Shard]:
         cut = cut_indices(len(self.files), records, order, homes)
         return [
-            Piece(self.root, rows=p.rows, items=tuple(self.files[i] for i in p.items), home=p.home)
+            Shard(self.root, rows=p.rows, items=tuple(self.files[i] for i in p.items), home=p.home, name="")
             for p in cut
         ]
 
-    def name_of(self, piece: Piece) -> str:
-        return ""  # the folder itself
+    def listing(self, shard: Shard) -> list[tuple[str, Shard]]:
+        return [(item[0], Shard(shard.path, items=(item,))) for item in shard.items]
 
-    def listing(self, piece: Piece) -> list[tuple[str, Piece]]:
-        return [(item[0], Piece(piece.path, items=(item,))) for item in piece.items]
-
-    def for_tasks(self) -> ImageFolderSource:
+    def for_workers(self) -> ImageFolderSource:
         light = copy.copy(self)
         light.files, light.sizes = [], []
         return light
 
-    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+    def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         filesystem, _ = filesystem_of(self.folder)
-        for path, label, *sums in piece.items:
-            content = read_again(path, partial(_content, filesystem, f"{piece.path}/{path}"))
+        for path, label, *sums in shard.items:
+            content = read_again(path, partial(_content, filesystem, f"{shard.path}/{path}"))
             if isinstance(content, BadRecord):
                 yield content
                 continue

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from stoker.data.messages import BadRecord, Piece, Record
-from stoker.data.sources.base import Source, cut_indices, digest
+from stoker.data.messages import BadRecord, Record, Shard
+from stoker.data.sources.base import IndexedSource, Source, cut_indices, digest
 from stoker.data.sources.rereading import generators, read_again
 from stoker.errors import UsageError
 
@@ -16,24 +16,21 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class IndexedSource(Source):
-    """Head and CPU task: records with the numbers 0 … count-1, each read by itself; keys are the numbers."""
+class NumberedSource(IndexedSource):
+    """Head and chain worker: records 0 … count-1; the keys are these numbers."""
 
     @abstractmethod
     def count(self) -> int: ...
 
-    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
-        return cut_indices(self.count(), records, order)
-
-    def pieces_at_home(self, records: int, order: np.random.Generator | None, homes: int) -> list[Piece]:
+    def shards(self, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Shard]:
         return cut_indices(self.count(), records, order, homes)
 
-    def listing(self, piece: Piece) -> list[tuple[str, Piece]]:
-        return [(str(index), Piece("", items=(index,))) for index in piece.items]
+    def listing(self, shard: Shard) -> list[tuple[str, Shard]]:
+        return [(str(index), Shard("", items=(index,))) for index in shard.items]
 
 
-class RangeSource(IndexedSource):
-    """Head and CPU task: the numbers 0 … n-1 as records of one column `index`."""
+class RangeSource(NumberedSource):
+    """Head and chain worker: the numbers 0 … n-1 as records of one column `index`."""
 
     random = False
 
@@ -48,13 +45,13 @@ class RangeSource(IndexedSource):
     def fingerprint(self) -> str:
         return digest("range", self.n)
 
-    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
-        for index in piece.items:
+    def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        for index in shard.items:
             yield {"key": str(index), "index": index}
 
 
-class TorchSource(IndexedSource):
-    """Head and CPU task: a map-style `torch.utils.data.Dataset`.
+class TorchSource(NumberedSource):
+    """Head and chain worker: a map-style `torch.utils.data.Dataset`.
 
     An item is a dict of columns, or a tuple of `columns`. An item that raises is a bad record.
     """
@@ -75,8 +72,8 @@ class TorchSource(IndexedSource):
     def count(self) -> int:
         return len(self.dataset)
 
-    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
-        for index in piece.items:
+    def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        for index in shard.items:
             item = read_again(str(index), partial(self.dataset.__getitem__, index), generators())
             if isinstance(item, BadRecord):
                 yield item

@@ -178,7 +178,7 @@ def refusal(column: str, counts: dict[str, int], rows: dict[str, int]) -> str:
 
 
 class Rules:
-    """CPU task: what the NULLs of one file become.
+    """Chain worker: what the NULLs of one file become.
 
     Args:
         path: the file.

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from stoker.data.messages import BadRecord, Piece, Record
+from stoker.data.messages import BadRecord, Record, Shard
 from stoker.data.sources import checksums
 from stoker.data.sources.arrow import mask_of, values_of
-from stoker.data.sources.base import Source
+from stoker.data.sources.base import Source, StreamedSource
 from stoker.data.sources.checksums import sums_of
 from stoker.data.sources.files import PARQUET_SUFFIXES, is_delta_table, split_files
 from stoker.data.sources.identity import fingerprint_of_files
@@ -41,8 +41,8 @@ class Footer:
     """Columns that hold NULLs, or may."""
 
 
-class ParquetSource(Source):
-    """Head and CPU task: one record per row, read by row groups.
+class ParquetSource(StreamedSource):
+    """Head and chain worker: one record per row, read by row groups.
 
     Columns of {bytes, path} structs, as Hugging Face datasets write images, give their bytes;
     lists and Arrow tensors give NumPy arrays. A filter skips row groups by their statistics; of the
@@ -153,7 +153,7 @@ class ParquetSource(Source):
     def complete(self, path: str, schema: Any) -> None:
         """Head: add to `constants` what a file of this schema lacks; nothing here."""
 
-    def for_tasks(self) -> ParquetSource:
+    def for_workers(self) -> ParquetSource:
         slim = copy(self)
         slim.footers = []
         return slim
@@ -224,9 +224,6 @@ class ParquetSource(Source):
         self._ensure_footers()
         return sum(footer.matching for footer in self.footers)
 
-    def name_of(self, piece: Piece) -> str:
-        return piece.path.removeprefix(self.folder)
-
     def fingerprint(self) -> str:
         self._ensure_footers()
         names = [path.removeprefix(self.folder) for path in self.paths]
@@ -235,9 +232,9 @@ class ParquetSource(Source):
         layout = names, groups, self.columns, self.filters, constants, self.nulls, [*self.sums.values()]
         return fingerprint_of_files(self.filesystem, self.paths, self.sizes, layout)
 
-    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
+    def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
         self._ensure_footers()
-        pieces: list[Piece] = []
+        shards: list[Shard] = []
         for path, footer in zip(self.paths, self.footers, strict=True):
             part: list[Group] = []
             for group in footer.groups:
@@ -245,28 +242,28 @@ class ParquetSource(Source):
                 if sum(g.rows for g in part) >= records or group is footer.groups[-1]:
                     rows = None if self.filters else sum(g.rows for g in part)
                     first, last = part[0].number, part[-1].number
-                    home = f"{path}:{first}"
-                    pieces.append(Piece(path, first, last + 1, rows, tuple(part), home))
+                    home, name = f"{path}:{first}", path.removeprefix(self.folder)
+                    shards.append(Shard(path, first, last + 1, rows, tuple(part), home, name))
                     part = []
         if order is not None:
-            pieces = [pieces[i] for i in order.permutation(len(pieces))]
-        return pieces
+            shards = [shards[i] for i in order.permutation(len(shards))]
+        return shards
 
     def arrangement(self, count: int, order: np.random.Generator | None) -> list[int]:
         return list(range(count)) if order is None else order.permutation(count).tolist()
 
-    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+    def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         import numpy as np
 
-        groups: list[Group] = list(piece.items)
-        if self.sums and is_local(piece.path):
-            self._verify(piece.path)
-        kept = self._rows(piece.path, groups)
-        constants = self.constants.get(piece.path, {})
+        groups: list[Group] = list(shard.items)
+        if self.sums and is_local(shard.path):
+            self._verify(shard.path)
+        kept = self._rows(shard.path, groups)
+        constants = self.constants.get(shard.path, {})
         wanted = None if self.columns is None else [c for c in self.columns if c not in constants]
-        table = read_groups(self.filesystem, piece.path, groups, wanted)
-        name = piece.path.removeprefix(self.folder)
-        rules = Rules(piece.path, self.nulls)
+        table = read_groups(self.filesystem, shard.path, groups, wanted)
+        name = shard.path.removeprefix(self.folder)
+        rules = Rules(shard.path, self.nulls)
         columns: dict[str, Callable[[int], Any]] = {}
         for column in table.column_names:
             array = table[column]

@@ -1,4 +1,4 @@
-"""CPU task: a record is read again before it counts as bad, for mounts hiccup and connections break."""
+"""Chain worker: a record is read again before it counts as bad, for mounts hiccup and connections break."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def read_again(key: str, read: Callable[[], T], rewind: Callable[[], None] | None = None) -> T | BadRecord:
-    """CPU task: what `read` gives; where it raises, it is called again, after a moment.
+    """Chain worker: what `read` gives; where it raises, it is called again, after a moment.
 
     An OSError of a file system or connection is tried three times and may be worth another host; whatever
     else is raised (a damaged file, a file that is not there, a mistake in the user's code) twice.
@@ -47,7 +47,7 @@ def read_again(key: str, read: Callable[[], T], rewind: Callable[[], None] | Non
 
 
 def generators() -> Callable[[], None]:
-    """CPU task: what puts the global random generators back to where they stand now."""
+    """Chain worker: what puts the global random generators back to where they stand now."""
     import numpy as np
 
     python, numpy, torch = random.getstate(), np.random.get_state(), sys.modules.get("torch")
@@ -63,7 +63,7 @@ def generators() -> Callable[[], None]:
 
 
 def may_pass(error: BaseException) -> bool:
-    """CPU task: whether an error says something about the way to the data rather than about the data."""
+    """Chain worker: whether an error says something about the way to the data rather than about the data."""
     if not isinstance(error, OSError) or isinstance(error, PERMANENT):
         return False
     # Pillow says with an OSError that an image is damaged.

@@ -77,12 +77,12 @@ def _forget_torch() -> None:
 
 
 def seeded(records: Iterable[T], keys: Iterable[str] | None, text: str) -> Iterator[T]:
-    """CPU task: what a reader yields, the global generators seeded before it makes each item.
+    """Chain worker: what a reader yields, the global generators seeded before it makes each item.
 
     Args:
         records: a generator that makes one item at a time.
         keys: of these items, where they are known before; None: items are told apart by their number.
-        text: seed and epoch; where `keys` is None also what names the piece.
+        text: seed and epoch; where `keys` is None also what names the shard.
     """
     reader = iter(records)
     names = map(str, range(sys.maxsize)) if keys is None else chain(keys, repeat("end"))

@@ -1,4 +1,4 @@
-"""CPU task and head: a strict tar reader that finds damage where `tarfile` stops without a word.
+"""Chain worker and head: a strict tar reader that finds damage where `tarfile` stops without a word.
 
 Formats: ustar, GNU (long names) and PAX. The checksum of every header is verified, the archive must end with
 two zero blocks, and nothing but zeros may follow them. Names beyond a header's 100 characters and the
@@ -30,7 +30,7 @@ _KINDS = {
 
 
 class Member(NamedTuple):
-    """CPU task and head: a regular file of an archive."""
+    """Chain worker and head: a regular file of an archive."""
 
     name: str
     content: bytes
@@ -38,7 +38,7 @@ class Member(NamedTuple):
 
 
 def members(file: Any, path: str, contents: bool = True) -> Iterator[Member]:
-    """CPU task and head: the regular files of an archive, in order; folders are left out.
+    """Chain worker and head: the regular files of an archive, in order; folders are left out.
 
     Args:
         file: what to read; without `contents` it must be able to seek.
@@ -78,7 +78,7 @@ def members(file: Any, path: str, contents: bool = True) -> Iterator[Member]:
 
 
 class _Tar:
-    """CPU task and head: headers and contents of one archive, by position."""
+    """Chain worker and head: headers and contents of one archive, by position."""
 
     def __init__(self, file: Any, path: str) -> None:
         self.file, self.path = file, path
@@ -166,7 +166,7 @@ class _Tar:
 
 
 def streamed(stream: Any, digest: Any = None) -> io.BufferedReader:
-    """CPU task: a stream read in large chunks, each of which goes into the digest, too."""
+    """Chain worker: a stream read in large chunks, each of which goes into the digest, too."""
     return io.BufferedReader(_Raw(stream, digest), CHUNK_BYTES)
 
 

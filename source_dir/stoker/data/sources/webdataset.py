@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from stoker.data.messages import BadRecord, Piece, Record
+from stoker.data.messages import BadRecord, Record, Shard
 from stoker.data.sources import checksums
-from stoker.data.sources.base import Source
+from stoker.data.sources.base import Source, StreamedSource
 from stoker.data.sources.checksums import sums_of
 from stoker.data.sources.files import IMAGE_SUFFIXES, split_files
 from stoker.data.sources.identity import fingerprint_of_files
@@ -39,8 +39,8 @@ _COLUMNS = {
 T = TypeVar("T")
 
 
-class WebDatasetSource(Source):
-    """Head and CPU task: `0001.jpg`, `0001.cls` → `image` (bytes), `label`; see `Naming`.
+class WebDatasetSource(StreamedSource):
+    """Head and chain worker: `0001.jpg`, `0001.cls` → `image` (bytes), `label`; see `Naming`.
 
     Args:
         files: pyarrow FileInfo of each shard.
@@ -98,20 +98,20 @@ class WebDatasetSource(Source):
         layout = names, self.columns, [*self.sums.values()]
         return fingerprint_of_files(self.filesystem, self.paths, self.sizes, layout)
 
-    def pieces(self, records: int, order: np.random.Generator | None) -> list[Piece]:
-        pieces = [Piece(p, rows=n, home=p) for p, n in zip(self.paths, self.rows, strict=True)]
+    def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
+        shards = [
+            Shard(path, rows=rows, home=path, name=path.removeprefix(self.folder))
+            for path, rows in zip(self.paths, self.rows, strict=True)
+        ]
         if order is not None:
-            pieces = [pieces[i] for i in order.permutation(len(pieces))]
-        return pieces
-
-    def name_of(self, piece: Piece) -> str:
-        return piece.path.removeprefix(self.folder)
+            shards = [shards[i] for i in order.permutation(len(shards))]
+        return shards
 
     def arrangement(self, count: int, order: np.random.Generator | None) -> list[int]:
         return list(shuffled(range(count), order))
 
-    def read(self, piece: Piece, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
-        stream = shuffled(self._stream(piece.path), order)
+    def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        stream = shuffled(self._stream(shard.path), order)
         return stream if self.columns is None else map(self._wanted, stream)
 
     def _wanted(self, record: Record | BadRecord) -> Record | BadRecord:
@@ -144,7 +144,7 @@ class WebDatasetSource(Source):
 
 
 class Naming:
-    """Head and CPU task: the members of one shard → record and column.
+    """Head and chain worker: the members of one shard → record and column.
 
     `<stem>.<suffix>` gives a column by its suffix: an image suffix → `image`, `cls` and `index` → `label`,
     `txt` and `text` → `text`, another one → a column of its name. `<stem>.<column>.<suffix>` names the
@@ -197,7 +197,7 @@ class Naming:
 
 
 def shuffled(stream: Iterable[T], order: np.random.Generator | None) -> Iterator[T]:
-    """CPU task: a stream permuted within a window that moves along it."""
+    """Chain worker: a stream permuted within a window that moves along it."""
     if order is None:
         yield from stream
         return

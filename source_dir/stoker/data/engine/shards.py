@@ -1,4 +1,4 @@
-"""CPU host: reads shards and runs the chain on their records, group by group."""
+"""CPU host: reads shards and runs the chain on their records, block by block."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from stoker.data.cache.store import CacheSpec, HostCache
 from stoker.data.engine.witness import Guard
 from stoker.data.messages import BadRecord, BlockReport, EpochPlan, Record, Work
 from stoker.data.preprocessing.chain import Chain
-from stoker.data.sources.base import Source, record_id
+from stoker.data.sources.base import Source, listing_of, record_id
 from stoker.data.sources.seeding import seeded
 from stoker.errors import FlakyReadError
 
 
 class Setup(NamedTuple):
-    """Head → CPU task: what all tasks of a split share."""
+    """Head → chain worker: what all tasks of a split share."""
 
     source: Source | None
     chain: bytes
@@ -33,7 +33,7 @@ class Setup(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """CPU task: what a process needs of a split."""
+    """Chain worker: what a process needs of a split."""
 
     source: Any
     chain: Chain
@@ -76,35 +76,35 @@ def _cache_of(setup: Setup) -> HostCache | None:
     return HostCache(setup.cache.root(), setup.key, setup.cache, reserved)
 
 
-def groups_of(
+def blocks_of(
     loaded: Loaded, plan: EpochPlan, work: Work, guard: Guard | None = None
 ) -> Iterator[tuple[dict[str, Any], BlockReport]]:
-    """CPU task: the groups of a piece's records, preprocessed, each with its report.
+    """Chain worker: the blocks of a shard's records, preprocessed, each with its report.
 
-    A quarantined record keeps its place in its group, so groups have the same numbers and records whatever
+    A quarantined record keeps its place in its block, so blocks have the same numbers and records whatever
     a `guard` keeps out of the chain.
     """
-    piece = work.piece
+    shard = work.shard
 
     def order() -> Any:
-        name = f"{loaded.source.name_of(piece)}:{piece.start}"
+        name = f"{shard.called}:{shard.start}"
         return order_of(plan.seed, plan.epoch, name) if plan.shuffle else None
 
     started = time.perf_counter()
     reading = None
     if loaded.cache:
         refuses = (guard.refuses,) if guard else ()
-        reading = CachedReader(loaded.source, piece, order, loaded.cache, work.store, *refuses)
+        reading = CachedReader(loaded.source, shard, order, loaded.cache, work.store, *refuses)
     if reading:
         records = iter(reading)
     elif guard:
-        records = guard.read(loaded.source, piece, order())
+        records = guard.read(loaded.source, shard, order())
     else:
-        records = loaded.source.read(piece, order())
+        records = loaded.source.read(shard, order())
     if loaded.source.random:
-        listing = loaded.source.listing(piece)
+        listing = listing_of(loaded.source, shard)
         keys = None if listing is None else [key for key, _ in listing]
-        what = "read" if keys else f"piece/{work.number}"
+        what = "read" if keys else f"shard/{work.number}"
         records = seeded(records, keys, f"{plan.seed}/{plan.epoch}/{what}")
     if guard:
         one = partial(_run_alone, loaded.chain, plan.epoch)
@@ -112,17 +112,17 @@ def groups_of(
     keep = reading.keep if reading else None
     nth, following, bad = 0, next(records, None), 0
     while following is not None:
-        group: Iterable[Record | BadRecord] = chain([following], islice(records, plan.block_records - 1))
+        block: Iterable[Record | BadRecord] = chain([following], islice(records, plan.block_records - 1))
         if nth < work.skip:
-            deque(group, maxlen=0)
+            deque(block, maxlen=0)
             following = next(records, None)
         else:
             if guard:
-                group = guard.together(group)
-            columns, report = run_chain(loaded.chain, group, plan.epoch, keep)
+                block = guard.together(block)
+            columns, report = run_chain(loaded.chain, block, plan.epoch, keep)
             following = next(records, None)
             bad += len(report.bad)
-            report.piece, report.nth, report.last = work.number, nth, following is None
+            report.shard, report.nth, report.last = work.number, nth, following is None
             report.seconds = time.perf_counter() - started
             yield columns, report
         started = time.perf_counter()
@@ -137,29 +137,27 @@ def _run_alone(stages: Chain, epoch: int, record: Record) -> None:
 
 def run_chain(
     stages: Chain,
-    group: Iterable[Record | BadRecord],
+    block: Iterable[Record | BadRecord],
     epoch: int,
     keep: Callable[[Record], int] | None = None,
 ) -> tuple[dict[str, Any], BlockReport]:
-    """CPU task: one group through the chain, on one core."""
+    """Chain worker: one block through the chain, on one core."""
     use_one_thread()
-    return stages.run(group, epoch, keep)
+    return stages.run(block, epoch, keep)
 
 
 def order_of(seed: int, epoch: int, what: str = "") -> Any:
-    """Head and CPU task: the generator that permutes records, seeded by (seed, epoch, what)."""
+    """Head and chain worker: the generator that permutes records, seeded by (seed, epoch, what)."""
     import numpy as np
 
     return np.random.default_rng(record_id(f"order/{seed}/{epoch}/{what}"))
 
 
 def use_one_thread() -> None:
-    """CPU task: one task per core, so the libraries must not start threads of their own."""
+    """Chain worker: one task per core, so the libraries must not start threads of their own."""
     import sys
 
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     if "cv2" in sys.modules:
         sys.modules["cv2"].setNumThreads(0)
-
-
