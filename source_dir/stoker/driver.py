@@ -81,6 +81,8 @@ def check(resolved: Resolved) -> Recipe:
         check_optimizer(resolved.config.train.optimizer)
     resuming.check_path(resolved.config)
     own_sinks(resolved.config)
+    if ":" in resolved.config.train.strategy:
+        load_object(resolved.config.train.strategy, SOURCE_FOLDER, "train.strategy")
     return recipe
 
 
@@ -292,8 +294,9 @@ def last_figures(coordinator: Any, tracking: Tracking, run_dir: Path) -> dict[st
         logging.getLogger("stoker").error("%s", traceback.format_exc())
         return {}
     try:
-        stats: str = ray.get(coordinator.ray_data_stats.remote(), timeout=20)
+        stats, operators = ray.get(coordinator.ray_data_stats.remote(), timeout=20)
         (run_dir / "logs" / "ray_data_stats.txt").write_text(stats + "\n")
+        figures["operators"] = operators
     except Exception:
         # The figures of the run are worth more than Ray Data's own.
         logging.getLogger("stoker").error("%s", traceback.format_exc())

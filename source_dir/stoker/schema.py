@@ -109,8 +109,10 @@ class TrainConfig(Section):
     workers: int | None = Field(
         None, ge=1, description="train workers; default: one per GPU, or one where there is no GPU"
     )
-    strategy: Literal["ddp", "fsdp"] = Field(
-        "ddp", description="ddp: each train worker holds the whole model; fsdp: a shard of it"
+    strategy: str = Field(
+        "ddp",
+        pattern=r"^(ddp|fsdp|[\w.]+:\w+)$",
+        description="ddp: each train worker holds the whole model; fsdp: a shard; package.module:function",
     )
     threads: int | None = Field(
         None, ge=1, description="CPU threads of a train worker; default: the host's cores, shared"

@@ -67,9 +67,18 @@ def placement() -> dict[str, Any]:
     until(lambda: sum(made_by(idle).values()) > 350)
     enough = Counter(made_by(idle)) - before
     idle.close()
-    hungry = Train(job({"records": 2000, "ms": 5}, batch=400))
-    ids = [i for step in hungry.steps("train", 0) for i in step]
-    found = {"enough": enough, "hungry": made_by(hungry), "rows": len(set(ids))}
+    hungry = Train(job({"records": 100_000, "ms": 5}, batch=400))
+    steps, ids = hungry.steps("train", 0), list[int]()
+
+    def made() -> Counter[str]:
+        ids.extend(next(steps))
+        return Counter(made_by(hungry))
+
+    # The host that trains has been asked to help.
+    until(lambda: made()["gpu-0"])
+    before = made()
+    until(lambda: (made() - before).total() > 300)
+    found = {"enough": enough, "hungry": made() - before, "each_once": len(ids) == len(set(ids))}
     hungry.close()
     return found
 

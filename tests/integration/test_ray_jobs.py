@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 
 from launcher import ray_jobs, runs
-from launcher.backends import ray_cluster
+from launcher.backends import attach, ray_cluster
 from launcher.job import Job, open_job
 from stoker.config import load
 from stoker.errors import UsageError
@@ -141,7 +141,7 @@ def test_jobs_run_on_labelled_nodes_are_followed_fail_and_are_stopped(
     assert "cpu task on cpu" in lines and "gpu task on gpu" in lines
     assert f"backend ray {request.run_dir}" in lines
     assert lines[-1].endswith("succeeded")
-    again = runs.attach(run.id)
+    again = attach(run.id)
     assert again is not None and again.status() == "succeeded"
     assert entered.token not in json.dumps(run.details()) + repr(run) + shown
 

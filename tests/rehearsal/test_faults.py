@@ -27,6 +27,7 @@ def test_hosts_that_are_lost_or_cut_off_cost_no_task(rehearse: Rehearse) -> None
 
 
 def test_tasks_of_a_frozen_host_are_done_elsewhere_and_the_host_is_named(rehearse: Rehearse) -> None:
+    """Long: Ray itself must declare a host lost that neither answers nor closes its connections."""
     done = rehearse(
         "rehearsal.entry=container",
         "rehearsal.hosts=gpu=1,cpu=1",

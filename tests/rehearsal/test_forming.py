@@ -35,6 +35,7 @@ def test_three_hosts_form_work_and_leave_under_the_toolkit(rehearse: Rehearse) -
 
 
 def test_odd_names_two_gpu_hosts_a_cpu_host_first_and_one_that_comes_late(rehearse: Rehearse) -> None:
+    """Long: five hosts start on two cores."""
     done = rehearse(
         "rehearsal.hosts=Feed er/01=3,my.trainers=2:ml.g5.2xlarge",
         "rehearsal.entry=container",

@@ -24,6 +24,7 @@ from stoker.data.cache.affinity import LOOK_AHEAD, CacheAffinity
 from stoker.data.cache.cleaning import LEFT_AFTER_S, sweep
 from stoker.data.cache.reading import homes_of
 from stoker.data.cache.store import CacheSpec, HostCache, decode, encode, room
+from stoker.data.coordinator.accounting import EpochAccount
 from stoker.data.engine.passes import Passes
 from stoker.data.engine.shards import Loaded, blocks_of
 from stoker.data.messages import BlockReport, DataCursor, EpochPlan, Shard, Work
@@ -365,12 +366,11 @@ def test_hosts_find_most_of_what_they_kept_whoever_is_faster(look: int) -> None:
 
 def test_one_line_says_how_much_fits() -> None:
     keeping = CacheAffinity("memory")
-    report = BlockReport(records=100, found=0, kept=25, kept_bytes=25 * 10**7)
-    keeping.take("train", 0, report, "a")
-    keeping.take("val", 0, report, "a")
+    account = EpochAccount("train", 0)
+    account.take(BlockReport(records=100, found=0, kept=25, kept_bytes=25 * 10**7), "a")
     keeping.used("a", (25 * 10**7, 26 * 10**7))
-    assert not keeping.lacking(keeping.reconcile("val", 0))
-    figures = keeping.reconcile("train", 0)
+    assert not keeping.lacking(keeping.figures("val", 0, account.by_node))
+    figures = keeping.figures("train", 0, account.by_node)
     assert figures["hosts"] == {
         "a": {"records": 100, "found": 0, "bytes": 25 * 10**7, "limit_bytes": 26 * 10**7}
     }

@@ -191,6 +191,7 @@ class Recorder(Sink):
         if figures := self.figures:
             self.summary.speed.bytes_per_sample = round(figures["bytes_per_sample"], 1)
             self.summary.chain = figures["chain"]
+            self.summary.operators = figures.get("operators", [])
             tasks = figures["tasks_by_node"]
             self.summary.chain_tasks_by_host = {self.summary.host_of(n): count for n, count in tasks.items()}
             # What was read ahead when early stopping ended the run belongs to no epoch of it.

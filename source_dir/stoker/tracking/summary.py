@@ -129,6 +129,8 @@ class Summary(BaseModel):
     records: Records = Records()
     speed: Speed = Speed()
     chain: list[dict[str, Any]] = []
+    operators: list[dict[str, Any]] = []
+    """Of Ray Data's execution: name, tasks, rows, bytes, cpu_s, wall_s."""
     chain_tasks_by_host: dict[str, int] = {}
     train_workers_by_host: dict[str, int] = {}
     metrics: Metrics = Metrics()

@@ -59,6 +59,8 @@ def build_model(worker: Worker, records: int | None) -> None:
     if train.compile:
         compile_forward(model, sharded)
     worker.model = strategies.prepare_model(model, worker.device, train.strategy)
+    if strategies.is_sharded(worker.model) and not sharded and worker.ema is not None:
+        raise UsageError(f"train.ema_decay: not with {train.strategy}, which shards; use train.strategy=fsdp")
     worker.optimizer = optimizers.make_optimizer(worker.recipe, worker.model, train, worker.world_size)
     worker.schedule = optimizers.make_schedule(worker.recipe, worker.optimizer, train, records)
     if train.precision == "fp16":

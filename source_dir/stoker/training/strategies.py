@@ -8,9 +8,11 @@ while that block computes. Both use Ray Train's process group.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
-from stoker.recipe import Batch
+from stoker.errors import UsageError
+from stoker.recipe import SOURCE_FOLDER, Batch, load_object
 
 BLOCK_PARAMETERS = 10_000
 """A repeated module with fewer parameters is not gathered by itself: each gathering is a collective call."""
@@ -33,22 +35,42 @@ def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
     """
     import torch
     import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return model.to(device)
-    if strategy == "fsdp":
-        return shard(model, device)
+    spread = strategy_of(strategy)(model, device)
+    if not (is_ddp(spread) or is_sharded(spread)):
+        raise UsageError(
+            f"train.strategy: {strategy} gave a {type(spread).__name__}, not a DistributedDataParallel or a"
+            " model under fully_shard: nobody would average its gradients"
+        )
+    if is_ddp(spread):
+        share_buffers(spread)
+    return spread
+
+
+def strategy_of(name: str) -> Callable[[Any, Any], Any]:
+    """Head and train worker: (model, device) → the model, spread over the train workers.
+
+    Raises:
+        UsageError: there is no such function.
+    """
+    known = {"ddp": replicate, "fsdp": shard}
+    return known.get(name) or load_object(name, SOURCE_FOLDER, "train.strategy")
+
+
+def replicate(model: Any, device: Any) -> Any:
+    """Train worker: the whole model on each; backward averages gradients."""
+    from torch.nn.parallel import DistributedDataParallel
+
     devices = [device] if device.type == "cuda" else None
     # Buffers are made equal before they are used or saved (share_buffers), not before each forward.
     options: dict[str, Any] = {"broadcast_buffers": False}
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
         options = {"forward_sync_buffers": False}
-    wrapped = DistributedDataParallel(model.to(device), device_ids=devices, **options)
-    share_buffers(wrapped)
-    return wrapped
+    return DistributedDataParallel(model.to(device), device_ids=devices, **options)
 
 
 def shard(model: Any, device: Any) -> Any:

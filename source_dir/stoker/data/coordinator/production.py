@@ -16,6 +16,7 @@ from stoker.data.engine.execution import Engine
 from stoker.data.engine.passes import Passes
 from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import ChainHost, Pool
+from stoker.data.engine.ray_internals import Operator
 from stoker.data.engine.suspects import Suspects
 from stoker.data.messages import BlockReport, Claim, Failure, Origin, Told
 from stoker.errors import DataError, explain
@@ -155,9 +156,9 @@ class Production:
             which = f"data.preprocess_on names {groups} alone" if groups else "none offers CPUs to Ray"
             raise DataError(f"no host that may preprocess for {deadline:.0f} s: {which}")
 
-    def ray_data_stats(self) -> str:
-        """Driver's call: what Ray Data has counted and timed, by operator."""
-        return self.engine.execution.statistics() if self.engine else ""
+    def ray_data_stats(self) -> tuple[str, list[Operator]]:
+        """Driver's call: what Ray Data has counted and timed, as its own text and by operator."""
+        return self.engine.execution.statistics() if self.engine else ("", [])
 
     def record_begins(self, attempt: int, split: str, task: str, key: str) -> str:
         """Chain worker's call, of one that names its records: why one shall not be begun; empty: it may."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 from stoker.data.messages import Origin
 
@@ -72,6 +72,17 @@ class FixedCluster:
         from ray.data import ExecutionResources
 
         return ExecutionResources(cpu=1e6, gpu=1e6, memory=2**60, object_store_memory=2**60)
+
+
+class Operator(TypedDict):
+    """Head: what Ray Data says of one of its operators; times are summed over its tasks."""
+
+    name: str
+    tasks: int
+    rows: int
+    bytes: int
+    cpu_s: float
+    wall_s: float
 
 
 class Execution:
@@ -163,9 +174,23 @@ class Execution:
             if actor._actor_id.hex() == actor_id:
                 ray.kill(actor, no_restart=False)
 
-    def statistics(self) -> str:
-        """Head: what Ray Data has counted and timed, by operator."""
-        return str(self._executor.get_stats().to_summary().to_string())
+    def statistics(self) -> tuple[str, list[Operator]]:
+        """Head: what Ray Data has counted and timed, as its own text and by operator."""
+        summary = self._executor.get_stats().to_summary()
+        stages = [*summary.parents, summary]
+        operators = [
+            Operator(
+                name=str(stats.operator_name),
+                tasks=int(getattr(stats.task_rows, "count", 0) or 0),
+                rows=int(getattr(stats.output_num_rows, "sum", 0) or 0),
+                bytes=int(getattr(stats.output_size_bytes, "sum", 0) or 0),
+                cpu_s=round(float(getattr(stats.cpu_time, "sum", 0) or 0), 3),
+                wall_s=round(float(getattr(stats.wall_time, "sum", 0) or 0), 3),
+            )
+            for stage in stages
+            for stats in stage.operators_stats
+        ]
+        return str(summary.to_string()), operators
 
     def shutdown(self) -> None:
         """Head: end all of it."""

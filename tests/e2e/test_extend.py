@@ -1,0 +1,95 @@
+"""The examples of docs/extend.md, as they stand there: one job of own parts, and a backend of one's own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from launcher import backends
+from launcher.submit import app
+
+SUBMIT = Path(__file__).resolve().parents[2] / "launcher" / "submit.py"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "extend.md"
+RECIPE = """
+import torch
+
+from jitter import Jitter
+from jsonlines import JsonLines
+from stoker.recipe import Recipe
+
+
+class Own(Recipe):
+    data: str
+
+    def read(self, split):
+        return JsonLines(self.data, split)
+
+    def preprocess(self, split):
+        return [Jitter(0.1)]
+
+    def model(self):
+        return torch.nn.Linear(1, 1)
+
+    def training_step(self, model, batch):
+        return ((model(batch["x"].float()[:, None])[:, 0] - batch["y"]) ** 2).mean()
+
+    def validation_step(self, model, batch):
+        return {"loss": self.training_step(model, batch)}
+
+    def metrics(self):
+        return {}
+"""
+
+
+def examples() -> dict[str, str]:
+    """File name → text of each Python example, which begins with its name."""
+    blocks = re.findall(r"^```python\n# (\S+)\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    return dict(blocks)
+
+
+def test_an_own_source_transform_sink_and_strategy_train(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name, text in {**examples(), "own.py": RECIPE}.items():
+        if "/" not in name:
+            (source / name).write_text(text)
+    for split, files, lines in (("train", 4, 30), ("val", 1, 20)):
+        for number in range(files):
+            rows = [json.dumps({"x": i / lines, "y": 2 * i / lines}) for i in range(lines)]
+            (tmp_path / f"{split}-{number}.jsonl").write_text("\n".join(rows) + "\n")
+    yamls = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    job = {"name": "own", "recipe": "own:Own", "params": {"data": str(tmp_path)}}
+    for part in map(yaml.safe_load, yamls):
+        job |= part
+    job["train"] |= {"epochs": 2, "batch_size": 10, "workers": 2}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
+    command = [sys.executable, str(SUBMIT), "job.yaml", "--source-dir", "source"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "runs" / "latest"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["records"]["read"], summary["records"]["trained"]) == (240, 240)
+    assert summary["train_workers"] == 2
+    rows = (run / "losses.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["0", "1", "succeeded"]
+    assert float(rows[1].split(",")[1]) == summary["metrics"]["last"]["train/loss"]
+
+
+def test_an_own_backend_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [(name, text)] = [(name, text) for name, text in examples().items() if "/" in name]
+    (tmp_path / Path(name).name).write_text(text)
+    monkeypatch.setattr(backends, "__path__", [*backends.__path__, str(tmp_path)])
+    importlib.invalidate_caches()
+    digits = str(PAGE.parents[1] / "source_dir" / "configs" / "digits.yaml")
+    asked = ["run", digits, "--on", "nice", "--dry-run", f"output_dir={tmp_path}"]
+    shown = CliRunner().invoke(app, asked)
+    assert shown.exit_code == 0, shown.exception
+    assert "priority low" in shown.output
