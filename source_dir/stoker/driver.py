@@ -28,6 +28,7 @@ from stoker.errors import DataError, UsageError, where_raised
 from stoker.extras import refuse_missing
 from stoker.fit import Fit
 from stoker.hosts import host_changes, hosts
+from stoker.logs import open_log
 from stoker.place import Outcome, Place
 from stoker.recipe import SOURCE_FOLDER, Recipe, load_object, load_recipe
 from stoker.schema import Config
@@ -264,11 +265,8 @@ def follow(fit: Fit, coordinator: Any, tracking: Tracking) -> None:
 
 def conclude(fit: Fit, summary: Summary) -> int:
     """Head: how the run ended, as a status and an exit code."""
-    from stoker.training.trainer import cause_of
-
-    if fit.error is not None or fit.reason:
-        summary.status = "failed"
-        summary.error = fit.reason or cause_of(fit.error)  # type: ignore[arg-type]
+    if fit.error or fit.reason:
+        summary.status, summary.error = "failed", fit.reason or fit.error
         return 1
     if _stop_reason and not fit.complete:
         summary.status, summary.error = "interrupted", _stop_reason
@@ -310,23 +308,3 @@ def end_coordinator(coordinator: Any) -> None:
     if coordinator is not None:
         with contextlib.suppress(ray.exceptions.RayError):
             ray.kill(coordinator)
-
-
-class LogFormatter(logging.Formatter):
-    """Head: log lines without the run's secrets, which an exception's text may hold."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return redaction.scrub(super().format(record))
-
-
-def open_log(run_dir: Path) -> logging.Logger:
-    """Head: the run's log file; Ray's own messages go there and not on the screen."""
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(run_dir / "logs" / "driver.log")
-    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("ray", "ray.data", "ray.train", "stoker"):
-        logger = logging.getLogger(name)
-        logger.handlers[:] = [handler]
-        logger.propagate = False
-        logger.setLevel(logging.INFO)
-    return logging.getLogger("stoker")

@@ -1,20 +1,27 @@
-"""Head: the trainer's thread."""
+"""Head: Ray Train's part of the run, in a process of its own."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import traceback
+from pathlib import Path
 from typing import Any
 
+from stoker import redaction
 from stoker.checkpoints import resume as resuming
 from stoker.data.engine.passes import GROUP_LABEL
+from stoker.errors import explain
+from stoker.logs import open_log
 from stoker.place import Place
 from stoker.schema import Config
 
 
 class Fit:
-    """Head: TorchTrainer.fit() in a thread of its own, so that this one can watch and be signalled."""
+    """Head: TorchTrainer.fit(), so that this process can watch and be signalled.
+
+    It runs in one of Ray's processes on this host, which has imported Ray Train and PyTorch before it was
+    asked: the driver needs neither.
+    """
 
     def __init__(
         self,
@@ -26,8 +33,10 @@ class Fit:
         totals: dict[str, int | None],
         start: resuming.Start,
     ) -> None:
-        self.error: BaseException | None = None
-        self.reason = ""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self.error = self.reason = ""
         self.complete = False
         """Whether training has come to its own end, with its model written."""
         settings = {
@@ -39,22 +48,49 @@ class Fit:
             "records": totals["train"],
             "has_val": "val" in totals,
         }
-        (place.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         selector = {GROUP_LABEL: place.train_group} if place.train_group else None
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=here, name="fit")(fit)
         own_cluster = place.backend != "ray"
-        self.args = (config, settings, place.run_dir / "logs", workers, use_gpu, selector, own_cluster)
-        self.thread = threading.Thread(target=self._run, name="fit", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        from stoker.training.trainer import make_trainer
-
-        try:
-            make_trainer(*self.args).fit()
-        except BaseException as error:
-            logging.getLogger("stoker").error("%s", "".join(traceback.format_exception(error)))
-            self.error = error
+        self._call = task.remote(config, settings, place.run_dir, workers, use_gpu, selector, own_cluster)
+        self._ended = False
 
     @property
     def alive(self) -> bool:
-        return self.thread.is_alive()
+        """Whether training goes on; `error` says how it ended."""
+        import ray
+
+        if not self._ended and ray.wait([self._call], timeout=0)[0]:
+            self._ended = True
+            try:
+                self.error = ray.get(self._call)
+            except Exception as error:
+                self.error = explain(error)
+        return not self._ended
+
+
+def fit(config: Config, settings: dict[str, Any], run_dir: Path, *how: Any) -> str:
+    """A process of Ray's on the head: train to the end.
+
+    Args:
+        config: the job.
+        settings: for `train_worker` in every train worker.
+        run_dir: of the run; Ray Train's own files go to its logs.
+        how: number of train workers, whether they have GPUs, labels of their hosts, whether the cluster ends
+            with the run.
+
+    Returns:
+        The one line behind a failure; empty where there is none.
+    """
+    from stoker.bootstrap.cluster import set_ray_train
+    from stoker.training.trainer import cause_of, make_trainer
+
+    set_ray_train()
+    redaction.learn(config.model_dump(mode="json"))
+    open_log(run_dir)
+    try:
+        make_trainer(config, settings, run_dir / "logs", *how).fit()
+    except BaseException as error:
+        logging.getLogger("stoker").error("%s", "".join(traceback.format_exception(error)))
+        return cause_of(error)
+    return ""

@@ -65,6 +65,20 @@ with cluster.prepared():
         pass
     assert ray.get(first[1].about.remote())["pid"] == b["pid"], "another's end is not its own"
 
+    @ray.remote(num_cpus=0, runtime_env={"env_vars": {forks.TRAINS_VARIABLE: "1"}})
+    class Trains(Worker.__ray_metadata__.modified_class):
+        def has(self):
+            return "torch._dynamo" in sys.modules, self.about()["imported"]
+
+    assert ray.get(Trains.remote().has.remote()) == (True, True), "from the second server"
+    import psutil
+
+    for child in psutil.Process(SERVER()).children():
+        if "server.py" in str(child.cmdline()):
+            child.kill()
+            child.wait()
+    assert ray.get(Trains.remote().has.remote()) == (False, True), "the first one stands in"
+
     os.kill(SERVER(), 9)
     c = ray.get(Worker.remote().about.remote())
     assert not c["imported"], "where nobody forks, a worker starts as Ray starts it"

@@ -335,7 +335,7 @@ def test_the_exit_code_of_a_stop_says_whether_training_had_finished(
 ) -> None:
     monkeypatch.setattr(driver, "_stop_reason", "SIGTERM")
     fit: Any = object.__new__(driver.Fit)
-    fit.error, fit.reason, fit.complete = None, "", complete
+    fit.error, fit.reason, fit.complete = "", "", complete
     summary = Summary()
     assert driver.conclude(fit, summary) == code
     assert summary.status == ("succeeded" if complete else "interrupted")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
+import shutil
 import socket
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from stoker.bootstrap import forks
 from stoker.bootstrap.lifeline import Ended, Lifeline
@@ -44,43 +49,79 @@ def prepared() -> Iterator[None]:
         server.stop()
 
 
-@contextmanager
-def local(config: Config) -> Iterator[None]:
-    """Laptop: a Ray cluster of this machine alone, with a token of its own, gone at the end."""
-    token = os.environ["RAY_AUTH_TOKEN"]
-    forks.use_forks()
-    import ray
+class LocalCluster:
+    """Laptop: a Ray cluster of this machine alone, with a token of its own, which starts beside all else.
 
-    shown = config.cluster.dashboard
-    context = ray.init(
-        address="local",
-        num_cpus=config.cluster.cpus or os.cpu_count(),
-        include_dashboard=shown,
-        dashboard_host="127.0.0.1",
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=(config.cluster.object_store_mb or 0) * 2**20 or None,
-        labels={"stoker.group": "local"},
-    )
-    token_file = local_place().run_dir / TOKEN_FILE
-    try:
-        if shown:
-            write_token(token_file, token)
+    Args:
+        config: `cluster`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        forks.use_forks()
+        self._config = config.cluster
+        self._token = os.environ["RAY_AUTH_TOKEN"]
+        self._token_file = local_place().run_dir / TOKEN_FILE
+        self._started: Future[Any] = Future()
+        self._over = threading.Event()
+        threading.Thread(target=self._start, name="ray", daemon=True).start()
+
+    def _start(self) -> None:
+        try:
+            import ray
+
+            context = ray.init(
+                address="local",
+                num_cpus=self._config.cpus or os.cpu_count(),
+                include_dashboard=self._config.dashboard,
+                dashboard_host="127.0.0.1",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=(self._config.object_store_mb or 0) * 2**20 or None,
+                labels={"stoker.group": "local"},
+            )
+            self._started.set_result(context)
+        except BaseException as error:
+            self._started.set_exception(error)
+        self._over.wait()  # the kernel ends Ray's daemons with the thread that started them
+
+    def abandon(self, code: int) -> NoReturn:
+        """Laptop: end this process at once, while Ray may still be starting: nothing has been begun."""
+        import psutil
+
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.terminate() if "forks" in "".join(child.cmdline()) else child.kill()
+        for session in Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())).glob(
+            f"ray/session_*_{os.getpid()}"
+        ):
+            shutil.rmtree(session, ignore_errors=True)
+        os._exit(code)
+
+    def __enter__(self) -> None:
+        context = self._started.result()
+        if self._config.dashboard:
+            write_token(self._token_file, self._token)
             print(
-                f"dashboard: http://{context.dashboard_url}  it asks for the run's token: cat {token_file}",
+                f"dashboard: http://{context.dashboard_url}  it asks for the run's token:"
+                f" cat {self._token_file}",
                 flush=True,
             )
-        yield
-    finally:
-        if shown:
-            token_file.unlink(missing_ok=True)
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        if self._config.dashboard:
+            self._token_file.unlink(missing_ok=True)
         ray.shutdown()
+        self._over.set()
 
 
 @contextmanager
 def connected() -> Iterator[None]:
     """A job's process on a Ray cluster: that cluster, with the token it runs under."""
-    _set_ray_train()
+    set_ray_train()
     import ray
 
     ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
@@ -105,7 +146,7 @@ def set_environment(token: str) -> None:
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     if len(tempfile.gettempdir()) > LONGEST_TEMP_DIR:
         os.environ.setdefault("RAY_TMPDIR", "/tmp")  # noqa: S108 - Ray makes a folder of its own in it
-    _set_ray_train()
+    set_ray_train()
     os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
     # A stopped host must be gone at once, not after Ray's drain of half a minute.
     os.environ["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
@@ -264,7 +305,8 @@ def stay(lifeline: Lifeline, alive: Callable[[], bool], check: Callable[[], None
             return None
 
 
-def _set_ray_train() -> None:
+def set_ray_train() -> None:
+    """The process that trains, and those that start such: how Ray Train is to behave."""
     os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
     # Train workers stay in the job's folder, where the recipe's relative paths hold.
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"

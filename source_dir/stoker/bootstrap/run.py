@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -63,22 +61,25 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
 
     try:
         resolved = read_configuration(arguments, {})
-        from stoker import driver
-
-        driver.check(resolved)
-        opened = None if on_cluster else driver.open_early(resolved)
     except UsageError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return 2
-    except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _refused(error)
+    from stoker import driver
     from stoker.place import local_place
 
-    # Ray's start is mostly waiting: the driver's heaviest import fits into it.
-    threading.Thread(target=_import_ahead, args=("torch",), daemon=True).start()
-    with cluster.connected() if on_cluster else cluster.local(resolved.config):
+    starting = cluster.connected() if on_cluster else cluster.LocalCluster(resolved.config)
+    opened, code = None, 0
+    try:
+        driver.check(resolved)
+        opened = None if on_cluster else driver.open_early(resolved)
+    except (UsageError, DataError) as error:
+        code = _refused(error)
+    except KeyboardInterrupt:
+        code = 130
+    if code:
+        if isinstance(starting, cluster.LocalCluster):
+            starting.abandon(code)
+        return code
+    with starting:
         # After ray.init, which installs handlers of its own.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _stop_locally)
@@ -86,9 +87,11 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
         return driver.run(resolved, place, opened).code
 
 
-def _import_ahead(name: str) -> None:
-    with contextlib.suppress(Exception):  # it shows where the module is used
-        importlib.import_module(name)
+def _refused(error: Exception) -> int:
+    """Laptop: say why, one line for each reason; the exit code."""
+    for problem in getattr(error, "problems", [str(error)]):
+        print(f"error: {problem}", file=sys.stderr)
+    return 2 if hasattr(error, "problems") else 1
 
 
 def _stop_locally(number: int, frame: Any) -> None:

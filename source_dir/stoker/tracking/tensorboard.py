@@ -1,12 +1,22 @@
-"""Head: TensorBoard's event files."""
+"""Head: TensorBoard's event files, by TensorBoard's own writer: it imports no PyTorch."""
 
 from __future__ import annotations
 
 import base64
 import io
 import logging
+import time
 from pathlib import Path
 from typing import Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary as Values
+from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+from tensorboard.compat.proto.types_pb2 import DT_STRING
+from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from stoker.tracking.runs import flat_config
 from stoker.tracking.scalars import Scalars
@@ -23,56 +33,84 @@ class Board(Sink):
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.scalars = Scalars()
-        self.writer = self._open(None)
+        self.writer = EventFileWriter(str(run_dir / "tensorboard"))
         try:
             config = (run_dir / "config.yaml").read_text(encoding="utf-8")
         except OSError:
             return
         # Four spaces make a block of code, which a fence inside the text cannot end.
-        self.writer.add_text("config", "".join(f"    {line}\n" for line in config.splitlines()), 0)
+        self._write(text("config/text_summary", "".join(f"    {line}\n" for line in config.splitlines())), 0)
 
-    def _open(self, purge_step: int | None) -> Any:
-        from tensorboardX import SummaryWriter
-
-        return SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=purge_step)
+    def _write(self, value: Any, step: int, at: float | None = None) -> None:
+        self.writer.add_event(Event(wall_time=at or time.time(), step=step, summary=Values(value=[value])))
 
     def take(self, event: dict[str, Any]) -> None:
         """Draw what an event holds."""
         for name, value in self.scalars.of(event).items():
-            self.writer.add_scalar(name, value, self.scalars.step, walltime=event.get("time"))
+            self._write(Values.Value(tag=name, simple_value=value), self.scalars.step, event.get("time"))
         if event["event"] == "samples":
             try:
                 for number, image in enumerate(event["images"]):
-                    self.writer.add_image(f"samples/{number}", pixels(image["png"]), dataformats="HWC")
+                    self._write(picture(f"samples/{number}", base64.b64decode(image["png"])), 0)
             except Exception:
                 logging.getLogger("stoker").exception("TensorBoard: no sample images")
         if event["event"] == "resumed":
             # What was drawn beyond the checkpoint comes again.
-            self.writer.close()
-            self.writer = self._open(event["step"] + 1)
+            start = SessionLog(status=SessionLog.START)
+            self.writer.add_event(Event(wall_time=time.time(), step=event["step"] + 1, session_log=start))
 
     def close(self, summary: Summary) -> None:
-        """Write the hyperparameters, for TensorBoard's table of runs, and close the files."""
-        from tensorboardX.summary import hparams
-
-        try:
-            config = flat_config(self.run_dir)
-            given = {
-                key: value if isinstance(value, bool | int | float) else str(value)
-                for key, value in config.items()
-                if key.startswith(COMPARED)
-            }
-            for part in hparams(given, summary.metrics.last):
-                self.writer.file_writer.add_summary(part)
-        except Exception:
-            # A table of hyperparameters is not worth a run.
-            logging.getLogger("stoker").exception("TensorBoard: no hyperparameters")
+        """Write the hyperparameters, for TensorBoard's table of runs, and close the file."""
+        config = {k: v for k, v in flat_config(self.run_dir).items() if k.startswith(COMPARED)}
+        for value in hyperparameters(config, list(summary.metrics.last)):
+            self._write(value, 0)
         self.writer.close()
 
 
-def pixels(png: str) -> Any:
-    """Head: a picture in base64 as height × width × 3, uint8."""
-    import numpy as np
+def text(tag: str, content: str) -> Any:
+    """Head: a text, which TensorBoard takes for Markdown."""
+    plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+    tensor = TensorProto(dtype=DT_STRING, string_val=[content.encode()], tensor_shape=shape)
+    return Values.Value(tag=tag, metadata=plugin, tensor=tensor)
+
+
+def picture(tag: str, png: bytes) -> Any:
+    """Head: an image."""
     from PIL import Image
 
-    return np.asarray(Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB"))
+    width, height = Image.open(io.BytesIO(png)).size
+    return Values.Value(
+        tag=tag, image=Values.Image(height=height, width=width, colorspace=3, encoded_image_string=png)
+    )
+
+
+def hyperparameters(config: dict[str, Any], metrics: list[str]) -> list[Any]:
+    """Head: what a run was given and what it is judged by.
+
+    Args:
+        config: keys and values; what is neither a number nor a truth is shown as text.
+        metrics: names of its curves.
+    """
+    names = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=name)) for name in metrics]
+    start = plugin_data_pb2.SessionStartInfo()
+    for key, value in config.items():
+        if isinstance(value, bool):
+            start.hparams[key].bool_value = value
+        elif isinstance(value, int | float):
+            start.hparams[key].number_value = value
+        else:
+            start.hparams[key].string_value = str(value)
+    infos = [api_pb2.HParamInfo(name=key) for key in config]
+    parts = {
+        metadata.EXPERIMENT_TAG: {"experiment": api_pb2.Experiment(hparam_infos=infos, metric_infos=names)},
+        metadata.SESSION_START_INFO_TAG: {"session_start_info": start},
+    }
+    found = []
+    for tag, part in parts.items():
+        data = plugin_data_pb2.HParamsPluginData(version=metadata.PLUGIN_DATA_VERSION, **part)
+        plugin = SummaryMetadata.PluginData(
+            plugin_name=metadata.PLUGIN_NAME, content=data.SerializeToString()
+        )
+        found.append(Values.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin)))
+    return found

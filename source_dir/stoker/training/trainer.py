@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from stoker.bootstrap.forks import TRAINS_VARIABLE
 from stoker.errors import UsageError, where_raised
 from stoker.schema import Config
 from stoker.training.loop import WHERE, train_worker
@@ -78,6 +79,7 @@ def make_trainer(
         run_config=RunConfig(
             name="ray_train",
             storage_path=str(storage),
+            worker_runtime_env={"env_vars": {TRAINS_VARIABLE: "1"}},
             failure_config=FailureConfig(max_failures=config.train.max_failures, controller_failure_limit=0),
         ),
     )

@@ -30,8 +30,10 @@ CHAIN = ("pyarrow.parquet", "ray.data", "stoker.data.engine.chain_worker", "PIL.
 """What chain workers import."""
 TRAINING = (*CHAIN, "ray.train.torch", "stoker.data.coordinator.actor", "stoker.training.loop")
 """What the processes of a host that trains import."""
-LATER = ("torch._dynamo", "timm.optim", "torchmetrics.classification")
-"""What train workers import after that; imported while nobody asks for a fork."""
+LATER = ("torch._dynamo", "timm.optim")
+"""What only train workers import."""
+TRAINS_VARIABLE = "STOKER_TRAINS"
+"""Set for train workers: they are forked from the process that has imported `LATER`, too."""
 
 
 class ForkServer:
@@ -39,7 +41,7 @@ class ForkServer:
 
     Args:
         modules: what it imports before it forks, as far as there is such a module.
-        later: what it imports while nobody asks.
+        later: what only those that train need; a second process imports it meanwhile.
     """
 
     def __init__(self, modules: Iterable[str], later: Iterable[str] = ()) -> None:
@@ -79,10 +81,17 @@ def use_forks() -> None:
     neither. Written for Ray 2.60.
     """
     with contextlib.suppress(ImportError, AttributeError):
-        from ray._private import utils
+        from ray._private import node, services, utils
         from ray._private.parameter import RayParams
+        from ray._private.ray_constants import PROCESS_TYPE_DASHBOARD_AGENT
 
         original = RayParams.update_if_absent
+        python = services._build_python_executable_command_memory_profileable
+
+        def program(component: str, *how: object, **more: object) -> list[str]:
+            command: list[str] = python(component, *how, **more)
+            agent = component == PROCESS_TYPE_DASHBOARD_AGENT
+            return [*command, "-S", str(HERE / "agent.py")] if agent else command
 
         def update_if_absent(self: RayParams, **values: object) -> None:
             if "worker_path" in values and os.environ.get(SOCKET_VARIABLE):
@@ -92,6 +101,9 @@ def use_forks() -> None:
                     self.include_log_monitor, self.no_monitor = False, True
                     # So Ray takes itself for installed without what its dashboard needs.
                     utils.get_dashboard_dependency_error = lambda: ImportError("not shown")
+                    # The start of the others would wait for it.
+                    node.Node.start_api_server = lambda self, **_: setattr(self, "_webui_url", "")
+                    services._build_python_executable_command_memory_profileable = program
             original(self, **values)
 
         RayParams.update_if_absent = update_if_absent

@@ -8,17 +8,16 @@ import json
 import os
 import random
 import runpy
-import select
 import shutil
 import signal
 import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-IDLE_S = 0.05
-"""Nobody asks, then: daemons and workers that start ask one after the other."""
+TRAINING = "training"
+"""The socket, beside the first, of the process from which those that train are forked."""
 
 
 def main(path: str, parent: int, modules: list[str], later: list[str]) -> None:
@@ -28,26 +27,56 @@ def main(path: str, parent: int, modules: list[str], later: list[str]) -> None:
         path: of the socket.
         parent: process id.
         modules: imported before anybody is answered.
-        later: imported while nobody asks.
+        later: what only those that train need; a fork of this process imports it and serves them.
     """
     end_with(parent, Path(path).parent)
     draw_ids_from_the_system()
+    training = str(Path(path).parent / TRAINING)
+    prepare(modules)
+    here = os.getpid()
+    second = os.fork() if later else 0
+    if later and not second:
+        end_with(here, Path(path).parent)
+        prepare(later)
+        serve_all(training)
+
+    def reap(*_: Any) -> None:
+        """Workers that have ended leave no trace; if the second server has, this one stands in."""
+        with contextlib.suppress(ChildProcessError):
+            while (process := os.waitpid(-1, os.WNOHANG)[0]) != 0:
+                if process == second:
+                    stand_in(path, training)
+
+    signal.signal(signal.SIGCHLD, reap)
+    if not later:
+        stand_in(path, training)
+    serve_all(path)
+
+
+def prepare(modules: list[str]) -> None:
+    """Every host: import what forks are to have."""
     for name in modules:
         load(name)
     refuse_shared_chance()
     gc.collect()
     gc.freeze()  # else a worker's first collection would copy all of it
-    signal.signal(signal.SIGCHLD, lambda number, frame: reap())
+
+
+def stand_in(path: str, training: str) -> None:
+    """Every host: let the first server be asked for those that train, too."""
+    Path(training).unlink(missing_ok=True)
+    Path(training).symlink_to(path)
+
+
+def serve_all(path: str) -> NoReturn:
+    """Every host: fork for whoever asks at this socket."""
+    if signal.getsignal(signal.SIGCHLD) in (signal.SIG_DFL, None):
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path + ".new")
         server.listen(256)
         Path(path + ".new").rename(path)
         while True:
-            if later and not select.select([server], [], [], IDLE_S)[0]:
-                load(later.pop(0))
-                refuse_shared_chance()
-                gc.freeze()
-                continue
             with contextlib.suppress(OSError, ValueError):
                 connection, _ = server.accept()
                 with connection:
@@ -162,13 +191,6 @@ def fresh_chance() -> None:
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
-
-
-def reap() -> None:
-    """Every host: workers that have ended leave no trace."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 def end_with(parent: int, folder: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-SOCKET_VARIABLE = "STOKER_FORKS"  # as in the package, whose import would take longer
+SOCKET_VARIABLE, TRAINS_VARIABLE = "STOKER_FORKS", "STOKER_TRAINS"  # the package's import would take longer
 WAIT_S = 40.0
 """For the process that imports; Ray waits for a worker for 60 s."""
 
@@ -23,6 +23,8 @@ def main() -> None:
 def forked(command: list[str]) -> bool:
     """Every host: whether a fork runs this command, with this process's environment, folder and output."""
     path = os.environ.get(SOCKET_VARIABLE, "")
+    if path and os.environ.get(TRAINS_VARIABLE):
+        path = str(Path(path).parent / "training")
     what = {"command": command, "environment": dict(os.environ), "folder": str(Path.cwd())}
     asked = json.dumps(what).encode()
     deadline = time.monotonic() + WAIT_S

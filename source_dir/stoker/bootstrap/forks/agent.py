@@ -1,0 +1,34 @@
+"""Every host: in place of Ray's dashboard agent where no dashboard is shown.
+
+Ray's own would import for a second of CPU, write into three files that it serves nothing, and wait. The
+raylet takes its end for a failure. It imports little, as it starts beside all else.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
+NOT_SERVED = "-1"
+
+
+def main() -> None:
+    """Every host: take the command line of Ray's agent; where that was to serve something, become it."""
+    given = dict(word[2:].split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word)
+    if "--minimal" not in sys.argv:
+        os.execv(sys.executable, [sys.executable, "-u", *sys.argv[1:]])  # noqa: S606 - Ray's own command
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    for port in PORTS:
+        file = Path(given["session-dir"]) / f"{port}_{given['node-id']}"
+        draft = file.with_suffix(".draft")
+        draft.write_text(NOT_SERVED)
+        draft.rename(file)
+    while os.getppid() == parent:
+        signal.sigtimedwait([signal.SIGCHLD], 5)
+
+
+if __name__ == "__main__":
+    main()
