@@ -139,8 +139,6 @@ def slept() -> Iterator[Row]:
                 if case.hosts == count:
                     found = sleeping.measure(case)
                     terms = {name: found.times[f"{name}_s"] for name in (*WAITS, "compute")}
-                    # While the first batch is awaited, the pipeline fills.
-                    terms["wait_production"] -= found.times["first_wait_s"]
                     yield Row(case, found.samples_per_s, binding(terms))
 
 

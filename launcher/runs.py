@@ -53,11 +53,28 @@ def refuse_unwritable(folder: Path) -> None:
         raise UsageError(f"output_dir: the disk of {there} is full ({free >> 20} MB are free)")
 
 
-def point_latest(run_dir: Path) -> None:
-    """Laptop: let `latest` beside a run directory lead to it, at once or not at all."""
-    draft = run_dir.parent / f".latest-{os.getpid()}"
+def point_latest(run_dir: Path) -> str | None:
+    """Laptop: let `latest` beside a run directory lead to it, at once or not at all; where it led before."""
+    latest, draft = run_dir.parent / "latest", run_dir.parent / f".latest-{os.getpid()}"
+    before = str(latest.readlink()) if latest.is_symlink() else None
     draft.symlink_to(run_dir.name)
-    draft.replace(run_dir.parent / "latest")
+    draft.replace(latest)
+    return before
+
+
+def forget(run_dir: Path, latest: str | None) -> None:
+    """Laptop: a run that was refused leaves no directory.
+
+    Args:
+        run_dir: of the run.
+        latest: where the link of this name led before.
+    """
+    link = run_dir.parent / "latest"
+    if link.is_symlink() and str(link.readlink()) == run_dir.name:
+        link.unlink()
+        if latest and (run_dir.parent / latest).is_dir():
+            link.symlink_to(latest)
+    shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def last_lines(run: Run, word: str, timeout_s: float, most: int = 1) -> tuple[list[str], bool]:

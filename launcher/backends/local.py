@@ -51,10 +51,11 @@ class LocalRequest:
 class LocalRun:
     """Laptop: the running process; its output is this terminal's."""
 
-    def __init__(self, run_dir: Path, process: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self, run_dir: Path, process: subprocess.Popen[bytes], new: bool = False, latest: str | None = None
+    ) -> None:
         self.id = str(run_dir)
-        self.run_dir = run_dir
-        self.process = process
+        self.run_dir, self.process, self.new, self.latest = run_dir, process, new, latest
 
     def status(self) -> str:
         code = self.process.poll()
@@ -69,6 +70,8 @@ class LocalRun:
             while True:
                 try:
                     code = self.process.wait()
+                    if code == 2 and self.new and not PastRun(self.run_dir).summary().get("steps"):
+                        runs.forget(self.run_dir, self.latest)
                     return 128 - code if code < 0 else code
                 except KeyboardInterrupt:
                     # The terminal has sent SIGINT to the whole group: the job is stopping by itself.
@@ -98,9 +101,10 @@ def plan(job: Job, run_dir: Path | None = None) -> LocalRequest:
 def submit(request: LocalRequest) -> LocalRun:
     """Laptop: stage the source and start the job's process."""
     run_dir = request.run_dir
+    new = not run_dir.exists()
     shutil.rmtree(run_dir / "code", ignore_errors=True)  # of a run that goes on
     request.job.stage(run_dir / "code")
-    runs.point_latest(run_dir)
+    latest = runs.point_latest(run_dir)
     command = [sys.executable, *COMMAND[1:]]
     environment = os.environ | {
         RUN_DIR_VARIABLE: str(run_dir),
@@ -109,7 +113,7 @@ def submit(request: LocalRequest) -> LocalRun:
     }
     process = subprocess.Popen(command, cwd=run_dir / "code", env=environment)
     (run_dir / PROCESS_FILE).write_text(str(process.pid))
-    return LocalRun(run_dir, process)
+    return LocalRun(run_dir, process, new, latest)
 
 
 class PastRun:
