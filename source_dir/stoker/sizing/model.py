@@ -110,13 +110,6 @@ def usd_per_million_samples(prediction: Prediction, shape: Shape) -> float:
     return shape.usd_per_hour / (3600 * prediction.samples_per_s) * 1e6
 
 
-def price_efficiency(work: Workload, shape: Shape) -> float:
-    """Anywhere: samples per dollar against the same GPU hosts alone: (T/T₀)·P_g/(P_g + n·P_c)."""
-    alone = shape.with_cpu_hosts(0)
-    gain = predict(work, shape).samples_per_s / predict(work, alone).samples_per_s
-    return gain * alone.usd_per_hour / shape.usd_per_hour
-
-
 def knee(work: Workload, shape: Shape) -> float:
     """Anywhere: n*, the number of CPU hosts (not rounded) beyond which more of them gain nothing.
 
@@ -149,13 +142,8 @@ def cheapest_count(work: Workload, shape: Shape, limit: int = MAX_CPU_HOSTS) -> 
     return next(n for n, cost in enumerate(costs) if cost <= best * (1 + TOLERANCE))
 
 
-def greatest_gain(work: Workload) -> float:
-    """Anywhere: how many times faster CPU hosts can make the CPU side at most: (c+h)/(κ+h)."""
-    return _ratio(work.cpu_s + work.other_s, work.receive_s + work.other_s)
-
-
 class _Curve:
-    """Anywhere: total throughput as a function of the remote rate R: concave, of straight shards."""
+    """Anywhere: total throughput as a function of the remote rate R: concave, of straight lines."""
 
     def __init__(self, work: Workload, shape: Shape) -> None:
         self.work, self.shape = work, shape
@@ -182,10 +170,10 @@ class _Curve:
 
     def total(self, remote: float) -> float:
         """T at a remote rate."""
-        shards = [base + slope * remote for base, slope in self._shards() if math.isfinite(base)]
-        return max(min([self.gpu_cap, self.receiver_cap, *shards]), 0.0)
+        lines = [base + slope * remote for base, slope in self._lines() if math.isfinite(base)]
+        return max(min([self.gpu_cap, self.receiver_cap, *lines]), 0.0)
 
-    def _shards(self) -> tuple[tuple[float, float], tuple[float, float]]:
+    def _lines(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """T ≤ base + slope·R by the CPUs of the GPU hosts: all of them, and those of the chain."""
         work = self.work
         whole = work.cpu_s + work.other_s
@@ -203,8 +191,8 @@ class _Curve:
         return max(r for r in finite if self.total(r) >= best * (1 - TOLERANCE))
 
     def _corner(self) -> float:
-        """Where the two shards meet."""
-        (base, slope), (slots, one) = self._shards()
+        """Where the two lines meet."""
+        (base, slope), (slots, one) = self._lines()
         return (base - slots) / (one - slope) if math.isfinite(slots) and one != slope else 0.0
 
     def knee_remote(self) -> float:
@@ -215,11 +203,11 @@ class _Curve:
             points = [min(r, ceiling) for r in [*points, ceiling]]
             best = max(self.total(r) for r in points)
         else:
-            growing = all(slope > 0 for _, slope in self._shards())
+            growing = all(slope > 0 for _, slope in self._lines())
             at_points = max(self.total(r) for r in points)
             best = min(self.gpu_cap, self.receiver_cap) if growing else at_points
         needed = 0.0
-        for base, slope in self._shards():
+        for base, slope in self._lines():
             if base < best * (1 - TOLERANCE) and slope > 0:
                 needed = max(needed, (best - base) / slope)
         return needed

@@ -293,7 +293,7 @@ def verify(store: Store, name: str) -> str | None:
 
 
 def sha256(path: Path) -> str:
-    """Every host: of a file; in large shards, for only within one is the interpreter's lock free."""
+    """Every host: of a file; in large pieces, for only within one is the interpreter's lock free."""
     total = hashlib.sha256()
     # A mapping of its own goes back to the system. From the heap of a thread, and every checkpoint has
     # another thread, it would stay with the process, once for each of the allocator's arenas.

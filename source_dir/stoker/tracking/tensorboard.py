@@ -61,10 +61,12 @@ class Board(Sink):
 
     def close(self, summary: Summary) -> None:
         """Write the hyperparameters, for TensorBoard's table of runs, and close the file."""
-        config = {k: v for k, v in flat_config(self.run_dir).items() if k.startswith(COMPARED)}
-        for value in hyperparameters(config, list(summary.metrics.last)):
-            self._write(value, 0)
-        self.writer.close()
+        try:
+            config = {k: v for k, v in flat_config(self.run_dir).items() if k.startswith(COMPARED)}
+            for value in hyperparameters(config, list(summary.metrics.last)):
+                self._write(value, 0)
+        finally:
+            self.writer.close()
 
 
 def text(tag: str, content: str) -> Any:

@@ -85,7 +85,7 @@ def blocks_note(config: Config, data: Data, workers: int) -> str:
     """Head: what to say where the training data comes in too few shards to keep every CPU at work.
 
     Rows are shared evenly whatever the shards, so no train worker starves while another is fed; but one
-    shard is one chain worker, and with few of them CPUs stand idle and each train worker waits longer.
+    shard is read by one chain worker: with few of them CPUs stand idle and each train worker waits longer.
 
     Returns:
         One line; empty where there are enough.
