@@ -55,7 +55,8 @@ def attempt_of(start: Callable[[Passes], DataCursor], hosts: Hosts) -> Attempt:
     )
     source = Shards()
     passes = Passes(config, {"train": source}, {"train": b""})
-    shared = (threading.Condition(), {"train": ChainCosts()}, lambda *_, **__: None, None, Suspects())
+    changed = threading.Condition()
+    shared = (changed, changed, {"train": ChainCosts()}, lambda *_, **__: None, None, Suspects())
     attempt = Attempt(0, WORKERS, passes, {"train": source.count()}, start(passes), *shared)
     attempt.produce(hosts, 2**60, count())
     return attempt

@@ -61,7 +61,8 @@ class Head:
         self.source = Shards(groups)
         passes = Passes(config, {"train": self.source}, {"train": b""})
         start = DataCursor(epoch=0, plan=passes.identity("f"))
-        shared = (threading.Condition(), {"train": ChainCosts()}, lambda *_, **__: None, None, Suspects())
+        changed = threading.Condition()
+        shared = (changed, changed, {"train": ChainCosts()}, lambda *_, **__: None, None, Suspects())
         self.attempt = Attempt(0, 1, passes, {"train": self.source.count()}, start, *shared)
         self.delivered: list[tuple[int, int]] = []
         deliver = self.attempt.deliver

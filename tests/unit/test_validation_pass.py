@@ -28,10 +28,10 @@ def head(start: DataCursor, workers: int = 2, epochs: int = 3) -> tuple[Coordina
     changed = threading.Condition()
     totals = {"train": ROWS, "val": ROWS}
     chain = {"train": ChainCosts(), "val": ChainCosts()}
-    shared = (changed, chain, lambda *args, **values: None, None, Suspects())
+    shared = (changed, changed, chain, lambda *args, **values: None, None, Suspects())
     attempt = Attempt(0, workers, passes, totals, start, *shared)
     found: Any = object.__new__(Coordinator)
-    found.passes, found.changed, found.attempt = passes, changed, attempt
+    found.passes, found.changed, found.ready, found.attempt = passes, changed, changed, attempt
     found.stop_reason, found.events = "", []
     for stream in attempt.streams.values():
         stream.arrived(None, ROWS, 1)

@@ -136,7 +136,8 @@ class Way:
         passes = Passes(config, data.sources, packed, schemas=schemas)
         bad: list[BadRecord] = []
         start = DataCursor(epoch=0, plan=passes.identity(data.sources["train"].fingerprint()))
-        shared = (threading.Condition(), _books(), lambda *_, **__: None, None, Suspects())
+        changed = threading.Condition()
+        shared = (changed, changed, _books(), lambda *_, **__: None, None, Suspects())
         attempt = Attempt(0, workers, passes, data.totals, start, *shared)
         stream = attempt.streams["train", 0]
         plan = passes.plan("train", 0, None)

@@ -117,6 +117,7 @@ class Coordinator(Production):
                 self.totals,
                 start,
                 self.changed,
+                self.ready,
                 self.chain,
                 self._event,
                 self.keeping,
@@ -129,6 +130,7 @@ class Coordinator(Production):
                 raise UsageError(problem)
             self.attempt.produce(self.pool, self.buffer_bytes, self.ticket_numbers)
             self.changed.notify_all()
+            self.ready.notify_all()
         self.start_engine(me)
 
     def _start(self, first_epoch: int, saved: dict[str, Any] | None) -> DataCursor:
@@ -176,7 +178,7 @@ class Coordinator(Production):
                 stream = current.streams.get((split, epoch))
                 if stream is not None and stream.splitter.ready(step):
                     break
-                self.changed.wait(1.0)
+                self.ready.wait(1.0)
             else:
                 return self._why_over(attempt)
             portion = stream.portion(step, rank)
@@ -261,7 +263,7 @@ class Coordinator(Production):
             while not stream.reconciled:
                 if current.over:
                     return current.why_over
-                self.changed.wait(1.0)
+                self.ready.wait(1.0)
             return stream.account.counts()
 
     def _reconcile(self, attempt: Attempt, stream: Stream, unused: list[BlockSlice]) -> None:
@@ -275,6 +277,7 @@ class Coordinator(Production):
             if not attempt.over:
                 attempt.reconcile(stream, remaining)
                 self.changed.notify_all()
+                self.ready.notify_all()
 
     def request_stop(self, reason: str) -> None:
         """Driver's call: stop all ranks after the same step, soon."""

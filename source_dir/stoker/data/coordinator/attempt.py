@@ -34,7 +34,8 @@ class Attempt:
         passes: what to read.
         totals: records of each split, None where nobody knows.
         start: where training starts.
-        changed: the coordinator's lock.
+        changed: the coordinator's lock; notified where what is to be produced may have changed.
+        ready: of the same lock; notified where ranks may go on.
         chain: takes what the chain costs, by split.
         event: takes (event, values).
         keeping: what hosts keep across epochs; None: nothing.
@@ -49,6 +50,7 @@ class Attempt:
         totals: dict[str, int | None],
         start: DataCursor,
         changed: threading.Condition,
+        ready: threading.Condition,
         chain: dict[str, ChainCosts],
         event: Callable[..., None],
         keeping: CacheAffinity | None,
@@ -56,7 +58,8 @@ class Attempt:
     ) -> None:
         self.suspects = suspects
         self.number, self.workers, self.passes, self.totals = number, workers, passes, totals
-        self.changed, self.chain, self.event, self.keeping = changed, chain, event, keeping
+        self.changed, self.ready = changed, ready
+        self.chain, self.event, self.keeping = chain, event, keeping
         self.failure = ""
         self.replaced = False
         """Whether a later attempt has begun."""
@@ -81,6 +84,7 @@ class Attempt:
         with self.changed:
             self.failure = self.failure or reason
             self.changed.notify_all()
+            self.ready.notify_all()
 
     def _passes(self, start: DataCursor) -> Iterator[Stream]:
         config = self.passes.config
@@ -161,9 +165,12 @@ class Attempt:
     def deliver(self, stream: Stream, block: Any, report: BlockReport, node: str) -> None:
         """Planner's call: a block in its turn, its report, and the node that made it."""
         with self.changed:
+            rows = stream.splitter.rows
             if self.account(stream, report, node) and report.rows:
                 stream.arrived(block, report.rows, report.bytes_out, node, report.shard)
             self.changed.notify_all()
+            if rows // stream.splitter.step_rows != stream.splitter.rows // stream.splitter.step_rows:
+                self.ready.notify_all()
 
     def produced(self, stream: Stream) -> None:
         """A pass has given all its blocks."""
@@ -173,6 +180,7 @@ class Attempt:
             if stream.splitter.rows == 0 and stream.account.carried.trained == 0:
                 raise DataError(f"the {stream.account.split} split gave no record")
             self.changed.notify_all()
+            self.ready.notify_all()
 
     def task_starts(self, split: str, task: str, retry: int) -> Start | None:
         """A task starts that was started before: how to begin; None: not at all."""

@@ -39,8 +39,11 @@ class Production:
         self, passes: Passes, totals: dict[str, int | None], hosts: Callable[[Counter[str]], list[ChainHost]]
     ) -> None:
         self.passes, self.totals, self.hosts = passes, totals, hosts
-        self.changed = threading.Condition()
-        """The coordinator's lock."""
+        lock = threading.RLock()
+        self.changed = threading.Condition(lock)
+        """The coordinator's lock; those wait on it who decide what is produced."""
+        self.ready = threading.Condition(lock)
+        """The same lock; ranks wait on it for their rows, and a block wakes them if it completes a step."""
         self.attempt: Attempt | None = None
         self.training: dict[int, str] = {}
         """Node of each rank."""
