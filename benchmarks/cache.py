@@ -118,8 +118,8 @@ def write(folder: Path, images: list[bytes]) -> None:
 
 
 def epochs(folder: str, kind: str) -> list[float]:
-    """Images/s of one job's first epoch and of all later ones together, which are produced ahead of one another;
-    the train worker takes all that comes."""
+    """Images/s of a job: of its first epoch, and of all later ones, which are produced ahead of one another;
+    its train worker takes all that comes."""
     import ray
 
     from stoker.data.feed.feed import EpochFeed, PrefetchLimit
