@@ -23,13 +23,13 @@ def refuse_meaningless(options: Options, chosen: Backend) -> None:
     Raises:
         UsageError: naming each, and where it has a meaning.
     """
-    others = [name for name in Options.__dataclass_fields__ if name not in chosen.options]
-    places = {name: [place.name for place in backends() if name in place.options] for name in others}
-    problems = [
-        f"--{name}: has no meaning with --on {chosen.name}; use it with --on {' or --on '.join(known)}"
-        for name, known in places.items()
-        if known and getattr(options, name)
-    ]
+    fields = [name for name in Options.__dataclass_fields__ if name not in ("on", *chosen.options)]
+    problems = []
+    for name in filter(lambda field: getattr(options, field), fields):
+        # The other places are imported only where something was typed that may be theirs.
+        if known := [place.name for place in backends() if name in place.options]:
+            use = " or --on ".join(known)
+            problems.append(f"--{name}: has no meaning with --on {chosen.name}; use it with --on {use}")
     if problems:
         raise UsageError(*problems)
 

@@ -92,5 +92,5 @@ def fit(config: Config, settings: dict[str, Any], run_dir: Path, *how: Any) -> s
         make_trainer(config, settings, run_dir / "logs", *how).fit()
     except BaseException as error:
         logging.getLogger("stoker").error("%s", "".join(traceback.format_exception(error)))
-        return cause_of(error)
+        return cause_of(error) or type(error).__name__  # an empty line would stand for success
     return ""
