@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
     """Anywhere: a frozen group of keys that refuses keys it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _none_is_a_choice(cls, values: Any) -> Any:
+        """YAML and the command line read `none` as nothing; where it is one of the choices, it is that."""
+        if not isinstance(values, dict):
+            return values
+        choices = {name for name, field in cls.model_fields.items() if "none" in get_args(field.annotation)}
+        return {k: "none" if v is None and k in choices else v for k, v in values.items()}
 
 
 class HostsConfig(Section):

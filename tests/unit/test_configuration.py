@@ -68,3 +68,9 @@ def test_every_key_has_a_meaning_to_show() -> None:
 def test_a_configuration_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         load(None).config.train.epochs = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("typed", ["none", "None", "null", "'none'"])
+def test_none_can_be_typed_where_it_is_a_choice(typed: str) -> None:
+    config = load(None, [f"data.cache={typed}", f"train.scheduler={typed}"]).config
+    assert (config.data.cache, config.train.scheduler) == ("none", "none")

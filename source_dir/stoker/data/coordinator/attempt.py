@@ -13,6 +13,7 @@ from stoker.data.coordinator.cursor import Trail
 from stoker.data.coordinator.signals import OneTimeSignal, Pace, Signal
 from stoker.data.coordinator.splitter import Splitter
 from stoker.data.coordinator.streams import Stream
+from stoker.data.engine.listing import Lister
 from stoker.data.engine.passes import Passes
 from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import Pool
@@ -151,7 +152,7 @@ class Attempt:
             buffer_bytes: of blocks that are kept ready.
             numbers: numbers tickets.
         """
-        self.planner = Planner(self, pool, buffer_bytes, numbers)
+        self.planner = Planner(self, pool, buffer_bytes, numbers, Lister(self, pool))
 
     def open_streams(self) -> list[Stream]:
         """The passes that may be produced now, in order."""

@@ -50,6 +50,8 @@ class Production:
         self.suspects = Suspects()
         self.pool = Pool(groups=tuple(label(group) for group in passes.config.data.preprocess_on))
         self.engine: Engine | None = None
+        self.setups: dict[str, Any] = {}
+        """Reference of the Setup of each split."""
         self.ticket_numbers = count()
         self._started = threading.Lock()
 
@@ -79,6 +81,10 @@ class Production:
             planner = self._planner()
             return planner.claim(ticket, node, process) if planner else None
         return None
+
+    def setup(self, split: str) -> list[Any]:
+        """Chain worker's call: a reference of the Setup of a split."""
+        return [self.setups[split]]
 
     def block_made(self, ticket: int, report: BlockReport, origin: Origin, told: Told) -> bool:
         """Chain worker's call: a block will come; whether to go on."""
@@ -118,9 +124,9 @@ class Production:
 
         with self._ends_the_attempt():
             self.pool.update(self.hosts(Counter()), False, time.monotonic())
-            setups = {split: ray.put(self.passes.setup(split)) for split in self.totals}
+            self.setups |= {split: ray.put(self.passes.setup(split)) for split in self.totals}
             head = ray.get_runtime_context().get_node_id()
-            self.engine = engine = Engine(me, setups, self.pool, head)
+            self.engine = engine = Engine(me, self.pool, head)
             threading.Thread(target=self._look, args=(engine,), name="look", daemon=True).start()
             engine.run(self._arrived)
         self.engine = None

@@ -56,6 +56,16 @@ class Stream:
             self.held_bytes += size
 
     @property
+    def step_rows(self) -> int:
+        """Rows of one step, of all ranks."""
+        return self.splitter.step_rows
+
+    @property
+    def ended(self) -> bool:
+        """Whether all rows are here."""
+        return self.splitter.ended
+
+    @property
     def rows_ahead(self) -> int:
         """Rows beyond what every rank has asked for."""
         return self.splitter.rows - self.slowest * self.splitter.step_rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from stoker.data.engine import ray_internals
@@ -15,6 +15,8 @@ from stoker.data.preprocessing.blocks import to_table
 from stoker.errors import OverError, root_cause
 
 ANSWER_S = 120.0
+MOST_LOADED = 8
+"""Splits that stay open; a script may read through any number of loaders."""
 IDLE_S = 0.2
 """A ticket for which there is no work ends after this, so that the head is not asked without pause."""
 
@@ -23,16 +25,15 @@ class ChainWorker:
     """CPU host: see the module. It keeps source, chain and cache of each split open for the whole run.
 
     Args:
-        coordinator: the actor that it asks for work.
-        setups: reference of the Setup of each split, loaded when there is work for it.
+        coordinator: the actor that it asks for work, and for the Setup of a split when there is work for it.
     """
 
-    def __init__(self, coordinator: Any, setups: Mapping[str, Any]) -> None:
+    def __init__(self, coordinator: Any) -> None:
         import ray
 
         ray_internals.keep_blocks_whole()
         context = ray.get_runtime_context()
-        self._coordinator, self._setups = coordinator, setups
+        self._coordinator = coordinator
         self._loaded: dict[str, Loaded] = {}
         self._node, self._process = context.get_node_id(), context.get_actor_id()
 
@@ -61,9 +62,10 @@ class ChainWorker:
 
     def _blocks(self, ticket: int, claim: Claim, task: str) -> Iterator[Any]:
         split, care = claim.plan.split, claim.care
-        if split not in self._loaded:
-            self._loaded[split] = load(self._setups[split])
-        loaded = self._loaded[split]
+        loaded = self._loaded.pop(split, None) or load(*self._ask("setup", split))
+        self._loaded[split] = loaded
+        for oldest in list(self._loaded)[:-MOST_LOADED]:
+            del self._loaded[oldest]
         witness = Witness(self._coordinator, care, split) if care.names else None
         guard = Guard(care.known, witness) if care.known or witness else None
         made = 0

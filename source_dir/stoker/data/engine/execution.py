@@ -37,18 +37,17 @@ class Engine:
 
     Args:
         coordinator: its handle.
-        setups: reference of the Setup of each split.
         pool: the hosts.
         head: this host's Ray node.
     """
 
-    def __init__(self, coordinator: Any, setups: dict[str, Any], pool: Pool, head: str) -> None:
+    def __init__(self, coordinator: Any, pool: Pool, head: str) -> None:
         self._pool = pool
         self._placed: list[str] = []
         """Nodes of the actors that are starting, in order."""
-        self.execution = ray_internals.Execution(self._dataset(coordinator, setups, head))
+        self.execution = ray_internals.Execution(self._dataset(coordinator, head))
 
-    def _dataset(self, coordinator: Any, setups: dict[str, Any], head: str) -> Dataset:
+    def _dataset(self, coordinator: Any, head: str) -> Dataset:
         import ray
         from ray.data import ActorPoolStrategy, DataContext
 
@@ -69,7 +68,7 @@ class Engine:
             )
             return tickets.map_batches(
                 ChainWorker,
-                fn_constructor_args=(coordinator, setups),
+                fn_constructor_args=(coordinator,),
                 batch_size=None,
                 batch_format="pyarrow",
                 compute=ActorPoolStrategy(

@@ -12,9 +12,32 @@ from stoker.data.messages import BlockReport, EpochPlan, Shard
 
 if TYPE_CHECKING:
     from stoker.data.coordinator.streams import Stream
+    from stoker.loader.attempt import LoaderPass
 
 Numbered = tuple[int, Shard, int]
 """As `Passes.shards` gives them: number, shard, blocks to skip."""
+
+
+ITEM_S = 1.0
+"""Aimed-at duration of an item: long against the 0.1 s of a round of Ray Data's scheduler."""
+SLOTS_PER_SECOND = 500
+"""With more slots than this items last longer, so that the head is asked no more often."""
+MOST_SHARDS = 16
+"""Shards of one item at most."""
+
+
+def shards_per_item(left: int, slots: int, shard_s: float | None, single: bool) -> int:
+    """Head: as many as fill `ITEM_S`, but so that what is left still spreads over all slots.
+
+    Args:
+        left: shards that nobody has begun.
+        slots: chain workers.
+        shard_s: what a shard takes; None where nobody knows.
+        single: see `Line`.
+    """
+    seconds = ITEM_S * max(1.0, slots / SLOTS_PER_SECOND)
+    fill = int(seconds / shard_s) if shard_s else 1
+    return 1 if single else max(1, min(fill, left // (2 * max(slots, 1)), MOST_SHARDS, left))
 
 
 @dataclass(eq=False)
@@ -114,7 +137,7 @@ class OpenShard:
 class Line:
     """Head: one pass in production."""
 
-    stream: Stream
+    stream: Stream | LoaderPass
     plan: EpochPlan
     coming: Future[deque[Numbered]] | None
     """Its shards, while they are listed; None: they come one by one."""
@@ -132,6 +155,8 @@ class Line:
     """What they were begun with."""
     listing: bool = True
     """Whether more shards may come."""
+    single: bool = False
+    """Whether a shard fills a chain worker by itself."""
 
     def listed(self) -> bool:
         """Whether shards are known."""
@@ -197,6 +222,11 @@ class Line:
             del self.shards[number]
             self.delivered.add(number)
         return found
+
+    def waiting(self) -> list[BlockReport]:
+        """Of the blocks that are here and wait for their turn."""
+        made = [m for shard in self.shards.values() for m in shard.made.values() if m]
+        return [each.report for each in made if each.reference is not None]
 
     def ended(self) -> bool:
         """Whether everything was delivered."""

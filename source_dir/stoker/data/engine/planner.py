@@ -13,7 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from stoker.data.cache.affinity import LOOK_AHEAD
-from stoker.data.engine.items import Item, Line, Ticket
+from stoker.data.engine.items import Item, Line, Numbered, Ticket, shards_per_item
 from stoker.data.engine.listing import Lister
 from stoker.data.engine.passes import pack_work
 from stoker.data.engine.pool import Pool
@@ -22,15 +22,8 @@ from stoker.data.messages import BlockReport, Care, Claim, Failure, Origin, Told
 from stoker.data.sources.rereading import reread_wait_s
 
 if TYPE_CHECKING:
-    from stoker.data.coordinator.attempt import Attempt
-    from stoker.data.coordinator.streams import Stream
+    pass
 
-ITEM_S = 1.0
-"""Aimed-at duration of an item: long against the 0.1 s of a round of Ray Data's scheduler."""
-SLOTS_PER_SECOND = 500
-"""With more slots than this items last longer, so that the head is asked no more often."""
-MOST_SHARDS = 16
-"""Shards of one item at most."""
 OPEN_PER_SLOT = 3
 """Tickets for each slot: one in work, the others hide the scheduler's round."""
 LOST_TICKET_S = 20.0
@@ -50,9 +43,17 @@ class Planner:
         pool: the hosts.
         budget_bytes: of blocks that are ready; beyond two steps nothing more is begun then.
         numbers: numbers tickets, over all attempts.
+        lister: lists what passes read; None: the attempt adds lines and their shards itself.
     """
 
-    def __init__(self, attempt: Attempt, pool: Pool, budget_bytes: int, numbers: count[int]) -> None:
+    def __init__(
+        self,
+        attempt: Any,
+        pool: Pool,
+        budget_bytes: int,
+        numbers: count[int],
+        lister: Lister | None = None,
+    ) -> None:
         self.attempt, self.pool, self.budget_bytes = attempt, pool, budget_bytes
         self.passes, self.affinity = attempt.passes, attempt.keeping
         self.exact = self.passes.config.data.order == "exact"
@@ -75,11 +76,12 @@ class Planner:
         self._early_bytes = 0
         """Of blocks that are reported and not delivered yet."""
         self._numbers, self._names = numbers, count()
-        self._lister = Lister(attempt, pool)
+        self._lister = lister
 
     def close(self) -> None:
         """The attempt is over."""
-        self._lister.close()
+        if self._lister:
+            self._lister.close()
 
     def look(self, now: float) -> list[str]:
         """Regularly: begin passes, end those that have given everything, take back what is late.
@@ -93,7 +95,8 @@ class Planner:
         self.pool.avoided = self.recovery.patience.avoided(now)
         if self.affinity is not None:
             self.affinity.hosts_are(self.pool.hosts)
-        self._lister.open(self.lines)
+        if self._lister:
+            self._lister.open(self.lines)
         hung = []
         for ticket, item in list(self.active.items()):
             lost = item.node not in self.pool.hosts
@@ -127,7 +130,7 @@ class Planner:
             if items >= most or not line.listed() or not self._wanted(line):
                 break
             left = len(line.work)
-            items += -(-left // self._shards_per_item(line.plan.split, left)) if left else 0
+            items += -(-left // self._most(line, left)) if left else 0
         return items
 
     def claim(self, number: int, node: str, process: str) -> Claim | None:
@@ -187,12 +190,12 @@ class Planner:
 
     def _begin(self, line: Line, node: str) -> Item:
         split, work = line.plan.split, line.work
-        most = self._shards_per_item(split, len(work))
+        most = self._most(line, len(work))
         if self.affinity is None:
             shards, store = [work.popleft() for _ in range(most)], [False] * most
         else:
             # In exact order, blocks that come early wait; not much further than that.
-            far = 1 if line.stream.rows_ahead < line.stream.splitter.step_rows else 2 * self.pool.slots
+            far = 1 if line.stream.rows_ahead < line.stream.step_rows else 2 * self.pool.slots
             look = (min(far, LOOK_AHEAD),) if self.exact else ()
             shards, store = self.affinity.take_work(split, work, node, most, *look)
         name = f"{self.recovery.what(split, shards)} (task {self.attempt.number}/{next(self._names)})"
@@ -201,34 +204,39 @@ class Planner:
         line.shards_under_way += len(shards)
         return Item(line, name, shards, store)
 
-    def _shards_per_item(self, split: str, left: int) -> int:
-        """As many as fill `ITEM_S`, but so that what is left still spreads over all slots."""
-        slots = max(self.pool.slots, 1)
-        seconds = ITEM_S * max(1.0, slots / SLOTS_PER_SECOND)
-        fill = int(seconds / self.shard_s.get(split, seconds))
-        return max(1, min(fill, left // (2 * slots), MOST_SHARDS, left))
+    def _most(self, line: Line, left: int) -> int:
+        return shards_per_item(left, self.pool.slots, self.shard_s.get(line.plan.split), line.single)
+
+    def drop(self, line: Line) -> None:
+        """Nobody wants a pass any more."""
+        for number in [n for n, item in self.active.items() if item.line is line]:
+            self._leave(number)
+        self.again = [item for item in self.again if item.line is not line]
+        coming = [report for of, report, _ in self.coming.values() if of is line]
+        self._early_bytes -= sum(report.bytes_out for report in (*coming, *line.waiting()))
+        if line in self.lines:
+            self.lines.remove(line)
+        self.reconciled(line.stream)
 
     def _wanted(self, line: Line) -> bool:
         stream = line.stream
         under_way = line.shards_under_way * line.plan.block_records
-        if stream.rows_ahead + under_way < 2 * stream.splitter.step_rows:
+        if stream.rows_ahead + under_way < 2 * stream.step_rows:
             return True
         return self._held_bytes() < self.budget_bytes
 
     @property
     def hungry(self) -> bool:
         """Whether so little is ready that hosts that train are to help."""
-        if not self.lines:
-            return False
-        ready = 0.0
+        ready = 0.0 if self.lines else HUNGRY_STEPS
         for stream in self.attempt.open_streams():
-            ready += stream.rows_ahead / stream.splitter.step_rows
-            if not stream.splitter.ended:
+            ready += stream.rows_ahead / stream.step_rows
+            if not stream.ended:
                 break  # what is ready of later passes helps nobody who waits for this one
         return ready < STARVED_STEPS or (ready < HUNGRY_STEPS and self._held_bytes() < self.budget_bytes / 2)
 
     def _held_bytes(self) -> int:
-        return self._early_bytes + sum(stream.held_bytes for stream in self.attempt.open_streams())
+        return self._early_bytes + sum(int(stream.held_bytes) for stream in self.attempt.open_streams())
 
     def reported(self, number: int, report: BlockReport, origin: Origin, told: Told) -> bool:
         """A chain worker has made a block, which comes through Ray Data; whether it is to go on.
@@ -258,20 +266,29 @@ class Planner:
             self._close(line, shard)
         if report.rows:
             ticket.made = max(ticket.made, origin[1] + 1)
-        if item.shards and self._held_bytes() > OVERFULL * self.budget_bytes and not self._needed(item):
-            ticket.limit = ticket.made
-            line.work.extendleft(reversed(item.shards))
-            item.shards = []
-            self._done(number)
+        overfull = not line.single and self._held_bytes() > OVERFULL * self.budget_bytes
+        if item.shards and overfull and not self._needed(item):
+            line.work.extendleft(reversed(self._hand_back(number)))
             return False
         return True
+
+    def make_way(self, number: int) -> None:
+        """What a ticket has not given yet comes after all other work of its pass."""
+        if number in self.active:
+            self.active[number].line.work.extend(self._hand_back(number))
+
+    def _hand_back(self, number: int) -> list[Numbered]:
+        ticket, item = self.tickets[number], self.active[number]
+        ticket.limit, shards, item.shards = ticket.made, item.shards, []
+        self._done(number)
+        return shards
 
     def _needed(self, item: Item) -> bool:
         """Whether the next two steps wait for this item."""
         line = item.line
         if self.exact and line.turns and line.turns[0] not in {number for number, _, _ in item.shards}:
             return False
-        return line.stream.rows_ahead < 2 * line.stream.splitter.step_rows
+        return line.stream.rows_ahead < 2 * line.stream.step_rows
 
     def arrived(self, origin: Origin, reference: Any) -> None:
         """A block is here."""
@@ -336,7 +353,7 @@ class Planner:
         item.not_before = time.monotonic() + wait_s
         self.again.append(item)
 
-    def reconciled(self, stream: Stream) -> None:
+    def reconciled(self, stream: Any) -> None:
         """A pass is over: its blocks are needed no more."""
         self.tickets = {n: t for n, t in self.tickets.items() if t.item.line.stream is not stream}
         self.coming = {o: c for o, c in self.coming.items() if c[0].stream is not stream}

@@ -22,6 +22,19 @@ def buffer_blocks(context: Any, blocks: int) -> None:
     context._max_num_blocks_in_streaming_gen_buffer = blocks
 
 
+def read_environment_again() -> None:
+    """Script, before it starts or joins a cluster: heed the token that the environment names now.
+
+    Ray reads mode and token of authentication once, when its library is loaded; a script may have loaded it
+    for whatever reason before it comes to its loaders.
+    """
+    from ray import _raylet
+
+    library: Any = _raylet
+    library.Config.initialize("")
+    library.AuthenticationTokenLoader.instance().reset_cache()
+
+
 def temp_folder() -> str:
     """Head: where Ray keeps its files, on every host of a cluster alike. Nothing public tells a task that."""
     import ray

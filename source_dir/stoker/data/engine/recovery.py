@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 from stoker.data.engine.deadlines import Patience, others
 from stoker.data.engine.items import Item, Numbered
@@ -11,9 +11,6 @@ from stoker.data.engine.pool import Pool
 from stoker.data.messages import Failure
 from stoker.data.sources.rereading import reread_wait_s
 from stoker.errors import STATED, DataError, root_cause, where_raised
-
-if TYPE_CHECKING:
-    from stoker.data.coordinator.attempt import Attempt
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -34,7 +31,7 @@ class Recovery:
         pool: the hosts.
     """
 
-    def __init__(self, attempt: Attempt, pool: Pool) -> None:
+    def __init__(self, attempt: Any, pool: Pool) -> None:
         self.attempt, self.pool = attempt, pool
         self.stall_s = attempt.passes.config.data.stall_timeout_s
         self.patience = Patience(self.stall_s)
@@ -74,7 +71,7 @@ class Recovery:
             DataError: wherever it was tried, and train workers have nothing left.
         """
         stream = item.line.stream
-        starving = stream.rows_ahead < stream.splitter.step_rows and self.attempt.open_streams()[0] is stream
+        starving = stream.rows_ahead < stream.step_rows and self.attempt.open_streams()[0] is stream
         if starving and now - item.stuck_since > self.patience.give_up_s:
             waited = (
                 f"no result for {now - item.stuck_since:.0f} s (data.stall_timeout_s: {self.stall_s:.0f})"

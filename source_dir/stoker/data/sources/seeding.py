@@ -103,22 +103,30 @@ def drawing(text: str) -> Iterator[None]:
     try:
         yield
     finally:
-        import numpy as np
-
         _forget_torch()
-        random.setstate(before["random"])
-        np.random.set_state(before["numpy"])
-        if "torch" in before:
-            torch = sys.modules["torch"]
-            torch.set_rng_state(torch.frombuffer(bytearray(before["torch"]), dtype=torch.uint8))
+        put_back(before)
 
 
 def states() -> dict[str, Any]:
-    """Head: where the global generators stand, by library; torch's where it is loaded."""
+    """Every host: the states of the global generators in plain types, torch's where it is loaded."""
     import numpy as np
 
-    found: dict[str, Any] = {"random": random.getstate(), "numpy": np.random.get_state()}
+    state: Any = np.random.get_state()
+    name, words, *rest = state
+    found: dict[str, Any] = {"random": random.getstate(), "numpy": (name, words.tobytes(), *rest)}
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(torch, "get_rng_state"):
         found["torch"] = torch.get_rng_state().numpy().tobytes()
     return found
+
+
+def put_back(found: dict[str, Any]) -> None:
+    """Every host: set the global generators to an answer of `states`."""
+    import numpy as np
+
+    random.setstate(found["random"])
+    name, words, *rest = found["numpy"]
+    np.random.set_state((name, np.frombuffer(words, np.uint32), *rest))
+    if "torch" in found:
+        torch = sys.modules["torch"]
+        torch.set_rng_state(torch.frombuffer(bytearray(found["torch"]), dtype=torch.uint8))

@@ -1,0 +1,177 @@
+"""Head: what scripts iterate over now: passes over loaders, and the batches of each that are ready.
+
+It stands towards the planner where a run's attempt does for recipes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from stoker.data.engine.items import Line
+from stoker.data.engine.planner import Planner
+from stoker.data.engine.pool import Pool
+from stoker.data.engine.suspects import Suspects
+from stoker.data.messages import BlockReport, BlockSlice, EpochPlan, Shard, Start
+from stoker.errors import DataError
+from stoker.schema import Config
+
+SERVED_FROM_BYTES = 100 * 1024
+"""Ray keeps smaller objects with their owner, not in the shared memory of the host that made them."""
+Place = tuple[int, int]
+"""Of a block: number of its shard, and which of its blocks."""
+
+
+@dataclass(eq=False)
+class LoaderPass:
+    """Head: one iteration over one loader, by one rank; the service's lock guards it."""
+
+    streams: int
+    """Workers of an iterable dataset, one shard each; 0: map-style, a shard for each group of batches."""
+    ready: dict[Place, BlockSlice] = field(default_factory=dict)
+    sizes: dict[Place, int] = field(default_factory=dict)
+    failed: dict[Place, str] = field(default_factory=dict)
+    next: Place = (0, 0)
+    """What the script takes next."""
+    known: int = 0
+    """Shards that were submitted."""
+    step_rows: int = 1
+    ended: bool = False
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+    @property
+    def rows_ahead(self) -> int:
+        """Blocks that are ready without a gap from the next one on."""
+        if self.streams:
+            return len(self.ready) // self.streams
+        first = self.next[0]
+        return next(n for n in count() if (first + n, 0) not in self.ready)
+
+    def ahead_of(self, shard: int) -> int:
+        """How many blocks of a shard wait to be taken."""
+        return sum(place[0] == shard for place in self.ready)
+
+
+class LoaderSettings:
+    """Head: in the place of a job's passes."""
+
+    def __init__(self, stall_s: float) -> None:
+        data = Config().data.model_copy(update={"order": "any", "stall_timeout_s": stall_s})
+        self.config = Config().model_copy(update={"data": data})
+
+
+class LoaderAttempt:
+    """Head: see the module; it ends where work has failed for good, and the next pass begins another.
+
+    Args:
+        number: from 0 on.
+        passes: with the settings of the planner.
+        pool: the hosts.
+        budget_bytes: of batches that are kept ready.
+        numbers: numbers tickets.
+        changed: the service's lock; notified where what is to be made may have changed.
+        ready: of the same lock; notified where scripts may go on.
+        note: takes one line for people.
+    """
+
+    keeping = None
+
+    def __init__(
+        self,
+        number: int,
+        passes: LoaderSettings,
+        pool: Pool,
+        budget_bytes: int,
+        numbers: count[int],
+        changed: threading.Condition,
+        ready: threading.Condition,
+        note: Callable[[str], None],
+    ) -> None:
+        self.number, self.passes = number, passes
+        self.changed, self.ready, self.note = changed, ready, note
+        self.suspects = Suspects()
+        self.failure = ""
+        self.lines: dict[str, Line] = {}
+        """Open passes."""
+        self.planner = Planner(self, pool, budget_bytes, numbers)
+
+    @property
+    def over(self) -> bool:
+        return bool(self.failure)
+
+    def fail(self, reason: str) -> None:
+        """End all passes; the first reason counts."""
+        for line in self.lines.values():
+            reason = reason.replace(f"{line.plan.split} shard", "DataLoader")
+        with self.changed:
+            self.failure = self.failure or reason
+            self.changed.notify_all()
+            self.ready.notify_all()
+
+    def open_streams(self) -> list[Any]:
+        """The passes that are produced now, the one with least ahead first."""
+        return sorted((line.stream for line in self.lines.values()), key=lambda each: each.rows_ahead)
+
+    def open(self, key: str, split: str, streams: int) -> None:
+        """A script begins to iterate."""
+        plan = EpochPlan(seed=0, epoch=0, split=split, shuffle=False, block_records=1)
+        line = Line(LoaderPass(streams), plan, None, exact=False, single=bool(streams))
+        self.lines[key] = line
+        self.planner.lines.append(line)
+
+    def submit(self, key: str, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
+        """More to be made of a pass.
+
+        Args:
+            key: of the pass.
+            shards: number, what it is, blocks to skip.
+            total: how many there are in all, once that is known.
+        """
+        line = self.lines.get(key)
+        if line is None:
+            return
+        made: Any = line.stream
+        for shard in shards:
+            line.work.append(shard)
+        made.known += len(shards)
+        if total is not None and made.known >= total:
+            line.listing = False
+        self.changed.notify_all()
+
+    def close(self, key: str) -> None:
+        """A script has come to the end of a pass, or does not want the rest."""
+        if (line := self.lines.pop(key, None)) is not None:
+            self.planner.drop(line)
+            self.changed.notify_all()
+
+    def deliver(self, stream: LoaderPass, block: Any, report: BlockReport, node: str) -> None:
+        """Planner's call: a block is here."""
+        place = report.shard, report.nth
+        if report.bad:
+            stream.failed[place] = report.bad[0].reason
+        elif block is not None:
+            served = node if report.bytes_out >= SERVED_FROM_BYTES else ""
+            stream.ready[place] = BlockSlice(block, 0, report.rows, served, report.rows)
+            stream.sizes[place] = report.bytes_out
+        self.changed.notify_all()
+        if place == stream.next:
+            self.ready.notify_all()
+
+    def produced(self, stream: LoaderPass) -> None:
+        """Planner's call: all of a pass was made."""
+        stream.ended = True
+        self.ready.notify_all()
+
+    def task_starts(self, split: str, task: str, retry: int) -> Start | None:
+        """Planner's call: work begins that was begun before: how; None: not at all."""
+        try:
+            return self.suspects.starts(task, split, retry)
+        except DataError as error:
+            self.fail(str(error))
+            return None

@@ -1,0 +1,130 @@
+"""Script: the Ray cluster whose CPUs make its batches, and the service on it.
+
+In order: the one that this process is connected to already, `address` or RAY_ADDRESS, that of the other ranks
+under torchrun, or one of this machine alone, which ends with the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import secrets
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from stoker.data.engine import ray_internals
+from stoker.errors import UsageError
+
+JOB_VARIABLE = "STOKER_JOB"
+"""Set where several processes share one service: a run's id."""
+RANKS_WAIT_S = 120.0
+CHAIN = ("torch", "torch.utils.data", "stoker.loader.work")
+"""What chain workers import besides those of recipes."""
+
+
+def connect(address: str | None) -> None:
+    """Script: be connected to a cluster; does nothing where this process is.
+
+    Args:
+        address: of a cluster; None: see the module.
+
+    Raises:
+        UsageError: nobody answers there.
+    """
+    ray: Any = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address:
+        _join(address)
+    elif int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        _with_other_ranks()
+    else:
+        _start()
+
+
+def group() -> str:
+    """Script: what its service is called: ranks of one job share it."""
+    import ray
+
+    own = os.environ.get(JOB_VARIABLE) or _torchrun()
+    return own or str(ray.get_runtime_context().get_job_id())
+
+
+def _torchrun() -> str:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    parts = [os.environ.get(n, "") for n in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+    return "-".join([*parts, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")])
+
+
+def _join(address: str) -> None:
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UsageError(f"stoker.DataLoader: no Ray cluster answers at {address}: {error}") from None
+
+
+def _start() -> Any:
+    """A cluster of this machine alone."""
+    from stoker.bootstrap import forks
+    from stoker.bootstrap.cluster import LocalCluster, set_environment
+    from stoker.schema import Config
+
+    set_environment(secrets.token_hex(32))
+    ray_internals.read_environment_again()
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    if forks.POSSIBLE:
+        server = forks.ForkServer((*forks.CHAIN, *CHAIN))
+        stack.callback(server.stop)
+        os.environ[forks.SOCKET_VARIABLE] = server.socket
+    stack.enter_context(LocalCluster(Config()))
+
+
+def _with_other_ranks() -> None:
+    """Under torchrun: the first local rank starts a cluster, the others find it in a file of this user's."""
+    folder = Path(tempfile.gettempdir()) / f"stoker-ranks-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
+        raise UsageError(
+            f"stoker.DataLoader: {folder} belongs to another user or is open to others; remove it"
+        )
+    file = folder / f"{os.getppid()}-{_torchrun()}.json"
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        import ray
+
+        _start()
+        about = {
+            "address": ray.get_runtime_context().gcs_address,
+            "token": os.environ["RAY_AUTH_TOKEN"],
+            "pid": os.getpid(),
+        }
+        draft = file.with_suffix(".new")
+        draft.touch(mode=0o600)
+        draft.write_text(json.dumps(about))
+        draft.rename(file)
+        atexit.register(file.unlink, missing_ok=True)
+        return
+    deadline = time.monotonic() + RANKS_WAIT_S
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise UsageError(
+                f"stoker.DataLoader: local rank 0 started no Ray cluster within {RANKS_WAIT_S:.0f} s;"
+                " every rank must iterate over its loaders"
+            )
+        time.sleep(0.05)
+    from stoker.bootstrap.cluster import set_environment
+
+    about = json.loads(file.read_text())
+    set_environment(about["token"])
+    ray_internals.read_environment_again()
+    _join(about["address"])

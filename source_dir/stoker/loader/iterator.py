@@ -1,0 +1,212 @@
+"""Script: one iteration over a `stoker.DataLoader`.
+
+torch's sampler decides on the indices here, chain workers make the batches elsewhere, and a thread fetches
+them ahead.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from typing import Any
+
+from torch._utils import ExceptionWrapper
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
+
+from stoker.data.messages import Shard
+from stoker.loader.work import Failed, Order
+
+STREAM_BATCHES = 8
+"""Of an iterable dataset, on their way to this process."""
+END = object()
+
+
+class ClusterIterator(_BaseDataLoaderIter):
+    """Script: see the module.
+
+    Args:
+        loader: the stoker.DataLoader.
+        maker: makes the batches; see Maker.
+        start: where in the pass to start: an answer of `place`.
+    """
+
+    def __init__(self, loader: Any, maker: Any, start: dict[str, Any] | None = None) -> None:
+        super().__init__(loader)
+        self._maker = maker
+        self._seed = int(self._base_seed)
+        self._close = weakref.finalize(self, maker.close)
+        self._iterable = self._dataset_kind == _DatasetKind.Iterable
+        self._workers = max(1, loader.num_workers)
+        self._ahead = self._workers * (loader.prefetch_factor or 2)
+        self._quarantine = loader.quarantine
+        self._submitted = self._number = self._groups = 0
+        self._exhausted = self._ended = False
+        self._ready: deque[Any] = deque()
+        """What is left of the group of batches that came last."""
+        self._taken = [0] * self._workers
+        self._over: set[int] = set()
+        self._turn = 0
+        self._asked: deque[int] = deque()
+        """Workers whose next batches are on their way, in order."""
+        if start:
+            self._resume(start)
+        if self._iterable:
+            self._open_streams()
+        else:
+            self._fill()
+
+    def _resume(self, start: dict[str, Any]) -> None:
+        self._seed = start["base_seed"]
+        self._num_yielded = start["yielded"]
+        if self._iterable:
+            self._taken, self._over = list(start["taken"]), set(start["over"])
+            self._turn = start["turn"]
+            if len(self._taken) != self._workers:
+                raise ValueError(
+                    f"the state is of num_workers={len(self._taken)}, this loader has {self._workers}: an"
+                    " IterableDataset is divided among them"
+                )
+            return
+        for _ in range(start["drawn"]):
+            next(self._sampler_iter)
+        self._submitted = self._number = start["drawn"]
+
+    def place(self) -> dict[str, Any] | None:
+        """Where the pass stands, after the batches that were taken; None: at its end."""
+        if self._ended:
+            return None
+        return {
+            "base_seed": self._seed,
+            "yielded": self._num_yielded,
+            "drawn": self._number,
+            "taken": list(self._taken),
+            "over": sorted(self._over),
+            "turn": self._turn,
+        }
+
+    def _open_streams(self) -> None:
+        self._wanted, self._next_asked = list(self._taken), self._turn
+        shards = [
+            (w, Shard(f"worker {w}", items=(Order(self._seed, w),)), self._taken[w])
+            for w in range(self._workers)
+            if w not in self._over
+        ]
+        self._maker.submit(shards, len(shards))
+
+    def _fill(self) -> None:
+        """Draw indices ahead, in this thread, and let their batches be made."""
+        shards = []
+        together, most = self._maker.pace(self._ahead)
+        while not self._exhausted and self._submitted - self._number < most:
+            batches: list[tuple[int, Any]] = []
+            while len(batches) < together:
+                try:
+                    batches.append((self._submitted, next(self._sampler_iter)))
+                except StopIteration:
+                    self._exhausted = True
+                    break
+                self._submitted += 1
+            if batches:
+                order = Order(self._seed, batches[0][0] % self._workers, tuple(batches))
+                name = (
+                    f"batch {batches[0][0]}"
+                    if len(batches) == 1
+                    else f"batches {batches[0][0]} … {batches[-1][0]}"
+                )
+                shards.append((self._groups, Shard(name, items=(order,)), 0))
+                self._maker.want((self._groups, 0))
+                self._groups += 1
+        if shards or self._exhausted:
+            self._maker.submit(shards, self._groups if self._exhausted else None)
+
+    def _next_data(self) -> Any:
+        deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
+        while True:
+            made = self._next_stream(deadline) if self._iterable else self._next_batch(deadline)
+            if made is END:
+                self._ended = True
+                self._close()
+                raise StopIteration
+            if isinstance(made, Failed):
+                _reraise(made)
+            self._quarantine.add(made.bad)
+            if not made.empty:
+                return made.batch
+
+    def _next_batch(self, deadline: float | None) -> Any:
+        while not self._ready:
+            if not self._exhausted:
+                self._fill()
+            if self._exhausted and self._number == self._submitted:
+                return END
+            self._ready.extend(self._get(deadline)[2])
+        self._number += 1
+        return self._ready.popleft()
+
+    def _next_stream(self, deadline: float | None) -> Any:
+        """Workers take turns; those that have come to their end are passed over, as torch does it."""
+        while True:
+            while len(self._asked) < STREAM_BATCHES and len(self._over) < self._workers:
+                if self._next_asked not in self._over:
+                    self._maker.want((self._next_asked, self._wanted[self._next_asked]))
+                    self._asked.append(self._next_asked)
+                    self._wanted[self._next_asked] += 1
+                self._next_asked = (self._next_asked + 1) % self._workers
+            if not self._asked:
+                return END
+            worker = self._asked.popleft()
+            _, kind, value = self._get(deadline)
+            if kind == "end":
+                self._over.add(worker)
+                continue
+            self._taken[worker] += 1
+            self._turn = (worker + 1) % self._workers
+            return value[0]
+
+    def _get(self, deadline: float | None) -> Any:
+        found = self._maker.get(deadline)
+        if found[1] == "failed":
+            self._close()
+            raise RuntimeError(f"DataLoader: {found[2]}")
+        return found
+
+
+def _reraise(made: Failed) -> None:
+    """Raise what a worker raised, as torch does: of its kind, with its traceback in the message."""
+    kind = made.kind
+    if issubclass(kind, StopIteration):
+        # It would end the loop as if all batches had come.
+        raise RuntimeError(f"{kind.__name__} {made.where}\n{made.words}")
+    wrapper = ExceptionWrapper.__new__(ExceptionWrapper)
+    wrapper.exc_type, wrapper.exc_msg, wrapper.where = kind, made.words, made.where
+    wrapper.reraise()  # type: ignore[no-untyped-call]
+
+
+class Quarantine:
+    """Script: records that were left out, against the budget.
+
+    Args:
+        budget: share of the records of the pass that may be left out.
+        total: records of the dataset, None where nobody knows.
+    """
+
+    def __init__(self, budget: float, total: int | None) -> None:
+        self.budget, self.total = budget, total
+        self.records: list[tuple[Any, str]] = []
+
+    def add(self, bad: Any) -> None:
+        """Take records in.
+
+        Raises:
+            RuntimeError: there are too many.
+        """
+        if not bad:
+            return
+        self.records += bad
+        if self.total is not None and len(self.records) > self.budget * self.total:
+            index, reason = bad[-1]
+            raise RuntimeError(
+                f"DataLoader: {len(self.records)} of {self.total} records cannot be loaded, more than"
+                f" bad_record_budget={self.budget}; the last: index {index!r}: {reason}"
+            )

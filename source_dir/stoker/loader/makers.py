@@ -1,0 +1,283 @@
+"""Script: who makes the batches of an iteration: chain workers of a cluster, or this process.
+
+A maker has five methods, all called in the script's thread:
+    submit(shards, total)   work for it, and how much there will be in all once that is known
+    want(place)             which block comes next
+    get(deadline)           the next block that was wanted: (place, "block", batches), (place, "end", None)
+                            or (place, "failed", why)
+    pace(least)             how many batches go into a block, and how many to submit ahead
+    close()
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from stoker.data.engine.shards import Setup
+from stoker.data.messages import Column, Schema, Shard
+from stoker.data.transport.client import Transport
+from stoker.errors import where_raised
+from stoker.loader.packing import PAGE, unpack
+from stoker.loader.work import PAGES, LoaderChain, LoaderSource, opened, packed
+
+SCHEMA = Schema({PAGES: Column("uint8", (PAGE,))})
+ANSWER_S = 60.0
+"""A call of the service's answers within a few seconds."""
+SECONDS_AHEAD = 3.0
+"""Of all chain workers' time: so much is submitted beyond what the script has taken."""
+GROUP_S = 0.1
+"""Quick batches travel together in one block that takes so long to make."""
+LEAST_PER_SLOT, MOST_AHEAD = 4, 4096
+"""Batches ahead: for each chain worker at least, and in all at most."""
+ARRIVED = 3
+"""Blocks that wait in this process."""
+ASKED = 8
+"""Blocks that are asked for in one call."""
+FIGURES_EVERY_S = 2.0
+
+
+class ClusterMaker:
+    """Script: see the module.
+
+    Args:
+        service: the job's LoaderService.
+        name: of the registered loader.
+        streams: workers of an iterable dataset; 0: map-style.
+        fresh: whether workers make their copy of the dataset anew for this pass.
+        pinned: batches go into pinned memory.
+        stall_s: without a batch for so long, the script fails.
+    """
+
+    def __init__(
+        self, service: Any, name: str, streams: int, fresh: bool, pinned: bool, stall_s: float
+    ) -> None:
+        import ray
+
+        key = secrets.token_hex(8)
+        self._service, self._key, self._stall_s = service, key, stall_s
+        node = ray.get_runtime_context().get_node_id()
+        split = f"{name}/{key}" if fresh else name
+        ray.get(service.open.remote(service, key, split, streams, node), timeout=ANSWER_S)
+        self._puller = Puller(service, key, split, pinned)
+        self._groups: dict[int, int] = {}
+        """Batches in each group that is under way."""
+
+    def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
+        """Script: see the module."""
+        self._service.submit.remote(self._key, shards, total)
+
+    def want(self, place: tuple[int, int]) -> None:
+        """Script: see the module."""
+        self._puller.want(place)
+
+    def get(self, deadline: float | None) -> tuple[tuple[int, int], str, Any]:
+        """Script: see the module.
+
+        Raises:
+            RuntimeError: nothing came in time.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                return self._puller.arrived.get(timeout=1.0)
+            except queue.Empty:
+                now = time.monotonic()
+                if deadline is not None and now > deadline:
+                    raise RuntimeError(
+                        f"DataLoader timed out after {now - began:.0f} seconds (timeout)"
+                    ) from None
+                if not self._puller.alive:
+                    raise RuntimeError("DataLoader: the thread that fetches batches has ended") from None
+                if now - began > self._stall_s:
+                    raise RuntimeError(f"DataLoader: no batch for {now - began:.0f} s") from None
+
+    def pace(self, least: int) -> tuple[int, int]:
+        """Script: see the module."""
+        slots, batch_s = max(self._puller.slots, 1), self._puller.batch_s
+        least = max(least, LEAST_PER_SLOT * slots)
+        if batch_s is None:
+            return 1, least
+        most = min(max(int(SECONDS_AHEAD * slots / max(batch_s, 1e-6)), least), MOST_AHEAD)
+        return max(1, min(int(GROUP_S / max(batch_s, 1e-6)), most // (2 * LEAST_PER_SLOT * slots))), most
+
+    def close(self) -> None:
+        """Script: see the module."""
+        self._puller.close()
+
+
+class Puller:
+    """Script: a thread that asks for blocks, fetches and unpacks them ahead of the script.
+
+    Args:
+        service: the job's LoaderService.
+        key: of the pass.
+        split: what the service calls the loader in this pass.
+        pinned: batches go into pinned memory.
+    """
+
+    def __init__(self, service: Any, key: str, split: str, pinned: bool) -> None:
+        import ray
+
+        self._service, self._key, self._split = service, key, split
+        self.arrived: queue.Queue[tuple[tuple[int, int], str, Any]] = queue.Queue(ARRIVED)
+        self.slots, self.batch_s = 1, None
+        self._wanted: deque[tuple[int, int]] = deque()
+        self._changed = threading.Condition()
+        self._over = False
+        self._figures_due = 0.0
+        self._transport = Transport(
+            lambda: ray.get(service.servers.remote(), timeout=ANSWER_S), pinned, timeout_s=600.0
+        )
+        self._thread = threading.Thread(target=self._run, name="stoker-batches", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def want(self, place: tuple[int, int]) -> None:
+        """Script: fetch this one next."""
+        with self._changed:
+            self._wanted.append(place)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Script: no more; the thread ends by itself."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while (places := self._next_places()) is not None:
+                self._pull(places)
+        except BaseException as error:
+            self._give((0, 0), "failed", where_raised(error))
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        import ray
+
+        if ray.is_initialized():
+            self._service.close.remote(self._key)
+
+    def _next_places(self) -> list[tuple[int, int]] | None:
+        with self._changed:
+            while not self._wanted and not self._over:
+                self._changed.wait(1.0)
+            return None if self._over else list(itertools.islice(self._wanted, ASKED))
+
+    def _pull(self, places: list[tuple[int, int]]) -> None:
+        import ray
+
+        self._look()
+        answers = ray.get(self._service.take.remote(self._key, places), timeout=ANSWER_S)
+        for place, (kind, value) in zip(places, answers, strict=False):
+            if kind == "block":
+                seconds, *value = unpack(self._transport.fetch([value], SCHEMA).columns[PAGES])
+                each = seconds / max(len(value), 1)
+                self.batch_s = each if self.batch_s is None else 0.8 * self.batch_s + 0.2 * each
+            with self._changed:
+                self._wanted.popleft()
+            if not self._give(place, kind, value):
+                return
+
+    def _give(self, place: tuple[int, int], kind: str, value: Any) -> bool:
+        while not self._over:
+            try:
+                self.arrived.put((place, kind, value), timeout=0.5)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+    def _look(self) -> None:
+        import ray
+
+        if time.monotonic() > self._figures_due:
+            self._figures_due = time.monotonic() + FIGURES_EVERY_S
+            self.slots = ray.get(self._service.slots.remote(), timeout=ANSWER_S)
+
+
+def register(service: Any, pages: tuple[Any, Any], name: str) -> None:
+    """Script: let the service know a loader, and keep what it is made of in the object store.
+
+    Args:
+        service: the job's LoaderService.
+        pages: where the script's modules are, and the loader's work; packed.
+        name: from their content.
+    """
+    import pickle
+
+    import ray
+
+    if ray.get(service.knows.remote(name), timeout=ANSWER_S):
+        return
+    setup = Setup(LoaderSource(pages), pickle.dumps(LoaderChain()))  # type: ignore[arg-type]
+    ray.get(service.register.remote(name, [ray.put(setup)]), timeout=ANSWER_S)
+
+
+class ProcessMaker:
+    """Script: this process makes its batches itself, when they are wanted; for debugging and tests.
+
+    Args:
+        pages: see `register`.
+    """
+
+    def __init__(self, pages: tuple[Any, Any]) -> None:
+        self._pages = pages
+        self._shards: dict[int, tuple[Shard, int]] = {}
+        self._running: dict[int, Iterator[Any]] = {}
+        self._wanted: deque[tuple[int, int]] = deque()
+        self._work: Any = None
+
+    def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
+        """Script: see the module."""
+        self._shards |= {number: (shard, skip) for number, shard, skip in shards}
+
+    def want(self, place: tuple[int, int]) -> None:
+        """Script: see the module."""
+        self._wanted.append(place)
+
+    def get(self, deadline: float | None) -> tuple[tuple[int, int], str, Any]:
+        """Script: see the module."""
+        from torch.utils.data._utils import worker
+
+        from stoker.data.sources.seeding import drawing
+
+        place = self._wanted.popleft()
+        with drawing("batch"):  # the script's own generators stay as they are
+            try:
+                group = next(self._batches(place[0]), None)
+            finally:
+                worker._worker_info = None
+        if group is None:
+            return place, "end", None
+        return place, "block", unpack(packed(group, 0.0))[1:]
+
+    def _batches(self, number: int) -> Iterator[Any]:
+        if number not in self._running:
+            shard, skip = self._shards.pop(number)
+            if self._work is None or self._work.iterable:
+                self._work = opened(self._pages)
+            self._running[number] = running = self._work.run(shard.items[0])
+            next(itertools.islice(running, skip, skip), None)
+        if not self._work.iterable:
+            return self._running.pop(number)
+        return self._running[number]
+
+    def pace(self, least: int) -> tuple[int, int]:
+        """Script: see the module."""
+        return 1, least
+
+    def close(self) -> None:
+        """Script: see the module."""
+        self._running.clear()

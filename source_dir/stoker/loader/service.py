@@ -1,0 +1,201 @@
+"""Head: the actor between scripts that iterate over a `stoker.DataLoader` and the chain workers.
+
+One for all loaders and ranks of a job. It rests on the same execution, planner and transport as recipes: a
+shard is some batches of a loader, a block is what they became.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from stoker.data.coordinator.production import Production
+from stoker.data.engine.pool import ChainHost
+from stoker.data.messages import BlockReport, Origin, Server, Shard, Told
+from stoker.data.transport.agents import Agents
+from stoker.loader.attempt import LoaderAttempt, LoaderPass, LoaderSettings, Place
+
+ANSWER_S = 5.0
+"""A call answers after this, with nothing, so that the script can look at its own deadline."""
+HOLD_S = 60.0
+"""How long a worker of an iterable dataset is held back at a time."""
+STREAM_AHEAD = 4
+"""Batches of such a worker that wait to be taken."""
+
+
+class Taken:
+    """Kinds of answers."""
+
+    BLOCK, END, FAILED = "block", "end", "failed"
+
+
+class LoaderService(Production):
+    """Head: see the module. Zero CPUs, called from many threads.
+
+    Args:
+        hosts: from train workers by node to the hosts that preprocess.
+        budget_bytes: of batches that are kept ready.
+        stall_s: after so long without any result, work has failed.
+    """
+
+    def __init__(
+        self, hosts: Callable[[Counter[str]], list[ChainHost]], budget_bytes: int, stall_s: float
+    ) -> None:
+        self.passes: Any
+        self.attempt: Any = None
+        """A LoaderAttempt."""
+        settings: Any = LoaderSettings(stall_s)
+        super().__init__(settings, {}, hosts)
+        self.budget_bytes = budget_bytes
+        self.notes: list[str] = []
+        self.agents = Agents(lambda used: None, note=self.notes.append)
+
+    def servers(self) -> tuple[bytes, dict[str, Server]]:
+        """Script's call: the secret of block connections, and who serves, by node."""
+        return self.agents.servers()
+
+    def log(self, event: str, values: dict[str, Any]) -> None:
+        """Script's call: a line about the transport."""
+        with self.changed:
+            self.notes.append(str(values.get("text", "")))
+
+    def knows(self, name: str) -> bool:
+        """Script's call: whether a loader with this content was registered."""
+        with self.changed:
+            return name in self.setups
+
+    def register(self, name: str, references: list[Any]) -> None:
+        """Script's call: a loader; the reference is that of its Setup."""
+        with self.changed:
+            self.setups[name] = references[0]
+
+    def setup(self, split: str) -> list[Any]:
+        """Chain worker's call: as in a run; passes over one loader share its Setup."""
+        return super().setup(split.partition("/")[0])
+
+    def open(self, me: Any, key: str, name: str, streams: int, node: str) -> None:
+        """Script's call: it begins to iterate.
+
+        Args:
+            me: this actor's handle.
+            key: of the pass.
+            name: of its registered loader.
+            streams: see LoaderPass.
+            node: where the script runs.
+        """
+        with self.changed:
+            attempt = self.attempt
+            if attempt is None or attempt.over:
+                number = attempt.number + 1 if attempt else 0
+                attempt = LoaderAttempt(
+                    number, self.passes, self.pool, self.budget_bytes, self.ticket_numbers,
+                    self.changed, self.ready, self.notes.append,
+                )  # fmt: skip
+                self.attempt = attempt
+            self.training[len(self.training)] = node
+            attempt.open(key, name, streams)
+            self.changed.notify_all()
+        self.start_engine(me)
+
+    def submit(self, key: str, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
+        """Script's call: more to be made; see LoaderAttempt."""
+        with self.changed:
+            self.attempt.submit(key, shards, total)
+
+    def take(self, key: str, places: list[Place]) -> list[tuple[str, Any]]:
+        """Script's call: the blocks of these places in order, as far as they are ready.
+
+        Waits some seconds for the first, and answers with nothing then.
+        """
+        deadline = time.monotonic() + ANSWER_S
+        with self.changed:
+            while True:
+                given = self._ready(key, places)
+                left = deadline - time.monotonic()
+                if given or left <= 0:
+                    if given:
+                        self.changed.notify_all()
+                    return given
+                self.ready.wait(left)
+
+    def _ready(self, key: str, places: list[Place]) -> list[tuple[str, Any]]:
+        line = self.attempt.lines.get(key)
+        if self.attempt.failure or line is None:
+            return [(Taken.FAILED, self.attempt.failure or "the batches of this pass are made no more")]
+        made: LoaderPass = line.stream
+        given: list[tuple[str, Any]] = []
+        for place in places:
+            made.next = place
+            if place in made.ready:
+                made.sizes.pop(place)
+                given.append((Taken.BLOCK, made.ready.pop(place)))
+            elif place in made.failed:
+                given.append((Taken.FAILED, made.failed[place]))
+            elif made.streams and place[0] in line.delivered:
+                given.append((Taken.END, None))
+            else:
+                break
+        return given
+
+    def slots(self) -> int:
+        """Script's call: how many chain workers there are."""
+        with self.changed:
+            return self.pool.slots
+
+    def close(self, key: str) -> None:
+        """Script's call: it iterates no more."""
+        with self.changed:
+            if self.attempt is not None:
+                self.attempt.close(key)
+
+    def item_ended(self, ticket: int) -> None:
+        """Chain worker's call; a script may wait for word that a worker has come to its end."""
+        super().item_ended(ticket)
+        with self.changed:
+            self.ready.notify_all()
+
+    def block_made(self, ticket: int, report: BlockReport, origin: Origin, told: Told) -> bool:
+        """Chain worker's call; it waits where the batches of an iterable dataset are made too fast."""
+        go_on = super().block_made(ticket, report, origin, told)
+        deadline = time.monotonic() + HOLD_S
+        with self.changed:
+            while go_on and (planner := self._planner()) is not None:
+                item = planner.active.get(ticket)
+                if item is None or not isinstance(made := item.line.stream, LoaderPass) or not made.streams:
+                    break
+                item.quiet_since = item.stuck_since = time.monotonic()
+                waiting = {number for number, _, _ in item.line.work}
+                waiting |= {number for each in planner.again for number, _, _ in each.shards}
+                if made.next[0] in waiting and made.next[0] != report.shard:
+                    # More of these workers than there are processes: each gets its turn.
+                    planner.make_way(ticket)
+                    return False
+                if made.ahead_of(report.shard) < STREAM_AHEAD or time.monotonic() > deadline:
+                    break
+                self.changed.wait(1.0)
+        return go_on
+
+
+def service_of(group: str, stall_s: float) -> Any:
+    """Script: the service of its job, which the first one to ask starts."""
+    import ray
+
+    from stoker.bootstrap.topology import NODE_LABEL
+    from stoker.data.opening import BUFFER_SHARE, LEAST_BUFFER_BYTES, Hosts
+
+    node = ray.get_runtime_context().get_node_id()
+    resources = ray.cluster_resources()
+    actor = ray.remote(LoaderService).options(
+        name=f"stoker-loader-{group}",
+        namespace="stoker",
+        get_if_exists=True,
+        num_cpus=0,
+        max_concurrency=64 + 2 * int(resources.get("CPU", 1)),
+        label_selector={NODE_LABEL: node},
+    )
+    budget = max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0)))
+    from stoker.schema import Config
+
+    return actor.remote(Hosts(Config(), node), budget, stall_s)

@@ -1,0 +1,268 @@
+"""Chain worker: what a `stoker.DataLoader` has done there: fetch records, collate them, pack the batch.
+
+It takes the places of source and chain: a shard names the indices of some batches, and its one record is
+those batches, packed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stoker.data.engine.shards import use_one_thread
+from stoker.data.messages import BadRecord, BlockReport, Record, Shard
+from stoker.data.sources.seeding import seed_globals
+from stoker.loader.packing import pack, unpack
+
+PAGES = "pages"
+"""The column of a block."""
+
+
+class Failed(NamedTuple):
+    """Chain worker → script: why there is no batch."""
+
+    kind: type[BaseException]
+    where: str
+    """What was worked on, and on which host."""
+    words: str
+    """The traceback."""
+
+
+class Made(NamedTuple):
+    """Chain worker → script: a batch."""
+
+    batch: Any
+    bad: tuple[tuple[Any, str], ...] = ()
+    """Index and reason of the records that were left out."""
+    empty: bool = False
+    """Whether all of its records were."""
+
+
+class Order(NamedTuple):
+    """Script → chain worker: batches of a map-style dataset, or a worker's part of an iterable one."""
+
+    base_seed: int
+    worker: int
+    """What `get_worker_info().id` says."""
+    batches: tuple[tuple[int, Any], ...] = ()
+    """Number and indices of each."""
+
+
+@dataclass
+class LoaderWork:
+    """Chain worker: the loader's own part, a copy for each process and pass."""
+
+    dataset: Any
+    collate: Callable[[Any], Any]
+    iterable: bool
+    auto_collation: bool
+    batch_size: int | None
+    drop_last: bool
+    workers: int
+    """What `get_worker_info().num_workers` says."""
+    worker_init_fn: Callable[[int], None] | None
+    quarantines: bool
+    _begun: set[int] = field(default_factory=set)
+
+    def run(self, order: Order) -> Iterator[list[Made | Failed]]:
+        """The batches of an order, in groups: one group of a map-style dataset, else a batch each."""
+        self._begin(order)
+        if self.iterable:
+            yield from ([made] for made in self._stream(order))
+        else:
+            yield [self._one(order.base_seed, number, indices) for number, indices in order.batches]
+
+    def _begin(self, order: Order) -> None:
+        """As torch prepares a worker process."""
+        from torch.utils.data._utils import worker
+
+        info = worker.WorkerInfo(
+            id=order.worker,
+            num_workers=self.workers,
+            seed=order.base_seed + order.worker,
+            dataset=self.dataset,
+        )
+        worker._worker_info = info
+        if self.worker_init_fn is not None and (self.iterable or not self._begun):
+            seed_globals(f"{order.base_seed}/worker/{order.worker}")
+            self.worker_init_fn(order.worker)
+        self._begun.add(order.worker)
+
+    def _one(self, base_seed: int, number: int, indices: Any) -> Made | Failed:
+        bad: list[tuple[Any, str]] = []
+        try:
+            data = self._records(base_seed, number, indices, bad)
+            if bad and not data:
+                return Made(None, tuple(bad), empty=True)
+            seed_globals(f"{base_seed}/{number}/collate")
+            return Made(self.collate(data), tuple(bad))
+        except _AtIndexError as at:
+            return failed(at.__cause__ or at, f"index {at.index!r} (batch {number})")
+        except Exception as error:
+            return failed(error, f"collate_fn of batch {number}, indices {short(indices)}")
+
+    def _records(self, base_seed: int, number: int, indices: Any, bad: list[tuple[Any, str]]) -> Any:
+        if not self.auto_collation:
+            return self._record(f"{base_seed}/{number}/0", indices)
+        together = getattr(self.dataset, "__getitems__", None)
+        if together and not self.quarantines:
+            seed_globals(f"{base_seed}/{number}")
+            try:
+                return together(indices)
+            except Exception as error:
+                raise _AtIndexError(short(indices)) from error
+        data = []
+        for nth, index in enumerate(indices):
+            try:
+                data.append(self._record(f"{base_seed}/{number}/{nth}", index))
+            except _AtIndexError as at:
+                if not self.quarantines:
+                    raise
+                bad.append((index, _line(at.__cause__)))
+        return data
+
+    def _record(self, seed: str, index: Any) -> Any:
+        seed_globals(seed)
+        try:
+            return self.dataset[index]
+        except Exception as error:
+            raise _AtIndexError(index) from error
+
+    def _stream(self, order: Order) -> Iterator[Made | Failed]:
+        """A worker's part of an iterable dataset, by torch's own fetcher."""
+        from torch.utils.data._utils.fetch import _IterableDatasetFetcher
+
+        seed_globals(f"{order.base_seed}/{order.worker}")
+        try:
+            fetcher = _IterableDatasetFetcher(self.dataset, self.auto_collation, self.collate, self.drop_last)
+        except Exception as error:
+            yield failed(error, f"iter(dataset) of worker {order.worker}")
+            return
+        size = range(self.batch_size or 1)
+        number = 0
+        while True:
+            seed_globals(f"{order.base_seed}/{order.worker}/{number}")
+            try:
+                made: Made | Failed = Made(fetcher.fetch(size))  # type: ignore[no-untyped-call]
+            except StopIteration:
+                return
+            except Exception as error:
+                made = failed(error, f"batch {number} of worker {order.worker}")
+            yield made
+            number += 1
+            if isinstance(made, Failed):
+                return  # a generator that has raised gives no more
+
+
+class _AtIndexError(Exception):
+    """Which index failed; the cause is what it raised."""
+
+    def __init__(self, index: Any) -> None:
+        super().__init__(repr(index))
+        self.index = index
+
+
+def failed(error: BaseException, what: str) -> Failed:
+    """Chain worker: an exception on its way to the script."""
+    import socket
+
+    kind = type(error)
+    words = "".join(traceback.format_exception(kind, error, error.__traceback__, chain=False))
+    return Failed(kind, f"at {what}, on host {socket.gethostname()}", words)
+
+
+def _line(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def short(indices: Any) -> str:
+    """Indices for people: the first few."""
+    try:
+        shown = list(indices)
+    except TypeError:
+        return repr(indices)
+    more = f", … ({len(shown)})" if len(shown) > 4 else ""
+    return ", ".join(map(repr, shown[:4])) + more
+
+
+class LoaderSource:
+    """Chain worker: in a source's place.
+
+    Args:
+        pages: the packed LoaderWork.
+    """
+
+    random = False
+
+    def __init__(self, pages: Any) -> None:
+        self.pages = pages
+        self._work: LoaderWork | None = None
+
+    def read(self, shard: Shard, order: Any) -> Iterator[Record]:
+        """The batches of a shard as records; a batch that cannot be packed is a failure of its own."""
+        if self._work is None or self._work.iterable:
+            use_one_thread()
+            self._work = opened(self.pages)
+        started = time.perf_counter()
+        for number, group in enumerate(self._work.run(shard.items[0])):
+            yield {"key": f"{shard.called}/{number}", PAGES: packed(group, time.perf_counter() - started)}
+            started = time.perf_counter()
+
+
+def opened(pages: Any) -> LoaderWork:
+    """Chain worker: a loader's work, with the script's modules and working directory in reach."""
+    import numpy as np
+
+    head: tuple[str, list[str]]
+    head = unpack(np.array(pages[0]))[0]
+    folder, path = head
+    sys.path += [each for each in path if each not in sys.path and Path(each).is_dir()]
+    if Path(folder).is_dir():
+        os.chdir(folder)
+    work: LoaderWork = unpack(np.array(pages[1]))[0]
+    return work
+
+
+def packed(group: Sequence[Made | Failed], seconds: float) -> Any:
+    """Chain worker: the seconds that batches took, and the batches, as pages.
+
+    One that cannot be pickled becomes a failure of its own.
+    """
+    try:
+        return pack([seconds, *group])
+    except Exception:
+        return pack([seconds, *map(_packable, group)])
+
+
+def _packable(made: Made | Failed) -> Made | Failed:
+    try:
+        pack([made])
+    except Exception as error:
+        if isinstance(made, Failed):
+            return made._replace(kind=RuntimeError)
+        return failed(error, "a batch that cannot be sent")
+    return made
+
+
+class LoaderChain:
+    """Chain worker: in the chain's place: packed batches are a block already."""
+
+    def run(
+        self, block: Iterable[Record | BadRecord], epoch: int, keep: Any
+    ) -> tuple[dict[str, Any], BlockReport]:
+        """One group of batches → a block."""
+        report, columns = BlockReport(), dict[str, Any]()
+        for each in block:
+            report.records += 1
+            if isinstance(each, BadRecord):
+                report.bad.append(each)
+            else:
+                columns = {PAGES: each[PAGES]}
+                report.rows, report.bytes_out = len(each[PAGES]), each[PAGES].nbytes
+        return columns, report

@@ -1,0 +1,271 @@
+"""`stoker.DataLoader` gives torch's batches: any sampler, workers, ranks, epochs, and from any place on.
+
+Batches are made in this process (STOKER_LOADER=process): by the same code as on a cluster, without Ray.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torch.utils.data import DataLoader as TorchLoader
+
+from stoker import DataLoader
+from stoker.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_LOADER", "process")
+
+
+class Records(Dataset[Any]):
+    def __init__(self, count: int = 43) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((2,), float(index)), index, {"name": f"record {index}"}
+
+
+class Together(Records):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[i] for i in indices]
+
+
+class Stream(IterableDataset[Any]):
+    """Its workers come to their ends at different times."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        assert info is not None
+        yield from (torch.tensor([info.id, n]) for n in range(5 + 6 * info.id))
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+def samplers(kind: str, rank: int, ranks: int, generator: torch.Generator | None) -> dict[str, Any]:
+    records = Records()
+    if ranks > 1:
+        sampler = DistributedSampler(records, ranks, rank, shuffle=kind != "in order", seed=4)
+        return {"sampler": sampler, "batch_size": 4}
+    if kind == "in order":
+        return {"batch_size": 4}
+    if kind == "shuffled":
+        return {"batch_size": 4, "shuffle": True, "generator": generator}
+    if kind == "weighted":
+        return {"batch_size": 4, "sampler": WeightedRandomSampler(range(1, 44), 30, generator=generator)}
+    return {"batch_sampler": BatchSampler(RandomSampler(records, generator=generator), 5, drop_last=True)}
+
+
+KINDS = ("in order", "shuffled", "weighted", "batches")
+
+
+def epochs(kind: type[Any], count: int, arguments: dict[str, Any], seed: int) -> list[list[Any]]:
+    """Some passes over a loader, and the script's own draws between them."""
+    torch.manual_seed(seed)
+    loader = kind(Records(), **arguments)
+    found = []
+    for epoch in range(count):
+        if isinstance(arguments.get("sampler"), DistributedSampler):
+            arguments["sampler"].set_epoch(epoch)
+        found.append([*loader, float(torch.rand(()))])
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "workers", "ranks", "own"), list(itertools.product(KINDS, (0, 1, 3), (1, 2), (False, True)))
+)
+def test_batches_and_the_scripts_own_draws_are_those_of_torch(
+    kind: str, workers: int, ranks: int, own: bool
+) -> None:
+    """48 of them, over three epochs and all ranks."""
+    for rank in range(ranks):
+        found = []
+        for loader in (TorchLoader, DataLoader):
+            generator = torch.Generator().manual_seed(9) if own else None
+            arguments = samplers(kind, rank, ranks, generator)
+            # What torch makes does not depend on its workers, but takes processes.
+            many = workers if loader is DataLoader else 0
+            found.append(epochs(loader, 3, arguments | {"num_workers": many}, seed=rank))
+        assert equal(*found)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "after", "epoch", "own"),
+    list(itertools.product(KINDS, (0, 1, 4, "end"), (0, 1), (False, True))),
+)
+def test_a_pass_goes_on_where_it_stood(kind: str, after: int | str, epoch: int, own: bool) -> None:
+    """64 of them: stopped in an epoch after some batches, by another process with other draws behind it."""
+
+    def loader() -> DataLoader:
+        generator = torch.Generator().manual_seed(9) if own else None
+        return DataLoader(Records(), num_workers=2, **samplers(kind, 0, 1, generator))
+
+    torch.manual_seed(1)
+    first = loader()
+    whole = [list(first) for _ in range(3)]
+
+    torch.manual_seed(1)
+    second = loader()
+    given = [list(second) for _ in range(epoch)]
+    iterator = iter(second)
+    part = list(iterator) if after == "end" else [next(iterator) for _ in range(int(after))]
+    state, drawn = second.state_dict(), torch.get_rng_state()
+
+    torch.manual_seed(77)
+    third = loader()
+    third.load_state_dict(state)
+    torch.set_rng_state(drawn)  # as a script does that goes on from its checkpoint
+    part += [] if after == "end" else list(third)
+    given.append(part)
+    given += [list(third) for _ in range(3 - len(given))]
+    assert equal(given, whole)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("workers", "size", "drop"), list(itertools.product((1, 2, 3, 5), (None, 1, 4), (False, True)))
+)
+def test_workers_of_an_iterable_dataset_take_turns_as_torchs_do(
+    workers: int, size: int | None, drop: bool
+) -> None:
+    if size is None and drop:
+        drop = False
+    arguments = {"batch_size": size, "drop_last": drop, "num_workers": workers}
+    expected = list(TorchLoader(Stream(), **arguments)) if workers <= 2 else in_turns(workers, size, drop)
+    assert equal(list(DataLoader(Stream(), **arguments)), expected)
+
+
+def in_turns(workers: int, size: int | None, drop: bool) -> list[Any]:
+    """What torch's workers give, without its processes."""
+    streams = []
+    for worker in range(workers):
+        records = [torch.tensor([worker, n]) for n in range(5 + 6 * worker)]
+        step = size or 1
+        cut = [records[i : i + step] for i in range(0, len(records), step)]
+        cut = [batch for batch in cut if len(batch) == step or not drop]
+        streams.append([batch[0] if size is None else torch.stack(batch) for batch in cut])
+    rounds = itertools.zip_longest(*streams)
+    return [batch for each in rounds for batch in each if batch is not None]
+
+
+@pytest.mark.parametrize(("workers", "after"), list(itertools.product((1, 3), range(0, 12, 2))))
+def test_an_iterable_pass_goes_on_where_it_stood(workers: int, after: int) -> None:
+    arguments = {"batch_size": 2, "num_workers": workers}
+    whole = list(DataLoader(Stream(), **arguments))
+    after = min(after, len(whole))
+    loader = DataLoader(Stream(), **arguments)
+    iterator = iter(loader)
+    part = [next(iterator) for _ in range(after)]
+    again = DataLoader(Stream(), **arguments)
+    again.load_state_dict(loader.state_dict())
+    assert equal(part + list(again), whole)
+
+
+def test_records_fetched_together_are_the_same() -> None:
+    assert equal(list(DataLoader(Together(), batch_size=5)), list(TorchLoader(Together(), batch_size=5)))
+
+
+class Draws(Records):
+    def __getitem__(self, index: int) -> Any:
+        return index, random.random(), np.random.rand(), float(torch.rand(()))
+
+
+def test_what_records_draw_depends_on_seed_and_epoch_alone() -> None:
+    def drawn(workers: int, batch: int, seed: int) -> list[Any]:
+        torch.manual_seed(seed)
+        loader = DataLoader(Draws(), batch_size=batch, num_workers=workers)
+        return [list(loader), list(loader)]
+
+    assert equal(drawn(1, 5, 0), drawn(4, 5, 0))
+    first, second = drawn(1, 5, 0)
+    assert not equal(first, second) and not equal(first, drawn(1, 5, 1)[0])
+    values = [v for batch in first for column in batch[1:] for v in column.tolist()]
+    assert len(set(values)) == len(values)
+
+
+class Broken(Records):
+    def __getitem__(self, index: int) -> Any:
+        if index % 10 == 3:
+            raise KeyError(f"no record {index}")
+        return torch.tensor(index)
+
+
+def test_an_exception_is_raised_where_torch_raises_it_with_its_own_traceback() -> None:
+    iterator = iter(DataLoader(Broken(), batch_size=4))
+    found: list[Any] = []
+    for _ in range(11):
+        try:
+            found.append(next(iterator).tolist())
+        except KeyError as error:
+            text = str(error)
+            found.append("error")
+    assert found[:3] == ["error", [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert found.count("error") == 4
+    assert "index 33 (batch 8)" in text and "in __getitem__" in text
+
+
+class Stops(Records):
+    def __getitem__(self, index: int) -> Any:
+        return next(iter(()))
+
+
+def test_a_record_that_raises_stop_iteration_does_not_end_the_pass_as_if_it_were_whole() -> None:
+    with pytest.raises(RuntimeError, match="StopIteration at index 0"):
+        list(DataLoader(Stops()))
+
+
+def test_quarantine_leaves_records_out_and_counts_them() -> None:
+    loader = DataLoader(Broken(), batch_size=4, on_error="quarantine", bad_record_budget=0.2)
+    found = [i for batch in loader for i in batch.tolist()]
+    assert found == [i for i in range(43) if i % 10 != 3]
+    assert [index for index, _ in loader.quarantine.records] == [3, 13, 23, 33]
+    assert "KeyError" in loader.quarantine.records[0][1]
+
+
+def test_quarantine_beyond_its_budget_is_an_error() -> None:
+    loader = DataLoader(Broken(), batch_size=4, on_error="quarantine", bad_record_budget=0.05)
+    with pytest.raises(RuntimeError, match="3 of 43 records cannot be loaded"):
+        list(loader)
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    records = Records()
+    records.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="dataset cannot be sent"):
+        iter(DataLoader(records))
+
+
+def test_length_and_arguments_are_torchs() -> None:
+    assert len(DataLoader(Records(), batch_size=4, drop_last=True)) == 10
+    assert isinstance(DataLoader(Records()), TorchLoader)
+    with pytest.raises(ValueError, match="on_error"):
+        DataLoader(Records(), on_error="ignore")
