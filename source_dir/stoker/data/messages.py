@@ -134,10 +134,28 @@ class Column(NamedTuple):
     dtype: str
     """NumPy's name of it; "text": strings; "object": anything, as only a batch stage can take it."""
     shape: tuple[int, ...] = ()
-    """-1: any, towards a batch stage."""
+    """-1: any: of what goes to a batch stage, and the first number where batches pad the column."""
+
+    @property
+    def ragged(self) -> bool:
+        """Whether its rows differ in length."""
+        return self.shape[:1] == (-1,)
 
     def __str__(self) -> str:
         return f"{self.dtype} of shape {self.shape}" if self.shape else self.dtype
+
+
+class Pad(NamedTuple):
+    """Every host: how a batch pads a column whose rows differ in length."""
+
+    value: float
+    """What stands behind a row's own values."""
+    multiple: int = 1
+    """The padded length is a multiple of this."""
+
+    def width(self, longest: int) -> int:
+        """Train worker: the length of all rows of a batch."""
+        return -(-longest // self.multiple) * self.multiple
 
 
 class Schema(NamedTuple):
@@ -146,6 +164,8 @@ class Schema(NamedTuple):
     columns: dict[str, Column]
     record: str = ""
     """Key of the record that they were found in."""
+    pad: Mapping[str, Pad] = {}
+    """How batches pad columns whose rows differ in length."""
 
     def difference(self, other: Schema) -> str:
         """Every host: how rows with other columns differ; empty where they do not."""
