@@ -15,14 +15,18 @@ from whole_way import Listed, OtherHost, Reference, Store, Way
 
 from stoker.data import Pad
 from stoker.data.messages import BlockSlice
+from stoker.data.opening import open_data
 from stoker.data.preprocessing.blocks import columns_of, to_table
+from stoker.data.preprocessing.chain import Chain
 from stoker.data.preprocessing.columns import schema_of
 from stoker.data.preprocessing.ragged import Ragged
+from stoker.data.sources.base import record_id
 from stoker.data.transport import wire
 from stoker.data.transport.batches import BatchBuilder
 from stoker.data.transport.buffers import BufferPool
 from stoker.data.transport.connections import Request
 from stoker.errors import DataError, SchemaError, UsageError
+from stoker.schema import Config
 
 LENGTHS = [3, 0, 5, 1, 2, 0, 4, 4, 1, 0, 7, 2]
 ROWS = [
@@ -122,6 +126,57 @@ def doubled(columns: dict[str, Any]) -> dict[str, Any]:
 def test_a_batch_stage_takes_and_gives_rows_of_any_length(way: Way) -> None:
     found = batches(way, chain=[doubled], pad={"ids": 0})
     assert found[0]["ids_length"].tolist() == [2 * n for n in LENGTHS[:4]]
+
+
+def of_lengths(lengths: list[int], first: int = 0) -> list[dict[str, Any]]:
+    return [{"key": f"r{i}", "ids": np.zeros(n, np.int32)} for i, n in enumerate(lengths, first)]
+
+
+def blocks_of_random_lengths(bucket_by: str | None, epoch: int = 0) -> list[list[int]]:
+    """Lengths of the rows of twenty blocks of some 250 records."""
+    chance = np.random.default_rng(3)
+    chain = Chain([], seed=5, pads={"ids": Pad(0)}, bucket_by=bucket_by)
+    found = []
+    for number in range(20):
+        records = of_lengths(chance.integers(0, 200, chance.integers(200, 300)).tolist(), 1000 * number)
+        columns, report = chain.run(records, epoch)
+        assert sorted(columns["__id"].tolist()) == sorted(record_id(r["key"]) for r in records)
+        assert report.rows == len(records)
+        found.append(np.diff(columns["ids"].offsets).tolist())
+    return found
+
+
+def padding(blocks: list[list[int]], batch: int = 32) -> float:
+    """Padded values per own value, wherever batches begin."""
+    rows = [n for block in blocks for n in block]
+    batches = [rows[i : i + batch] for i in range(0, len(rows), batch)]
+    return sum(max(one) * len(one) for one in batches) / sum(rows) - 1
+
+
+def test_bucketing_leaves_less_than_a_third_of_the_padding_wherever_batches_begin() -> None:
+    assert padding(blocks_of_random_lengths(None)) > 0.9
+    assert padding(blocks_of_random_lengths("ids")) < 0.3
+
+
+def test_bucketed_rows_keep_their_order_when_a_block_is_made_again_and_change_it_with_the_epoch() -> None:
+    first = blocks_of_random_lengths("ids")
+    assert first == blocks_of_random_lengths("ids")
+    assert first != blocks_of_random_lengths("ids", epoch=1)
+    begin = [block[0] for block in first]
+    assert min(begin) < 50 and max(begin) > 150, "no length has its place in a block"
+
+
+def test_a_record_without_the_column_that_buckets_is_quarantined_as_ever() -> None:
+    records = [*of_lengths([3, 1, 2]), {"key": "none", "ids": None}, {"key": "absent"}]
+    columns, report = Chain([], seed=5, pads={"ids": Pad(0)}, bucket_by="ids").run(records, 0)
+    assert {one.key for one in report.bad} == {"none", "absent"}
+    assert sorted(np.diff(columns["ids"].offsets)) == [1, 2, 3]
+
+
+def test_bucketing_by_a_column_that_is_not_padded_is_refused() -> None:
+    changes = {"recipe": "lengths:Lengths", "data": {"bucket_by": "index"}}
+    with pytest.raises(UsageError, match=r"data.bucket_by: 'index' is no column .* it pads: ids, pairs$"):
+        open_data(Config.model_validate(changes))
 
 
 def _more_values(ids: Ragged) -> Ragged:

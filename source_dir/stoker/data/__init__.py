@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _ROOMS = {
     "messages": ("BadRecord", "Pad", "Record", "Shard"),
     "preprocessing.blur": ("GaussianBlurs",),
+    "preprocessing.joint": ("DecodeMask", "Joint"),
     "preprocessing.stages": ("RecordTransform",),
     "preprocessing.transforms": (
         *("CenterCrop", "CheckLabel", "DecodeImage", "Drop", "RandomHorizontalFlip", "RandomResizedCrop"),

@@ -149,13 +149,8 @@ class Pad(NamedTuple):
     """Every host: how a batch pads a column whose rows differ in length."""
 
     value: float
-    """What stands behind a row's own values."""
     multiple: int = 1
-    """The padded length is a multiple of this."""
-
-    def width(self, longest: int) -> int:
-        """Train worker: the length of all rows of a batch."""
-        return -(-longest // self.multiple) * self.multiple
+    """Of which the length of its rows is one."""
 
 
 class Schema(NamedTuple):
@@ -321,6 +316,8 @@ class Plan(BaseModel):
     """Why the fingerprint does not tell whether the records are the same; empty: it does."""
     homes: int = 0
     """Into how many parts the records are divided, each of which is permuted by itself."""
+    bucket_by: str | None = None
+    """Column by whose length the rows of a block are ordered."""
 
 
 class DataCursor(BaseModel):

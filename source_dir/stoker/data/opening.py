@@ -74,6 +74,11 @@ def open_data(config: Config) -> Data:
 
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     pads = pads_of(recipe)
+    if config.data.bucket_by not in (None, *pads):
+        raise UsageError(
+            f"data.bucket_by: {config.data.bucket_by!r} is no column that the recipe pads; it pads:"
+            f" {', '.join(pads) or 'none'}"
+        )
     data = Data({}, {}, {})
     for split in ("train", "val"):
         # One that splits its records by chance (torch's random_split, say) does so alike for both.
@@ -101,7 +106,13 @@ def open_data(config: Config) -> Data:
         if keeps(config) and not data.identity(split).draws:
             prefix = prefix_length(stages)
         data.chains[split] = Chain(
-            stages, config.seed, config.tracking.record_ids, prefix, config.data.max_pixels, pads
+            stages,
+            config.seed,
+            config.tracking.record_ids,
+            prefix,
+            config.data.max_pixels,
+            pads,
+            config.data.bucket_by,
         )
     if keeps(config):
         refuse_uncacheable(config.recipe, data)

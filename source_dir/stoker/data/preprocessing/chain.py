@@ -17,6 +17,7 @@ from stoker.data.preprocessing.columns import Packed, leave, pack, schema_of
 from stoker.data.preprocessing.decode import sized
 from stoker.data.preprocessing.fusion import fuse
 from stoker.data.preprocessing.pixels import MOST, limit_pixels
+from stoker.data.preprocessing.ragged import bucketed
 from stoker.data.preprocessing.stages import Stage
 from stoker.data.preprocessing.transforms import DecodeImage
 from stoker.data.sources.base import record_id
@@ -45,10 +46,13 @@ class Chain:
         prefix: int = 0,
         max_pixels: int = MOST,
         pads: Mapping[str, Pad] = {},
+        bucket_by: str | None = None,
     ) -> None:
         self.max_pixels = max_pixels
         self.pads = pads
         """Columns whose rows may differ in length, and how batches pad them."""
+        self.bucket_by = bucket_by
+        """One of them, by whose length the rows of a block are ordered; None: they stay as they are."""
         self.stages = stages
         self.seed = seed
         self.with_keys = with_keys
@@ -97,6 +101,8 @@ class Chain:
                 seed = f"{self.seed}/{epoch}/{segment.number}"
                 for stage in segment.stages:
                     good = self._per_batch(good, stage, seed, report) if good else good
+        if self.bucket_by and good:
+            good = bucketed(good, self.bucket_by, f"{self.seed}/{epoch}/bucket")
         return self._leave(good, report), report
 
     def _leave(self, records: list[Record], report: BlockReport) -> dict[str, Any]:

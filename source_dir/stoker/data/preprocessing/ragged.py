@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from stoker.data.messages import Pad
+from stoker.data.messages import Pad, Record
+from stoker.data.sources.base import record_id
 from stoker.errors import SchemaError
 
 LENGTH_SUFFIX = "_length"
@@ -87,7 +88,7 @@ def padded(name: str, parts: list[Ragged], pad: Pad, empty: Callable[..., Any]) 
     import numpy as np
 
     lengths = np.concatenate([np.diff(part.offsets) for part in parts])
-    width = pad.width(int(lengths.max(initial=0)))
+    width = -(-int(lengths.max(initial=0)) // pad.multiple) * pad.multiple
     batch = empty((len(lengths), width, *parts[0].values.shape[1:]), parts[0].dtype)
     batch[...] = pad.value
     at = 0
@@ -96,3 +97,20 @@ def padded(name: str, parts: list[Ragged], pad: Pad, empty: Callable[..., Any]) 
             batch[row, : stop - start] = part.values[start:stop]
         at += len(part)
     return {name: batch, name + LENGTH_SUFFIX: lengths}
+
+
+def bucketed(records: list[Record], column: str, seed: str) -> list[Record]:
+    """Chain worker: the records of a block, those of similar length next to each other.
+
+    They go up by every second length and down by the others, from a random place on. So wherever batches
+    begin, their rows are alike in length, and no length has its place in a block. The order depends on the
+    seed and the records alone: a block that is made again has the same.
+    """
+    import numpy as np
+
+    values: list[Any] = [record.get(column) for record in records]
+    lengths = [len(value) if getattr(value, "shape", ()) else 0 for value in values]  # others are refused
+    rising = np.argsort(lengths, kind="stable")
+    circle = np.concatenate([rising[::2], rising[1::2][::-1]])
+    rng = np.random.default_rng(record_id("/".join([seed, *(record["key"] for record in records)])))
+    return [records[i] for i in np.roll(circle, rng.integers(len(circle)))]
