@@ -6,7 +6,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import pytest
 from lengths import values
 from streaming import Train
 
@@ -14,13 +13,13 @@ from stoker.data.transport.client import Transport
 from stoker.schema import Config
 
 
-def job(bucket_by: str | None) -> Config:
+def job() -> Config:
     data = {
         "block_records": 16,
         "order": "exact",
         "cache": "memory",
         "cache_gb": 0.01,
-        "bucket_by": bucket_by,
+        "bucket_by": "ids",
     }
     train = {"epochs": 2, "batch_size": 7}
     return Config.model_validate({"recipe": "lengths:Lengths", "data": data, "train": train, "seed": 1})
@@ -50,11 +49,8 @@ def rows(train: Train) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("bucket_by", [None, "ids"])
-def test_interrupted_is_uninterrupted_with_rows_of_any_length_and_a_cache(
-    ray_cluster: None, bucket_by: str | None
-) -> None:
-    train = Train(job(bucket_by), workers=2)
+def test_interrupted_is_uninterrupted_with_rows_of_any_length_and_a_cache(ray_cluster: None) -> None:
+    train = Train(job(), workers=2)
     expected = []
     for epoch in range(2):
         ids = flat(list(train.steps("train", epoch)))

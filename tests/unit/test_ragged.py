@@ -22,11 +22,12 @@ from stoker.data.preprocessing.columns import schema_of
 from stoker.data.preprocessing.ragged import Ragged
 from stoker.data.sources.base import record_id
 from stoker.data.transport import wire
-from stoker.data.transport.batches import BatchBuilder
+from stoker.data.transport.batches import BatchBuilder, as_batch
 from stoker.data.transport.buffers import BufferPool
 from stoker.data.transport.connections import Request
 from stoker.errors import DataError, SchemaError, UsageError
 from stoker.schema import Config
+from stoker.sizing.profile import _few
 
 LENGTHS = [3, 0, 5, 1, 2, 0, 4, 4, 1, 0, 7, 2]
 ROWS = [
@@ -126,6 +127,17 @@ def doubled(columns: dict[str, Any]) -> dict[str, Any]:
 def test_a_batch_stage_takes_and_gives_rows_of_any_length(way: Way) -> None:
     found = batches(way, chain=[doubled], pad={"ids": 0})
     assert found[0]["ids_length"].tolist() == [2 * n for n in LENGTHS[:4]]
+
+
+def test_what_measures_and_exports_sees_padded_batches_too() -> None:
+    """As `size` replays rows and an export that no batch preceded reads them."""
+    chain = Chain([], seed=5, pads={"ids": Pad(-1, multiple=4)})
+    columns, report = chain.run([dict(row) for row in ROWS[:4]], 0)
+    batch, kept = as_batch(columns, report.schemas[-1]), _few(columns, chain)
+    for found in (batch, kept):
+        assert found["ids"].shape == (4, 8)
+        assert found["ids"][3].tolist() == [30, *[-1] * 7]
+        assert found["ids_length"].tolist() == LENGTHS[:4]
 
 
 def of_lengths(lengths: list[int], first: int = 0) -> list[dict[str, Any]]:

@@ -23,15 +23,13 @@ class BatchBuilder:
     def __init__(self, buffers: BufferPool, rows: int, schema: Schema) -> None:
         self.rows, self.schema, self._buffers = rows, schema, buffers
         self._filled = dict.fromkeys(schema.columns, 0)
+        self._ragged: dict[str, dict[int, Ragged]] = {n: {} for n in schema.pad if n in schema.columns}
+        """Rows that differ in length, as they came, by the first one's place: padded when all are there."""
         self._columns: dict[str, Any] = {
             name: [""] * rows if column.dtype == TEXT else buffers.empty((rows, *column.shape), column.dtype)
             for name, column in schema.columns.items()
-            if not column.ragged
+            if name not in self._ragged
         }
-        self._ragged: dict[str, dict[int, Ragged]] = {
-            name: {} for name, column in schema.columns.items() if column.ragged
-        }
-        """Rows that differ in length, as they came, by the first one's place: padded when all are there."""
 
     def check(self, part: BlockSlice, found: Schema, rows: int) -> None:
         """Refuse a block that is not what its report and the split's schema say.
