@@ -46,6 +46,11 @@ class Recipe(BaseModel):
     own_loop: ClassVar[str] = ""
     """A module whose `build` and `run_epochs` take the place of those of `stoker.training.loop`."""
 
+    pad: ClassVar[dict[str, Any]] = {}
+    """Columns whose rows differ in length → the number that fills them up to the longest of their batch, or
+    `stoker.data.Pad(number, multiple=8)`. A batch then has `<column>_length`, too. Where it depends on the
+    parameters, define it as a property."""
+
     def check(self, resolved: Resolved) -> None:
         """Head: refuse what cannot work before any cluster forms.
 

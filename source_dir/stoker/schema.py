@@ -35,6 +35,11 @@ class DataConfig(Section):
     block_records: int = Field(
         256, ge=1, description="records that one chain worker preprocesses and sends together"
     )
+    bucket_by: str | None = Field(
+        None,
+        description="padded column: rows of similar length follow each other within a block, so that batches"
+        " need less padding",
+    )
     remainder: Literal["drop", "pad"] = Field(
         "drop", description="the last few records that cannot be shared evenly: drop or repeat some"
     )

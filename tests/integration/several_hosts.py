@@ -126,12 +126,21 @@ def lost_server() -> dict[str, Any]:
     )
     batches = iter(stream)
     values: list[int] = []
+    tails: list[list[int]] = []
+
+    def take(batch: Any) -> None:
+        values.extend(batch["x"][:, 0].tolist())
+        rows = zip(
+            batch["index"].tolist(), batch["tail"].tolist(), batch["tail_length"].tolist(), strict=True
+        )
+        tails.extend([index, *tail[:length]] for index, tail, length in rows)
+
     for batch in islice(batches, 10):
-        values += batch["x"][:, 0].tolist()
+        take(batch)
     before = dict(transport.bytes_by)
     ray.kill(servers[sorted(servers)[0]].agent)
     for batch in batches:
-        values += batch["x"][:, 0].tolist()
+        take(batch)
     used = (stream.rows, stream.id_sum, 0)
     books = ray.get(train.coordinator.epoch_done.remote(0, "train", 0, 0, used), timeout=180)
     found = {
@@ -139,6 +148,7 @@ def lost_server() -> dict[str, Any]:
         "after": dict(transport.bytes_by),
         "books": books,
         "values": sorted(values) == sorted(i % 251 for i in range(1500)),
+        "tails": sorted(tails) == [[i] + [i] * (i % 5) for i in range(1500)],
         "notes": [event["text"] for event in train.events("note")],
     }
     train.close()

@@ -52,7 +52,7 @@ def test_a_lost_block_server_costs_no_row(seen: dict[str, Any]) -> None:
     assert lost["after"]["direct"] > lost["before"]["direct"], "the other host still serves"
     assert lost["after"]["ray"] > lost["before"].get("ray", 0), "what the lost one had comes through Ray"
     assert lost["books"]["trained"] == lost["books"]["read"] == 1500, "each once, by their ids"
-    assert lost["values"], "with their own content"
+    assert lost["values"] and lost["tails"], "with their own content, of one length and of any"
     assert any("its blocks come through Ray's object store" in text for text in lost["notes"])
 
 

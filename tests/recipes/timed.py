@@ -13,7 +13,10 @@ from stoker.recipe import Recipe
 
 
 class Takes(RecordTransform):
-    """Sleeps for each record and gives it `kb` of payload; one of them is as slow as many others together."""
+    """Sleeps for each record and gives it `kb` of payload and a tail of 0 to 4 numbers.
+
+    One of them is as slow as many others together.
+    """
 
     def __init__(self, ms: float, slow: int, slow_until: int, count: str, kb: int, random: bool) -> None:
         self.ms, self.slow, self.slow_until, self.count = ms, slow, slow_until, count
@@ -27,7 +30,12 @@ class Takes(RecordTransform):
         elif self.count:
             with Path(self.count).open("ab") as file:
                 file.write(b".")
-        return {**record, "x": np.full(self.kb * 1024, record["index"] % 251, np.uint8)}
+        index = record["index"]
+        return {
+            **record,
+            "x": np.full(self.kb * 1024, index % 251, np.uint8),
+            "tail": np.full(index % 5, index),
+        }
 
 
 class Timed(Recipe):
@@ -40,6 +48,8 @@ class Timed(Recipe):
     """A file that counts them."""
     kb: int = 0
     random: bool = True
+
+    pad = {"tail": -1}  # noqa: RUF012 - as recipes declare it
 
     def read(self, split: str) -> Any:
         return read_range(self.records) if split == "train" else None

@@ -151,6 +151,7 @@ def test_a_place_ahead_of_the_data_is_refused() -> None:
         ({"fingerprint": "g"}, r"the training data has changed .*fingerprint f, now g"),
         ({"seed": 2}, r"seed was 1 .*now it is 2"),
         ({"shuffle": False}, r"data.shuffle was True .*now it is False"),
+        ({"bucket_by": "ids"}, r"data.bucket_by was None .*now it is ids"),
     ],
 )
 def test_other_data_or_another_order_are_refused_in_one_line(

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from whole_way import Listed, OtherHost, Reference, Store, Way
 
-from stoker.data import read_torch, read_webdataset
+from stoker.data import Pad, read_torch, read_webdataset
 from stoker.data.messages import BadRecord, BlockSlice
 from stoker.data.preprocessing.columns import schema_of
 from stoker.data.preprocessing.transforms import Drop
@@ -42,7 +42,13 @@ VALUES: dict[str, Any] = {
     "empty": lambda i: np.zeros((0, 2), np.float32),
     "tensor": lambda i: torch.full((2,), i, dtype=torch.int32),
     "image": lambda i: np.full((6, 5, 3), i, np.uint8),
+    "tokens": lambda i: np.arange(i, i + i % 4),
+    "frames": lambda i: torch.full((5 * i % 7, 2), i / 3),
+    "flags": lambda i: np.arange(i % 3) == 1,
+    "halves": lambda i: np.full(i % 5, i, np.float16),
 }
+PADS = {"tokens": -1, "frames": Pad(0.5, multiple=4), "flags": True, "halves": float("inf")}
+"""Columns whose rows differ in length, some of them empty."""
 DEFECTS: dict[str, Any] = {
     "absent": None,
     "none": lambda value: None,
@@ -120,6 +126,7 @@ def check(rows: list[dict[str, Any]], steps: Any, bad: Any, batch_size: int, wor
     elif steps:
         # No record is whole: those that agree with the first may pass, and the budget ends such a run.
         columns = set(steps[0][0]) - {"__id"}
+    columns |= {f"{name}_length" for name in columns & PADS.keys()}
     by_id = {record_id(row["key"]): row for row in rows}
     seen: Counter[int] = Counter()
     for number, step in enumerate(steps):
@@ -129,12 +136,25 @@ def check(rows: list[dict[str, Any]], steps: Any, bad: Any, batch_size: int, wor
             ids = batch.pop("__id").tolist()
             seen.update(ids)
             assert set(batch) == columns
+            for name in PADS.keys() & columns:
+                unpad(batch, name, [len(by_id[one][name]) for one in ids])
             for name, column in batch.items():
                 assert len(column) == len(ids)
                 for i, one in enumerate(ids):
                     assert same(column[i], by_id[one][name]), (name, column[i], by_id[one][name])
     assert not seen or max(seen.values()) == 1
     assert len(rows) - len(left_out) - len(seen) < workers
+
+
+def unpad(batch: dict[str, Any], name: str, lengths: list[int]) -> None:
+    """Leave the rows' own values in a batch; what else it holds of the column is as declared."""
+    pad = PADS[name] if isinstance(PADS[name], Pad) else Pad(PADS[name])
+    rows, found = batch[name], batch.pop(f"{name}_length")
+    assert found.dtype == torch.int64
+    assert found.tolist() == lengths
+    assert rows.shape[1] == -(-max(lengths) // pad.multiple) * pad.multiple
+    assert all((row[length:] == pad.value).all() for row, length in zip(rows, lengths, strict=True))
+    batch[name] = [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 HOLES = ["absent", "none"]
@@ -185,6 +205,7 @@ def test_a_batch_is_what_a_loop_over_the_records_gives_or_the_run_is_refused(
             workers=workers,
             direct=direct,
             delivery=lambda blocks: blocks[::-1] if turned else blocks,
+            pad={name: PADS[name] for name in PADS.keys() & set(kinds)},
         )
     except STATED as error:
         OUTCOMES["refused"] += 1

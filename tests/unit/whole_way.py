@@ -54,6 +54,10 @@ class Given(Recipe):
 
     source: Any = None
 
+    @property
+    def pad(self) -> dict[str, Any]:  # type: ignore[override] # a class attribute where it is constant
+        return dict(HELD["pad"])
+
     def read(self, split: str) -> Any:
         return HELD["source"] if split == "train" else None
 
@@ -61,7 +65,7 @@ class Given(Recipe):
         return list(HELD["chain"])
 
 
-HELD: dict[str, Any] = {"source": None, "chain": []}
+HELD: dict[str, Any] = {"source": None, "chain": [], "pad": {}}
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ class Way:
         batch_size: int,
         workers: int,
         direct: bool,
+        pad: dict[str, Any] | None = None,
         delivery: Callable[[list[Any]], list[Any]] = lambda blocks: blocks,
         damage: Callable[[list[Reference], Store], None] = lambda references, store: None,
     ) -> tuple[list[list[dict[str, Any]]], list[BadRecord]]:
@@ -122,7 +127,7 @@ class Way:
         Raises:
             Exception: the run is refused, or fails.
         """
-        HELD.update(source=source, chain=chain)
+        HELD.update(source=source, chain=chain, pad=pad or {})
         config = Config.model_validate(
             {
                 "recipe": "whole_way:Given",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stoker.data.messages import BadRecord as BadRecord
+    from stoker.data.messages import Pad as Pad
     from stoker.data.messages import Record as Record
     from stoker.data.messages import Shard as Shard
     from stoker.data.preprocessing.blur import GaussianBlurs as GaussianBlurs
@@ -44,8 +45,9 @@ if TYPE_CHECKING:
     from stoker.data.sources.webdataset import read_webdataset as read_webdataset
 
 _ROOMS = {
-    "messages": ("BadRecord", "Shard", "Record"),
+    "messages": ("BadRecord", "Pad", "Record", "Shard"),
     "preprocessing.blur": ("GaussianBlurs",),
+    "preprocessing.joint": ("DecodeMask", "Joint"),
     "preprocessing.stages": ("RecordTransform",),
     "preprocessing.transforms": (
         *("CenterCrop", "CheckLabel", "DecodeImage", "Drop", "RandomHorizontalFlip", "RandomResizedCrop"),

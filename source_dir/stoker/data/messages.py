@@ -134,10 +134,23 @@ class Column(NamedTuple):
     dtype: str
     """NumPy's name of it; "text": strings; "object": anything, as only a batch stage can take it."""
     shape: tuple[int, ...] = ()
-    """-1: any, towards a batch stage."""
+    """-1: any: of what goes to a batch stage, and the first number where batches pad the column."""
+
+    @property
+    def ragged(self) -> bool:
+        """Whether its rows differ in length."""
+        return self.shape[:1] == (-1,)
 
     def __str__(self) -> str:
         return f"{self.dtype} of shape {self.shape}" if self.shape else self.dtype
+
+
+class Pad(NamedTuple):
+    """Every host: how a batch pads a column whose rows differ in length."""
+
+    value: float
+    multiple: int = 1
+    """Of which the length of its rows is one."""
 
 
 class Schema(NamedTuple):
@@ -146,6 +159,8 @@ class Schema(NamedTuple):
     columns: dict[str, Column]
     record: str = ""
     """Key of the record that they were found in."""
+    pad: Mapping[str, Pad] = {}
+    """How batches pad columns whose rows differ in length."""
 
     def difference(self, other: Schema) -> str:
         """Every host: how rows with other columns differ; empty where they do not."""
@@ -301,6 +316,8 @@ class Plan(BaseModel):
     """Why the fingerprint does not tell whether the records are the same; empty: it does."""
     homes: int = 0
     """Into how many parts the records are divided, each of which is permuted by itself."""
+    bucket_by: str | None = None
+    """Column by whose length the rows of a block are ordered."""
 
 
 class DataCursor(BaseModel):

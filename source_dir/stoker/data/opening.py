@@ -16,7 +16,7 @@ from stoker.data.engine import ray_internals
 from stoker.data.engine.datasets import DatasetSource
 from stoker.data.engine.passes import GROUP_LABEL, Passes
 from stoker.data.engine.pool import ChainHost, chain_hosts
-from stoker.data.messages import DataCursor
+from stoker.data.messages import DataCursor, Pad, Schema
 from stoker.data.preprocessing.prefix import key_of, prefix_length, refuse_nothing_to_keep
 from stoker.data.preprocessing.probing import fix_schemas
 from stoker.data.sources.base import Source
@@ -73,6 +73,12 @@ def open_data(config: Config) -> Data:
     from stoker.data.preprocessing.entries import as_stages
 
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
+    pads = pads_of(recipe)
+    if config.data.bucket_by not in (None, *pads):
+        raise UsageError(
+            f"data.bucket_by: {config.data.bucket_by!r} is no column that the recipe pads; it pads:"
+            f" {', '.join(pads) or 'none'}"
+        )
     data = Data({}, {}, {})
     for split in ("train", "val"):
         # One that splits its records by chance (torch's random_split, say) does so alike for both.
@@ -100,12 +106,52 @@ def open_data(config: Config) -> Data:
         if keeps(config) and not data.identity(split).draws:
             prefix = prefix_length(stages)
         data.chains[split] = Chain(
-            stages, config.seed, config.tracking.record_ids, prefix, config.data.max_pixels
+            stages,
+            config.seed,
+            config.tracking.record_ids,
+            prefix,
+            config.data.max_pixels,
+            pads,
+            config.data.bucket_by,
         )
     if keeps(config):
         refuse_uncacheable(config.recipe, data)
     fix_schemas(data.sources, data.chains, config.data.block_records)
+    refuse_absent_pads(pads, [chain.schemas for chain in data.chains.values()])
     return data
+
+
+def pads_of(recipe: Recipe) -> dict[str, Pad]:
+    """Head: how the recipe lets batches pad columns whose rows differ in length.
+
+    Raises:
+        UsageError: it is not said as it must be.
+    """
+    try:
+        declared = {n: p if isinstance(p, Pad) else Pad(p) for n, p in dict(recipe.pad).items()}
+    except Exception as error:
+        raise UsageError(f"recipe: {type(recipe).__name__}.pad failed: {where_raised(error)}") from error
+    for name, (value, multiple) in declared.items():
+        if not (isinstance(value, int | float) and isinstance(multiple, int) and multiple >= 1):
+            raise UsageError(
+                f"recipe: pad of column {name!r} is {value!r} to a multiple of {multiple!r}; give a number or"
+                " stoker.data.Pad(value, multiple=8)"
+            )
+    return declared
+
+
+def refuse_absent_pads(pads: dict[str, Pad], schemas: list[tuple[Schema, ...]]) -> None:
+    """Head: refuse padding of a column that no split has, where the columns of all are known.
+
+    Raises:
+        UsageError: naming it and what there is.
+    """
+    columns = [name for found in schemas if found for name in found[-1].of_records().columns]
+    for name in pads:
+        if all(schemas) and name not in columns:
+            raise UsageError(
+                f"recipe: pad names a column {name!r}, which no record has; there are: {', '.join(columns)}"
+            )
 
 
 def keeps(config: Config) -> bool:

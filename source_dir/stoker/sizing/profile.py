@@ -155,7 +155,7 @@ def _work(
             took = max(time.monotonic() - began, 1e-6)
             size = max(1, min(block_records, round(size * min(GROUP_SECONDS / took, 8))))
         # The first ones were small, to learn how large a group may be.
-        answers.put((groups[2:] or groups, _few(columns) if number == 0 else {}))
+        answers.put((groups[2:] or groups, _few(columns, chain) if number == 0 else {}))
     except ChainError as error:
         answers.put(str(error))
     except Exception as error:
@@ -168,9 +168,19 @@ def _records(source: Source, shards: list[Any]) -> Iterator[Any]:
             yield from source.read(shard, None)
 
 
-def _few(columns: dict[str, Any]) -> dict[str, Any]:
-    """Rows to replay, under the names that the recipe knows."""
-    kept = {name.removesuffix(HWC_SUFFIX): column[:KEPT_ROWS].copy() for name, column in columns.items()}
+def _few(columns: dict[str, Any], chain: Chain) -> dict[str, Any]:
+    """Rows to replay, under the names that the recipe knows, padded where batches are."""
+    import numpy as np
+
+    from stoker.data.preprocessing.ragged import Ragged, padded
+
+    kept: dict[str, Any] = {}
+    for name, column in columns.items():
+        rows = column[:KEPT_ROWS]
+        if isinstance(rows, Ragged):
+            kept |= padded(name, [rows], chain.pads[name], np.empty)
+        else:
+            kept[name.removesuffix(HWC_SUFFIX)] = rows.copy()
     kept.pop(ID_COLUMN, None)
     return kept
 

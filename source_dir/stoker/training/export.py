@@ -136,6 +136,7 @@ def read_example(worker: Worker) -> Example | None:
     from stoker.data.engine.datasets import DatasetSource
     from stoker.data.feed.feed import as_tensors
     from stoker.data.opening import open_data
+    from stoker.data.transport.batches import as_batch
 
     data = open_data(worker.config)
     split: Split = "val" if "val" in data.sources else "train"
@@ -148,8 +149,8 @@ def read_example(worker: Worker) -> Example | None:
         records = itertools.chain.from_iterable(source.read(shard, None) for shard in shards)
     # Packed and unpacked, as chain workers get it: that imports what its transforms need.
     chain = pickle.loads(pickle.dumps(data.chains[split]))  # noqa: S301
-    columns, _ = chain.run(itertools.islice(records, EXAMPLE_RECORDS), 0)
-    batch = as_tensors(columns)[0]
+    columns, report = chain.run(itertools.islice(records, EXAMPLE_RECORDS), 0)
+    batch = as_tensors(as_batch(columns, report.schemas[-1]))[0] if columns else {}
     return example_of(worker.recipe, batch, split) if batch else None
 
 

@@ -41,7 +41,7 @@ def refuse_other_data(position: DataCursor, plan: Plan) -> None:
             f"resume: {unstable}, so the run cannot go on exactly; draw from the generators of random,"
             " numpy.random or torch, which are seeded for each record, or start a new run"
         )
-    for key in ("seed", "shuffle"):
+    for key in ("seed", "shuffle", "bucket_by"):
         before, now = getattr(position.plan, key), getattr(plan, key)
         if before != now:
             name = "seed" if key == "seed" else f"data.{key}"

@@ -53,6 +53,7 @@ class Passes:
             fingerprint=fingerprint,
             unstable=unstable,
             homes=self._homes("train"),
+            bucket_by=data.bucket_by,
         )
 
     def _homes(self, split: str) -> int:

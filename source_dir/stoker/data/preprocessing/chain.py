@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -12,11 +12,12 @@ from stoker.data.cache.store import KeptRecord
 from stoker.data.messages import HWC_SUFFIX as HWC_SUFFIX
 from stoker.data.messages import ID_COLUMN as ID_COLUMN
 from stoker.data.messages import KEY_COLUMN as KEY_COLUMN
-from stoker.data.messages import BadRecord, BlockReport, Record, Schema, StageCost
+from stoker.data.messages import BadRecord, BlockReport, Pad, Record, Schema, StageCost
 from stoker.data.preprocessing.columns import Packed, leave, pack, schema_of
 from stoker.data.preprocessing.decode import sized
 from stoker.data.preprocessing.fusion import fuse
 from stoker.data.preprocessing.pixels import MOST, limit_pixels
+from stoker.data.preprocessing.ragged import bucketed
 from stoker.data.preprocessing.stages import Stage
 from stoker.data.preprocessing.transforms import DecodeImage
 from stoker.data.sources.base import record_id
@@ -38,9 +39,20 @@ class Chain:
     """Head and chain worker: the stages of one split with the job's seed."""
 
     def __init__(
-        self, stages: list[Stage], seed: int, with_keys: bool = False, prefix: int = 0, max_pixels: int = MOST
+        self,
+        stages: list[Stage],
+        seed: int,
+        with_keys: bool = False,
+        prefix: int = 0,
+        max_pixels: int = MOST,
+        pads: Mapping[str, Pad] = {},
+        bucket_by: str | None = None,
     ) -> None:
         self.max_pixels = max_pixels
+        self.pads = pads
+        """Columns whose rows may differ in length, and how batches pad them."""
+        self.bucket_by = bucket_by
+        """One of them, by whose length the rows of a block are ordered; None: they stay as they are."""
         self.stages = stages
         self.seed = seed
         self.with_keys = with_keys
@@ -89,6 +101,8 @@ class Chain:
                 seed = f"{self.seed}/{epoch}/{segment.number}"
                 for stage in segment.stages:
                     good = self._per_batch(good, stage, seed, report) if good else good
+        if self.bucket_by and good:
+            good = bucketed(good, self.bucket_by, f"{self.seed}/{epoch}/bucket")
         return self._leave(good, report), report
 
     def _leave(self, records: list[Record], report: BlockReport) -> dict[str, Any]:
@@ -100,14 +114,14 @@ class Chain:
         columns = leave(packed, record_id, self.with_keys)
         report.rows = len(packed.records)
         report.bytes_out += sum(column.nbytes for column in packed.columns.values())
-        report.schemas = (*report.schemas[:-1], schema_of(columns, packed.schema.record))
+        report.schemas = (*report.schemas[:-1], schema_of(columns, packed.schema.record, self.pads))
         return columns
 
     def _pack(self, records: list[Record], report: BlockReport, stage: str = "") -> Packed:
         """Records as columns, which are those of the split where these are known."""
         at = len(report.schemas)
         expected = self.schemas[at].of_records() if self.schemas else None
-        packed = pack(records, expected, stage)
+        packed = pack(records, expected, stage, self.pads)
         report.schemas += (packed.schema,)
         for bad in packed.bad:
             _quarantine(report, bad)

@@ -7,7 +7,7 @@ column, or holds None in it, is quarantined.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,9 +19,11 @@ from stoker.data.messages import (
     TEXT,
     BadRecord,
     Column,
+    Pad,
     Record,
     Schema,
 )
+from stoker.data.preprocessing.ragged import LENGTH_SUFFIX, Ragged
 from stoker.errors import SchemaError
 
 if TYPE_CHECKING:
@@ -51,7 +53,12 @@ class Packed(NamedTuple):
     bad: list[BadRecord]
 
 
-def pack(records: list[Record], expected: Schema | None = None, stage: str = "") -> Packed:
+def pack(
+    records: list[Record],
+    expected: Schema | None = None,
+    stage: str = "",
+    pads: Mapping[str, Pad] = {},
+) -> Packed:
     """Chain worker: records → columns.
 
     Args:
@@ -59,6 +66,7 @@ def pack(records: list[Record], expected: Schema | None = None, stage: str = "")
         expected: the split's schema at this point; None: nobody has fixed it yet.
         stage: the batch stage that takes the columns, which may be anything then; empty: they go to the
             train workers.
+        pads: columns whose rows may differ in length, on the way to the train workers.
 
     Raises:
         SchemaError: a column that cannot be batched, or whose type or shape is not the same in all records
@@ -73,14 +81,15 @@ def pack(records: list[Record], expected: Schema | None = None, stage: str = "")
         for name in names:
             values = _arrays(name, [record[name] for record in good])
             wanted = expected.columns[name] if expected else None
-            kind = _kind(name, keys, values, wanted, expected.record if expected else "", stage)
-            columns[name], kinds[name] = _stack(values, kind, name, keys), kind
+            pad = None if stage else pads.get(name)
+            kind = _kind(name, keys, values, wanted, expected.record if expected else "", stage, pad)
+            columns[name], kinds[name] = _stack(values, kind, name, keys, stage), kind
     return Packed(good, columns, Schema(kinds, good[0]["key"] if good else ""), bad)
 
 
-def schema_of(columns: dict[str, Any], record: str = "") -> Schema:
+def schema_of(columns: dict[str, Any], record: str = "", pads: Mapping[str, Pad] = {}) -> Schema:
     """Every host: the schema of packed columns."""
-    return Schema({name: column_of(values) for name, values in columns.items()}, record)
+    return Schema({name: column_of(values) for name, values in columns.items()}, record, pads)
 
 
 def column_of(values: Any) -> Column:
@@ -144,9 +153,15 @@ def _arrays(name: str, values: list[Any]) -> list[Any]:
 
 
 def _kind(
-    name: str, keys: list[str], values: list[Any], wanted: Column | None, origin: str, stage: str
+    name: str,
+    keys: list[str],
+    values: list[Any],
+    wanted: Column | None,
+    origin: str,
+    stage: str,
+    pad: Pad | None,
 ) -> Column:
-    """What all values of a column are; towards a batch stage shapes may differ.
+    """What all values of a column are; towards a batch stage shapes may differ, lengths where batches pad.
 
     Raises:
         SchemaError: they differ among each other or from what is wanted, or are nothing to train on.
@@ -155,6 +170,9 @@ def _kind(
     kinds = [same] if same else [_describe(value) for value in values]
     if stage:
         kinds = [Column(kind.dtype, (-1,) * len(kind.shape)) for kind in kinds]
+    if pad is not None:
+        kinds = [kind._replace(shape=(-1, *kind.shape[1:])) if kind.shape else kind for kind in kinds]
+        _refuse_pad(name, keys[0], kinds[0], pad)
     wanted, origin = (wanted, origin) if wanted else (kinds[0], keys[0])
     for key, kind, value in zip(keys, kinds, values, strict=False):
         if kind.dtype == OBJECT and not stage:
@@ -162,6 +180,25 @@ def _kind(
         if kind != wanted:
             raise SchemaError(_differs(name, key, kind, wanted, origin))
     return wanted
+
+
+def _refuse_pad(name: str, key: str, kind: Column, pad: Pad) -> None:
+    """Refuse to pad what has no length, or with what the column cannot hold."""
+    import numpy as np
+
+    if not kind.ragged or 0 in kind.shape:
+        raise SchemaError(
+            f"column {name!r} is {kind} in record {key}, but the recipe's pad names it: only arrays of"
+            " numbers can be padded"
+        )
+    dtype = np.dtype(kind.dtype)
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        fits = isinstance(pad.value, int) and limits.min <= pad.value <= limits.max
+    else:
+        fits = dtype.kind != "b" or isinstance(pad.value, bool)
+    if not fits:
+        raise SchemaError(f"column {name!r} holds {dtype}, which cannot be padded with {pad.value!r}")
 
 
 def _same(values: list[Any]) -> Column | None:
@@ -192,12 +229,14 @@ def _describe(value: Any) -> Column:
     return Column(name, getattr(value, "shape", ())) if name in BATCHABLE else Column(OBJECT)
 
 
-def _stack(values: list[Any], kind: Column, name: str, keys: list[str]) -> NDArray[Any]:
+def _stack(values: list[Any], kind: Column, name: str, keys: list[str], stage: str) -> NDArray[Any] | Ragged:
     import numpy as np
 
     arrays = isinstance(values[0], np.ndarray)
-    ragged = arrays and len({getattr(value, "shape", ()) for value in values}) > 1
-    if ragged or kind.dtype in (TEXT, OBJECT):
+    if kind.ragged and not stage:
+        return Ragged.of(values, kind.dtype)
+    differ = arrays and len({getattr(value, "shape", ()) for value in values}) > 1
+    if differ or kind.dtype in (TEXT, OBJECT):
         column = np.empty(len(values), dtype=object)
         for i, value in enumerate(values):
             column[i] = str(value) if kind.dtype == TEXT else value
@@ -223,9 +262,11 @@ def _not_batchable(name: str, key: str, value: Any) -> str:
 
 def _differs(name: str, key: str, found: Column, wanted: Column, origin: str) -> str:
     if found.dtype == wanted.dtype:
+        lengths = found.shape[1:] == wanted.shape[1:] and len(found.shape) == len(wanted.shape)
+        pads = f", or let batches pad it: pad = {{{name!r}: 0}} in the recipe" if lengths else ""
         return (
             f"column {name!r} differs in shape between records: {found.shape} in {key}, {wanted.shape} in"
-            f" {origin}; resize or crop in the chain"
+            f" {origin}; resize or crop in the chain{pads}"
         )
     return f"column {name!r} is {found} in record {key}, {wanted} in record {origin}; convert it in the chain"
 
@@ -243,10 +284,12 @@ def leave(packed: Packed, ids: Callable[[str], int], with_keys: bool) -> dict[st
     keys: Sequence[str] = [record["key"] for record in packed.records]
     out: dict[str, Any] = {}
     for name, column in packed.columns.items():
-        if name in (ID_COLUMN, KEY_COLUMN) or name.endswith(HWC_SUFFIX):
+        length_of = name.removesuffix(LENGTH_SUFFIX) if name.endswith(LENGTH_SUFFIX) else ""
+        taken = isinstance(packed.columns.get(length_of), Ragged)
+        if taken or name in (ID_COLUMN, KEY_COLUMN) or name.endswith(HWC_SUFFIX):
             raise SchemaError(f"column {name!r}: Stoker uses this name; rename it in the chain")
-        hwc = name == "image" and is_hwc(column.shape[1:]) and type(packed.records[0][name]) is np.ndarray
-        out[name + HWC_SUFFIX if hwc else name] = column
+        array = type(column) is type(packed.records[0][name]) is np.ndarray
+        out[name + HWC_SUFFIX if name == "image" and array and is_hwc(column.shape[1:]) else name] = column
     out[ID_COLUMN] = np.array([ids(key) for key in keys], dtype=np.int64)
     if with_keys:
         out[KEY_COLUMN] = np.array(keys, dtype=object)

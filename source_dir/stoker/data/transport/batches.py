@@ -6,6 +6,7 @@ from typing import Any
 
 from stoker.data.messages import TEXT, BlockSlice, Column, Schema
 from stoker.data.preprocessing.columns import schema_of
+from stoker.data.preprocessing.ragged import Ragged, padded, refuse_bad_offsets
 from stoker.data.transport.buffers import BufferPool
 from stoker.errors import SchemaError
 
@@ -20,11 +21,14 @@ class BatchBuilder:
     """
 
     def __init__(self, buffers: BufferPool, rows: int, schema: Schema) -> None:
-        self.rows, self.schema = rows, schema
+        self.rows, self.schema, self._buffers = rows, schema, buffers
         self._filled = dict.fromkeys(schema.columns, 0)
+        self._ragged: dict[str, dict[int, Ragged]] = {n: {} for n in schema.pad if n in schema.columns}
+        """Rows that differ in length, as they came, by the first one's place: padded when all are there."""
         self._columns: dict[str, Any] = {
             name: [""] * rows if column.dtype == TEXT else buffers.empty((rows, *column.shape), column.dtype)
             for name, column in schema.columns.items()
+            if name not in self._ragged
         }
 
     def check(self, part: BlockSlice, found: Schema, rows: int) -> None:
@@ -54,6 +58,24 @@ class BatchBuilder:
         """So many rows of a column are in place."""
         self._filled[name] += rows
 
+    def ragged(self, name: str, at: int, offsets: Any, values: int) -> Any:
+        """Where the values of rows that differ in length go; `wrote` is to be told when they are there.
+
+        Args:
+            name: of the column.
+            at: the first row's place in the batch.
+            offsets: of the rows among their values, from 0.
+            values: how many there are.
+
+        Raises:
+            SchemaError: the two do not agree.
+        """
+        refuse_bad_offsets(offsets, values)
+        column = self.schema.columns[name]
+        target = self._buffers.empty((values, *column.shape[1:]), column.dtype)
+        self._ragged[name][at] = Ragged(target, offsets)
+        return target
+
     def text(self, name: str, values: list[str], at: int) -> None:
         """Copy strings in.
 
@@ -76,7 +98,9 @@ class BatchBuilder:
         for name, column in columns.items():
             values = column[part.start : part.stop]
             size += values.nbytes
-            if self.schema.columns[name] == Column(TEXT):
+            if isinstance(values, Ragged):
+                self.ragged(name, at, values.offsets, len(values.values))[...] = values.values
+            elif self.schema.columns[name] == Column(TEXT):
                 self.text(name, list(values), at)
             else:
                 self.target(name, at, rows)[...] = values
@@ -92,4 +116,15 @@ class BatchBuilder:
         for name, rows in self._filled.items():
             if rows != self.rows:
                 raise SchemaError(f"column {name!r}: {rows} of the batch's {self.rows} rows were written")
+        for name, parts in self._ragged.items():
+            in_order = [parts[at] for at in sorted(parts)]
+            self._columns |= padded(name, in_order, self.schema.pad[name], self._buffers.empty)
         return self._columns
+
+
+def as_batch(columns: dict[str, Any], schema: Schema) -> dict[str, Any]:
+    """Anywhere: a whole block as one batch."""
+    rows = min(map(len, columns.values()), default=0)
+    batch = BatchBuilder(BufferPool(pinned=False), rows, schema)
+    batch.take(BlockSlice(None, 0, rows, of=rows), columns, 0)
+    return batch.finish()

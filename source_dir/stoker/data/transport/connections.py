@@ -64,6 +64,8 @@ class Request:
         arrays, text = header["columns"], header["text"]
         found = {name: Column(dtype, tuple(shape)) for name, dtype, shape in arrays}
         found |= dict.fromkeys(text, Column(TEXT))
+        for name, dtype, shape, _ in header["ragged"]:
+            found[name] = Column(dtype, (-1, *shape))
         batch.check(self.part, Schema(found), header["rows"])
         for name, values in text.items():
             if len(values) != rows:
@@ -74,10 +76,22 @@ class Request:
             if target.nbytes:
                 wire.receive_into(self.connection, memoryview(target.reshape(-1).view("u1")))
             size += target.nbytes
+        for name, _, _, count in header["ragged"]:
+            size += self._receive_ragged(batch, name, at, count)
         for name in found:
             batch.wrote(name, rows)
         self.hosts.release(self)
         return size
+
+    def _receive_ragged(self, batch: BatchBuilder, name: str, at: int, values: int) -> int:
+        import numpy as np
+
+        offsets = np.empty(self.part.stop - self.part.start + 1, np.int64)
+        wire.receive_into(self.connection, offsets.view("u1").data)
+        target = batch.ragged(name, at, offsets, values)
+        if target.nbytes:
+            wire.receive_into(self.connection, memoryview(target.reshape(-1).view("u1")))
+        return int(offsets.nbytes + target.nbytes)
 
     def failed(self, error: OSError) -> None:
         """The rows must come another way."""

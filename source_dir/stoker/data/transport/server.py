@@ -9,7 +9,9 @@ import time
 from collections import Counter
 from typing import Any
 
+from stoker.data.preprocessing.ragged import Ragged
 from stoker.data.transport import wire
+from stoker.errors import SchemaError
 
 IDLE_TIMEOUT_S = 3600.0
 """A train worker that asks for nothing for so long is gone; it connects again if it is not."""
@@ -90,12 +92,18 @@ class BlockServer:
         if columns is None:
             wire.send_message(connection, {"error": f"block {block} did not come here"})
             return
-        arrays, text = pick(columns, start, stop)
+        try:
+            arrays, ragged, text = pick(columns, start, stop)
+        except SchemaError as error:
+            wire.send_message(connection, {"error": f"block {block}: {error}"})
+            return
         layout = [[name, array.dtype.name, list(array.shape[1:])] for name, array in arrays.items()]
         rows = min(map(len, columns.values()), default=0)
-        header = {"rows": rows, "columns": layout, "text": text}
-        wire.send_message(connection, header, more=bool(arrays))
-        for array in arrays.values():
+        lists = [[n, c.dtype.name, list(c.shape[2:]), len(c.values)] for n, c in ragged.items()]
+        header = {"rows": rows, "columns": layout, "ragged": lists, "text": text}
+        wire.send_message(connection, header, more=bool(arrays or ragged))
+        parts = [part for column in ragged.values() for part in (column.offsets, column.values)]
+        for array in (*arrays.values(), *parts):
             if array.nbytes:
                 connection.sendall(memoryview(array.reshape(-1).view("u1")))
 
@@ -110,10 +118,25 @@ class BlockServer:
             return self._blocks[worker, block]
 
 
-def pick(columns: dict[str, Any], start: int, stop: int) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """CPU host: rows of a block as contiguous arrays, and its text columns as lists."""
+def pick(
+    columns: dict[str, Any], start: int, stop: int
+) -> tuple[dict[str, Any], dict[str, Ragged], dict[str, list[str]]]:
+    """CPU host: rows of a block as contiguous arrays, as rows that differ in length, and as lists of text.
+
+    Raises:
+        SchemaError: offsets of rows that cannot be.
+    """
     import numpy as np
 
-    arrays = {n: np.ascontiguousarray(c[start:stop]) for n, c in columns.items() if c.dtype != object}
-    text = {n: list(c[start:stop]) for n, c in columns.items() if c.dtype == object}
-    return arrays, text
+    arrays: dict[str, Any] = {}
+    ragged: dict[str, Ragged] = {}
+    text: dict[str, list[str]] = {}
+    for name, column in columns.items():
+        rows = column[start:stop]
+        if isinstance(rows, Ragged):
+            ragged[name] = rows
+        elif rows.dtype == object:
+            text[name] = list(rows)
+        else:
+            arrays[name] = np.ascontiguousarray(rows)
+    return arrays, ragged, text

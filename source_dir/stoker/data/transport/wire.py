@@ -5,7 +5,8 @@ blocks, one request after the other, and gets for each a JSON header and the byt
 
     request   length, {"take": [block, first row, row after the last], "done": [blocks that may go]}
     answer    length, {"rows": of the whole block, "columns": [[name, dtype, shape of a row], …],
-                       "text": {name: [strings]}}, bytes
+                       "ragged": [[name, dtype, shape of a value, number of values], …],
+                       "text": {name: [strings]}}, bytes; of "ragged" offsets (int64) before values
               length, {"error": why}
 """
 

@@ -1,0 +1,110 @@
+"""Chain worker: transforms of torchvision that change an image, its masks and its boxes alike."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from stoker.data.messages import Record
+from stoker.data.preprocessing.picture import is_hwc
+from stoker.data.preprocessing.stages import RecordTransform, may_draw
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class DecodeMask(RecordTransform):
+    """Chain worker: an encoded mask → its class numbers, uint8, height × width.
+
+    A palette's colours are left out: the numbers in the file are the classes. Colour images, lossy formats
+    and more than 8 bits are refused, since what they hold is no class number.
+
+    Args:
+        columns: that hold masks.
+    """
+
+    random = False
+    uses_random = False
+
+    def __init__(self, *columns: str) -> None:
+        self.columns = columns or ("mask",)
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        import numpy as np
+        from PIL import Image
+
+        found = {}
+        for name in self.columns:
+            mask = Image.open(io.BytesIO(record[name]))
+            if mask.mode not in ("L", "P", "1") or mask.format == "JPEG":
+                raise ValueError(f"{name}: a {mask.format} of mode {mask.mode} holds no class numbers")
+            found[name] = np.array(mask, dtype=np.uint8)
+        return {**record, **found}
+
+
+class Joint(RecordTransform):
+    """Chain worker: one transform of torchvision.transforms.v2 for an image and what belongs to it.
+
+    Its random numbers are drawn once for all of them, seeded by the record. Masks are resized without
+    mixing classes. The transform gets the whole record, so `v2.SanitizeBoundingBoxes` finds `labels`.
+
+    Args:
+        transform: of v2, or a `v2.Compose`.
+        masks: columns of class numbers, height × width, as large as the image.
+        boxes: columns of boxes, number × 4, in pixels.
+        format: of the boxes: XYXY, XYWH or CXCYWH.
+    """
+
+    uses_torch = True
+
+    def __init__(
+        self,
+        transform: Any,
+        masks: Sequence[str] = ("mask",),
+        boxes: Sequence[str] = (),
+        format: str = "XYXY",
+    ) -> None:
+        self.transform, self.masks, self.boxes, self.format = transform, tuple(masks), tuple(boxes), format
+        self.random = _draws(transform)
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        import numpy as np
+        import torch
+        from torchvision import tv_tensors
+
+        if isinstance(record["image"], bytes):
+            raise TypeError("the image is still encoded; put DecodeImage() before this stage")
+        image = _tensor(record["image"])
+        image = image.permute(2, 0, 1) if is_hwc(tuple(image.shape)) else image
+        size = tuple(image.shape[-2:])
+        parts: dict[str, Any] = {"image": tv_tensors.Image(image)}
+        for name in self.masks:
+            if isinstance(record[name], bytes):
+                raise TypeError(f"the column {name!r} is still encoded; put DecodeMask() before this stage")
+            parts[name] = tv_tensors.Mask(_tensor(record[name]))
+            if tuple(parts[name].shape[-2:]) != size:
+                raise ValueError(f"{name} is {tuple(parts[name].shape[-2:])} large, its image {size}")
+        for name in self.boxes:
+            values = _tensor(record[name])
+            if values.ndim != 2 or values.shape[1] != 4:
+                raise ValueError(f"{name} has the shape {tuple(values.shape)}; boxes are number × 4")
+            parts[name] = tv_tensors.BoundingBoxes(values, format=self.format, canvas_size=size)
+        # Arrays as tensors, which is what v2 looks for under `labels`; beside an image it leaves them alone.
+        others = {n: _tensor(v) if isinstance(v, np.ndarray) else v for n, v in record.items()}
+        out = self.transform({**others, **parts})
+        return {n: v.as_subclass(torch.Tensor) if n in parts else v for n, v in out.items()}
+
+
+def _tensor(values: Any) -> Any:
+    """An array as a tensor that may be written to, which does not copy where the array may."""
+    import numpy as np
+    import torch
+
+    return (
+        torch.from_numpy(np.require(values, requirements="W")) if isinstance(values, np.ndarray) else values
+    )
+
+
+def _draws(transform: Any) -> bool:
+    return may_draw(transform) or any(map(may_draw, getattr(transform, "transforms", ())))

@@ -1,0 +1,116 @@
+"""Every host: a column whose rows differ in length, and the padded arrays that a batch holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from stoker.data.messages import Pad, Record
+from stoker.data.sources.base import record_id
+from stoker.errors import SchemaError
+
+LENGTH_SUFFIX = "_length"
+"""Names the column of a batch that says how long each row of a padded one is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """Every host: rows one behind the other: row i is values[offsets[i] : offsets[i + 1]].
+
+    Has what code that handles columns asks of an array: `dtype`, `shape` (its second number is -1),
+    `nbytes`, a length, and slices.
+    """
+
+    values: Any
+    offsets: Any
+    """int64, from 0 to the number of values; one more than there are rows."""
+
+    @classmethod
+    def of(cls, rows: list[Any], dtype: str) -> Ragged:
+        """Chain worker: arrays that differ at most in their first dimension."""
+        import numpy as np
+
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        return cls(np.concatenate(rows).astype(dtype, copy=False), offsets)
+
+    @property
+    def dtype(self) -> Any:
+        return self.values.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self), -1, *self.values.shape[1:])
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.values.nbytes + self.offsets.nbytes)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, rows: slice) -> Ragged:
+        """Neighbouring rows; their values are views.
+
+        Raises:
+            SchemaError: its offsets cannot be.
+        """
+        refuse_bad_offsets(self.offsets, len(self.values))
+        start, stop, _ = rows.indices(len(self))
+        offsets = self.offsets[start : max(start, stop) + 1]
+        return Ragged(self.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+
+
+def refuse_bad_offsets(offsets: Any, values: int) -> None:
+    """Every host: check where rows begin and end against the number of values there are.
+
+    Raises:
+        SchemaError: they do not divide the values into rows.
+    """
+    if offsets[0] != 0 or offsets[-1] != values or (offsets[1:] < offsets[:-1]).any():
+        raise SchemaError(
+            f"offsets of rows run from {offsets[0]} to {offsets[-1]} and not steadily over {values} values:"
+            " the block is damaged"
+        )
+
+
+def padded(name: str, parts: list[Ragged], pad: Pad, empty: Callable[..., Any]) -> dict[str, Any]:
+    """Train worker: the rows of all parts in one array, filled up to the longest, and their lengths.
+
+    Args:
+        name: of the column.
+        parts: at least one.
+        pad: what fills the rows up.
+        empty: makes an array of a shape and dtype.
+    """
+    import numpy as np
+
+    lengths = np.concatenate([np.diff(part.offsets) for part in parts])
+    width = -(-int(lengths.max(initial=0)) // pad.multiple) * pad.multiple
+    batch = empty((len(lengths), width, *parts[0].values.shape[1:]), parts[0].dtype)
+    batch[...] = pad.value
+    at = 0
+    for part in parts:
+        for row, (start, stop) in enumerate(pairwise(part.offsets.tolist()), at):
+            batch[row, : stop - start] = part.values[start:stop]
+        at += len(part)
+    return {name: batch, name + LENGTH_SUFFIX: lengths}
+
+
+def bucketed(records: list[Record], column: str, seed: str) -> list[Record]:
+    """Chain worker: the records of a block, those of similar length next to each other.
+
+    They go up by every second length and down by the others, from a random place on. So wherever batches
+    begin, their rows are alike in length, and no length has its place in a block. The order depends on the
+    seed and the records alone: a block that is made again has the same.
+    """
+    import numpy as np
+
+    values: list[Any] = [record.get(column) for record in records]
+    lengths = [len(value) if getattr(value, "shape", ()) else 0 for value in values]  # others are refused
+    rising = np.argsort(lengths, kind="stable")
+    circle = np.concatenate([rising[::2], rising[1::2][::-1]])
+    rng = np.random.default_rng(record_id("/".join([seed, *(record["key"] for record in records)])))
+    return [records[i] for i in np.roll(circle, rng.integers(len(circle)))]

@@ -1,0 +1,138 @@
+"""Image, mask and boxes go through one transform: the same crop, the same flip, in every process."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from stoker.data import DecodeImage, DecodeMask, Joint, Pad
+from stoker.data.messages import BlockReport
+from stoker.data.preprocessing.chain import Chain
+from stoker.data.preprocessing.entries import as_stages
+
+
+def encoded(pixels: Any, kind: str = "PNG", mode: str | None = None) -> bytes:
+    content = io.BytesIO()
+    Image.fromarray(pixels, mode).save(content, kind)
+    return content.getvalue()
+
+
+def pair(key: str, size: tuple[int, int] = (20, 30)) -> dict[str, Any]:
+    """A mask of a few blobs, and an image that shows it: grey 40 for each class."""
+    mask = np.kron(
+        np.random.default_rng(int(key)).integers(0, 5, (size[0] // 5, size[1] // 5)), np.ones((5, 5))
+    )
+    mask = mask.astype(np.uint8)
+    image = np.repeat(40 * mask[..., None], 3, axis=2)
+    return {"key": key, "image": encoded(image), "mask": encoded(mask)}
+
+
+def run(records: list[dict[str, Any]], *entries: Any, epoch: int = 0) -> tuple[dict[str, Any], BlockReport]:
+    return Chain(as_stages([DecodeImage(), DecodeMask(), *entries]), seed=5).run(records, epoch)
+
+
+CROP = v2.Compose(
+    [v2.RandomCrop(12), v2.RandomHorizontalFlip(), v2.RandomVerticalFlip(), v2.RandomRotation(90)]
+)
+
+
+def test_random_crops_flips_and_rotations_hit_image_and_mask_alike() -> None:
+    columns, report = run([pair(str(i)) for i in range(60)], Joint(CROP))
+    assert not report.bad
+    image, mask = columns["image"], columns["mask"]
+    assert (image.shape, mask.shape) == ((60, 3, 12, 12), (60, 12, 12))
+    assert (image == 40 * mask[:, None]).all()
+    assert len(np.unique(mask)) == 5
+
+
+def test_each_record_and_epoch_draws_its_own_and_again_the_same() -> None:
+    same = [{**pair("0"), "key": str(i)} for i in range(20)]
+    first, again, later = (run(same, Joint(CROP), epoch=epoch)[0]["mask"] for epoch in (0, 0, 1))
+    assert np.array_equal(first, again)
+    assert len(np.unique(first, axis=0)) > 15
+    assert not np.array_equal(first, later)
+
+
+def test_classes_are_not_mixed_where_masks_are_resized() -> None:
+    columns, _ = run([pair(str(i)) for i in range(8)], Joint(v2.Resize((13, 17), antialias=True)))
+    assert set(np.unique(columns["mask"])) <= set(range(5))
+
+
+def test_boxes_follow_their_image_and_those_outside_are_left_out_with_their_labels() -> None:
+    def record(key: str) -> dict[str, Any]:
+        mask = np.zeros((20, 30), np.uint8)
+        mask[4:9, 2:8], mask[12:15, 20:29] = 1, 2
+        boxes = np.array([[2, 4, 8, 9], [20, 12, 29, 15]], np.float32)
+        parts = {"boxes": boxes, "labels": np.array([1, 2])}
+        return {
+            "key": key,
+            "image": encoded(np.repeat(mask[..., None], 3, 2)),
+            "mask": encoded(mask),
+            **parts,
+        }
+
+    crop = v2.Compose([v2.RandomCrop(10), v2.RandomHorizontalFlip(), v2.SanitizeBoundingBoxes()])
+    records = [record(str(i)) for i in range(40)]
+    chain = as_stages([DecodeImage(), DecodeMask(), Joint(crop, boxes=["boxes"])])
+    pads = {"boxes": Pad(0), "labels": Pad(-1)}
+    columns, report = Chain(chain, seed=5, pads=pads).run(records, 0)
+    assert not report.bad
+    counts = set()
+    for i in range(40):
+        mask = columns["mask"][i]
+        boxes, labels = columns["boxes"][i : i + 1].values, columns["labels"][i : i + 1].values
+        counts.add(len(boxes))
+        assert sorted(labels) == [c for c in (1, 2) if (mask == c).any()]
+        for (x1, y1, x2, y2), label in zip(boxes.astype(int), labels, strict=True):
+            rows, places = np.nonzero(mask == label)
+            assert (x1, y1, x2, y2) == (places.min(), rows.min(), places.max() + 1, rows.max() + 1)
+    assert counts == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"mask": encoded(np.zeros((20, 29), np.uint8))}, "mask is (20, 29) large, its image (20, 30)"),
+        ({"mask": encoded(np.zeros((20, 30, 3), np.uint8))}, "a PNG of mode RGB holds no class numbers"),
+        ({"mask": encoded(np.zeros((20, 30), np.uint8), "JPEG")}, "a JPEG of mode L holds no class numbers"),
+        ({"mask": encoded(np.zeros((20, 30), np.uint16))}, "a PNG of mode I;16 holds no class numbers"),
+    ],
+)
+def test_a_mask_that_does_not_fit_its_image_is_quarantined(change: dict[str, Any], expected: str) -> None:
+    columns, report = run([pair("0"), {**pair("1"), **change}], Joint(CROP))
+    assert [(one.key, expected in one.reason) for one in report.bad] == [("1", True)]
+    assert len(columns["mask"]) == 1
+
+
+def test_the_numbers_of_a_palette_are_the_classes_whatever_its_colours() -> None:
+    numbers = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    image = Image.fromarray(numbers, "P")
+    image.putpalette([255 - i % 256 for i in range(768)])
+    content = io.BytesIO()
+    image.save(content, "PNG")
+    record = {"key": "a", "image": encoded(np.zeros((3, 4, 3), np.uint8)), "mask": content.getvalue()}
+    assert np.array_equal(run([record])[0]["mask"][0], numbers)
+
+
+@pytest.mark.parametrize(
+    ("transform", "draws"), [(v2.Resize(8), False), (CROP, True), (v2.CenterCrop(8), False)]
+)
+def test_a_joint_transform_that_draws_nothing_may_be_cached(transform: Any, draws: bool) -> None:
+    assert Joint(transform).random is draws
+
+
+def test_the_answer_of_the_text_example_does_not_depend_on_the_padding() -> None:
+    from recipes.text import Reviews
+
+    torch.manual_seed(1)
+    model = Reviews(data="").model().eval()
+    ids = torch.tensor([[5, 9, 2, 0, 0, 0, 0, 0], [7, 0, 0, 0, 0, 0, 0, 0]])
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids)[:1], model(ids[:1, :3]))
+        torch.testing.assert_close(model(ids)[1:], model(ids[1:, :1]))
