@@ -118,6 +118,7 @@ class LoaderService(Production):
                     if given:
                         self.changed.notify_all()
                     return given
+                self.changed.notify_all()  # a worker that is ahead may have to make way
                 self.ready.wait(left)
 
     def _ready(self, key: str, places: list[Place]) -> list[tuple[str, Any]]:

@@ -1,0 +1,197 @@
+"""`stoker.DataLoader` on a real Ray cluster: the batches are torch's whatever happens to the processes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from stoker import DataLoader
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+class Records(Dataset[Any]):
+    def __init__(self, count: int = 61) -> None:
+        self.count, self.factor = count, 1.0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((2,), index * self.factor), {"index": index, "name": f"r{index}"}
+
+
+class Draws(Records):
+    def __getitem__(self, index: int) -> Any:
+        return index, random.random(), np.random.rand(), float(torch.rand(()))
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        assert info is not None
+        yield from (torch.tensor([info.id, n]) for n in range(20 + 10 * info.id))
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return bool(a == b)
+
+
+@pytest.mark.parametrize(
+    ("shuffle", "workers", "after"), list(itertools.product((False, True), (0, 2), (0, 1, 3, 9, "end")))
+)
+def test_batches_are_torchs_and_a_pass_goes_on_where_it_stood(
+    shuffle: bool, workers: int, after: int | str
+) -> None:
+    torch.manual_seed(3)
+    expected = [list(TorchLoader(Records(), batch_size=6, shuffle=shuffle)) for _ in range(1)][0]
+    torch.manual_seed(3)
+    loader = DataLoader(Records(), batch_size=6, shuffle=shuffle, num_workers=workers)
+    iterator = iter(loader)
+    given = list(iterator) if after == "end" else [next(iterator) for _ in range(int(after))]
+    state = loader.state_dict()
+    again = DataLoader(Records(), batch_size=6, shuffle=shuffle, num_workers=workers)
+    again.load_state_dict(state)
+    assert equal(given + ([] if after == "end" else list(again)), expected)
+
+
+def test_what_records_draw_is_the_same_on_a_cluster_and_in_this_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for where in ("", "process"):
+        monkeypatch.setenv("STOKER_LOADER", where)
+        torch.manual_seed(0)
+        found.append(list(DataLoader(Draws(), batch_size=5, shuffle=True)))
+    assert equal(*found)
+
+
+def test_more_workers_of_an_iterable_dataset_than_processes_take_turns_from_any_place_on() -> None:
+    arguments: dict[str, Any] = {"batch_size": 4, "num_workers": 5}
+    streams = [[[w, n] for n in range(20 + 10 * w)] for w in range(5)]
+    cut = [[s[i : i + 4] for i in range(0, len(s), 4)] for s in streams]
+    expected = [b for each in itertools.zip_longest(*cut) for b in each if b is not None]
+    loader = DataLoader(Stream(), **arguments)
+    iterator = iter(loader)
+    part = [next(iterator).tolist() for _ in range(23)]
+    again = DataLoader(Stream(), **arguments)
+    again.load_state_dict(loader.state_dict())
+    del iterator
+    assert part + [batch.tolist() for batch in again] == expected
+
+
+class Dies(Records):
+    """Its process is killed at one record, as often as there are files."""
+
+    def __init__(self, lives: Path) -> None:
+        super().__init__()
+        self.lives = lives
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 20:
+            for life in self.lives.iterdir():
+                life.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor(index)
+
+
+def test_a_process_that_dies_costs_no_batch_and_one_that_always_does_is_named(tmp_path: Path) -> None:
+    for n in range(2):
+        (tmp_path / str(n)).touch()
+    assert [i for b in DataLoader(Dies(tmp_path), batch_size=6) for i in b.tolist()] == list(range(61))
+    for n in range(50):
+        (tmp_path / str(n)).touch()
+    with pytest.raises(RuntimeError, match=r"DataLoader batch.* its process died"):
+        list(DataLoader(Dies(tmp_path), batch_size=6))
+    # In the same process, on the same cluster: a new pass is a new beginning.
+    assert len(list(DataLoader(Records(), batch_size=6))) == 11
+
+
+class Broken(Records):
+    def __getitem__(self, index: int) -> Any:
+        if index % 25 == 7:
+            raise ValueError(f"no record {index}")
+        return torch.tensor(index)
+
+
+def test_an_exception_comes_at_its_batch_and_the_pass_goes_on_behind_it() -> None:
+    iterator = iter(DataLoader(Broken(), batch_size=6))
+    assert next(iterator).tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(ValueError, match=r"(?s)at index 7 \(batch 1\), on host .*no record 7"):
+        next(iterator)
+    assert next(iterator).tolist() == [12, 13, 14, 15, 16, 17]
+
+
+def test_quarantined_records_are_counted() -> None:
+    loader = DataLoader(Broken(), batch_size=6, on_error="quarantine", bad_record_budget=0.1)
+    assert [i for b in loader for i in b.tolist()] == [i for i in range(61) if i % 25 != 7]
+    assert loader.quarantine.records == [(i, f"ValueError: no record {i}") for i in (7, 32, 57)]
+
+
+def test_loaders_may_run_at_once_within_each_other_and_be_given_up() -> None:
+    train, val = DataLoader(Records(), batch_size=6), DataLoader(Records(30), batch_size=10)
+    seen = []
+    for n, _ in enumerate(train):
+        seen.append(len(list(val)))
+        if n == 3:
+            break
+    pairs = list(zip(train, val, strict=False))
+    assert seen == [3] * 4 and len(pairs) == 3
+    assert equal(list(train), list(TorchLoader(Records(), batch_size=6)))
+
+
+def test_a_dataset_that_changes_between_epochs_is_seen_as_it_is() -> None:
+    records = Records()
+    loader = DataLoader(records, batch_size=61)
+    first = next(iter(loader))[0]
+    records.factor = 2.0
+    assert torch.equal(next(iter(loader))[0], 2 * first)
+
+
+class Hangs(Records):
+    def __getitem__(self, index: int) -> Any:
+        if index == 30:
+            time.sleep(1000)
+        return index
+
+
+def test_a_timeout_is_an_error_as_torch_words_it() -> None:
+    iterator = iter(DataLoader(Hangs(), batch_size=30, timeout=5, num_workers=1))
+    next(iterator)
+    with pytest.raises(RuntimeError, match="timed out after 5 seconds"):
+        next(iterator)
+
+
+def test_batches_that_fill_the_store_many_times_all_come() -> None:
+    """A gigabyte through the store, each batch written into by the script."""
+    records = Large()
+    for n, batch in enumerate(DataLoader(records, batch_size=1, collate_fn=lambda records: records[0])):
+        assert float(batch[0, 0]) == n
+        batch += 1
+    assert n == len(records) - 1
+
+
+class Large(Dataset[Any]):
+    def __len__(self) -> int:
+        return 128
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((1024, 2048), float(index))
