@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path
 
@@ -55,12 +56,17 @@ def root_cause(error: BaseException) -> BaseException:
     return cause
 
 
+_BEHIND = re.compile(r"^([\w.]+: .*)\n\nThe above exception was the direct cause", re.MULTILINE)
+
+
 def explain(error: BaseException) -> str:
     """Head: the one line behind an error that Ray wrapped."""
     cause = root_cause(error)
     if isinstance(cause, STATED):
         return str(cause).splitlines()[0]
-    return where_raised(cause)
+    # Ray Data's error for a user's function says only how often it was tried; the function's own is text.
+    behind = _BEHIND.search(str(error)) if type(cause).__name__ == "UserCodeException" else None
+    return behind[1] if behind else where_raised(cause)
 
 
 def where_raised(error: BaseException) -> str:

@@ -48,15 +48,15 @@ def profile(
 
     # Before anything imports Ray.
     prepare()
-    from stoker.data.opening import discover, open_data
+    from stoker.sizing.dataset import open_for_profile
     from stoker.sizing.profile import measure_chain
     from stoker.sizing.receive import measure_receiving
 
     if source_dir is not None:
         sys.path.insert(0, str(source_dir))
     tell("opening the data")
-    config = discover(resolved)
-    data = open_data(config)
+    opened = open_for_profile(resolved, CHAIN_SECONDS, tell)
+    config, data = opened.config, opened.data
     cores = len(os.sched_getaffinity(0))
     tell(f"the chain on {cores} core{'s' if cores > 1 else ''} at the same time, {CHAIN_SECONDS:.0f} s")
     chain = measure_chain(data, config.data.block_records, CHAIN_SECONDS)
@@ -74,7 +74,7 @@ def profile(
     elif rates:
         notes.append("samples/s of the GPU: as given by --gpu-samples-per-s")
     return Measured(
-        cpu_s=chain.cpu_s + receiving.task_s,
+        cpu_s=opened.cpu_s + chain.cpu_s + receiving.task_s,
         cpu_spread=chain.spread,
         bytes_per_sample=chain.bytes_per_sample,
         receive_s=receiving.transfer_s,
@@ -85,6 +85,7 @@ def profile(
         gpu_spread=spread,
         stages=[
             *chain.stages,
+            *opened.stages,
             {"stage": "task", "cpu_ms_per_sample": round(1000 * receiving.task_s, 4), "bytes_out": 0},
         ],
         samples=job_samples(config, data.totals["train"]),
