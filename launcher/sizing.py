@@ -16,6 +16,7 @@ from stoker.config import Resolved, load
 from stoker.costs import prices
 from stoker.costs.prices import price_list
 from stoker.errors import UsageError
+from stoker.figures import duration
 from stoker.sizing import measure
 from stoker.sizing.advice_table import Advice, advise
 from stoker.sizing.candidates import MAX_CPU_HOSTS, Candidate, Measured, Wanted
@@ -174,15 +175,8 @@ def _cells(one: Candidate, advice: Advice) -> list[str]:
     cells = [mark, one.hosts, f"{one.samples_per_s:,.0f} ±{100 * spread:.0f} %", advice.binds(one)]
     cells += [f"{one.usd_per_hour:.2f}", f"{one.usd_per_million_samples:.2f}"]
     if one.hours is not None and one.usd is not None:
-        cells += [duration(one.hours), f"{one.usd:.2f}"]
+        cells += [duration(3600 * one.hours), f"{one.usd:.2f}"]
     return cells
-
-
-def duration(hours: float) -> str:
-    """Laptop: `2.5 h`, `12 min`, `40 s`."""
-    if hours >= 1:
-        return f"{hours:.1f} h"
-    return f"{60 * hours:.0f} min" if hours >= 1 / 60 else f"{3600 * hours:.0f} s"
 
 
 def as_json(advice: Advice) -> dict[str, Any]:

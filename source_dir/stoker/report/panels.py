@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
+from stoker.figures import size
 from stoker.report import charts
 from stoker.report.charts import Bar, Event, Line, Part, Point, figure
 from stoker.report.reading import RunData
@@ -266,15 +267,6 @@ def chain(run: RunData) -> Panel | None:
         heads=["stage", "CPU ms per sample", "bytes out"],
         rows=table,
     )
-
-
-def size(count: float) -> str:
-    """1,536 → 1.5 kB."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return figure(round(count, 1), unit)
-        count /= 1000
-    return figure(count, "GB")
 
 
 def host_cpu(run: RunData) -> Panel | None:
