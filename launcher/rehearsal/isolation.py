@@ -10,18 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+from launcher.rehearsal.world import NAMESPACES
 from stoker.errors import UsageError
 
-NAMESPACES = (
-    "--net",
-    "--uts",
-    "--mount",
-    "--ipc",
-    "--pid",
-    "--fork",
-    "--kill-child",
-    "--mount-proc",
-)
 TOOLS = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
@@ -45,8 +36,8 @@ def unshare_command() -> list[str]:
     if absent:
         raise UsageError(f"--on rehearsal needs {', '.join(absent)}{instead}")
     reason = ""
-    as_user = ["unshare", "--user", "--map-root-user", *NAMESPACES, "--propagation", "private"]
-    as_root = ["unshare", *NAMESPACES, "--propagation", "private"]
+    as_user = ["unshare", "--user", "--map-root-user", *NAMESPACES]
+    as_root = ["unshare", *NAMESPACES]
     for command in [as_root, as_user] if os.geteuid() == 0 else [as_user]:
         test = "ip link add v0 type veth peer name v1 && mount -t tmpfs none /mnt"
         done = subprocess.run(
