@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from launcher.job import open_job
 from stoker.config import Resolved, load
 from stoker.costs import prices
 from stoker.costs.prices import price_list
-from stoker.errors import UsageError
+from stoker.errors import UsageError, nearest
 from stoker.figures import duration
 from stoker.sizing import measure
 from stoker.sizing.advice_table import Advice, advise
@@ -114,8 +113,7 @@ def _type_problems(options: SizeOptions) -> Iterator[str]:
     for flag, names, with_gpu in (("--gpu", options.gpu, True), ("--cpu", options.cpu, False)):
         for name in names:
             if prices.machine(name) is None:
-                close = difflib.get_close_matches(name, prices.MACHINES, n=1)
-                hint = f"; did you mean {close[0]}?" if close else "; `submit.py prices` lists them"
+                hint = nearest(name, prices.MACHINES, "`submit.py prices` lists them")
                 yield f"{flag} {name}: its vCPUs and network are not known here{hint}"
             elif prices.has_gpu(name) != with_gpu:
                 yield f"{flag} {name}: has {'no' if with_gpu else 'a'} GPU"

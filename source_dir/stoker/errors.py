@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -13,6 +15,13 @@ class UsageError(Exception):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+def nearest(word: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
+    """Anywhere: the hint at the end of an error: `; did you mean epochs?`, or `otherwise` after `; `."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    hint = f"did you mean {close[0]}?" if close else otherwise
+    return f"; {hint}" if hint else ""
 
 
 class DataError(RuntimeError):
