@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from stoker.errors import UsageError
 from stoker.schema import Config
 from stoker.sizing.advice import MIN_STEPS
 from stoker.sizing.candidates import EFFICIENCY, Measured
-from stoker.tracking.summary import Summary
+from stoker.tracking.summary import Summary, read_summary
 
 CHAIN_SECONDS = 10.0
 GPU_SECONDS = 8.0
@@ -104,7 +103,10 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float]) -> Measured:
     Raises:
         UsageError: no run lies there, it was too short, or it measured no chain.
     """
-    summary = read_summary(run)
+    file = run if run.is_file() else run / "summary.json"
+    if not file.is_file():
+        raise UsageError(f"--from {run}: no run lies there (no summary.json)")
+    summary = read_summary(file)
     speed = summary.speed
     if summary.steps < MIN_STEPS or not speed.steady_samples_per_s:
         raise UsageError(
@@ -139,21 +141,6 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float]) -> Measured:
             efficiency_note(),
         ],
     )
-
-
-def read_summary(run: Path) -> Summary:
-    """Laptop: the summary.json of a run directory.
-
-    Raises:
-        UsageError: there is none.
-    """
-    file = run if run.is_file() else run / "summary.json"
-    try:
-        return Summary.model_validate(json.loads(file.read_text()))
-    except OSError:
-        raise UsageError(f"--from {run}: no run lies there (no summary.json)") from None
-    except ValueError as error:
-        raise UsageError(f"--from {run}: summary.json cannot be read: {str(error).splitlines()[0]}") from None
 
 
 def rate_of_run(summary: Summary) -> dict[str, float]:
