@@ -21,6 +21,7 @@ TOOLS = {
     "tc": "iproute2",
 }
 PERIOD_US = 100_000
+REMOVAL_S = 5.0
 
 
 def unshare_command() -> list[str]:
@@ -76,9 +77,9 @@ def make_cgroups(name: str, quota: float | None) -> list[str]:
     return [str(folder / "cgroup.procs")]
 
 
-def remove_cgroups(files: list[str], timeout_s: float = 5.0) -> None:
+def remove_cgroups(files: list[str]) -> None:
     """Laptop: remove them; the kernel needs a moment until the last process has left."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + REMOVAL_S
     for file in files:
         folder = Path(file).parent
         while folder.exists():

@@ -60,11 +60,11 @@ REMEDIES: dict[str, tuple[str, str]] = {
 
 
 @cache
-def shapes(service: str = "sagemaker") -> Shapes:
+def shapes() -> Shapes:
     """Laptop: the service model's shapes, read once (about 0.1 s)."""
     from botocore.loaders import Loader
 
-    model: Shapes = Loader().load_service_model(service, "service-2")["shapes"]
+    model: Shapes = Loader().load_service_model("sagemaker", "service-2")["shapes"]
     return model
 
 

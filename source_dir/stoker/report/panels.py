@@ -32,6 +32,7 @@ SHORT = {
 }
 MOST_MARKS = 40
 MOST_HOSTS = 48
+MOST_ROWS = 12
 
 HATCHES = (
     "<svg width='0' height='0' style='position:absolute' aria-hidden='true'><defs>"
@@ -90,8 +91,8 @@ def _events(run: RunData) -> list[Event]:
     return [Event(mark.seconds, SHORT[mark.kind], mark.text) for mark in marks]
 
 
-def _table(points: Sequence[Point], most: int = 12) -> BlockSlice:
-    step = max(1, len(points) // most)
+def _table(points: Sequence[Point]) -> BlockSlice:
+    step = max(1, len(points) // MOST_ROWS)
     return [[figure(x), figure(y)] for x, y in list(points)[::step]]
 
 

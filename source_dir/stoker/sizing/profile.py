@@ -58,22 +58,20 @@ class _Group:
     report: BlockReport
 
 
-def measure_chain(
-    data: Data, block_records: int, seconds: float, processes: int | None = None
-) -> ChainProfile:
-    """Laptop: run the training chain on real records in `processes` processes for so many seconds.
+def measure_chain(data: Data, block_records: int, seconds: float) -> ChainProfile:
+    """Laptop: run the training chain on real records for so many seconds, in one process per core that this
+    one may use.
 
     Args:
         data: the job's data, opened.
         block_records: `data.block_records`; a group is never larger.
         seconds: how long all of them run at the same time.
-        processes: default: one per core that this process may use.
 
     Raises:
         UsageError: the chain fails, or most records are bad.
     """
     source = data.sources["train"]
-    count = processes or len(os.sched_getaffinity(0))
+    count = len(os.sched_getaffinity(0))
     answers = _run_everywhere(source, data.chains["train"], block_records, seconds, count)
     groups = [group for answer in answers for group in answer[0]]
     _refuse_bad(groups)

@@ -31,7 +31,6 @@ class CacheAffinity:
         """Node that keeps the records of (split, home)."""
         self.usage: dict[str, tuple[int, int]] = {}
         """Bytes kept and allowed, by node."""
-        """Records, found, kept and kept_bytes of (split, epoch), by node."""
         self.told = False
 
     def holder(self, split: str, shard: Shard) -> str:
