@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -120,34 +119,42 @@ def run_dataset(dataset: Any, seconds: float, cores: int) -> tuple[list[Any], di
     import ray
     from ray.data.block import BlockAccessor
 
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     execution = Sampling(dataset)
-    late = threading.Timer(DEADLINE_S, execution.shutdown)
-    late.start()
+    over = threading.Event()
+
+    def end() -> None:
+        over.set()
+        execution.shutdown()
+
+    timer = threading.Timer(DEADLINE_S, end)
+    timer.start()
     tables: list[Any] = []
-    kept, rows, ends, whole = 0, 0, float("inf"), True
+    kept = rows = 0
     try:
         for reference in execution.blocks():
-            late.cancel()
-            ends = min(ends, time.monotonic() + seconds)
+            if not rows:
+                timer.cancel()
+                timer = threading.Timer(seconds, end)
+                timer.start()
             block = BlockAccessor.for_block(ray.get(reference))
             rows += block.num_rows()
             for first in range(0, block.num_rows() if kept < KEPT_BYTES else 0, SLICE_ROWS):
                 part = block.slice(first, min(first + SLICE_ROWS, block.num_rows()), copy=True)
                 tables.append(part)
                 kept += BlockAccessor.for_block(part).size_bytes()
-            if time.monotonic() > ends:
-                whole = False
-                break
-        costs = execution.cpu_per_row(cores)
     except Exception as error:
-        raise UsageError(f"size: the dataset failed: {explain(error)}") from error
+        # What is under way when the time is over may fail of that.
+        if not (rows and over.is_set()):
+            raise UsageError(f"size: the dataset failed: {explain(error)}") from error
     finally:
-        late.cancel()
+        timer.cancel()
         execution.shutdown()
-    if not rows:
+    if not rows and over.is_set():
         raise UsageError(
             f"size: the dataset gave no row within {DEADLINE_S:.0f} s; run the job for an epoch and give"
             " its run directory: --from RUN"
         )
-    return tables, costs, rows if whole else None
+    if not rows:
+        raise UsageError("size: the dataset has no row")
+    return tables, execution.cpu_per_row(cores), None if over.is_set() else rows
