@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from stoker.report import charts
 from stoker.report.charts import Bar, figure
-from stoker.report.panels import BlockSlice, Panel, panel
+from stoker.report.panels import Panel, Rows, panel
 from stoker.report.reading import RunData
 from stoker.tracking.summary import number
 
@@ -16,7 +16,7 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
     from stoker.tracking.runs import shape_of
 
     labels = [f"{n + 1}" for n in range(len(runs))]
-    rows: BlockSlice = []
+    rows: Rows = []
     for label, run in zip(labels, runs, strict=True):
         summary, cost = run.summary, run.summary.cost or {}
         best = next(

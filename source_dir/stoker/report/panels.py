@@ -12,7 +12,7 @@ from stoker.report import charts
 from stoker.report.charts import Bar, Event, Line, Part, Point, figure
 from stoker.report.reading import RunData
 
-BlockSlice = list[list[str]]
+Rows = list[list[str]]
 
 TERMS = {
     "compute": "compute on the device",
@@ -59,7 +59,7 @@ class Panel:
     svgs: list[Markup]
     caption: str = ""
     heads: list[str] = field(default_factory=list)
-    rows: BlockSlice = field(default_factory=list)
+    rows: Rows = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     """Of small multiples, one per svg."""
     wide: bool = False
@@ -91,7 +91,7 @@ def _events(run: RunData) -> list[Event]:
     return [Event(mark.seconds, SHORT[mark.kind], mark.text) for mark in marks]
 
 
-def _table(points: Sequence[Point]) -> BlockSlice:
+def _table(points: Sequence[Point]) -> Rows:
     step = max(1, len(points) // MOST_ROWS)
     return [[figure(x), figure(y)] for x, y in list(points)[::step]]
 
