@@ -1,4 +1,4 @@
-"""Laptop: files to send, and figures as people read them."""
+"""Laptop: files to send, and tables as people read them."""
 
 from __future__ import annotations
 
@@ -32,21 +32,3 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         "  ".join(cell(text, width) for text, width in zip(line, widths, strict=True)).rstrip()
         for line in lines
     )
-
-
-def size(count: int) -> str:
-    """Laptop: bytes as people read them."""
-    amount, unit = float(count), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if amount < 1000 or unit == "TB":
-            break
-        amount /= 1000
-    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
-
-
-def duration(seconds: float) -> str:
-    """Laptop: 4321 → 1 h 12 min."""
-    minutes = round(seconds / 60)
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"

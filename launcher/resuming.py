@@ -14,6 +14,7 @@ from launcher.backends.base import Backend, Resume
 from launcher.backends.local import PastRun
 from stoker.errors import UsageError
 from stoker.schema import Config
+from stoker.storage.filesystems import deepest_there
 
 _STEP = re.compile(r"step-\d{8,}")
 
@@ -44,7 +45,7 @@ def resolve(asked: str | None, backend: Backend, config: Config) -> Resume:
     copied = backend.checkpoints == "copies"
     path = Path(asked)
     if not path.exists():
-        raise UsageError(f"--resume {asked}: no such folder{_nearest(path)}")
+        raise UsageError(f"--resume {asked}: no such folder{deepest_there(asked)}")
     path = path.resolve()
     if _STEP.fullmatch(path.name):
         return Resume(checkpoints=(path,)) if copied else Resume(str(path))
@@ -122,10 +123,3 @@ def _order(name: str) -> tuple[str, int]:
     """Runs of the same second are numbered from the second one on."""
     found = re.search(r"-(\d{8}-\d{6})(?:-(\d+))?$", name)
     return (found[1], int(found[2] or 1)) if found else (name, 0)
-
-
-def _nearest(path: Path) -> str:
-    there = path.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    return f" ({there} exists)" if there != there.parent else ""

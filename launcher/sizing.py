@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +14,8 @@ from launcher.job import open_job
 from stoker.config import Resolved, load
 from stoker.costs import prices
 from stoker.costs.prices import price_list
-from stoker.errors import UsageError
+from stoker.errors import UsageError, nearest
+from stoker.figures import duration
 from stoker.sizing import measure
 from stoker.sizing.advice_table import Advice, advise
 from stoker.sizing.candidates import MAX_CPU_HOSTS, Candidate, Measured, Wanted
@@ -113,8 +113,7 @@ def _type_problems(options: SizeOptions) -> Iterator[str]:
     for flag, names, with_gpu in (("--gpu", options.gpu, True), ("--cpu", options.cpu, False)):
         for name in names:
             if prices.machine(name) is None:
-                close = difflib.get_close_matches(name, prices.MACHINES, n=1)
-                hint = f"; did you mean {close[0]}?" if close else "; `submit.py prices` lists them"
+                hint = nearest(name, prices.MACHINES, "`submit.py prices` lists them")
                 yield f"{flag} {name}: its vCPUs and network are not known here{hint}"
             elif prices.has_gpu(name) != with_gpu:
                 yield f"{flag} {name}: has {'no' if with_gpu else 'a'} GPU"
@@ -174,15 +173,8 @@ def _cells(one: Candidate, advice: Advice) -> list[str]:
     cells = [mark, one.hosts, f"{one.samples_per_s:,.0f} ±{100 * spread:.0f} %", advice.binds(one)]
     cells += [f"{one.usd_per_hour:.2f}", f"{one.usd_per_million_samples:.2f}"]
     if one.hours is not None and one.usd is not None:
-        cells += [duration(one.hours), f"{one.usd:.2f}"]
+        cells += [duration(3600 * one.hours), f"{one.usd:.2f}"]
     return cells
-
-
-def duration(hours: float) -> str:
-    """Laptop: `2.5 h`, `12 min`, `40 s`."""
-    if hours >= 1:
-        return f"{hours:.1f} h"
-    return f"{60 * hours:.0f} min" if hours >= 1 / 60 else f"{3600 * hours:.0f} s"
 
 
 def as_json(advice: Advice) -> dict[str, Any]:

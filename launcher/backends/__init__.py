@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 from collections.abc import Iterator
 
 from launcher.backends.base import Backend, Run
-from stoker.errors import UsageError
+from stoker.errors import UsageError, nearest
 
 
 def backends() -> Iterator[Backend]:
@@ -30,9 +29,7 @@ def backend(name: str) -> Backend:
         if found.name == name:
             return found
         names.append(found.name)
-    close = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    raise UsageError(f"--on {name}: no such place (known: {', '.join(names)}){hint}")
+    raise UsageError(f"--on {name}: no such place (known: {', '.join(names)})" + nearest(name, names))
 
 
 def attach(run_id: str) -> Run:

@@ -27,6 +27,7 @@ from launcher import files, ray_jobs
 from launcher.backends.base import Backend
 from launcher.job import COMMAND, Job
 from launcher.ray_jobs import JobServer
+from stoker import figures
 from stoker.errors import UsageError
 from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE
 
@@ -75,7 +76,7 @@ class RayRequest:
         rows = [
             ("cluster", self.server.address),
             ("versions", self.versions),
-            ("upload", f"{self.code_files} files, {files.size(self.code_bytes)}"),
+            ("upload", f"{self.code_files} files, {figures.size(self.code_bytes)}"),
             ("results", f"{self.run_dir} on the cluster"),
         ]
         lines = [f"{name:<9} {value}" for name, value in rows]
@@ -196,7 +197,7 @@ def plan(job: Job, *, address: str | None = None, offline: bool = False, install
     count, size, pip = _measure(job, install)
     if size > ray_jobs.PACKAGE_LIMIT_BYTES:
         problems.append(
-            f"--source-dir: {files.size(size)} of source, and Ray takes at most 100 MB;"
+            f"--source-dir: {figures.size(size)} of source, and Ray takes at most 100 MB;"
             " move data to storage that the hosts share"
         )
     server, versions, warnings = _server(address, offline, problems)

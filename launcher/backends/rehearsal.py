@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import launcher
 from launcher import runs
 from launcher.backends import local
 from launcher.backends.base import Backend
@@ -134,19 +135,13 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,  # Ctrl-C is this process's to answer, not the hosts'
-            env={**os.environ, "PYTHONPATH": _import_path()},
+            env={**os.environ, "PYTHONPATH": str(Path(launcher.__file__).parent.parent)},
         )
     except BaseException:
         isolation.remove_cgroups(cgroups)
         outputs.remove(folder)
         raise
     return RehearsalRun(request, process, cgroups, Display(request.hosts) if show else None)
-
-
-def _import_path() -> str:
-    import launcher
-
-    return str(Path(str(launcher.__file__)).parent.parent)
 
 
 BACKEND = Backend(

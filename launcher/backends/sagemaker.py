@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import fnmatch
 import functools
+import json
 import secrets
 import shlex
 import sys
@@ -24,8 +25,9 @@ from launcher import files
 from launcher.backends.base import Backend
 from launcher.job import Job
 from launcher.sagemaker import aws, checks, render, upload
-from launcher.sagemaker.request import TOKEN_FILE, Draft, draft, job_name, json_text
+from launcher.sagemaker.request import TOKEN_FILE, Draft, draft, job_name
 from launcher.sagemaker.run import SageMakerRun
+from stoker import figures
 from stoker.config import Resolved
 from stoker.costs.prices import price_list
 from stoker.errors import UsageError
@@ -58,15 +60,15 @@ class SageMakerRequest:
 
     def to_json(self) -> str:
         """The request as `aws sagemaker create-training-job --cli-input-json` reads it."""
-        return json_text(self.body)
+        return json.dumps(self.body, indent=2)
 
     def render(self) -> str:
         """The request as JSON, then groups and cost, uploads, and notes."""
         settings = self.draft.settings
         uploads = [
-            ("code", str(self.code_files), files.size(self.code_bytes), self.draft.code_uri + "/"),
+            ("code", str(self.code_files), figures.size(self.code_bytes), self.draft.code_uri + "/"),
             *(
-                (item.parameter, str(item.files), files.size(item.bytes), item.uri)
+                (item.parameter, str(item.files), figures.size(item.bytes), item.uri)
                 for item in self.draft.data
             ),
         ]
@@ -145,7 +147,8 @@ def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
         elif not problems:
             account = _collected(problems, lambda: aws.account_id(region), OFFLINE_ACCOUNT)
         s3_uri = f"s3://sagemaker-{region or 'us-east-1'}-{account}/stoker"
-    wanted = draft(job, job_name(job.name, _stamp()), region, s3_uri)
+    stamp = f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    wanted = draft(job, job_name(job.name, stamp), region, s3_uri)
     problems += checks.problems(wanted)
     count, size = _measure(wanted, problems)
     if not offline and not any(problem.startswith("AWS") for problem in problems) and region in _regions():
@@ -172,13 +175,13 @@ def submit(request: SageMakerRequest, tell: Callable[[str], None] | None = None)
     with aws.readable_errors("upload"), upload.readable_errors():
         for item in wanted.data:
             sent = upload.upload_data(s3, item, settings.kms_key)
-            tell(f"{item.parameter}: {files.size(item.bytes)} {'uploaded' if sent else 'already there'}")
+            tell(f"{item.parameter}: {figures.size(item.bytes)} {'uploaded' if sent else 'already there'}")
         with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
             folder = Path(scratch) / "code"
             request.stage(folder)
             archive = settings.entry == "script-mode"
             upload.upload_code(s3, folder, wanted.code_uri, archive, settings.kms_key)
-        tell(f"code: {files.size(request.code_bytes)} uploaded to {wanted.code_uri}/")
+        tell(f"code: {figures.size(request.code_bytes)} uploaded to {wanted.code_uri}/")
     with aws.readable_errors("SageMaker"):
         aws.client("sagemaker", wanted.region).create_training_job(**request.body)
     return SageMakerRun(wanted.region, wanted.name)
@@ -241,7 +244,7 @@ def _measure(wanted: Draft, problems: list[str]) -> tuple[int, int]:
     if size > _CODE_LIMIT_BYTES:
         largest = max(found, key=lambda item: item[2].st_size)[0]
         problems.append(
-            f"--source-dir: {files.size(size)} of source (largest: {largest});"
+            f"--source-dir: {figures.size(size)} of source (largest: {largest});"
             " move data out and name it in params or sagemaker.channels"
         )
     return len(found) + 1, size  # the Ray token is written at submission
@@ -265,8 +268,3 @@ def _regions() -> frozenset[str]:
         for partition in session.get_available_partitions()
         for region in session.get_available_regions("sagemaker", partition)
     )
-
-
-def _stamp() -> str:
-    now = datetime.datetime.now(datetime.UTC)
-    return f"{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"

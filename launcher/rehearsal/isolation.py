@@ -10,18 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+from launcher.rehearsal.world import NAMESPACES
 from stoker.errors import UsageError
 
-NAMESPACES = (
-    "--net",
-    "--uts",
-    "--mount",
-    "--ipc",
-    "--pid",
-    "--fork",
-    "--kill-child",
-    "--mount-proc",
-)
 TOOLS = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
@@ -30,6 +21,7 @@ TOOLS = {
     "tc": "iproute2",
 }
 PERIOD_US = 100_000
+REMOVAL_S = 5.0
 
 
 def unshare_command() -> list[str]:
@@ -45,8 +37,8 @@ def unshare_command() -> list[str]:
     if absent:
         raise UsageError(f"--on rehearsal needs {', '.join(absent)}{instead}")
     reason = ""
-    as_user = ["unshare", "--user", "--map-root-user", *NAMESPACES, "--propagation", "private"]
-    as_root = ["unshare", *NAMESPACES, "--propagation", "private"]
+    as_user = ["unshare", "--user", "--map-root-user", *NAMESPACES]
+    as_root = ["unshare", *NAMESPACES]
     for command in [as_root, as_user] if os.geteuid() == 0 else [as_user]:
         test = "ip link add v0 type veth peer name v1 && mount -t tmpfs none /mnt"
         done = subprocess.run(
@@ -85,9 +77,9 @@ def make_cgroups(name: str, quota: float | None) -> list[str]:
     return [str(folder / "cgroup.procs")]
 
 
-def remove_cgroups(files: list[str], timeout_s: float = 5.0) -> None:
+def remove_cgroups(files: list[str]) -> None:
     """Laptop: remove them; the kernel needs a moment until the last process has left."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + REMOVAL_S
     for file in files:
         folder = Path(file).parent
         while folder.exists():

@@ -6,8 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +149,7 @@ def resource_config(hosts: tuple[PlannedHost, ...], current: PlannedHost) -> dic
 
 def hyperparameters(job: Job, entry: str) -> dict[str, str]:
     """Laptop: hyperparameters.json; every value is a string that holds JSON, as SDKs write it."""
-    given = {key: json.dumps(value) for key, value in _shown_as_hyperparameters(job).items()}
+    given = {k: json.dumps(v) for k, v in job.resolved.config.sagemaker.hyperparameters.items()}
     if entry == "container":
         return given
     archive = f"/opt/ml/input/data/{CODE_CHANNEL}/{ARCHIVE}"
@@ -205,18 +204,9 @@ def masked_folders(job: Job) -> list[str]:
     ]
 
 
-def fault_values(planned: tuple[faults.Fault, ...]) -> list[Mapping[str, Any]]:
-    """Laptop: faults as plain values for the world's specification."""
-    return [asdict(fault) for fault in planned]
-
-
 def _type_for(name: str, groups: list[tuple[str, int, str]], gpu_group: str | None) -> str:
     if gpu_group is not None:
         return GPU_TYPE if name == gpu_group else CPU_TYPE
     if len(groups) == 1 or "gpu" in name.lower():
         return GPU_TYPE
     return CPU_TYPE
-
-
-def _shown_as_hyperparameters(job: Job) -> dict[str, Any]:
-    return dict(job.resolved.config.sagemaker.hyperparameters)

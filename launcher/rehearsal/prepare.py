@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +55,7 @@ def prepare_host(
     code = ml / "input" / "data" / planning.CODE_CHANNEL
     if train is None:
         shutil.copytree(folder / "staged", code)
-        command = [
-            str(Path(sys.executable).parent / "python3"),
-            str(_on_host("input/data/code/train.py")),
-        ]
+        command = [str(Path(sys.executable).parent / "python3"), "/opt/ml/input/data/code/train.py"]
     else:
         code.mkdir()
         shutil.copy2(folder / planning.ARCHIVE, code / planning.ARCHIVE)
@@ -88,12 +86,8 @@ def world_spec(request: RehearsalRequest, hosts: list[dict[str, Any]]) -> dict[s
         "hosts": hosts,
         "head": request.head,
         "ray_port": request.job.resolved.config.cluster.port,
-        "faults": planning.fault_values(request.faults),
+        "faults": [asdict(fault) for fault in request.faults],
         "linger_s": LINGER_S,
         "timeout_s": request.job.resolved.config.rehearsal.timeout_s,
         "stop_grace_s": STOP_GRACE_S if request.entry == "container" else TOOLKIT_STOP_GRACE_S,
     }
-
-
-def _on_host(name: str) -> Path:
-    return Path("/opt/ml") / name

@@ -61,7 +61,6 @@ class RehearsalRun:
         self._display = display
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._code: int | None = None
-        self._stopping = False
         self._broken = ""
         self._spoke: set[str] = set()
         self._held: dict[str, deque[str]] = {}
@@ -115,7 +114,6 @@ class RehearsalRun:
 
     def stop(self) -> None:
         """SIGTERM to process 1 of every host, SIGKILL later, as StopTrainingJob does."""
-        self._stopping = True
         self._command("stop")
 
     @property

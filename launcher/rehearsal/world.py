@@ -24,8 +24,12 @@ from typing import Any
 
 from launcher.rehearsal.faults import Fault
 
+NAMESPACES = (
+    *("--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"),
+    *("--propagation", "private"),
+)
+"""Of a host, and of the world itself."""
 BRIDGE = "stoker0"
-STOP_GRACE_S = 120.0
 TICK_S = 0.05
 
 
@@ -102,19 +106,9 @@ class World:
     def _start(self, host: Host) -> None:
         spec = host.spec
         read_end, write_end = os.pipe()
-        flags = (
-            "--net",
-            "--uts",
-            "--mount",
-            "--ipc",
-            "--pid",
-            "--fork",
-            "--kill-child",
-            "--mount-proc",
-        )
         module = (sys.executable, "-m", "launcher.rehearsal.host", json.dumps(spec), str(write_end))
         host.process = subprocess.Popen(
-            ["unshare", *flags, "--propagation", "private", *module],
+            ["unshare", *NAMESPACES, *module],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

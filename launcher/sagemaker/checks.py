@@ -6,7 +6,6 @@ to nobody, and all of them run, so that the user sees every problem at once.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 
@@ -15,7 +14,7 @@ from launcher.sagemaker.model import instance_types, limit_problems
 from launcher.sagemaker.request import CODE_CHANNEL, IMAGE_ACCOUNT, INPUT, Draft
 from stoker.config import load
 from stoker.costs import prices
-from stoker.errors import UsageError
+from stoker.errors import UsageError, nearest
 from stoker.redaction import is_secret
 
 PYTHONS = ((3, 11), (3, 12))
@@ -92,8 +91,7 @@ def _prices(draft: Draft) -> Iterator[str]:
     names = {group.name for group in draft.groups}
     for key in draft.settings.prices:
         if key not in names and key not in instance_types():
-            close = difflib.get_close_matches(key, [*names, *instance_types()], n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            hint = nearest(key, [*names, *instance_types()])
             yield f"sagemaker.prices.{key}: neither an instance type nor a group of this job{hint}"
 
 

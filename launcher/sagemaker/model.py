@@ -6,11 +6,12 @@ patterns and enums of the same model would come back as one error at a time, aft
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
+
+from stoker.errors import nearest
 
 Shapes = dict[str, dict[str, Any]]
 
@@ -59,11 +60,11 @@ REMEDIES: dict[str, tuple[str, str]] = {
 
 
 @cache
-def shapes(service: str = "sagemaker") -> Shapes:
+def shapes() -> Shapes:
     """Laptop: the service model's shapes, read once (about 0.1 s)."""
     from botocore.loaders import Loader
 
-    model: Shapes = Loader().load_service_model(service, "service-2")["shapes"]
+    model: Shapes = Loader().load_service_model("sagemaker", "service-2")["shapes"]
     return model
 
 
@@ -119,9 +120,8 @@ def _string_problems(value: str, shape: dict[str, Any], path: str) -> Iterator[t
         return
     if "enum" in shape and value not in shape["enum"]:
         # Digits differ little between types, so the nearest by text is the best guess.
-        close = difflib.get_close_matches(value, shape["enum"], n=1, cutoff=0.5)
         few = f"one of {', '.join(shape['enum'])}" if len(shape["enum"]) <= 6 else "not known to AWS"
-        yield path, few + (f"; did you mean {close[0]}?" if close else ""), value
+        yield path, few + nearest(value, shape["enum"], cutoff=0.5), value
     pattern = _python_pattern(shape.get("pattern", ""))
     if pattern and not re.fullmatch(pattern, value):
         yield path, "has a form that SageMaker refuses", value

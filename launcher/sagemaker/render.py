@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.files import duration, table
+from launcher.files import table
 from launcher.sagemaker.groups import Group, usd_per_hour
 from stoker.costs import prices
 from stoker.costs.prices import PriceList
+from stoker.figures import duration
 
 
 def cost_table(groups: tuple[Group, ...], max_runtime_s: int, spot: bool, known_prices: PriceList) -> str:

@@ -138,11 +138,6 @@ def draft(job: Job, name: str, region: str, s3_uri: str) -> Draft:
     return Draft(job, name, region, s3_uri, groups, _pruned(body), keys, data, data_at)
 
 
-def json_text(body: dict[str, Any]) -> str:
-    """Laptop: the request as `aws sagemaker create-training-job --cli-input-json` reads it."""
-    return json.dumps(body, indent=2)
-
-
 def _algorithm(settings: SageMakerConfig, region: str) -> dict[str, Any]:
     by_container = settings.entry == "container"
     return {
@@ -232,11 +227,7 @@ def _resources(settings: SageMakerConfig, groups: tuple[Group, ...], keys: dict[
         keys[f"{where}.InstanceCount"] = f"{group.key}.count"
     return resources | {
         "InstanceGroups": [
-            {
-                "InstanceGroupName": group.name,
-                "InstanceType": group.type,
-                "InstanceCount": group.count,
-            }
+            {"InstanceGroupName": group.name, "InstanceType": group.type, "InstanceCount": group.count}
             for group in groups
         ]
     }

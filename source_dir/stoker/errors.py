@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -12,6 +15,13 @@ class UsageError(Exception):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+def nearest(word: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
+    """Anywhere: the hint at the end of an error: `; did you mean epochs?`, or `otherwise` after `; `."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    hint = f"did you mean {close[0]}?" if close else otherwise
+    return f"; {hint}" if hint else ""
 
 
 class DataError(RuntimeError):
@@ -55,12 +65,17 @@ def root_cause(error: BaseException) -> BaseException:
     return cause
 
 
+_BEHIND = re.compile(r"^([\w.]+: .*)\n\nThe above exception was the direct cause", re.MULTILINE)
+
+
 def explain(error: BaseException) -> str:
     """Head: the one line behind an error that Ray wrapped."""
     cause = root_cause(error)
     if isinstance(cause, STATED):
         return str(cause).splitlines()[0]
-    return where_raised(cause)
+    # Ray Data's error for a user's function says only how often it was tried; the function's own is text.
+    behind = _BEHIND.search(str(error)) if type(cause).__name__ == "UserCodeException" else None
+    return behind[1] if behind else where_raised(cause)
 
 
 def where_raised(error: BaseException) -> str:

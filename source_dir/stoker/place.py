@@ -39,11 +39,11 @@ class Place:
     """Names of the hosts that the job was given; empty where nobody says."""
 
 
-def local_place(backend: str | None = None) -> Place:
+def local_place() -> Place:
     """Head: the run directory that the launcher names in the environment, or one here."""
     run_dir = Path(os.environ.get(RUN_DIR_VARIABLE) or "run").resolve()
     return Place(
-        backend=backend or os.environ.get(BACKEND_VARIABLE, "local"),
+        backend=os.environ.get(BACKEND_VARIABLE, "local"),
         run_dir=run_dir,
         checkpoint_dir=run_dir / "checkpoints",
         model_dir=run_dir / "model",

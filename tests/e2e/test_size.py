@@ -34,3 +34,24 @@ def test_a_profile_names_every_cost(tmp_path: Path) -> None:
     assert measured["samples"] == 10_000
     assert told["recommended"]["binds"] in ("cpu", "gpu_host_cpu", "network", "receiver", "gpu")
     assert any(line.startswith("blur takes ") for line in told["reasons"])
+
+
+def test_a_dataset_of_ray_data_is_part_of_the_preprocessing(tmp_path: Path) -> None:
+    """Its own operators and the chain behind them each take the CPU time that they are known to take."""
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "name: worked\nrecipe: worked:Worked\ntrain: {epochs: 3}\n"
+        "params: {records: 800, dataset_ms: 4, chain_ms: 6}\n"
+    )
+    command = [sys.executable, str(ROOT / "launcher/submit.py"), "size", str(job), "--json"]
+    command += ["--source-dir", str(ROOT / "tests/recipes"), "--gpu-samples-per-s", "5000"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=560)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout)["measured"]
+    stages = {stage["stage"]: stage["cpu_ms_per_sample"] for stage in measured["stages"]}
+    own = "ray.data: ReadRange->Map(Busy)"
+    assert list(stages) == ["read", "BusyStage", "pack", own, "task"]
+    assert stages[own] == pytest.approx(4, rel=0.25)
+    assert stages["BusyStage"] == pytest.approx(6, rel=0.25)
+    assert sum(stages.values()) == pytest.approx(1000 * measured["cpu_s"], rel=0.02)
+    assert measured["samples"] == 2400, "the dataset came to its end, so its length is known"

@@ -10,7 +10,7 @@ from typing import Any
 from stoker.checkpoints.format import Checkpoint, awaiting, describe, newest_valid, problem_of
 from stoker.errors import UsageError
 from stoker.place import Place
-from stoker.recipe import load_recipe
+from stoker.recipe import SOURCE_FOLDER, load_recipe
 from stoker.redaction import redact, redacted_at
 from stoker.schema import Config
 from stoker.storage.checkpoint_store import Store, open_store, step_of
@@ -20,7 +20,6 @@ from stoker.training.stopping import check_monitors
 
 FIXED = ("recipe", "seed", "train.optimizer", "train.scheduler", "data.shuffle")
 """Keys without which the rest of a run is another run, or the saved state does not fit."""
-SOURCE_FOLDER = Path(__file__).resolve().parents[2]
 SYNCED_BACKENDS = ("sagemaker", "rehearsal")
 
 

@@ -25,7 +25,7 @@ from stoker.checkpoints.train_state import Progress
 from stoker.data.feed.feed import EpochFeed
 from stoker.integrations.lightning_state import pack, plain_state, unpack
 from stoker.training.export import keep_example
-from stoker.training.loop import open_pass, reconcile
+from stoker.training.loop import log_pass, log_step, open_pass, reconcile
 from stoker.training.starting import nothing_left
 from stoker.training.worker import Worker, check_finite, count_records, mean_over_ranks
 
@@ -257,17 +257,8 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
             assert self.train is not None  # noqa: S101
             mean = float(progress.loss_sum) / max(progress.loss_rows, 1)
             check_finite(mean, worker, progress.epoch)
-            worker.log(
-                "step",
-                epoch=progress.epoch,
-                step=worker.step,
-                loss=mean if loss is None else float(loss.detach()),
-                lr=learning_rate(trainer),
-                epoch_samples=progress.samples - progress.carried_samples,
-                elapsed_s=time.perf_counter() - self.started,
-                wait_s=self.train.times.wait_s,
-                terms_ms=self.train.times.since_told(),
-            )
+            shown = mean if loss is None else float(loss.detach())
+            log_step(worker, progress, self.train, self.started, loss=shown, lr=learning_rate(trainer))
         limit = worker.config.train.max_steps
         if given.stop or (worker.step == limit and not self.exhausted):
             # Here and not at the end of the epoch, which Lightning would count as done.
@@ -323,16 +314,9 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         self.elapsed = time.perf_counter() - self.started
         self.keeper.before_settling()
         self.books.append(reconcile(self.worker, self.train))
-        self.worker.log(
-            "pass",
-            split="train",
-            epoch=self.progress.epoch,
-            samples=self.progress.samples - self.progress.carried_samples,
-            elapsed_s=self.elapsed,
-            steps=self.progress.steps - self.progress.carried_steps,
-            step_ms=list(self.train.times.step_ms),
-            times=self.train.times.figures(),
-        )
+        progress = self.progress
+        samples, steps = progress.samples - progress.carried_samples, progress.steps - progress.carried_steps
+        log_pass(self.worker, self.train, samples, self.elapsed, steps)
 
 
 def conventional(name: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from stoker.report import charts
 from stoker.report.charts import Bar, figure
-from stoker.report.panels import BlockSlice, Panel, panel
+from stoker.report.panels import Panel, Rows, panel
 from stoker.report.reading import RunData
 from stoker.tracking.summary import number
 
@@ -16,7 +16,7 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
     from stoker.tracking.runs import shape_of
 
     labels = [f"{n + 1}" for n in range(len(runs))]
-    rows: BlockSlice = []
+    rows: Rows = []
     for label, run in zip(labels, runs, strict=True):
         summary, cost = run.summary, run.summary.cost or {}
         best = next(
@@ -40,33 +40,20 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
         )
     heads = ["", "run", "hosts", "status", "samples/s", "wait", "time", "best", "cost", "per 1M"]
     found = [Panel("Runs side by side", [], "Costs are estimated.", heads, rows, wide=True)]
-    speed = [
-        Bar(f"{a} · {shape_of(r.summary)}", r.summary.speed.steady_samples_per_s or None)
-        for a, r in zip(labels, runs, strict=True)
-    ]
-    text = "; ".join(f"{b.name}: {figure(b.value) if b.value else 'not measured'}" for b in speed)
-    found.append(
-        panel(
-            "Throughput by cluster shape", charts.bars("Samples per second by run", text, speed, "samples/s")
-        )
-    )
-    time = [
-        Bar(f"{a} · {shape_of(r.summary)}", r.summary.seconds or None)
-        for a, r in zip(labels, runs, strict=True)
-    ]
-    text = "; ".join(f"{b.name}: {figure(b.value, 's') if b.value else 'not measured'}" for b in time)
-    found.append(panel("Time by cluster shape", charts.bars("Seconds by run", text, time, "s")))
-    costs = [
-        Bar(f"{a} · {shape_of(r.summary)}", number((r.summary.cost or {}).get("usd_per_million_samples")))
-        for a, r in zip(labels, runs, strict=True)
-    ]
-    if any(bar.value is not None for bar in costs):
-        text = "; ".join(
-            f"{b.name}: {'not known' if b.value is None else charts.usd(b.value)} per 1M samples"
-            for b in costs
-        )
-        svg = charts.bars("Dollars per million samples by run", text, costs, "$ per 1M samples")
-        found.append(panel("Cost by cluster shape", svg, caption="Estimated."))
+    shapes = [f"{label} · {shape_of(run.summary)}" for label, run in zip(labels, runs, strict=True)]
+    rates = [run.summary.speed.steady_samples_per_s for run in runs]
+    costs = [number((run.summary.cost or {}).get("usd_per_million_samples")) for run in runs]
+    for what, title, unit, values, caption in (
+        ("Throughput", "Samples per second", "samples/s", rates, ""),
+        ("Time", "Seconds", "s", [run.summary.seconds for run in runs], ""),
+        ("Cost", "Dollars per million samples", "$ per 1M samples", costs, "Estimated."),
+    ):
+        if what == "Cost" and not any(costs):
+            continue
+        rows_of = [Bar(shape, value or None) for shape, value in zip(shapes, values, strict=True)]
+        text = "; ".join(f"{b.name}: {figure(b.value, unit) if b.value else 'not measured'}" for b in rows_of)
+        svg = charts.bars(f"{title} by run", text, rows_of, unit)
+        found.append(panel(f"{what} by cluster shape", svg, caption=caption))
     dots = [
         (label, run.summary.seconds / 60, float(run.summary.cost["usd"]))
         for label, run in zip(labels, runs, strict=True)

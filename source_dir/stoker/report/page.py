@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 
 from stoker.errors import where_raised
+from stoker.figures import duration
 from stoker.report import charts, panels
 from stoker.report.comparison import comparison
 from stoker.report.reading import RunData, read_run
@@ -49,12 +50,12 @@ class Page:
     verdict: Verdict
     status: str
     figures: list[Figure]
-    panels: list[panels.Panel] = field(default_factory=list)
-    hosts: list[dict[str, Any]] = field(default_factory=list)
-    settings: list[tuple[str, str, str]] = field(default_factory=list)
+    panels: list[panels.Panel]
+    hosts: list[dict[str, Any]]
+    settings: list[tuple[str, str, str]]
     """Key, value, origin of what is not a default."""
-    links: list[tuple[str, str]] = field(default_factory=list)
-    mlflow: str = ""
+    links: list[tuple[str, str]]
+    mlflow: str
     """The run's page there."""
 
 
@@ -93,13 +94,17 @@ def render(runs: Sequence[RunData]) -> str:
 def page_of(run: RunData) -> Page:
     """Head and laptop: everything about one run that the template shows."""
     summary = run.summary
-    page = Page(run, judged(summary), STATUS[summary.status], key_figures(summary))
-    page.panels = panels.of_run(run)
-    page.hosts = [host.model_dump() for host in summary.cluster.hosts]
-    page.settings = settings_of(run)
-    page.links = links_of(run)
-    page.mlflow = mlflow_of(summary)
-    return page
+    return Page(
+        run,
+        judged(summary),
+        STATUS[summary.status],
+        figures=key_figures(summary),
+        panels=panels.of_run(run),
+        hosts=[host.model_dump() for host in summary.cluster.hosts],
+        settings=settings_of(run),
+        links=links_of(run),
+        mlflow=mlflow_of(summary),
+    )
 
 
 def judged(summary: Summary) -> Verdict:
@@ -138,16 +143,6 @@ def key_figures(summary: Summary) -> list[Figure]:
             note = f"{charts.usd(per)} per 1M samples; {note}"
         found.append(Figure("cost", charts.usd(summary.cost["usd"]), note))
     return found
-
-
-def duration(seconds: float) -> str:
-    """Head and laptop: `45 s`, `12 min 5 s`, `3 h 20 min`."""
-    whole = round(seconds)
-    if whole < 100:
-        return f"{whole} s"
-    if whole < 7200:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
 def settings_of(run: RunData) -> list[tuple[str, str, str]]:

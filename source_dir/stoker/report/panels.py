@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
+from stoker.figures import size
 from stoker.report import charts
 from stoker.report.charts import Bar, Event, Line, Part, Point, figure
 from stoker.report.reading import RunData
 
-BlockSlice = list[list[str]]
+Rows = list[list[str]]
 
 TERMS = {
     "compute": "compute on the device",
@@ -31,6 +32,7 @@ SHORT = {
 }
 MOST_MARKS = 40
 MOST_HOSTS = 48
+MOST_ROWS = 12
 
 HATCHES = (
     "<svg width='0' height='0' style='position:absolute' aria-hidden='true'><defs>"
@@ -57,7 +59,7 @@ class Panel:
     svgs: list[Markup]
     caption: str = ""
     heads: list[str] = field(default_factory=list)
-    rows: BlockSlice = field(default_factory=list)
+    rows: Rows = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     """Of small multiples, one per svg."""
     wide: bool = False
@@ -89,8 +91,8 @@ def _events(run: RunData) -> list[Event]:
     return [Event(mark.seconds, SHORT[mark.kind], mark.text) for mark in marks]
 
 
-def _table(points: Sequence[Point], most: int = 12) -> BlockSlice:
-    step = max(1, len(points) // most)
+def _table(points: Sequence[Point]) -> Rows:
+    step = max(1, len(points) // MOST_ROWS)
     return [[figure(x), figure(y)] for x, y in list(points)[::step]]
 
 
@@ -266,15 +268,6 @@ def chain(run: RunData) -> Panel | None:
         heads=["stage", "CPU ms per sample", "bytes out"],
         rows=table,
     )
-
-
-def size(count: float) -> str:
-    """1,536 → 1.5 kB."""
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return figure(round(count, 1), unit)
-        count /= 1000
-    return figure(count, "GB")
 
 
 def host_cpu(run: RunData) -> Panel | None:

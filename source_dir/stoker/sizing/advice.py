@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 from stoker.costs import prices
 from stoker.tracking.summary import Bottleneck, Host, Summary
@@ -269,18 +270,23 @@ def _dear_stage(summary: Summary, facts: _Facts) -> list[str]:
     """The stage, or the row of like-named stages, that costs most."""
     if facts.chain_s <= 0 or facts.binds != "cpu":
         return []
-    costs: dict[str, float] = {}
-    for stage in summary.chain:
-        name = family(str(stage.get("stage", "")))
-        costs[name] = costs.get(name, 0.0) + float(stage.get("cpu_ms_per_sample", 0))
-    name, cost = max(costs.items(), key=lambda item: item[1])
+    name, cost, kinds = dearest(summary.chain)
     share = cost / (1000 * facts.chain_s)
-    if share < DEAR_STAGE or len(costs) < 2:
+    if share < DEAR_STAGE or kinds < 2:
         return []
     return [
         f"{name} takes {100 * share:.0f} % of the chain's CPU time ({cost:.1f} ms per sample):"
         " make it cheaper first"
     ]
+
+
+def dearest(stages: list[dict[str, Any]]) -> tuple[str, float, int]:
+    """Anywhere: the family of stages that costs most, its ms per sample, and how many families there are."""
+    costs: defaultdict[str, float] = defaultdict(float)
+    for stage in stages:
+        costs[family(str(stage.get("stage", "")))] += float(stage.get("cpu_ms_per_sample", 0))
+    name = max(costs, key=lambda family: costs[family])
+    return name, costs[name], len(costs)
 
 
 def family(stage: str) -> str:

@@ -45,10 +45,8 @@ class Advice:
     def shown(self, limit: int) -> list[Candidate]:
         """Anywhere: the first rows, and in any case the recommended, the configured and the bare ones."""
         rows = self.table[:limit]
-        must = [
-            one for one in self.table if one == self.best or self.is_configured(one) or _is_bare(one, self)
-        ]
-        return [one for one in self.table if one in rows or one in must]
+        bare = [one for one in self.table if not one.cpu_hosts and one.gpu_type in self.wanted.gpu_types]
+        return [one for one in self.table if one in [*rows, self.best, *bare] or self.is_configured(one)]
 
     def is_configured(self, one: Candidate) -> bool:
         """Anywhere: whether the configuration asks for this one now."""
@@ -112,9 +110,10 @@ def _reason(table: list[Candidate], best: Candidate) -> str:
         gain = best.samples_per_s / alone.samples_per_s
         reason = f"{100 * saved:.0f} % less than {alone.hosts} alone and {gain:.1f} times as fast"
         return f"{head}: {reason}; then {_then(best)}{_doubt(best, alone)}"
-    others = [one for one in table if one.cpu_hosts and one.gpu_type == best.gpu_type]
-    if others:
-        cheapest = min(others, key=lambda one: one.usd_per_million_samples)
+    others = [one for one in table if one.cpu_hosts]
+    like = [one for one in others if one.gpu_type == best.gpu_type]
+    if like:
+        cheapest = _cheapest(like)
         more = cheapest.usd_per_million_samples / best.usd_per_million_samples - 1
         why = "no CPU hosts: " + (
             "the GPU is fed by its own host"
@@ -123,9 +122,8 @@ def _reason(table: list[Candidate], best: Candidate) -> str:
         )
         cost = f"the best with them, {cheapest.hosts}, costs {100 * more:.0f} % more per sample"
         return f"{head}: {why}; {cost}{_doubt(best, cheapest)}"
-    with_hosts = [one for one in table if one.cpu_hosts]
-    if with_hosts:
-        cheapest = min(with_hosts, key=lambda one: one.usd_per_million_samples)
+    if others:
+        cheapest = _cheapest(others)
         more = cheapest.usd_per_million_samples / best.usd_per_million_samples - 1
         return (
             f"{head}: a bigger GPU host instead of CPU hosts; the best with them, {cheapest.hosts}, costs"
@@ -133,6 +131,10 @@ def _reason(table: list[Candidate], best: Candidate) -> str:
             f" the speed{_doubt(best, cheapest)}"
         )
     return f"{head}: {_then(best)}"
+
+
+def _cheapest(table: list[Candidate]) -> Candidate:
+    return min(table, key=lambda one: one.usd_per_million_samples)
 
 
 def _then(best: Candidate) -> str:
@@ -171,16 +173,13 @@ def _instead(table: list[Candidate], best: Candidate, wanted: Wanted) -> list[st
                 f"configured now: {now.hosts}: {fewer}{100 * more:.0f} % dearer per sample,"
                 f" {slower:.2f} times the speed with the recommendation"
             )
-    alone = [one for one in table if not one.cpu_hosts]
-    own = prices.machine(best.gpu_type)
-    larger = [
-        one
-        for one in alone
-        if own and (found := prices.machine(one.gpu_type)) and found.gpu_name == own.gpu_name
-        and found.vcpus > own.vcpus
-    ]  # fmt: skip
+    own = prices.MACHINES.get(best.gpu_type)
+    kinds = [
+        m.type for m in prices.MACHINES.values() if own and m.gpu_name == own.gpu_name and m.vcpus > own.vcpus
+    ]
+    larger = [one for one in table if not one.cpu_hosts and one.gpu_type in kinds]
     if best.cpu_hosts and larger:
-        cheapest = min(larger, key=lambda one: one.usd_per_million_samples)
+        cheapest = _cheapest(larger)
         more = cheapest.usd_per_million_samples / best.usd_per_million_samples - 1
         lines.append(
             f"instead a bigger GPU host, {cheapest.hosts}: ${cheapest.usd_per_million_samples:.2f} per 1M"
@@ -216,7 +215,3 @@ def _same_gpu(one: str, other: str) -> bool:
 
 def _alone(table: list[Candidate], best: Candidate) -> Candidate | None:
     return next((one for one in table if one.gpu_type == best.gpu_type and not one.cpu_hosts), None)
-
-
-def _is_bare(one: Candidate, advice: Advice) -> bool:
-    return not one.cpu_hosts and one.gpu_type in advice.wanted.gpu_types

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from stoker.costs.prices import PriceList, machine
-from stoker.sizing.advice import family
+from stoker.sizing.advice import dearest, family
 from stoker.sizing.candidates import Candidate, Measured, Wanted, shape_of
 from stoker.sizing.model import predict
 
@@ -51,12 +51,8 @@ def needed_chain_ms(measured: Measured, wanted: Wanted, known: PriceList, best: 
 
 
 def _dearest(stages: list[dict[str, Any]], total: float) -> list[str]:
-    costs: dict[str, float] = {}
-    for stage in stages:
-        name = family(str(stage["stage"]))
-        costs[name] = costs.get(name, 0.0) + _ms(stage)
-    name, cost = max(costs.items(), key=lambda item: item[1])
-    if cost < DEAR * total or len(costs) < 2 or name in AROUND:
+    name, cost, kinds = dearest(stages)
+    if cost < DEAR * total or kinds < 2 or name in AROUND:
         return []
     count = sum(family(str(stage["stage"])) == name for stage in stages)
     several = f" in {count} stages" if count > 1 else ""

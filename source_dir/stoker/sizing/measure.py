@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from stoker.errors import UsageError
 from stoker.schema import Config
 from stoker.sizing.advice import MIN_STEPS
 from stoker.sizing.candidates import EFFICIENCY, Measured
-from stoker.tracking.summary import Summary
+from stoker.tracking.summary import Summary, read_summary
 
 CHAIN_SECONDS = 10.0
 GPU_SECONDS = 8.0
@@ -48,15 +47,15 @@ def profile(
 
     # Before anything imports Ray.
     prepare()
-    from stoker.data.opening import discover, open_data
+    from stoker.sizing.dataset import open_for_profile
     from stoker.sizing.profile import measure_chain
     from stoker.sizing.receive import measure_receiving
 
     if source_dir is not None:
         sys.path.insert(0, str(source_dir))
     tell("opening the data")
-    config = discover(resolved)
-    data = open_data(config)
+    opened = open_for_profile(resolved, CHAIN_SECONDS, tell)
+    config, data = opened.config, opened.data
     cores = len(os.sched_getaffinity(0))
     tell(f"the chain on {cores} core{'s' if cores > 1 else ''} at the same time, {CHAIN_SECONDS:.0f} s")
     chain = measure_chain(data, config.data.block_records, CHAIN_SECONDS)
@@ -74,7 +73,7 @@ def profile(
     elif rates:
         notes.append("samples/s of the GPU: as given by --gpu-samples-per-s")
     return Measured(
-        cpu_s=chain.cpu_s + receiving.task_s,
+        cpu_s=opened.cpu_s + chain.cpu_s + receiving.task_s,
         cpu_spread=chain.spread,
         bytes_per_sample=chain.bytes_per_sample,
         receive_s=receiving.transfer_s,
@@ -85,6 +84,7 @@ def profile(
         gpu_spread=spread,
         stages=[
             *chain.stages,
+            *opened.stages,
             {"stage": "task", "cpu_ms_per_sample": round(1000 * receiving.task_s, 4), "bytes_out": 0},
         ],
         samples=job_samples(config, data.totals["train"]),
@@ -103,7 +103,10 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float]) -> Measured:
     Raises:
         UsageError: no run lies there, it was too short, or it measured no chain.
     """
-    summary = read_summary(run)
+    file = run if run.is_file() else run / "summary.json"
+    if not file.is_file():
+        raise UsageError(f"--from {run}: no run lies there (no summary.json)")
+    summary = read_summary(file)
     speed = summary.speed
     if summary.steps < MIN_STEPS or not speed.steady_samples_per_s:
         raise UsageError(
@@ -138,21 +141,6 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float]) -> Measured:
             efficiency_note(),
         ],
     )
-
-
-def read_summary(run: Path) -> Summary:
-    """Laptop: the summary.json of a run directory.
-
-    Raises:
-        UsageError: there is none.
-    """
-    file = run if run.is_file() else run / "summary.json"
-    try:
-        return Summary.model_validate(json.loads(file.read_text()))
-    except OSError:
-        raise UsageError(f"--from {run}: no run lies there (no summary.json)") from None
-    except ValueError as error:
-        raise UsageError(f"--from {run}: summary.json cannot be read: {str(error).splitlines()[0]}") from None
 
 
 def rate_of_run(summary: Summary) -> dict[str, float]:

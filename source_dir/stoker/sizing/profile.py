@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from stoker.data.engine.datasets import DatasetSource
 from stoker.data.messages import HWC_SUFFIX, ID_COLUMN, BlockReport, StageCost
 from stoker.data.opening import Data
 from stoker.data.preprocessing.chain import Chain, ChainError
@@ -59,27 +58,20 @@ class _Group:
     report: BlockReport
 
 
-def measure_chain(
-    data: Data, block_records: int, seconds: float, processes: int | None = None
-) -> ChainProfile:
-    """Laptop: run the training chain on real records in `processes` processes for so many seconds.
+def measure_chain(data: Data, block_records: int, seconds: float) -> ChainProfile:
+    """Laptop: run the training chain on real records for so many seconds, in one process per core that this
+    one may use.
 
     Args:
         data: the job's data, opened.
         block_records: `data.block_records`; a group is never larger.
         seconds: how long all of them run at the same time.
-        processes: default: one per core that this process may use.
 
     Raises:
-        UsageError: the source is a Ray Dataset, the chain fails, or most records are bad.
+        UsageError: the chain fails, or most records are bad.
     """
     source = data.sources["train"]
-    if isinstance(source, DatasetSource):
-        raise UsageError(
-            "size: this recipe reads through ray.data, which a profile cannot cut into shards; run the job"
-            " for an epoch and give its run directory: --from RUN"
-        )
-    count = processes or len(os.sched_getaffinity(0))
+    count = len(os.sched_getaffinity(0))
     answers = _run_everywhere(source, data.chains["train"], block_records, seconds, count)
     groups = [group for answer in answers for group in answer[0]]
     _refuse_bad(groups)

@@ -52,7 +52,7 @@ def list_files(uri: str, suffixes: tuple[str, ...] = ()) -> list[Any]:
     filesystem, path = filesystem_of(uri)
     info = _info(filesystem, path, uri)
     if info.type == fs.FileType.NotFound:
-        raise UsageError(f"{uri}: no such file or folder{_nearest(uri)}")
+        raise UsageError(f"{uri}: no such file or folder{deepest_there(uri)}")
     if info.type == fs.FileType.File:
         return [info]
     selector = fs.FileSelector(path, recursive=True)
@@ -125,8 +125,8 @@ def _info(filesystem: Any, path: str, uri: str) -> Any:
         raise UsageError(f"{uri}: cannot be reached: {' '.join(str(error).split())[:300]}") from None
 
 
-def _nearest(uri: str) -> str:
-    """The deepest part of an absent local path that exists, so that one sees where it goes wrong."""
+def deepest_there(uri: str) -> str:
+    """Anywhere: the deepest part of an absent local path that exists, which shows where it goes wrong."""
     if "://" in uri:
         return ""
     path = _absolute(uri)

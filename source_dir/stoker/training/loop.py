@@ -14,7 +14,7 @@ from stoker.checkpoints.train_state import Progress, rng_state, set_rng_state
 from stoker.data.feed.feed import EpochFeed, PrefetchLimit
 from stoker.data.transport.client import open_transport
 from stoker.errors import where_raised
-from stoker.recipe import load_recipe
+from stoker.recipe import SOURCE_FOLDER, load_recipe
 from stoker.schema import Config
 from stoker.storage.checkpoint_store import open_store
 from stoker.training import strategies
@@ -37,7 +37,6 @@ from stoker.training.worker import (
 )
 
 WHERE = "stoker_where"
-SOURCE_FOLDER = Path(__file__).resolve().parent.parent.parent
 
 
 def train_worker(settings: dict[str, Any]) -> None:
@@ -212,18 +211,8 @@ def train_epoch(
         if worker.step == 1 or progress.steps % log_every == 0:
             check_finite(float(progress.loss_sum), worker, epoch)
             check_scale(worker, epoch)
-            worker.log(
-                "step",
-                epoch=epoch,
-                step=worker.step,
-                loss=float(step.loss),
-                lr=learning_rate(worker.optimizer),
-                grad_norm=finite(step.grad_norm),
-                epoch_samples=progress.samples - progress.carried_samples,
-                elapsed_s=time.perf_counter() - started,
-                wait_s=feed.times.wait_s,
-                terms_ms=feed.times.since_told(),
-            )
+            rate, norm = learning_rate(worker.optimizer), finite(step.grad_norm)
+            log_step(worker, progress, feed, started, loss=float(step.loss), lr=rate, grad_norm=norm)
         if reached(worker):
             break
         if keeper and not feed.stop:
@@ -236,16 +225,7 @@ def train_epoch(
         keeper.before_settling()
         books = [reconcile(worker, feed)]
         worker.samples += books[0]["trained"]
-    worker.log(
-        "pass",
-        split="train",
-        epoch=epoch,
-        samples=samples,
-        elapsed_s=elapsed,
-        steps=progress.steps - progress.carried_steps,
-        step_ms=list(feed.times.step_ms),
-        times=feed.times.figures(),
-    )
+    log_pass(worker, feed, samples, elapsed, progress.steps - progress.carried_steps)
     mean_loss = mean_over_ranks(worker, progress.loss_sum / max(progress.loss_rows, 1))
     check_finite(mean_loss, worker, epoch)
     metrics = {
@@ -301,16 +281,7 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
     if feed.stop:
         return {}, {}, feed.stop
     books = reconcile(worker, feed)
-    worker.log(
-        "pass",
-        split="val",
-        epoch=epoch,
-        samples=feed.rows * worker.world_size,
-        elapsed_s=time.perf_counter() - started,
-        steps=0,
-        step_ms=[],
-        times=feed.times.figures(),
-    )
+    log_pass(worker, feed, feed.rows * worker.world_size, time.perf_counter() - started, 0)
     flags = torch.tensor([float(fed)], dtype=torch.float64)
     if worker.world_size > 1:
         sums, flags = sums.to(worker.device), flags.to(worker.device)
@@ -337,6 +308,34 @@ def open_pass(worker: Worker, split: str, epoch: int) -> EpochFeed:
         prefetch=PrefetchLimit.of(data),
         stall_timeout_s=data.stall_timeout_s,
         keep_keys=worker.config.tracking.record_ids,
+    )
+
+
+def log_step(worker: Worker, progress: Progress, feed: EpochFeed, started: float, **values: Any) -> None:
+    """Train worker: tell of a step, with the figures of the pass so far, which `started` then."""
+    worker.log(
+        "step",
+        epoch=progress.epoch,
+        step=worker.step,
+        epoch_samples=progress.samples - progress.carried_samples,
+        elapsed_s=time.perf_counter() - started,
+        wait_s=feed.times.wait_s,
+        terms_ms=feed.times.since_told(),
+        **values,
+    )
+
+
+def log_pass(worker: Worker, feed: EpochFeed, samples: int, elapsed_s: float, steps: int) -> None:
+    """Train worker: tell of a pass that has ended, of which this start has trained so much."""
+    worker.log(
+        "pass",
+        split=feed.split,
+        epoch=feed.epoch,
+        samples=samples,
+        elapsed_s=elapsed_s,
+        steps=steps,
+        step_ms=list(feed.times.step_ms) if steps else [],
+        times=feed.times.figures(),
     )
 
 

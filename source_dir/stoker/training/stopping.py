@@ -7,12 +7,11 @@ epoch whose metric is not a finite number has no metric, so it counts as one wit
 
 from __future__ import annotations
 
-import difflib
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stoker.errors import UsageError
+from stoker.errors import UsageError, nearest
 from stoker.recipe import Recipe
 from stoker.schema import Config, EarlyStoppingConfig
 from stoker.tracking.summary import less_is_better
@@ -152,6 +151,4 @@ def check_monitors(config: Config, recipe: Recipe, has_val: bool) -> None:
 
 
 def _unknown(name: str, there: list[str], key: str) -> str:
-    close = difflib.get_close_matches(name, there, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(there)}"
-    return f"{key}: no metric {name!r}; {hint}"
+    return f"{key}: no metric {name!r}" + nearest(name, there, f"there are: {', '.join(there)}")

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from stoker.data.messages import Shard
+from stoker.figures import size
 
 LOOK_AHEAD = 256
 """Shards from which a host is given one of its own."""
@@ -30,7 +31,6 @@ class CacheAffinity:
         """Node that keeps the records of (split, home)."""
         self.usage: dict[str, tuple[int, int]] = {}
         """Bytes kept and allowed, by node."""
-        """Records, found, kept and kept_bytes of (split, epoch), by node."""
         self.told = False
 
     def holder(self, split: str, shard: Shard) -> str:
@@ -116,21 +116,16 @@ class CacheAffinity:
             return ""
         held = sum(used for used, _ in self.usage.values())
         limits = sorted({allowed for _, allowed in self.usage.values()})
-        each = gigabytes(limits[0]) if limits else "0 GB"
+        each = size(limits[0]) if limits else "0 GB"
         if len(limits) > 1:
-            each = f"{each} to {gigabytes(limits[-1])}"
+            each = f"{each} to {size(limits[-1])}"
         need = ""
         if figures["kept"]:
             whole = figures["kept_bytes"] / figures["kept"] * figures["records"]
-            need = f", all would take about {gigabytes(whole)}"
+            need = f", all would take about {size(whole)}"
         return (
-            f"data.cache: {100 * share:.0f} % of the training records fit, {gigabytes(held)} on"
+            f"data.cache: {100 * share:.0f} % of the training records fit, {size(held)} on"
             f" {len(self.usage)} host(s) of at most {each} each{need}; the others are preprocessed in every"
             " epoch (data.cache_gb, more hosts, data.cache: disk, or a smaller image before the first random"
             " transform)"
         )
-
-
-def gigabytes(size: float) -> str:
-    """Head: bytes for people."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,20 @@
+"""Anywhere: sizes and times as people read them."""
+
+from __future__ import annotations
+
+
+def size(count: float) -> str:
+    """Anywhere: 1536 → 1.5 kB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def duration(seconds: float) -> str:
+    """Anywhere: 4321 → 1 h 12 min."""
+    minutes = round(seconds / 60)
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
