@@ -66,7 +66,7 @@ def check(script: Path | None, options: CheckOptions) -> int:
     except ScriptError as error:
         print(f"error: {path.name}: {error}", file=sys.stderr)
         return 1
-    loaders = judging.checked(seen, sums, path.name)
+    loaders = judging.checked(seen, sums, path.name, options.steps)
     advice = advised(loaders[0], seen, rates, options)
     if options.as_json:
         print(json.dumps(as_json(loaders, seen, advice), indent=1))
@@ -219,9 +219,9 @@ def show(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | 
 def about(one: judging.Checked) -> str:
     """Laptop: a loader in a few words."""
     loader = one.loader
-    size = f"{one.samples_per_step:.0f} samples" + (
-        f", {one.bytes_per_step / 1e6:.2f} MB" if one.bytes_per_step else ""
-    )
+    size = f"{one.samples_per_step:.0f} samples"
+    if one.bytes_per_step:
+        size += f", {one.bytes_per_step / 1000:,.0f} kB"
     return f"{loader.place}: {loader.dataset}, batches of {size}, num_workers={loader.num_workers}"
 
 

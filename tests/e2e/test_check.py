@@ -187,7 +187,7 @@ def test_the_screen_of_a_script_with_images(tmp_path: Path) -> None:
     assert screen.startswith("input-bound: "), "decoding on two cores against a linear model"
     lines = IMAGES.splitlines()
     trains, validates = (1 + lines.index(f"    {one}") for one in LOOPS)
-    assert f"train.py:{trains}: Images, batches of 16 samples, 0.20 MB, num_workers=2" in screen
+    assert f"train.py:{trains}: Images, batches of 16 samples, 197 kB, num_workers=2" in screen
     assert f"besides train.py:{validates}: Subset, batches of 16 samples" in screen
     stages = {line.split()[0] for line in screen.splitlines() if line.endswith(" %") and " ms " in line}
     assert {"decode", "RandomResizedCrop", "GaussianBlur", "halve", "ToDtype", "__getitem__"} <= stages

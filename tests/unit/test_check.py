@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from stoker.costs.prices import price_list
 from stoker.errors import UsageError
+from stoker.integrations.check import machine
 from stoker.integrations.check.timeline import (
     Loader,
     Take,
@@ -19,7 +21,7 @@ from stoker.integrations.check.timeline import (
     training,
     waiting,
 )
-from stoker.integrations.check.watch import GpuClock
+from stoker.integrations.check.watch import GpuClock, Watch
 from stoker.sizing.advice_table import advise
 from stoker.sizing.candidates import Wanted
 from stoker.sizing.script import Checked, Fetched, checked, headline, help_here, measured
@@ -96,11 +98,28 @@ class TestWarmUp:
         assert next(s.number for s in steady(steps, self.loader) if s.epoch == 1) == 2
 
     def test_epochs_too_short_for_a_steady_step_count_whole(self) -> None:
+        loader = replace(self.loader, starts=[0.4] * 12)
         takes = [take for n in range(12) for take in epoch(2, 0.3, 0.1, number=n, since=10.0 * n)]
-        steps = steps_of(takes, [self.loader], 0)
-        assert steady(steps, self.loader) == []
-        assert len(judged(steps, self.loader)) == 21
-        assert enough(steps, self.loader, None)
+        steps = steps_of(takes, [loader], 0)
+        assert steady(steps, loader) == []
+        assert enough(steps, loader, None)
+        # Of 21 steps, ten begin an epoch, and wait for the start of the workers as well.
+        assert waiting(judged(steps, loader)).value == pytest.approx(
+            (21 * 0.3 + 10 * 0.4) / (21 * 0.4 + 10 * 0.4)
+        )
+
+    def test_workers_that_deliver_all_at_once_count_in_whole_rounds(self) -> None:
+        """Eight workers, epochs of 12 batches: every eighth waits 0.8 s and the rest not at all."""
+        loader = replace(TRAINS, num_workers=8, prefetch=2)
+        takes, now = [], 0.0
+        for number in range(7 * 12):
+            got = now + (0.0 if number % 12 % 8 else 0.8)
+            takes.append(Take(0, number // 12, number % 12, now, got))
+            now = got + 0.1
+        assert steady(steps_of(takes, [loader], 0), loader) == []
+        longer = [replace(take, epoch=0, number=n) for n, take in enumerate(takes) if take.number < 8]
+        found = steady(steps_of(longer, [loader], 0), loader)
+        assert len(found) % 8 == 0 and len(found) >= 24
 
 
 class TestEnough:
@@ -134,6 +153,30 @@ def test_the_loader_before_the_optimizers_steps_is_the_one_that_trains() -> None
     assert training([statistics, validates, TRAINS]) == 2
     assert training([validates, statistics]) == 1, "without any step of an optimizer: gradients, batches"
     assert training([replace(TRAINS, batches=0)]) is None
+
+
+def test_two_optimizers_of_one_batch_count_once(tmp_path: Path) -> None:
+    """A GAN steps its discriminator three times and its generator once for a batch."""
+    watch = Watch(tmp_path, None)
+    watch.loaders.append(replace(TRAINS, batches=10, trained=0, optimizer_steps=0))
+    for _ in range(10):
+        watch.since_step.add(0)
+        for _ in range(4):
+            watch.stepped()
+    assert (watch.loaders[0].trained, watch.loaders[0].optimizer_steps) == (10, 10)
+
+
+def test_the_quota_of_a_container_counts(tmp_path: Path) -> None:
+    cpus_here = machine.cpus(tmp_path)
+    assert machine.quota(tmp_path) is None
+    (tmp_path / "cpu.stat").write_text("usage_usec 2500000\nuser_usec 1\n")
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert machine.quota(tmp_path) is None and machine.cpus(tmp_path) == cpus_here
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert machine.cpus(tmp_path) == 0.5
+    busy, whole = machine.cpu_times(tmp_path)
+    assert busy == 2.5
+    assert machine.cpu_times(tmp_path)[1] - whole < 5, "half of the seconds that went by"
 
 
 def test_the_start_of_an_epoch_is_the_usual_one() -> None:

@@ -118,13 +118,16 @@ def fetched_of(sums: Sequence[Mapping[str, Any]]) -> Fetched | None:
     )
 
 
-def checked(seen: Mapping[str, Any], sums: Sequence[Mapping[str, Any]], script: str) -> list[Checked]:
+def checked(
+    seen: Mapping[str, Any], sums: Sequence[Mapping[str, Any]], script: str, wanted: int | None = None
+) -> list[Checked]:
     """Laptop: all loaders of a script, the one that trains first.
 
     Args:
         seen: what the script's process wrote of its loaders.
         sums: what each process wrote that fetched.
         script: its name, for the messages.
+        wanted: the number of steps asked for.
 
     Raises:
         UsageError: there is no loader, or too little was seen of it.
@@ -138,7 +141,7 @@ def checked(seen: Mapping[str, Any], sums: Sequence[Mapping[str, Any]], script: 
             " their batches from one (torch.utils.data.DataLoader or a subclass)"
         )
     found = [
-        judge(loaders, takes, number, fetched_of([one for one in sums if one["loader"] == number]))
+        judge(loaders, takes, number, fetched_of([one for one in sums if one["loader"] == number]), wanted)
         for number in sorted(range(len(loaders)), key=lambda n: n != main)
         if loaders[number].batches
     ]
@@ -150,11 +153,13 @@ def checked(seen: Mapping[str, Any], sums: Sequence[Mapping[str, Any]], script: 
     return found
 
 
-def judge(loaders: Sequence[Loader], takes: Sequence[Take], number: int, fetched: Fetched | None) -> Checked:
-    """Laptop: one loader."""
+def judge(
+    loaders: Sequence[Loader], takes: Sequence[Take], number: int, fetched: Fetched | None, wanted: int | None
+) -> Checked:
+    """Laptop: one loader, by as many steps as were asked for."""
     loader = loaders[number]
     steps = steps_of(takes, loaders, number)
-    kept = judged(steps, loader)
+    kept = judged(steps, loader)[:wanted]
     sized = max(loader.sized_batches, 1)
     return Checked(
         loader=loader,
@@ -231,7 +236,7 @@ def headline(one: Checked) -> list[str]:
     ]
 
 
-def help_here(one: Checked, cpus: int, idle: float | None) -> list[str]:
+def help_here(one: Checked, cpus: float, idle: float | None) -> list[str]:
     """Laptop: what would help without any other host.
 
     Args:
@@ -245,7 +250,8 @@ def help_here(one: Checked, cpus: int, idle: float | None) -> list[str]:
         lines += [_workers(one, fetched, cpus, idle)]
     start = one.start_s or 0.0
     length = one.loader.length
-    if one.loader.num_workers and length and not one.whole_epochs and not one.loader.persistent:
+    restarts = len(one.loader.starts) > 1 or one.loader.batches <= (length or 0)
+    if one.loader.num_workers and length and restarts and not (one.whole_epochs or one.loader.persistent):
         share = start / (start + length * one.step_s)
         if share >= SLOW_START:
             lines.append(
@@ -255,7 +261,7 @@ def help_here(one: Checked, cpus: int, idle: float | None) -> list[str]:
     return [*lines, *_cheaper(fetched)] if fetched is not None and one.waits else lines
 
 
-def _workers(one: Checked, fetched: Fetched, cpus: int, idle: float | None) -> str:
+def _workers(one: Checked, fetched: Fetched, cpus: float, idle: float | None) -> str:
     """Whether more workers here would lift the wait."""
     batch = one.samples_per_step
     needed = math.ceil(SLACK * fetched.slot_s * batch / one.compute_s)
@@ -270,19 +276,19 @@ def _workers(one: Checked, fetched: Fetched, cpus: int, idle: float | None) -> s
         late = 100 * (1 - free / cpus_needed)
         return (
             f"more workers here cannot lift it: fetching takes {cpus_needed:.1f} CPUs to keep up, and"
-            f" {free:.1f} of {cpus} are free; with those, {late:.0f} % would still wait"
+            f" {free:.1f} of {cpus:g} are free; with those, {late:.0f} % would still wait"
         )
     if needed > now:
         own = 100 * fetched.blocked_s / whole
         why = f"; a worker itself waits for {own:.0f} % of a fetch (storage, network), so they need few CPUs"
         return (
             f"num_workers={needed} instead of {now} would lift it on this machine:"
-            f" {cpus_needed:.1f} of its {cpus} CPUs would fetch{why if own > 100 * BLOCKED else ''}"
+            f" {cpus_needed:.1f} of its {cpus:g} CPUs would fetch{why if own > 100 * BLOCKED else ''}"
         )
     if fetched.queued_s > QUEUED * whole:
         return (
             f"{now} workers would do if CPUs were free: a fetch queues {100 * fetched.queued_s / whole:.0f} %"
-            f" of its time for one of the {cpus} here"
+            f" of its time for one of the {cpus:g} here"
         )
     return (
         f"{now} workers would do by what fetching costs: some batches take much longer than others, or their"

@@ -10,7 +10,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 LEAST_STEPS = 10
 """Fewer steps are not judged."""
@@ -23,7 +23,7 @@ LONG_S = 60.0
 STARTING = 3
 """First steps of a script: kernels are chosen, memory is allocated, code is compiled."""
 BLOCKS = 10
-TRAINS = 0.5
+TRAINS = 0.2
 """A loader that supplied a batch before this share of the optimizer's steps is for training."""
 
 
@@ -134,17 +134,32 @@ def steps_of(takes: Sequence[Take], loaders: Sequence[Loader], of: int) -> list[
 
 
 def steady(steps: Sequence[Step], loader: Loader) -> list[Step]:
-    """Anywhere: the steps that say how the loop runs once it runs."""
-    if not steps:
-        return []
-    first = steps[0].epoch
-    return [step for step in steps if step.number >= (loader.warmup if step.epoch == first else loader.lead)]
+    """Anywhere: the steps that say how the loop runs once it runs.
+
+    Workers deliver in turn, late ones all together; so of each epoch only whole rounds of them count.
+    """
+    found = []
+    for epoch, group in itertools.groupby(steps, key=lambda step: step.epoch):
+        begin = loader.warmup if epoch == steps[0].epoch else loader.lead
+        running = [step for step in group if step.number >= begin]
+        found += running[: len(running) - len(running) % loader.lead]
+    return found
 
 
 def judged(steps: Sequence[Step], loader: Loader) -> list[Step]:
-    """Anywhere: the steady steps; with epochs too short to have any, all but the script's first."""
+    """Anywhere: the steady steps; with epochs too short to have any, all but the script's first.
+
+    These include the first of an epoch, which waits for workers to start, in iter() and in next().
+    """
     found = steady(steps, loader)
-    return found if len(found) >= LEAST_STEPS else list(steps[STARTING:])
+    if len(found) >= LEAST_STEPS:
+        return found
+    starts = {(epoch, 0): spent for epoch, spent in enumerate(loader.starts)}
+    return [
+        replace(step, whole=step.whole + started, wait=step.wait + started)
+        for step in steps[STARTING:]
+        for started in [starts.get((step.epoch, step.number), 0.0)]
+    ]
 
 
 def waiting(steps: Sequence[Step]) -> Share:

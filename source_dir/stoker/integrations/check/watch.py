@@ -6,6 +6,7 @@ Loaders of Accelerate and Lightning, and subclasses, come down to these; any oth
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -21,7 +22,8 @@ from typing import Any
 
 from stoker.integrations.check import fetching
 from stoker.integrations.check.fetching import Fetching, first_length, observe_fetchers
-from stoker.integrations.check.timeline import LEAST_STEPS, Loader, Take, enough, steps_of, training
+from stoker.integrations.check.machine import cpu_times, cpus
+from stoker.integrations.check.timeline import Loader, Take, enough, steps_of, training
 
 RESULT = "result.json"
 SIZED = 20
@@ -47,7 +49,10 @@ class Watch:
         self.clock: GpuClock | None = None
         self.since_step: set[int] = set()
         self.hooked = self.over = False
-        self.looked = time.monotonic()
+        self.next_look = time.monotonic()
+        self.own_s = 0.0
+        """Of observing itself, which is no part of a step."""
+        self.process = os.getpid()
         self.raised = 0
         self.cpu: list[tuple[float, float]] = []
         self.fetchings: list[Fetching] = []
@@ -120,9 +125,11 @@ class Watch:
 
     def take(self, number: int | None, following: Callable[[], Any]) -> Any:
         """One next(), timed."""
-        if number is None or self._inside:
-            return following()  # the loader of a loader
+        if number is None or self._inside or os.getpid() != self.process:
+            return following()  # the loader of a loader, or of a worker
+        began = time.monotonic()
         self.look()
+        self.own_s += time.monotonic() - began
         loader = self.loaders[number]
         asked, ended, self._inside = self.now(), True, True
         try:
@@ -131,9 +138,11 @@ class Watch:
             return data
         finally:
             self._inside = False
-            self.note(number, asked, self.now(), ended)
+            got, began = self.now(), time.monotonic()
+            self.note(number, asked, got, ended)
             if not ended:
                 self.size(loader, data)
+            self.own_s += time.monotonic() - began
 
     def note(self, number: int, asked: Any, got: Any, ended: bool) -> None:
         """A take, under its place in its epoch."""
@@ -149,7 +158,8 @@ class Watch:
             torch: Any = sys.modules["torch"]
             loader.with_grad += torch.is_grad_enabled()
             loader.in_thread |= threading.current_thread() is not threading.main_thread()
-            self.since_step.add(number)
+            if torch.is_grad_enabled():
+                self.since_step.add(number)
             if not self.hooked:
                 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -158,7 +168,12 @@ class Watch:
                 self.cpu.append(cpu_times())
 
     def stepped(self, *_: Any) -> None:
-        """After a step of any optimizer: the batches since the last one came before it."""
+        """After a step of any optimizer: the batches since the last one came before it.
+
+        Further optimizers for the same batches, as of a GAN, count once.
+        """
+        if not self.since_step:
+            return
         for number, loader in enumerate(self.loaders):
             loader.optimizer_steps += loader.batches > 0
             loader.trained += number in self.since_step
@@ -176,7 +191,7 @@ class Watch:
         torch: Any = sys.modules["torch"]
         if self.clock is None and torch.cuda.is_initialized():
             self.clock = GpuClock(torch)
-        return self.clock.mark() if self.clock else time.monotonic()
+        return self.clock.mark() if self.clock else time.monotonic() - self.own_s
 
     def look(self) -> None:
         """Every now and then: whether enough was seen."""
@@ -185,22 +200,28 @@ class Watch:
             if self.raised > IGNORED:
                 os._exit(0)
             raise Enough
-        if time.monotonic() - self.looked < LOOK_S and len(self.takes) % LEAST_STEPS:
+        began = time.monotonic()
+        if began < self.next_look:
             return
-        self.looked = time.monotonic()
-        takes = self.resolved(wait=False)
-        of = training(self.loaders)
-        if of is None:
-            return
-        loader, steps = self.loaders[of], steps_of(takes, self.loaders, of)
-        if not loader.trains and sum(step.whole for step in steps) < UNTRAINED_S:
-            return
-        if enough(steps, loader, self.wanted):
+        seen = self.seen_enough()
+        took = time.monotonic() - began
+        self.next_look = began + max(LOOK_S, 50 * took)
+        if seen:
             self.over, self.raised = True, 1
             self.finish("enough")
             if threading.current_thread() is not threading.main_thread():
                 os._exit(0)  # an exception here would end this thread alone
             raise Enough
+
+    def seen_enough(self) -> bool:
+        """Whether the loader that trains has been seen for long enough."""
+        of = training(self.loaders)
+        if of is None:
+            return False
+        loader, steps = self.loaders[of], steps_of(self.resolved(wait=False), self.loaders, of)
+        if not loader.trains and sum(step.whole for step in steps) < UNTRAINED_S:
+            return False
+        return enough(steps, loader, self.wanted)
 
     def resolved(self, wait: bool) -> list[Take]:
         """The takes with all moments in seconds; without waiting for the GPU, those that it has reached."""
@@ -229,7 +250,7 @@ class Watch:
             "loaders": [asdict(loader) for loader in self.loaders],
             "takes": [asdict(take) for take in self.resolved(wait=True)],
             "gpu": self.clock.name if self.clock else None,
-            "cpus": len(os.sched_getaffinity(0)),
+            "cpus": cpus(),
             "idle": 1 - busy / total if total > 0 else None,
         }
         draft = self.folder / f"{RESULT}.draft"
@@ -293,10 +314,10 @@ class GpuClock:
 def about(loader: Any, dataset: Any, places: list[str]) -> Loader:
     """Script's process: a loader by its attributes, which a subclass may lack."""
     length = None
-    try:
-        length = len(loader)
-    except Exception:  # an IterableDataset has none, and what a user's __len__ raises is not ours
-        length = None
+    # torch compares what an IterableDataset once called its length with what comes, and warns.
+    if not isinstance(dataset, sys.modules["torch.utils.data.dataset"].IterableDataset):
+        with contextlib.suppress(Exception):  # what a user's __len__ raises is not ours
+            length = len(loader)
     return Loader(
         place=places[0] if places else "?",
         dataset=type(dataset).__name__,
@@ -324,16 +345,6 @@ def own_clock() -> float:
     """
     torch: Any = sys.modules["torch"]
     return time.process_time() if torch.cuda.is_initialized() else time.thread_time()
-
-
-def cpu_times() -> tuple[float, float]:
-    """Script's process: (busy, all) CPU seconds of this machine so far."""
-    import psutil
-
-    times = psutil.cpu_times()
-    idle = times.idle + getattr(times, "iowait", 0.0)
-    whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    return whole - idle, whole
 
 
 def bytes_of(data: Any) -> int:
