@@ -253,8 +253,8 @@ def notes(loaders: list[judging.Checked], seen: dict[str, Any]) -> list[str]:
         found.append("epochs are short, so the starts of the workers are counted in")
     if first.share.spread > UNSURE:
         found.append("the steps are few or differ much: a longer run (--steps, more data) is surer")
-    if first.loader.in_thread:
-        found.append("its next() runs in a thread of its own, beside the steps: it waits at most so much")
+    if seen["ended"] == "interrupted":
+        found.append("the script was stopped at --timeout")
     if first.loader.batch_size is None:
         found.append("batch_size=None: a batch counts as many samples as its first tensor has rows")
     found.append(

@@ -141,7 +141,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.transforms import v2
 
 file = io.BytesIO()
-Image.fromarray(numpy.random.default_rng(0).integers(0, 255, (400, 400, 3), numpy.uint8)).save(file, "JPEG")
+Image.fromarray(numpy.random.default_rng(0).integers(0, 255, (200, 200, 3), numpy.uint8)).save(file, "JPEG")
 
 def halve(image):
     return image / 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,9 @@ import pytest
 
 from stoker.costs.prices import price_list
 from stoker.errors import UsageError
+from stoker.integrations.check import fetching as fetching_module
 from stoker.integrations.check import machine
+from stoker.integrations.check.gpu_clock import GpuClock
 from stoker.integrations.check.timeline import (
     Loader,
     Take,
@@ -21,10 +25,10 @@ from stoker.integrations.check.timeline import (
     training,
     waiting,
 )
-from stoker.integrations.check.watch import GpuClock, Watch
+from stoker.integrations.check.watch import Watch
 from stoker.sizing.advice_table import advise
 from stoker.sizing.candidates import Wanted
-from stoker.sizing.script import Checked, Fetched, checked, headline, help_here, measured
+from stoker.sizing.script import Checked, Fetched, checked, fetched_of, headline, help_here, measured
 
 TRAINS = Loader("train.py:9", "Images", 8, 0, 0, False, 100, batches=60, trained=60, optimizer_steps=60)
 HOSTS = Wanted(("ml.g5.xlarge",), ("ml.c5.xlarge", "ml.c5.2xlarge"))
@@ -145,6 +149,88 @@ class TestEnough:
         slow = steps_of(epoch(20, 3.0, 4.0), [TRAINS], 0)
         assert not enough(slow[:11], TRAINS, None)
         assert enough(slow[:13], TRAINS, None)
+
+
+class Work:
+    """CPU seconds by decree, so that what is booked where can be told exactly."""
+
+    spent = 0.0
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, value: object) -> object:
+        Work.spent += self.seconds
+        return value
+
+
+class Resize(Work):
+    pass
+
+
+class Compose:
+    def __init__(self, *transforms: object) -> None:
+        self.transforms = list(transforms)
+
+    def __call__(self, value: object) -> object:
+        Work.spent += 1
+        for transform in self.transforms:
+            value = transform(value)  # type: ignore[operator]
+        return value
+
+
+def flip(value: object) -> object:
+    Work.spent += 4
+    return value
+
+
+class Rows:
+    """A dataset whose records cost 32 s by itself, with a loader of its own inside."""
+
+    def __init__(self, transform: object) -> None:
+        self.transform = transform
+        self.inner = [1, 2, 3]
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> object:
+        from torch.utils.data import DataLoader
+
+        Work.spent += 32 + sum(len(batch) for batch in DataLoader(self.inner, 1)) - 3  # type: ignore[arg-type]
+        return self.transform(index)  # type: ignore[operator]
+
+
+def test_each_stage_is_booked_its_own_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compose in Compose, a function, two transforms of a class, a dataset in a Subset, a loader within."""
+    from torch.utils.data import DataLoader, Subset
+    from torch.utils.data.dataloader import _DatasetKind
+
+    monkeypatch.setattr(fetching_module, "DECODERS", {})
+    monkeypatch.setattr(_DatasetKind, "create_fetcher", _DatasetKind.create_fetcher)
+    monkeypatch.setattr(Work, "spent", 0.0)
+    counted = fetching_module.Fetching(tmp_path / "fetch.json", 0, lambda: Work.spent)
+    fetching_module.observe_fetchers(_DatasetKind, lambda: counted)
+    chain = Compose(Resize(8), Compose(flip, Resize(16)))
+    dataset = Subset(Rows(chain), range(40))  # type: ignore[arg-type]
+    for _ in range(2):
+        assert [len(batch) for batch in DataLoader(dataset, 4)] == [4] * 10
+    counted.write()
+    found = fetched_of([json.loads((tmp_path / "fetch.json").read_text())])
+    assert found is not None
+    assert found.batches == 19, "the first is counted apart, and those of the loader within not at all"
+    assert found.samples_per_batch == 4
+    assert found.cpu_s == pytest.approx(62)
+    own = {
+        "Resize": 8,
+        "flip": 4,
+        "Resize 2": 16,
+        "Compose": 1,
+        "Compose 2": 1,
+        "__getitem__": 32,
+        "collate": 0,
+    }
+    assert found.stages == pytest.approx(own)
 
 
 def test_the_loader_before_the_optimizers_steps_is_the_one_that_trains() -> None:
@@ -285,6 +371,35 @@ def test_a_script_without_a_loader_and_one_too_short_are_told_apart() -> None:
         checked(seen([]), [], "train.py")
     with pytest.raises(UsageError, match=r"train.py: too short to judge: 5 steps; 14 are the least"):
         checked(seen(epoch(5, 0.1, 0.1), replace(TRAINS, batches=5)), [], "train.py")
+
+
+def test_batches_taken_in_another_thread_are_refused(tmp_path: Path) -> None:
+    """What next() takes there is no waiting, so the share would be wrong."""
+    watch = Watch(tmp_path, None)
+    watch.loaders.append(replace(TRAINS, trained=0, optimizer_steps=0))
+    for own in (True, False):
+        watch.since_step, watch.threads = {0}, {0: threading.get_ident() + (not own)}
+        watch.stepped()
+        assert watch.loaders[0].in_thread is not own
+    with pytest.raises(UsageError, match=r"another thread than the one that trains .* \(train.py:9\)"):
+        checked(seen(epoch(50, 0.1, 0.1), watch.loaders[0]), [], "train.py")
+
+
+def test_a_first_fetch_counts_only_where_there_is_no_other() -> None:
+    first = {
+        "loader": 0,
+        "fetches": 1,
+        "samples": 8,
+        "cpu_s": 8.0,
+        "wall_s": 8.0,
+        "delay_s": 0.0,
+        "stages": {},
+    }
+    running = {**first, "cpu_s": 0.08, "wall_s": 0.08}
+    both = fetched_of([{**first, "first": True}, running])
+    alone = fetched_of([{**first, "first": True}])
+    assert both is not None and both.cpu_s == pytest.approx(0.01)
+    assert alone is not None and alone.cpu_s == pytest.approx(1.0)
 
 
 def test_costs_of_all_workers_of_a_loader_are_summed_per_sample() -> None:

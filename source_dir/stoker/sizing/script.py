@@ -99,6 +99,8 @@ class Checked:
 
 def fetched_of(sums: Sequence[Mapping[str, Any]]) -> Fetched | None:
     """Laptop: the sums of all processes that fetched for one loader; None where none was seen."""
+    # The first fetch of a process imports and opens things: it counts where there is nothing else.
+    sums = [one for one in sums if not one.get("first")] or sums
     samples = sum(one["samples"] for one in sums)
     fetches = sum(one["fetches"] for one in sums)
     if not samples:
@@ -145,6 +147,12 @@ def checked(
         for number in sorted(range(len(loaders)), key=lambda n: n != main)
         if loaders[number].batches
     ]
+    if loaders[main].in_thread:
+        raise UsageError(
+            f"{script}: another thread than the one that trains takes the batches from its DataLoader"
+            f" ({loaders[main].place}), so the time in next() is not the time that training waits; check it"
+            " without that thread"
+        )
     if found[0].steps < LEAST_STEPS:
         raise UsageError(
             f"{script}: too short to judge: {loaders[main].batches} steps;"

@@ -90,7 +90,8 @@ class Fetching:
     def write(self) -> None:
         """At once or not at all: it is read at any time."""
         self.written = time.monotonic()
-        sums = {**self.sums, "stages": self.stages} if self.sums["fetches"] else self.first
+        running = self.sums["fetches"] > 0
+        sums = {**self.sums, "stages": self.stages} if running else {**self.first, "first": True}
         draft = self.file.with_suffix(".draft")
         try:
             draft.write_text(json.dumps({"loader": self.loader, **sums}))
@@ -128,10 +129,16 @@ def observe_fetchers(kinds: Any, current: Callable[[], Fetching | None]) -> None
 
     @functools.wraps(original)
     def create_fetcher(kind: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        fetching = current()
+        # A loader within a dataset is part of what its batch costs.
+        creating = getattr(_now, "creating", False)
+        fetching = None if creating or getattr(_now, "fetching", None) else current()
         if fetching is not None:
             time_transforms(dataset)
-        fetcher = original(kind, dataset, *args, **kwargs)
+        _now.creating = True
+        try:
+            fetcher = original(kind, dataset, *args, **kwargs)
+        finally:
+            _now.creating = creating
         if fetching is not None:
             fetcher.collate_fn = timed("collate", fetcher.collate_fn)
             fetcher.fetch = functools.partial(fetching.fetch, fetcher.fetch)
@@ -190,13 +197,14 @@ def time_transforms(dataset: Any) -> None:
 def stages_of(dataset: Any) -> Iterator[tuple[Any, Any, Any]]:
     """Loader's worker: (what holds it, under which name or number, the transform)."""
     seen: set[int] = set()
+    dataset_class = sys.modules["torch.utils.data.dataset"].Dataset
 
     def visit(holder: Any, inside: bool, depth: int) -> Iterator[tuple[Any, Any, Any]]:
         if id(holder) in seen or depth > DEPTH or not hasattr(holder, "__dict__"):
             return
         seen.add(id(holder))
         for key, value in {**vars(holder), **(vars(holder).get("_modules") or {})}.items():
-            if key in WRAPPED and not inside:
+            if (key in WRAPPED or isinstance(value, dataset_class)) and not inside:
                 for one in value if isinstance(value, list | tuple) else [value]:
                     yield from visit(one, False, depth + 1)
             elif isinstance(value, list) and (inside or is_transform(key, value)):

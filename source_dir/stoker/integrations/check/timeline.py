@@ -78,7 +78,7 @@ class Loader:
     """Batches that `samples` and `batch_bytes` were counted over."""
     batch_bytes: int = 0
     in_thread: bool = False
-    """Its next() was called outside the main thread."""
+    """Its next() was called in another thread than the optimizer's step."""
 
     @property
     def trains(self) -> bool:

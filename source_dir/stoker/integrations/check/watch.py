@@ -22,6 +22,7 @@ from typing import Any
 
 from stoker.integrations.check import fetching
 from stoker.integrations.check.fetching import Fetching, first_length, observe_fetchers
+from stoker.integrations.check.gpu_clock import GpuClock
 from stoker.integrations.check.machine import cpu_times, cpus
 from stoker.integrations.check.timeline import Loader, Take, enough, steps_of, training
 
@@ -48,6 +49,7 @@ class Watch:
         self.takes: list[Take] = []
         self.clock: GpuClock | None = None
         self.since_step: set[int] = set()
+        self.threads: dict[int, int] = {}
         self.hooked = self.over = False
         self.next_look = time.monotonic()
         self.own_s = 0.0
@@ -157,7 +159,7 @@ class Watch:
             loader.batches += 1
             torch: Any = sys.modules["torch"]
             loader.with_grad += torch.is_grad_enabled()
-            loader.in_thread |= threading.current_thread() is not threading.main_thread()
+            self.threads[number] = threading.get_ident()
             if torch.is_grad_enabled():
                 self.since_step.add(number)
             if not self.hooked:
@@ -177,6 +179,7 @@ class Watch:
         for number, loader in enumerate(self.loaders):
             loader.optimizer_steps += loader.batches > 0
             loader.trained += number in self.since_step
+            loader.in_thread |= self.threads.get(number, threading.get_ident()) != threading.get_ident()
         self.since_step.clear()
 
     def size(self, loader: Loader, data: Any) -> None:
@@ -272,43 +275,6 @@ class Observed:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._iterator, name)
-
-
-class GpuClock:
-    """Script's process: moments on the current CUDA stream.
-
-    An event that is recorded as next() is entered happens once the GPU has done all work before it; so what
-    lies between it and the one after next() is the time for which the GPU had to wait, however far the script
-    runs ahead of it.
-    """
-
-    def __init__(self, torch: Any) -> None:
-        self.torch = torch
-        torch.cuda.synchronize()
-        self.zero, self.base = time.monotonic(), self._event()
-        self.name = str(torch.cuda.get_device_name())
-
-    def _event(self) -> Any:
-        event = self.torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def mark(self) -> Any:
-        """An event now."""
-        return self._event()
-
-    def resolve(self, moments: list[Any], wait: bool) -> list[float | None]:
-        """Seconds on this process's clock; None for what the GPU has not reached."""
-        if wait:
-            self.torch.cuda.synchronize()
-        found: list[float | None] = []
-        for moment in moments:
-            if isinstance(moment, float):
-                found.append(moment)
-            else:
-                reached = wait or moment.query()
-                found.append(self.zero + self.base.elapsed_time(moment) / 1000 if reached else None)
-        return found
 
 
 def about(loader: Any, dataset: Any, places: list[str]) -> Loader:
