@@ -241,6 +241,30 @@ def test_the_loader_before_the_optimizers_steps_is_the_one_that_trains() -> None
     assert training([replace(TRAINS, batches=0)]) is None
 
 
+def test_a_validation_that_comes_first_is_not_taken_for_the_training(tmp_path: Path) -> None:
+    """A `for` over the validation is no trace of gradients switched off: it seems to train once."""
+    import torch
+
+    watch = Watch(tmp_path, None)
+    watch.hooked = torch.is_grad_enabled()
+    watch.loaders += [replace(TRAINS, place=place, batches=0, trained=0, optimizer_steps=0) for place in "vt"]
+    now = 0.0
+
+    def take(of: int) -> None:
+        nonlocal now
+        assert not watch.seen_enough(), "too early"
+        watch.note(of, now, now + 0.01, ended=False)
+        now += 0.1
+
+    for _ in range(50):
+        take(0)
+    for _ in range(22):
+        take(1)
+        watch.stepped()
+    assert training(watch.loaders) == 1
+    assert not watch.loaders[0].trains
+
+
 def test_two_optimizers_of_one_batch_count_once(tmp_path: Path) -> None:
     """A GAN steps its discriminator three times and its generator once for a batch."""
     watch = Watch(tmp_path, None)
@@ -275,7 +299,7 @@ def one(share: float, fetched: Fetched | None, *, workers: int = 2, step_s: floa
     from stoker.integrations.check.timeline import Share
 
     loader = replace(TRAINS, num_workers=workers, prefetch=2)
-    return Checked(loader, 50, Share(share, 0.01), step_s, 8, 8 * 150_528, None, fetched, False)
+    return Checked(0, loader, 50, Share(share, 0.01), step_s, 8, 8 * 150_528, None, fetched, False)
 
 
 def fetched(cpu: float, blocked: float = 0.0, queued: float = 0.0, **stages: float) -> Fetched:

@@ -74,6 +74,8 @@ class Fetched:
 class Checked:
     """Laptop: one loader of the script, judged."""
 
+    number: int
+    """In the order in which the script began with its loaders."""
     loader: Loader
     steps: int
     share: Share
@@ -170,6 +172,7 @@ def judge(
     kept = judged(steps, loader)[:wanted]
     sized = max(loader.sized_batches, 1)
     return Checked(
+        number=number,
         loader=loader,
         steps=len(kept),
         share=waiting(kept),

@@ -23,8 +23,8 @@ LONG_S = 60.0
 STARTING = 3
 """First steps of a script: kernels are chosen, memory is allocated, code is compiled."""
 BLOCKS = 10
-TRAINS = 0.2
-"""A loader that supplied a batch before this share of the optimizer's steps is for training."""
+TRAINS, TRAINED = 0.2, 3
+"""A loader is for training if batches of it came before this share of the optimizer's steps, and so many."""
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Loader:
     trained: int = 0
     """Steps of an optimizer that one of its batches came before."""
     optimizer_steps: int = 0
-    """Steps of all optimizers since its first batch."""
+    """Steps of all optimizers from the first to the last of these."""
     starts: list[float] = field(default_factory=list)
     """Seconds that iter() took, by epoch."""
     samples: int = 0
@@ -83,7 +83,7 @@ class Loader:
     @property
     def trains(self) -> bool:
         """Whether optimizer steps follow its batches."""
-        return self.trained > 0 and self.trained >= TRAINS * self.optimizer_steps
+        return self.trained >= max(TRAINED, TRAINS * self.optimizer_steps)
 
     @property
     def warmup(self) -> int:

@@ -50,6 +50,9 @@ class Watch:
         self.clock: GpuClock | None = None
         self.since_step: set[int] = set()
         self.threads: dict[int, int] = {}
+        self.rounds = 0
+        self.begun: dict[int, int] = {}
+        """Of which loader the first batch was trained in which round."""
         self.hooked = self.over = False
         self.next_look = time.monotonic()
         self.own_s = 0.0
@@ -176,9 +179,12 @@ class Watch:
         """
         if not self.since_step:
             return
-        for number, loader in enumerate(self.loaders):
-            loader.optimizer_steps += loader.batches > 0
-            loader.trained += number in self.since_step
+        self.rounds += 1
+        for number in self.since_step:
+            loader = self.loaders[number]
+            self.begun.setdefault(number, self.rounds)
+            loader.trained += 1
+            loader.optimizer_steps = self.rounds - self.begun[number] + 1
             loader.in_thread |= self.threads.get(number, threading.get_ident()) != threading.get_ident()
         self.since_step.clear()
 
