@@ -26,15 +26,37 @@ SHOWN = 14
 
 
 @dataclass(frozen=True)
-class SizeOptions:
-    """Laptop: what stands on the command line beside the configuration."""
+class HostOptions:
+    """Laptop: which hosts to look at, as typed."""
 
     gpu: list[str] = field(default_factory=list)
     cpu: list[str] = field(default_factory=list)
-    from_run: Path | None = None
     gpu_samples_per_s: list[str] = field(default_factory=list)
     max_cpu_hosts: int = MAX_CPU_HOSTS
     cpu_speed: float = 1.0
+
+    def rates(self) -> dict[str, float]:
+        """Samples/s by GPU name, "" for all; empty where none was given.
+
+        Raises:
+            UsageError: whatever is wrong with any of the options.
+        """
+        rates, problems = parse_rates(self.gpu_samples_per_s)
+        problems += list(_type_problems(self))
+        if self.max_cpu_hosts < 0:
+            problems.append(f"--max-cpu-hosts: at least 0 (got {self.max_cpu_hosts})")
+        if not 0 < self.cpu_speed <= 10:
+            problems.append(f"--cpu-speed: between 0 and 10 (got {self.cpu_speed})")
+        if problems:
+            raise UsageError(*problems)
+        return rates
+
+
+@dataclass(frozen=True)
+class SizeOptions(HostOptions):
+    """Laptop: what stands on the command line beside the configuration."""
+
+    from_run: Path | None = None
     source_dir: Path | None = None
     write: bool = False
     as_json: bool = False
@@ -49,14 +71,7 @@ def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int
     Raises:
         UsageError: whatever is wrong with the request, the data or the chain.
     """
-    rates, problems = parse_rates(options.gpu_samples_per_s)
-    problems += list(_type_problems(options))
-    if options.max_cpu_hosts < 0:
-        problems.append(f"--max-cpu-hosts: at least 0 (got {options.max_cpu_hosts})")
-    if not 0 < options.cpu_speed <= 10:
-        problems.append(f"--cpu-speed: between 0 and 10 (got {options.cpu_speed})")
-    if problems:
-        raise UsageError(*problems)
+    rates = options.rates()
     if config is None:
         raise UsageError("no configuration file given; try source_dir/configs/digits.yaml")
     resolved = load(config, overrides)
@@ -109,7 +124,7 @@ def parse_rates(texts: list[str]) -> tuple[dict[str, float], list[str]]:
     return rates, problems
 
 
-def _type_problems(options: SizeOptions) -> Iterator[str]:
+def _type_problems(options: HostOptions) -> Iterator[str]:
     for flag, names, with_gpu in (("--gpu", options.gpu, True), ("--cpu", options.cpu, False)):
         for name in names:
             if prices.machine(name) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -33,7 +34,7 @@ class DefaultsToRun(TyperGroup):
     """`submit.py job.yaml` means `submit.py run job.yaml`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        for flag in args:
+        for flag in itertools.takewhile(lambda arg: arg != "--", args):
             if (key := flag.split("=")[0]) in REHEARSED:
                 raise UsageError(f"{key}: write rehearsal.{REHEARSED[key]} (docs/rehearsal.md)")
         if args and args[0] not in (*self.commands, "--help"):
@@ -174,6 +175,28 @@ def size(
     from launcher import sizing
 
     raise typer.Exit(sizing.size(config, overrides or [], given_to(sizing.SizeOptions, ctx)))
+
+
+@app.command(epilog="Example: python launcher/submit.py check train.py -- --lr 0.1")
+def check(
+    ctx: typer.Context,
+    script: Annotated[Path | None, typer.Argument(help="your training script, unchanged")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="behind --: the script's own")] = None,
+    steps: Annotated[int | None, Option(help="measure so many; default: until sure")] = None,
+    timeout: Annotated[float, Option(help="seconds for all of it, the script's start too")] = 900.0,
+    gpu: Annotated[list[str] | None, Option(help="GPU host type, ml.g5.xlarge; again for more")] = None,
+    cpu: Annotated[list[str] | None, Option(help="CPU host type, ml.c5.xlarge; again for more")] = None,
+    gpu_samples_per_s: Annotated[
+        list[str] | None, Option(help="what one GPU trains if never late: 400, A10G=400")
+    ] = None,
+    max_cpu_hosts: Annotated[int, Option(help="look at so many CPU hosts at most")] = 32,
+    cpu_speed: Annotated[float, Option(help="a vCPU there against a core here")] = 1.0,
+    as_json: Annotated[bool, Option("--json", help="print everything as JSON")] = False,
+) -> None:
+    """Run your script for some steps; say how much it waits for data, and what would help."""
+    from launcher import check
+
+    raise typer.Exit(check.check(script, given_to(check.CheckOptions, ctx)))
 
 
 @app.command(epilog="Example: python launcher/submit.py prices --update --region eu-west-1")

@@ -1,0 +1,330 @@
+"""Script's process: note every next() of every loader, and end the script when enough was seen.
+
+torch's classes are changed in this process, not the script: `DataLoader.__iter__` and torch's iterators.
+Loaders of Accelerate and Lightning, and subclasses, come down to these; any other iterator is wrapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from stoker.integrations.check import fetching
+from stoker.integrations.check.fetching import Fetching, first_length, observe_fetchers
+from stoker.integrations.check.gpu_clock import GpuClock
+from stoker.integrations.check.machine import cpu_times, cpus
+from stoker.integrations.check.timeline import Loader, Take, enough, steps_of, training
+
+RESULT = "result.json"
+SIZED = 20
+"""Batches that are counted by samples and bytes."""
+UNTRAINED_S = 30.0
+"""Without any step of an optimizer, a loader must be iterated for so long to count as the one that trains."""
+LOOK_S = 0.2
+IGNORED = 3
+"""So often a script may swallow the exception that ends it."""
+
+
+class Enough(BaseException):
+    """Script's process: ends the script; no Exception, so that scripts that go on after errors end, too."""
+
+
+class Watch:
+    """Script's process: what its loaders were seen to do."""
+
+    def __init__(self, folder: Path, wanted: int | None) -> None:
+        self.folder, self.wanted = folder, wanted
+        self.loaders: list[Loader] = []
+        self.takes: list[Take] = []
+        self.clock: GpuClock | None = None
+        self.since_step: set[int] = set()
+        self.threads: dict[int, int] = {}
+        self.rounds = 0
+        self.begun: dict[int, int] = {}
+        """Of which loader the first batch was trained in which round."""
+        self.hooked = self.over = False
+        self.next_look = time.monotonic()
+        self.own_s = 0.0
+        """Of observing itself, which is no part of a step."""
+        self.process = os.getpid()
+        self.raised = 0
+        self.cpu: list[tuple[float, float]] = []
+        self.fetchings: list[Fetching] = []
+        self.fetching: Fetching | None = None
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._same: dict[tuple[Any, ...], int] = {}
+        self._datasets: list[Any] = []
+        self._lock = threading.RLock()
+        self._thread = threading.local()
+
+    @property
+    def _inside(self) -> bool:
+        """Whether this thread is in a next() already."""
+        return getattr(self._thread, "inside", False)
+
+    @_inside.setter
+    def _inside(self, inside: bool) -> None:
+        self._thread.inside = inside
+
+    def observe(self, module: Any) -> None:
+        """Change torch's `torch.utils.data.dataloader`, just imported."""
+        watch, base = self, module._BaseDataLoaderIter
+        original_init, original_next = base.__init__, base.__next__
+        original_iter = module.DataLoader.__iter__
+        fetching.torch_loop = module._utils.worker._worker_loop
+
+        @functools.wraps(original_init)
+        def init(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+            number = watch.number(loader)
+            iterator.stoker_loader = number
+            file = watch.folder / f"fetch-{number}-{os.getpid()}.json"
+            watch.fetching = next((f for f in watch.fetchings if f.loader == number), None)
+            if watch.fetching is None:
+                watch.fetching = Fetching(file, number, own_clock)
+                watch.fetchings.append(watch.fetching)
+            # Workers are started later in the constructors of subclasses: they must find this.
+            worker_loop = functools.partial(fetching.worker_loop, str(watch.folder), number)
+            module._utils.worker._worker_loop = worker_loop
+            original_init(iterator, loader, *args, **kwargs)
+
+        @functools.wraps(original_next)
+        def take(iterator: Any) -> Any:
+            return watch.take(getattr(iterator, "stoker_loader", None), lambda: original_next(iterator))
+
+        @functools.wraps(original_iter)
+        def iterate(loader: Any) -> Any:
+            number, started = watch.number(loader), time.monotonic()
+            iterator = original_iter(loader)
+            watch.loaders[number].starts.append(time.monotonic() - started)
+            return iterator if isinstance(iterator, base) else Observed(iterator, watch, number)
+
+        base.__init__, base.__next__, module.DataLoader.__iter__ = init, take, iterate
+        # Only fetchers of this process are told of it: a worker's loop says so itself.
+        observe_fetchers(module._DatasetKind, lambda: watch.fetching)
+
+    def number(self, loader: Any) -> int:
+        """Which of the script's loaders this is; one that is made anew in each epoch stays the same."""
+        with self._lock:
+            if loader in self._numbers:
+                return self._numbers[loader]
+            places = user_places()
+            dataset = getattr(loader, "dataset", None)
+            key = (tuple(places), id(dataset))
+            if key not in self._same:
+                self._same[key] = len(self.loaders)
+                self._datasets.append(dataset)  # so that its id stays its own
+                self.loaders.append(about(loader, dataset, places))
+            self._numbers[loader] = self._same[key]
+            return self._same[key]
+
+    def take(self, number: int | None, following: Callable[[], Any]) -> Any:
+        """One next(), timed."""
+        if number is None or self._inside or os.getpid() != self.process:
+            return following()  # the loader of a loader, or of a worker
+        began = time.monotonic()
+        self.look()
+        self.own_s += time.monotonic() - began
+        loader = self.loaders[number]
+        asked, ended, self._inside = self.now(), True, True
+        try:
+            data = following()
+            ended = False
+            return data
+        finally:
+            self._inside = False
+            got, began = self.now(), time.monotonic()
+            self.note(number, asked, got, ended)
+            if not ended:
+                self.size(loader, data)
+            self.own_s += time.monotonic() - began
+
+    def note(self, number: int, asked: Any, got: Any, ended: bool) -> None:
+        """A take, under its place in its epoch."""
+        loader = self.loaders[number]
+        epoch = max(len(loader.starts) - 1, 0)
+        with self._lock:
+            last = next((t for t in reversed(self.takes) if t.loader == number), None)
+            place = last.number + 1 if last and last.epoch == epoch else 0
+            self.takes.append(Take(number, epoch, place, asked, got, ended))
+            if ended:
+                return
+            loader.batches += 1
+            torch: Any = sys.modules["torch"]
+            loader.with_grad += torch.is_grad_enabled()
+            self.threads[number] = threading.get_ident()
+            if torch.is_grad_enabled():
+                self.since_step.add(number)
+            if not self.hooked:
+                from torch.optim.optimizer import register_optimizer_step_post_hook
+
+                register_optimizer_step_post_hook(self.stepped)
+                self.hooked = True
+                self.cpu.append(cpu_times())
+
+    def stepped(self, *_: Any) -> None:
+        """After a step of any optimizer: the batches since the last one came before it.
+
+        Further optimizers for the same batches, as of a GAN, count once.
+        """
+        if not self.since_step:
+            return
+        self.rounds += 1
+        for number in self.since_step:
+            loader = self.loaders[number]
+            self.begun.setdefault(number, self.rounds)
+            loader.trained += 1
+            loader.optimizer_steps = self.rounds - self.begun[number] + 1
+            loader.in_thread |= self.threads.get(number, threading.get_ident()) != threading.get_ident()
+        self.since_step.clear()
+
+    def size(self, loader: Loader, data: Any) -> None:
+        """Samples and bytes of a batch, for the first few."""
+        if loader.sized_batches < SIZED:
+            loader.sized_batches += 1
+            loader.samples += loader.batch_size or first_length(data) or 1
+            loader.batch_bytes += bytes_of(data)
+
+    def now(self) -> Any:
+        """The moment: of the GPU where there is one, so that nothing must wait for it."""
+        torch: Any = sys.modules["torch"]
+        if self.clock is None and torch.cuda.is_initialized():
+            self.clock = GpuClock(torch)
+        return self.clock.mark() if self.clock else time.monotonic() - self.own_s
+
+    def look(self) -> None:
+        """Every now and then: whether enough was seen."""
+        if self.over:
+            self.raised += 1
+            if self.raised > IGNORED:
+                os._exit(0)
+            raise Enough
+        began = time.monotonic()
+        if began < self.next_look:
+            return
+        seen = self.seen_enough()
+        took = time.monotonic() - began
+        self.next_look = began + max(LOOK_S, 50 * took)
+        if seen:
+            self.over, self.raised = True, 1
+            self.finish("enough")
+            if threading.current_thread() is not threading.main_thread():
+                os._exit(0)  # an exception here would end this thread alone
+            raise Enough
+
+    def seen_enough(self) -> bool:
+        """Whether the loader that trains has been seen for long enough."""
+        of = training(self.loaders)
+        if of is None:
+            return False
+        loader, steps = self.loaders[of], steps_of(self.resolved(wait=False), self.loaders, of)
+        if not loader.trains and sum(step.whole for step in steps) < UNTRAINED_S:
+            return False
+        return enough(steps, loader, self.wanted)
+
+    def resolved(self, wait: bool) -> list[Take]:
+        """The takes with all moments in seconds; without waiting for the GPU, those that it has reached."""
+        if self.clock is None:
+            return self.takes
+        done = self.clock.resolve([m for t in self.takes for m in (t.asked, t.got)], wait)
+        found = []
+        for i, take in enumerate(self.takes):
+            asked, got = done[2 * i : 2 * i + 2]
+            if asked is None or got is None:
+                break
+            take.asked, take.got = asked, got
+            found.append(take)
+        return found
+
+    def finish(self, how: str, said: str = "") -> None:
+        """Write what was seen for the launcher."""
+        for own in self.fetchings:
+            if own.calls:
+                own.write()
+        self.cpu.append(cpu_times())
+        busy, total = (end - start for start, end in zip(self.cpu[0], self.cpu[-1], strict=True))
+        found = {
+            "ended": how,
+            "said": said,
+            "loaders": [asdict(loader) for loader in self.loaders],
+            "takes": [asdict(take) for take in self.resolved(wait=True)],
+            "gpu": self.clock.name if self.clock else None,
+            "cpus": cpus(),
+            "idle": 1 - busy / total if total > 0 else None,
+        }
+        draft = self.folder / f"{RESULT}.draft"
+        draft.write_text(json.dumps(found))
+        draft.replace(self.folder / RESULT)
+
+
+class Observed:
+    """Script's process: an iterator that is none of torch's, with its next() observed."""
+
+    def __init__(self, iterator: Any, watch: Watch, number: int) -> None:
+        self._iterator, self._watch, self._number = iterator, watch, number
+
+    def __iter__(self) -> Observed:
+        return self
+
+    def __next__(self) -> Any:
+        return self._watch.take(self._number, self._iterator.__next__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
+
+
+def about(loader: Any, dataset: Any, places: list[str]) -> Loader:
+    """Script's process: a loader by its attributes, which a subclass may lack."""
+    length = None
+    # torch compares what an IterableDataset once called its length with what comes, and warns.
+    if not isinstance(dataset, sys.modules["torch.utils.data.dataset"].IterableDataset):
+        with contextlib.suppress(Exception):  # what a user's __len__ raises is not ours
+            length = len(loader)
+    return Loader(
+        place=places[0] if places else "?",
+        dataset=type(dataset).__name__,
+        batch_size=getattr(loader, "batch_size", None),
+        num_workers=int(getattr(loader, "num_workers", 0) or 0),
+        prefetch=int(getattr(loader, "prefetch_factor", 0) or 0),
+        persistent=bool(getattr(loader, "persistent_workers", False)),
+        length=length,
+    )
+
+
+def user_places() -> list[str]:
+    """Script's process: the lines of the script, the innermost first, that are being executed."""
+    frames = traceback.extract_stack()[:-2]
+    others = (str(Path(__file__).parents[2]), str(Path(threading.__file__).parent), "<")
+    own = [f for f in reversed(frames) if not f.filename.startswith(others)]
+    return [f"{Path(f.filename).name}:{f.lineno}" for f in own if "site-packages" not in f.filename]
+
+
+def own_clock() -> float:
+    """Script's process: CPU seconds of fetching here.
+
+    With a GPU those of all threads, for decoders have some. Without one the threads that train on the CPU
+    spin for a while after each step, so then those of this thread alone.
+    """
+    torch: Any = sys.modules["torch"]
+    return time.process_time() if torch.cuda.is_initialized() else time.thread_time()
+
+
+def bytes_of(data: Any) -> int:
+    """Script's process: bytes of the tensors, arrays and strings in a batch."""
+    if hasattr(data, "nbytes"):
+        return int(data.nbytes)
+    if isinstance(data, str | bytes):
+        return len(data)
+    if isinstance(data, Mapping):
+        return sum(map(bytes_of, data.values()))
+    return sum(map(bytes_of, data)) if isinstance(data, list | tuple) else 0

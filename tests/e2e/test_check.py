@@ -1,0 +1,347 @@
+"""`submit.py check train.py` as a user types it, on scripts whose wait is known by how they were made."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from commands import ROOT, submit
+
+STEP_S = 0.2
+"""Of every step, waiting and training together; long against what a busy machine adds."""
+KNOWN = '''
+import argparse, time, torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+def until(moment):
+    time.sleep(max(moment - time.monotonic(), 0))
+
+class Rows(Dataset):
+    def __init__(self, fetch_s): self.fetch_s = fetch_s
+    def __len__(self): return 4000
+    def __getitems__(self, indices):
+        until(time.monotonic() + self.fetch_s)
+        return [torch.ones(3) for _ in indices]
+
+class Stream(IterableDataset):
+    def __init__(self, fetch_s): self.fetch_s = fetch_s
+    def __iter__(self):
+        while True:
+            ends = time.monotonic() + self.fetch_s
+            for last in (False, False, False, True):
+                until(ends if last else 0)
+                yield torch.ones(3)
+
+class Own(DataLoader):
+    """A subclass whose iterator is none of torch's."""
+    def _get_iterator(self):
+        for _ in range(1000):
+            until(time.monotonic() + self.dataset.fetch_s)
+            yield torch.ones(4, 3)
+
+def train(kind, share, step, workers, steps):
+    # Workers that are late set the pace; without any, the script fetches by itself.
+    late = workers if share else 0
+    fetch_s = late * step if workers else share * step
+    options = {"multiprocessing_context": "spawn"} if kind == "spawn" else {}
+    if kind == "persistent":
+        options["persistent_workers"] = True
+    dataset = (Stream if kind == "stream" else Rows)(fetch_s)
+    loader = (Own if kind == "own" else DataLoader)(dataset, 4, num_workers=workers, **options)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    for _, batch in zip(range(steps), loader):
+        ends = time.monotonic() + (1 - share) * step
+        model(batch).sum().backward()
+        optimizer.step()
+        until(ends)
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--step", type=float, required=True)
+    parser.add_argument("--steps", type=int, default=10**6)
+    parser.add_argument("--part", action="append", required=True, help="kind:share")
+    given = parser.parse_args()
+    for part in given.part:
+        kind, share = part.split(":")
+        while True:
+            try:
+                train(kind, float(share), given.step, given.workers, given.steps)
+                break
+            except:
+                if kind != "stubborn":
+                    raise
+
+if __name__ == "__main__":
+    main()
+'''
+PARTS = {
+    "0": ["rows:0", "stream:0.2", "own:0.5", "rows:0.9"],
+    "2": ["persistent:0", "stream:0.2", "spawn:0.5", "rows:0.9"],
+}
+"""By number of workers: the loops of one script, each of 32 steps, of which up to 7 are warm-up."""
+CASES = [
+    (workers, number, *part.split(":")) for workers, ps in PARTS.items() for number, part in enumerate(ps)
+]
+
+
+def known(folder: Path, workers: str, *given: str, options: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The verdict on the script with known shares."""
+    script = folder / f"known_{workers}.py"
+    script.write_text(KNOWN)
+    given = ("--workers", workers, "--step", str(STEP_S), *given)
+    done = submit("check", str(script), "--json", *options, "--", *given, cwd=folder, timeout_s=200)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def all_parts(folder: Path, workers: str) -> list[dict[str, Any]]:
+    """A verdict on each loop, in the order of the script, which goes through all of them."""
+    parts = [word for part in PARTS[workers] for word in ("--part", part)]
+    found = known(folder, workers, "--steps", "32", *parts, options=("--steps", "900"))
+    return sorted(found["loaders"], key=lambda one: one["number"])
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Both scripts, at the same time: they mostly sleep."""
+    folder = tmp_path_factory.mktemp("known")
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(PARTS, pool.map(lambda workers: all_parts(folder, workers), PARTS), strict=True))
+
+
+@pytest.mark.parametrize(("workers", "number", "kind", "share"), CASES)
+def test_a_known_share_is_found_within_five_points(
+    workers: str, number: int, kind: str, share: str, verdicts: dict[str, Any], tmp_path: Path
+) -> None:
+    one, known_share, count = verdicts[workers][number], float(share), int(workers)
+    if abs(one["share"]["value"] - known_share) > 0.05:  # something else took the CPUs for long
+        one = known(tmp_path, workers, "--part", f"{kind}:{share}")["loaders"][0]
+    assert one["share"]["value"] == pytest.approx(known_share, abs=0.05)
+    assert one["compute_s"] == pytest.approx((1 - known_share) * STEP_S, abs=0.1 * STEP_S)
+    assert one["trains"] and one["loader"]["num_workers"] == count and one["steps"] >= 20
+    assert one["samples_per_step"] == 4 and one["bytes_per_step"] == 4 * 3 * 4
+    if kind == "own":
+        assert one["fetched"] is None
+        return
+    slept = bool(known_share) * count * STEP_S if count else known_share * STEP_S
+    assert 4 * one["fetched"]["blocked_s"] == pytest.approx(slept, rel=0.1, abs=0.02), "seen as waiting"
+    assert one["fetched"]["cpu_s"] < 0.01
+
+
+def test_it_ends_once_it_is_sure_whatever_the_script_does_with_the_exception(tmp_path: Path) -> None:
+    """The script catches everything and begins anew, without end."""
+    found = known(tmp_path, "0", "--part", "stubborn:0.5")
+    assert found["ended"] == "enough" and found["loaders"][0]["steps"] >= 20
+    assert found["verdict"][0].startswith("input-bound: ") and found["recommended"] is not None
+
+
+IMAGES = """
+import io, sys
+import numpy, torch
+from helping import LENGTH
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, Subset
+from torchvision.transforms import v2
+
+file = io.BytesIO()
+Image.fromarray(numpy.random.default_rng(0).integers(0, 255, (200, 200, 3), numpy.uint8)).save(file, "JPEG")
+
+def halve(image):
+    return image / 2
+
+class Images(Dataset):
+    def __init__(self, transform): self.transform = transform
+    def __len__(self): return LENGTH
+    def __getitem__(self, index):
+        return self.transform(Image.open(io.BytesIO(file.getvalue())).convert("RGB")), index % 10
+
+chain = [v2.RandomResizedCrop(32), v2.ToImage(), v2.ToDtype(torch.float32), v2.GaussianBlur(9), halve]
+training = DataLoader(Images(v2.Compose(chain)), 16, shuffle=True, num_workers=2)
+plain = v2.Compose([v2.CenterCrop(32), v2.ToImage(), v2.ToDtype(torch.float32)])
+validation = DataLoader(Subset(Images(plain), range(64)), 16)
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
+optimizer = torch.optim.SGD(model.parameters(), 0.001)
+for epoch in range(2):
+    for images, labels in training:
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    with torch.no_grad():
+        for images, labels in validation:
+            model(images)
+print("the script ends by itself", sys.argv[1:])
+"""
+LOOPS = ("for images, labels in training:", "    for images, labels in validation:")
+
+
+def test_the_screen_of_a_script_with_images(tmp_path: Path) -> None:
+    """Transforms by name, decoding, validation apart; its own imports and arguments; its folder as before."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "train.py").write_text(IMAGES)
+    (folder / "helping.py").write_text("LENGTH = 320\n")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    types = ("--gpu", "ml.g5.xlarge", "--cpu", "ml.c5.xlarge", "--steps", "500")
+    done = submit("check", "mine/train.py", *types, "--", "--hosts", "3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "the script ends by itself ['--hosts', '3']" in done.stderr
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    screen = done.stdout
+    assert len(screen.splitlines()) <= 40
+    assert screen.startswith("input-bound: "), "decoding on two cores against a linear model"
+    lines = IMAGES.splitlines()
+    trains, validates = (1 + lines.index(f"    {one}") for one in LOOPS)
+    assert f"train.py:{trains}: Images, batches of 16 samples, 197 kB, num_workers=2" in screen
+    assert f"besides train.py:{validates}: Subset, batches of 16 samples" in screen
+    stages = {line.split()[0] for line in screen.splitlines() if line.endswith(" %") and " ms " in line}
+    assert {"decode", "RandomResizedCrop", "GaussianBlur", "halve", "ToDtype", "__getitem__"} <= stages
+    assert "CenterCrop" not in stages, "that is the validation's"
+    assert "recommended: 1 × ml.g5" in screen and "estimated, prices of" in screen
+
+
+LIGHTNING = """
+import lightning, time, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Rows(Dataset):
+    def __len__(self): return 400
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return torch.ones(3)
+
+class Model(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+    def training_step(self, batch, number):
+        time.sleep(0.08)
+        return self.layer(batch).sum()
+    def validation_step(self, batch, number):
+        self.layer(batch)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-6)
+
+trainer = lightning.Trainer(max_epochs=3, logger=False, enable_checkpointing=False, accelerator="cpu")
+trainer.fit(Model(), DataLoader(Rows(), 4), DataLoader(Rows(), 4))
+"""
+
+
+def test_a_lightning_trainer_is_seen_through(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LIGHTNING)
+    done = submit("check", "train.py", "--steps", "30", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, *others = json.loads(done.stdout)["loaders"]
+    assert first["trains"] and first["steps"] == 30
+    # Lightning's own work is part of the step.
+    assert 0.3 < first["share"]["value"] < 0.55
+    assert [other["trains"] for other in others] == [False], "the validation that Lightning begins with"
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [
+        ("import os\n1 / 0\n", 1, "ZeroDivisionError: division by zero"),
+        ("import sys\nsys.exit(3)\n", 1, "the script failed before 20 steps were seen: exit code 3"),
+        ("import os\nos.kill(os.getpid(), 9)\n", 1, "the script was ended by SIGKILL"),
+        ("def broken(:\n", 1, "SyntaxError"),
+        ("print('no torch')\n", 2, "no torch DataLoader was iterated"),
+    ],
+)
+def test_scripts_that_give_no_verdict(tmp_path: Path, script: str, code: int, said: str) -> None:
+    (tmp_path / "train.py").write_text(script)
+    done = submit("check", "train.py", "--steps", "20", cwd=tmp_path)
+    assert done.returncode == code and done.stdout == ""
+    assert said in done.stderr.splitlines()[-1]
+    if "/ 0" in script:
+        assert 'File "train.py", line 2, in <module>' in done.stderr and "runner.py" not in done.stderr
+
+
+FAILS = """
+import torch
+from torch.utils.data import DataLoader
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self): return 100
+    def __getitem__(self, index):
+        if index == 70: raise ValueError("record 70 is damaged")
+        return torch.ones(3)
+
+for batch in DataLoader(Rows(), 4, num_workers=1):
+    pass
+"""
+
+
+def test_a_script_that_fails_on_its_way_has_no_verdict(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILS)
+    done = submit("check", "train.py", cwd=tmp_path)
+    assert done.returncode == 1 and done.stdout == ""
+    assert "record 70 is damaged" in done.stderr
+    assert "error: train.py: the script failed before enough steps were seen: ValueError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian.py"], "trian.py: no such script; did you mean train.py?"),
+        (["job.yaml"], "job.yaml: a job's configuration; `size job.yaml` measures it"),
+        ([], "no script given"),
+        (["train.py", "--steps", "3"], "--steps: at least 10 (got 3)"),
+        (["train.py", "--gpu", "ml.c5.xlarge"], "--gpu ml.c5.xlarge: has no GPU"),
+    ],
+)
+def test_wrong_usage_is_one_line(tmp_path: Path, arguments: list[str], said: str) -> None:
+    (tmp_path / "train.py").write_text("")
+    done = submit("check", *arguments, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {said}") and len(done.stderr.splitlines()) == 1
+
+
+def started(folder: Path, script: str, *given: str) -> subprocess.Popen[str]:
+    """`check` under way; the script has printed its first line."""
+    (folder / "train.py").write_text(script)
+    command = [sys.executable, str(ROOT / "launcher/submit.py"), "check", "train.py", "--", *given]
+    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "begins\n"
+    return process
+
+
+def test_ctrl_c_ends_the_script_and_its_workers(tmp_path: Path) -> None:
+    script = KNOWN.replace("def main():", "def main():\n    print('begins', flush=True)")
+    given = ("--step", "1", "--workers", "2", "--part", "rows:0.5")
+    process = started(tmp_path, script, *given)
+    deadline = time.monotonic() + 60
+    while len(below := psutil.Process(process.pid).children(recursive=True)) < 3:
+        assert time.monotonic() < deadline, "the loader's workers did not start"
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert psutil.wait_procs(below, timeout=20)[1] == [], "nothing is left"
+
+
+def test_a_script_that_ignores_sigterm_ends_with_the_check(tmp_path: Path) -> None:
+    deaf = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    process = started(tmp_path, f"{deaf}print('begins', flush=True)\ntime.sleep(600)\n")
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert psutil.wait_procs(below, timeout=20)[1] == []
+
+
+def test_a_script_that_never_comes_to_its_loader_is_given_up(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
+    done = submit("check", "train.py", "--timeout", "2", cwd=tmp_path, timeout_s=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: train.py: only 0 batches within --timeout 2 s"

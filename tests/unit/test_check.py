@@ -1,0 +1,508 @@
+"""`check`: from the moments at which a script asked for batches to the verdict, and to what would help."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stoker.costs.prices import price_list
+from stoker.errors import UsageError
+from stoker.integrations.check import fetching as fetching_module
+from stoker.integrations.check import machine
+from stoker.integrations.check.gpu_clock import GpuClock
+from stoker.integrations.check.timeline import (
+    Loader,
+    Take,
+    enough,
+    epoch_start,
+    judged,
+    steady,
+    steps_of,
+    training,
+    waiting,
+)
+from stoker.integrations.check.watch import Watch
+from stoker.sizing.advice_table import advise
+from stoker.sizing.candidates import Wanted
+from stoker.sizing.script import Checked, Fetched, checked, fetched_of, headline, help_here, measured
+
+TRAINS = Loader("train.py:9", "Images", 8, 0, 0, False, 100, batches=60, trained=60, optimizer_steps=60)
+HOSTS = Wanted(("ml.g5.xlarge",), ("ml.c5.xlarge", "ml.c5.2xlarge"))
+
+
+def epoch(
+    count: int, wait: float, compute: float, *, of: int = 0, number: int = 0, since: float = 0.0
+) -> list[Take]:
+    """The takes of one epoch, with the last one that ends it."""
+    starts = [since + i * (wait + compute) for i in range(count)]
+    takes = [Take(of, number, i, start, start + wait) for i, start in enumerate(starts)]
+    over = starts[-1] + wait + compute
+    return [*takes, Take(of, number, count, over, over + 0.001, ended=True)]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.9])
+def test_the_share_is_the_time_in_next_against_the_whole_step(share: float) -> None:
+    steps = steps_of(epoch(50, 0.1 * share, 0.1 * (1 - share)), [TRAINS], 0)
+    assert len(steps) == 50
+    found = waiting(judged(steps, TRAINS))
+    assert found.value == pytest.approx(share, abs=1e-6)
+    assert found.spread < 0.001
+
+
+def test_waiting_for_two_loaders_that_are_zipped_counts_together() -> None:
+    takes = []
+    for i in range(40):
+        start = 0.1 * i
+        takes += [Take(0, 0, i, start, start + 0.02), Take(1, 0, i, start + 0.02, start + 0.05)]
+    both = [TRAINS, replace(TRAINS, place="train.py:9")]
+    assert waiting(steps_of(takes, both, 0)).value == pytest.approx(0.5)
+
+
+def test_a_validation_within_an_epoch_is_no_step_of_the_training() -> None:
+    takes = epoch(40, 0.05, 0.05)
+    asked = takes[20].asked
+    validates = Loader("train.py:30", "Images", 8, 0, 0, False, 5, batches=5, with_grad=0)
+    inside = [Take(1, 0, i, asked - 0.01 + i / 1000, asked - 0.009 + i / 1000) for i in range(5)]
+    steps = steps_of(sorted([*takes, *inside], key=lambda take: take.asked), [TRAINS, validates], 0)
+    assert len(steps) == 39 and 19 not in [step.number for step in steps]
+    assert waiting(steps).value == pytest.approx(0.5)
+
+
+def test_what_lies_between_epochs_is_no_step() -> None:
+    first = epoch(30, 0.02, 0.08)
+    second = epoch(30, 0.02, 0.08, number=1, since=first[-1].got + 50)
+    steps = steps_of([*first, *second], [TRAINS], 0)
+    assert len(steps) == 60 and max(step.whole for step in steps) < 0.11
+
+
+def hidden(count: int) -> list[Take]:
+    """Four batches were prefetched while the first step compiled for 30 s; then each is waited for."""
+    first = [Take(0, 0, 0, 0.0, 0.09), *(Take(0, 0, i, 30 + i / 100, 30 + i / 100) for i in range(1, 5))]
+    return first + [Take(0, 0, i, 30 + (i - 4) / 10, 30.09 + (i - 4) / 10) for i in range(5, count)]
+
+
+class TestWarmUp:
+    loader = replace(TRAINS, num_workers=2, prefetch=2)
+    takes = tuple(hidden(60))
+    steps = tuple(steps_of(takes, [loader], 0))
+
+    def test_steps_that_what_was_prefetched_hides_are_left_out(self) -> None:
+        kept = steady(self.steps, self.loader)
+        assert kept[0].number == 7
+        assert waiting(kept).value == pytest.approx(0.9, abs=0.001)
+        assert waiting(self.steps).value < 0.2, "counted with them it would look well fed"
+
+    def test_later_epochs_leave_out_one_batch_per_worker(self) -> None:
+        second = epoch(20, 0.09, 0.01, number=1, since=100)
+        steps = steps_of([*self.takes, *second], [self.loader], 0)
+        assert next(s.number for s in steady(steps, self.loader) if s.epoch == 1) == 2
+
+    def test_epochs_too_short_for_a_steady_step_count_whole(self) -> None:
+        loader = replace(self.loader, starts=[0.4] * 12)
+        takes = [take for n in range(12) for take in epoch(2, 0.3, 0.1, number=n, since=10.0 * n)]
+        steps = steps_of(takes, [loader], 0)
+        assert steady(steps, loader) == []
+        assert enough(steps, loader, None)
+        # Of 21 steps, ten begin an epoch, and wait for the start of the workers as well.
+        assert waiting(judged(steps, loader)).value == pytest.approx(
+            (21 * 0.3 + 10 * 0.4) / (21 * 0.4 + 10 * 0.4)
+        )
+
+    def test_workers_that_deliver_all_at_once_count_in_whole_rounds(self) -> None:
+        """Eight workers, epochs of 12 batches: every eighth waits 0.8 s and the rest not at all."""
+        loader = replace(TRAINS, num_workers=8, prefetch=2)
+        takes, now = [], 0.0
+        for number in range(7 * 12):
+            got = now + (0.0 if number % 12 % 8 else 0.8)
+            takes.append(Take(0, number // 12, number % 12, now, got))
+            now = got + 0.1
+        assert steady(steps_of(takes, [loader], 0), loader) == []
+        longer = [replace(take, epoch=0, number=n) for n, take in enumerate(takes) if take.number < 8]
+        found = steady(steps_of(longer, [loader], 0), loader)
+        assert len(found) % 8 == 0 and len(found) >= 24
+
+
+class TestEnough:
+    even = steps_of(epoch(60, 0.05, 0.05), [TRAINS], 0)
+
+    def test_a_share_that_is_sure_ends_it(self) -> None:
+        assert not enough(self.even[:22], TRAINS, None)
+        assert enough(self.even[:23], TRAINS, None)
+
+    def test_one_that_varies_takes_more_steps(self) -> None:
+        varied = [
+            replace(step, whole=0.1 if i % 7 else 1.5, wait=0.05 if i % 7 else 1.4)
+            for i, step in enumerate(self.even)
+        ]
+        assert waiting(varied[3:23]).spread > 0.02
+        assert not enough(varied[:23], TRAINS, None)
+
+    def test_the_number_asked_for_counts_behind_the_warm_up(self) -> None:
+        assert not enough(self.even[:52], TRAINS, 50)
+        assert enough(self.even[:53], TRAINS, 50)
+
+    def test_after_a_minute_the_least_number_must_do(self) -> None:
+        slow = steps_of(epoch(20, 3.0, 4.0), [TRAINS], 0)
+        assert not enough(slow[:11], TRAINS, None)
+        assert enough(slow[:13], TRAINS, None)
+
+
+class Work:
+    """CPU seconds by decree, so that what is booked where can be told exactly."""
+
+    spent = 0.0
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, value: object) -> object:
+        Work.spent += self.seconds
+        return value
+
+
+class Resize(Work):
+    pass
+
+
+class Compose:
+    def __init__(self, *transforms: object) -> None:
+        self.transforms = list(transforms)
+
+    def __call__(self, value: object) -> object:
+        Work.spent += 1
+        for transform in self.transforms:
+            value = transform(value)  # type: ignore[operator]
+        return value
+
+
+def flip(value: object) -> object:
+    Work.spent += 4
+    return value
+
+
+class Rows:
+    """A dataset whose records cost 32 s by itself, with a loader of its own inside."""
+
+    def __init__(self, transform: object) -> None:
+        self.transform = transform
+        self.inner = [1, 2, 3]
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> object:
+        from torch.utils.data import DataLoader
+
+        Work.spent += 32 + sum(len(batch) for batch in DataLoader(self.inner, 1)) - 3  # type: ignore[arg-type]
+        return self.transform(index)  # type: ignore[operator]
+
+
+def test_each_stage_is_booked_its_own_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compose in Compose, a function, two transforms of a class, a dataset in a Subset, a loader within."""
+    from torch.utils.data import DataLoader, Subset
+    from torch.utils.data.dataloader import _DatasetKind
+
+    monkeypatch.setattr(fetching_module, "DECODERS", {})
+    monkeypatch.setattr(_DatasetKind, "create_fetcher", _DatasetKind.create_fetcher)
+    monkeypatch.setattr(Work, "spent", 0.0)
+    counted = fetching_module.Fetching(tmp_path / "fetch.json", 0, lambda: Work.spent)
+    fetching_module.observe_fetchers(_DatasetKind, lambda: counted)
+    chain = Compose(Resize(8), Compose(flip, Resize(16)))
+    dataset = Subset(Rows(chain), range(40))  # type: ignore[arg-type]
+    for _ in range(2):
+        assert [len(batch) for batch in DataLoader(dataset, 4)] == [4] * 10
+    counted.write()
+    found = fetched_of([json.loads((tmp_path / "fetch.json").read_text())])
+    assert found is not None
+    assert found.batches == 19, "the first is counted apart, and those of the loader within not at all"
+    assert found.samples_per_batch == 4
+    assert found.cpu_s == pytest.approx(62)
+    own = {
+        "Resize": 8,
+        "flip": 4,
+        "Resize 2": 16,
+        "Compose": 1,
+        "Compose 2": 1,
+        "__getitem__": 32,
+        "collate": 0,
+    }
+    assert found.stages == pytest.approx(own)
+
+
+def test_the_loader_before_the_optimizers_steps_is_the_one_that_trains() -> None:
+    statistics = Loader("train.py:5", "Images", 8, 0, 0, False, None, batches=500, with_grad=500)
+    validates = Loader("train.py:30", "Images", 8, 0, 0, False, 20, 80, 0, trained=4, optimizer_steps=60)
+    assert training([statistics, validates, TRAINS]) == 2
+    assert training([validates, statistics]) == 1, "without any step of an optimizer: gradients, batches"
+    assert training([replace(TRAINS, batches=0)]) is None
+
+
+def test_a_validation_that_comes_first_is_not_taken_for_the_training(tmp_path: Path) -> None:
+    """A `for` over the validation is no trace of gradients switched off: it seems to train once."""
+    import torch
+
+    watch = Watch(tmp_path, None)
+    watch.hooked = torch.is_grad_enabled()
+    watch.loaders += [replace(TRAINS, place=place, batches=0, trained=0, optimizer_steps=0) for place in "vt"]
+    now = 0.0
+
+    def take(of: int) -> None:
+        nonlocal now
+        assert not watch.seen_enough(), "too early"
+        watch.note(of, now, now + 0.01, ended=False)
+        now += 0.1
+
+    for _ in range(50):
+        take(0)
+    for _ in range(22):
+        take(1)
+        watch.stepped()
+    assert training(watch.loaders) == 1
+    assert not watch.loaders[0].trains
+
+
+def test_two_optimizers_of_one_batch_count_once(tmp_path: Path) -> None:
+    """A GAN steps its discriminator three times and its generator once for a batch."""
+    watch = Watch(tmp_path, None)
+    watch.loaders.append(replace(TRAINS, batches=10, trained=0, optimizer_steps=0))
+    for _ in range(10):
+        watch.since_step.add(0)
+        for _ in range(4):
+            watch.stepped()
+    assert (watch.loaders[0].trained, watch.loaders[0].optimizer_steps) == (10, 10)
+
+
+def test_the_quota_of_a_container_counts(tmp_path: Path) -> None:
+    cpus_here = machine.cpus(tmp_path)
+    assert machine.quota(tmp_path) is None
+    (tmp_path / "cpu.stat").write_text("usage_usec 2500000\nuser_usec 1\n")
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert machine.quota(tmp_path) is None and machine.cpus(tmp_path) == cpus_here
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert machine.cpus(tmp_path) == 0.5
+    busy, whole = machine.cpu_times(tmp_path)
+    assert busy == 2.5
+    assert machine.cpu_times(tmp_path)[1] - whole < 5, "half of the seconds that went by"
+
+
+def test_the_start_of_an_epoch_is_the_usual_one() -> None:
+    loader = replace(TRAINS, starts=[5.0, 1.0, 1.2])
+    takes = [take for n in range(3) for take in epoch(3, 0.5, 0.1, number=n, since=10.0 * n)]
+    assert epoch_start(takes, loader, 0) == pytest.approx((1.5 + 1.7) / 2), "the first one imports, too"
+
+
+def one(share: float, fetched: Fetched | None, *, workers: int = 2, step_s: float = 0.1) -> Checked:
+    from stoker.integrations.check.timeline import Share
+
+    loader = replace(TRAINS, num_workers=workers, prefetch=2)
+    return Checked(0, loader, 50, Share(share, 0.01), step_s, 8, 8 * 150_528, None, fetched, False)
+
+
+def fetched(cpu: float, blocked: float = 0.0, queued: float = 0.0, **stages: float) -> Fetched:
+    return Fetched(cpu, blocked, queued, {"__getitem__": cpu, **stages}, 8, 50)
+
+
+class TestHelp:
+    def test_a_well_fed_script_needs_none(self) -> None:
+        fed = one(0.02, fetched(0.001))
+        assert headline(fed)[0].startswith("well fed: 2 % (± 1) of each step waits")
+        assert help_here(fed, 8, 0.5) == []
+
+    def test_the_step_without_waiting(self) -> None:
+        said = headline(one(0.75, fetched(0.02)))
+        assert said[1] == "without waiting a step takes 25 ms: 320 samples/s instead of 80, 4.0 times as fast"
+
+    def test_idle_cpus_here_come_before_hosts(self) -> None:
+        # 8 samples of 20 ms on two workers take 80 ms; a step alone 40 ms.
+        (said,) = help_here(one(0.5, fetched(0.02), step_s=0.08), 16, 0.8)
+        assert (
+            said == "num_workers=5 instead of 2 would lift it on this machine: 4.0 of its 16 CPUs would fetch"
+        )
+
+    def test_cpus_that_are_busy_or_too_few_are_no_help(self) -> None:
+        few, busy = (
+            help_here(one(0.5, fetched(0.02), step_s=0.08), *here)[0] for here in ((3, 0.9), (16, 0.0))
+        )
+        assert few.startswith(
+            "more workers here cannot lift it: fetching takes 4.0 CPUs to keep up, and 2.0 of 3"
+        )
+        assert few.endswith("with those, 50 % would still wait")
+        assert busy.startswith("more workers here cannot lift it") and "2.0 of 16 are free" in busy
+
+    def test_workers_that_wait_themselves_need_no_cpus(self) -> None:
+        (said,) = help_here(one(0.5, fetched(0.001, blocked=0.019), step_s=0.08), 2, 0.9)
+        assert (
+            said.startswith("num_workers=5 instead of 2")
+            and "a worker itself waits for 95 % of a fetch" in said
+        )
+
+    def test_workers_that_queue_for_cpus_are_told_from_workers_that_compute(self) -> None:
+        (said,) = help_here(one(0.5, fetched(0.004, queued=0.016), step_s=0.08), 2, 0.9)
+        assert said.startswith("2 workers would do if CPUs were free: a fetch queues 80 %")
+
+    def test_what_could_be_cached_and_what_decodes(self) -> None:
+        stages = {"decode": 0.012, "Resize": 0.004, "RandomCrop": 0.001, "Normalize": 0.003}
+        cost = Fetched(0.02, 0, 0, {**stages, "collate": 0.0001}, 8, 50)
+        said = help_here(one(0.5, cost, step_s=0.08), 2, 0.9)
+        assert said[1].startswith("decoding takes 60 % of the CPU time")
+        assert said[2].startswith("a cache: decode, Resize take 80 % of the CPU time"), "up to what is random"
+
+
+class TestHosts:
+    """The limits model on a script's figures: fetching a sample takes 20 ms of CPU, training it 1 ms."""
+
+    script = one(0.9, fetched(0.02), step_s=0.08)
+
+    def test_the_cpu_hosts_that_lift_the_wait(self) -> None:
+        found = measured(self.script, {}, "NVIDIA A10G")
+        assert found is not None and found.gpu_samples_per_s == {"A10G": pytest.approx(1000)}
+        best = advise(found, HOSTS, price_list()).best
+        assert best is not None and best.cpu_hosts > 0
+        assert best.samples_per_s > 3 * 1000 * 0.02
+        cpus = 4 * best.cpu_hosts * (2 if best.cpu_type == "ml.c5.2xlarge" else 1)
+        # All of them at 95 % and the three that the GPU host has left.
+        assert best.samples_per_s == pytest.approx(min(1000, (cpus + 3) * 0.95 / 0.02), rel=0.05)
+
+    def test_time_that_a_worker_waits_occupies_its_place_on_a_host_as_well(self) -> None:
+        found = measured(one(0.9, fetched(0.001, blocked=0.019)), {}, None)
+        assert found is not None and found.cpu_s == pytest.approx(0.02)
+
+    def test_a_rate_that_was_given_is_taken(self) -> None:
+        found = measured(self.script, {"A10G": 400.0}, "NVIDIA A10G")
+        assert found is not None and found.gpu_samples_per_s == {"A10G": 400.0}
+
+    def test_an_unknown_gpu_is_said_to_be_taken_as_the_instances(self) -> None:
+        found = measured(self.script, {}, None)
+        assert found is not None and found.gpu_samples_per_s == {"": pytest.approx(1000)}
+        assert any("taken to train as fast as this machine (its CPUs)" in note for note in found.notes)
+
+    def test_without_a_fetch_seen_no_hosts_are_made_up(self) -> None:
+        assert measured(one(0.9, None), {}, None) is None
+
+
+def seen(takes: list[Take], *loaders: Loader) -> dict[str, object]:
+    from dataclasses import asdict
+
+    return {"loaders": [asdict(one) for one in loaders], "takes": [asdict(take) for take in takes]}
+
+
+def test_a_script_without_a_loader_and_one_too_short_are_told_apart() -> None:
+    with pytest.raises(UsageError, match=r"train.py: no torch DataLoader was iterated"):
+        checked(seen([]), [], "train.py")
+    with pytest.raises(UsageError, match=r"train.py: too short to judge: 5 steps; 14 are the least"):
+        checked(seen(epoch(5, 0.1, 0.1), replace(TRAINS, batches=5)), [], "train.py")
+
+
+def test_batches_taken_in_another_thread_are_refused(tmp_path: Path) -> None:
+    """What next() takes there is no waiting, so the share would be wrong."""
+    watch = Watch(tmp_path, None)
+    watch.loaders.append(replace(TRAINS, trained=0, optimizer_steps=0))
+    for own in (True, False):
+        watch.since_step, watch.threads = {0}, {0: threading.get_ident() + (not own)}
+        watch.stepped()
+        assert watch.loaders[0].in_thread is not own
+    with pytest.raises(UsageError, match=r"another thread than the one that trains .* \(train.py:9\)"):
+        checked(seen(epoch(50, 0.1, 0.1), watch.loaders[0]), [], "train.py")
+
+
+def test_a_first_fetch_counts_only_where_there_is_no_other() -> None:
+    first = {
+        "loader": 0,
+        "fetches": 1,
+        "samples": 8,
+        "cpu_s": 8.0,
+        "wall_s": 8.0,
+        "delay_s": 0.0,
+        "stages": {},
+    }
+    running = {**first, "cpu_s": 0.08, "wall_s": 0.08}
+    both = fetched_of([{**first, "first": True}, running])
+    alone = fetched_of([{**first, "first": True}])
+    assert both is not None and both.cpu_s == pytest.approx(0.01)
+    assert alone is not None and alone.cpu_s == pytest.approx(1.0)
+
+
+def test_costs_of_all_workers_of_a_loader_are_summed_per_sample() -> None:
+    worker = {"loader": 0, "fetches": 10, "samples": 80, "cpu_s": 0.8, "wall_s": 1.6, "delay_s": 0.4}
+    sums = [
+        {**worker, "stages": {"collate": 0.2, "__getitem__": 0.6}},
+        {**worker, "stages": {"collate": 0.4}},
+    ]
+    (found,) = checked(
+        seen(epoch(50, 0.1, 0.1), TRAINS), [*sums, {**worker, "loader": 1, "stages": {}}], "t.py"
+    )
+    assert found.fetched is not None
+    assert found.fetched.cpu_s == pytest.approx(0.01)
+    assert found.fetched.blocked_s == pytest.approx(0.005) == found.fetched.queued_s
+    assert found.fetched.stages == {"collate": pytest.approx(0.00375), "__getitem__": pytest.approx(0.00375)}
+
+
+class Gpu:
+    """What PyTorch asks of CUDA's driver: work is queued and runs in order; an event happens behind it."""
+
+    def __init__(self) -> None:
+        self.clock = self.busy_until = 100.0
+        self.cuda = self
+
+    def work(self, seconds: float, *, launching: float = 0.001) -> None:
+        """The script queues a step and goes on at once."""
+        self.clock += launching
+        self.busy_until = max(self.busy_until, self.clock) + seconds
+
+    def synchronize(self) -> None:
+        self.clock = max(self.clock, self.busy_until)
+
+    def get_device_name(self) -> str:
+        return "NVIDIA A10G"
+
+    def Event(self, enable_timing: bool) -> GpuEvent:  # noqa: N802 - as torch.cuda spells it
+        assert enable_timing
+        return GpuEvent(self)
+
+
+class GpuEvent:
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu, self.at = gpu, 0.0
+
+    def record(self) -> None:
+        self.at = max(self.gpu.busy_until, self.gpu.clock)
+
+    def query(self) -> bool:
+        return self.gpu.clock >= self.at
+
+    def elapsed_time(self, other: GpuEvent) -> float:
+        return 1000 * (other.at - self.at)
+
+
+@pytest.mark.parametrize(
+    ("fetch", "step", "synchronous", "share"),
+    [
+        (0.05, 0.1, False, 0.0),
+        (0.05, 0.1, True, 1 / 3),
+        (0.2, 0.1, False, 0.5),
+    ],
+    ids=["fetched while the GPU computes", "fetched after it", "fetched for longer than it computes"],
+)
+def test_on_a_gpu_only_what_it_waits_for_is_waiting(
+    fetch: float, step: float, synchronous: bool, share: float
+) -> None:
+    """By the time in next() the first would wait for a third of its time, or all of it."""
+    gpu = Gpu()
+    clock = GpuClock(gpu)
+    moments = []
+    for _ in range(60):
+        asked = clock.mark()
+        gpu.clock += fetch
+        moments += [asked, clock.mark()]
+        gpu.work(step)
+        if synchronous:
+            gpu.synchronize()
+    reached = clock.resolve(moments, wait=False)
+    assert None not in reached[:40], "what the GPU has done can be told without waiting for it"
+    seconds = [at for at in clock.resolve(moments, wait=True) if at is not None]
+    takes = [Take(0, 0, i, *seconds[2 * i : 2 * i + 2]) for i in range(60)]
+    assert waiting(judged(steps_of(takes, [TRAINS], 0), TRAINS)).value == pytest.approx(share, abs=0.02)
