@@ -167,11 +167,9 @@ class LoaderService(Production):
                 if item is None or not isinstance(made := item.line.stream, LoaderPass) or not made.streams:
                     break
                 item.quiet_since = item.stuck_since = time.monotonic()
-                waiting = {number for number, _, _ in item.line.work}
-                waiting |= {number for each in planner.again for number, _, _ in each.shards}
-                if made.next[0] in waiting and made.next[0] != report.shard:
+                if made.next[0] in {number for number, _, _ in item.line.work}:
                     # More of these workers than there are processes: each gets its turn.
-                    planner.make_way(ticket)
+                    planner.make_way(ticket, made.next[0])
                     return False
                 if made.ahead_of(report.shard) < STREAM_AHEAD or time.monotonic() > deadline:
                     break

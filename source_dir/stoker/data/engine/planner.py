@@ -272,10 +272,12 @@ class Planner:
             return False
         return True
 
-    def make_way(self, number: int) -> None:
-        """What a ticket has not given yet comes after all other work of its pass."""
-        if number in self.active:
-            self.active[number].line.work.extend(self._hand_back(number))
+    def make_way(self, number: int, shard: int) -> None:
+        """What a ticket has not given yet comes after all other work of its pass, and `shard` comes first."""
+        work = self.active[number].line.work
+        work.extend(self._hand_back(number))
+        work.extendleft([each for each in work if each[0] == shard])
+        del work[next(n for n in range(len(work) - 1, -1, -1) if work[n][0] == shard)]
 
     def _hand_back(self, number: int) -> list[Numbered]:
         ticket, item = self.tickets[number], self.active[number]
