@@ -1,3 +1,26 @@
 """Stoker keeps GPUs fed: PyTorch training on clusters of GPU hosts and cheap CPU hosts."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stoker.recipe import Recipe
+    from stoker.session import checkpoint_dir, log
+
 __version__ = "0.1.0"
+__all__ = ["Recipe", "checkpoint_dir", "log"]
+
+_LIES_IN = {
+    "Recipe": "stoker.recipe",
+    "checkpoint_dir": "stoker.session",
+    "log": "stoker.session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Anywhere: the public names, imported when first used: `import stoker` loads nothing else."""
+    if name not in _LIES_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LIES_IN[name]), name)
