@@ -36,7 +36,10 @@ def refuse_foreign_keys(resolved: Resolved) -> None:
     config = resolved.config
     if config.script is None:
         return
-    problems = [f"{key}: has no effect on a script; {REMEDY}" for key in ignored_keys(resolved)]
+    ignored = list(ignored_keys(resolved))
+    problems = [f"{key}: has no effect on a script; {REMEDY}" for key in ignored if key != "recipe"]
+    if "recipe" in ignored:
+        problems.append("recipe: a job has a recipe or a script, not both; leave one out")
     if config.checkpoint.resume != "auto":
         problems.append(
             f"checkpoint.resume: {config.checkpoint.resume} has no effect on a script, which looks for itself"

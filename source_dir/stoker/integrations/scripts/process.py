@@ -47,8 +47,9 @@ class Child:
         self._part, self._part_since = "", time.monotonic()
         self.tail = ""
         """The end of what it has printed."""
-        self._pipe, writing = os.pipe()
-        os.set_blocking(self._pipe, False)
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        self._pipe = os.fdopen(reading, "rb", buffering=0)
         self._process = subprocess.Popen(
             command,
             cwd=folder,
@@ -77,9 +78,8 @@ class Child:
         """What it has printed since the last call, in whole lines."""
         data = b""
         while self._open and len(data) < MOST_BYTES:
-            try:
-                more = os.read(self._pipe, MOST_BYTES - len(data))
-            except BlockingIOError:
+            more = self._pipe.read(MOST_BYTES - len(data))
+            if more is None:
                 break
             self._open = bool(more)
             data += more
@@ -115,7 +115,7 @@ class Child:
         """Leave no process and no file."""
         self.kill()
         self._process.wait()
-        os.close(self._pipe)
+        self._pipe.close()
         self._scratch.cleanup()
 
 

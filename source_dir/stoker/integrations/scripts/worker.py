@@ -82,12 +82,14 @@ def watch(child: Child, script: str, rank: int, tell: Any) -> Order:
     """
     asked_at: float | None = None
     end: Exit | None = None
+    killed = ""
     while True:
         code = child.poll() if end is None else None
         output = child.output()
         if code is not None and end is None:
             line = last_error(child.tail, script) if code == UNCAUGHT else ""
             end = Exit(rank, code, asked_at is not None, line)
+            output += killed
         order: Order = tell(output, end)
         if order.over:
             return order
@@ -95,7 +97,9 @@ def watch(child: Child, script: str, rank: int, tell: Any) -> Order:
             if asked_at is None:
                 asked_at = time.monotonic()
                 child.terminate()
-            if time.monotonic() - asked_at > (SOON_S if order.soon else STOP_S):
+            given = SOON_S if order.soon else STOP_S
+            if not killed and time.monotonic() - asked_at > given:
+                killed = f"stoker: the script did not end within {given:g} s of SIGTERM and was killed\n"
                 child.kill()
         if len(output) < POLL_S * 1_000_000:
             time.sleep(POLL_S)
