@@ -106,11 +106,14 @@ def test_a_recipe_takes_no_arguments() -> None:
         load(None, ['args=["--lr"]'])
 
 
-def test_secret_arguments_reach_the_script_and_no_file(tmp_path: Path) -> None:
+def test_secret_arguments_reach_the_script_and_no_file(project: Path, tmp_path: Path) -> None:
     words = ["--hf-token", "hf_abc123defgh", "--api-key=k-12345678", "--epochs", "3"]
     resolved = job_of("train.py", arguments=words)
     shown = resolved_yaml(resolved) + command_line(resolved.config)
     assert "hf_abc123defgh" not in shown and "k-12345678" not in shown and "--epochs" in shown
+    open_job(resolved).stage(tmp_path / "staged")
+    assert "hf_abc123defgh" not in (tmp_path / "staged" / "job.yaml").read_text()
+    assert load(tmp_path / "staged" / "job.yaml").config.args == words
     redaction.learn(resolved.config.model_dump(mode="json"))
     assert redaction.scrub("token hf_abc123defgh, key k-12345678") == "token (redacted), key (redacted)"
 

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from stoker.data.transport.agents import Agents
 from stoker.integrations.scripts.failures import Exit, first_failure, reason_of
 
 GRACE_S = 3.0
@@ -53,6 +54,10 @@ class Supervisor:
         self.exits: list[Exit] = []
         self.stop_reason = ""
         self.failed_at = math.inf
+
+    def watch_hosts(self) -> None:
+        """Driver's call, once: have every host say how busy its CPUs are."""
+        self._agents = Agents(lambda used: self.log("host_cpu", {"hosts": used}), serve=False)
 
     def report(self, report: Report) -> Order:
         """Train worker's call, several times a second."""

@@ -44,7 +44,9 @@ class ScriptWork:
 
         node = ray.get_runtime_context().get_node_id()
         actor = ray.remote(Supervisor).options(num_cpus=0, label_selector={NODE_LABEL: node})
-        return actor.remote(Path(str(self.config.script)).name, self.workers)
+        supervisor = actor.remote(Path(str(self.config.script)).name, self.workers)
+        supervisor.watch_hosts.remote()
+        return supervisor
 
     def opening_line(self) -> str:
         kind = "GPU" if self.use_gpu else "CPU"

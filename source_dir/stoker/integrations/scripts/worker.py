@@ -45,6 +45,7 @@ def run_script(settings: dict[str, Any]) -> None:
         ScriptError: it failed, on this rank or another.
     """
     import ray
+    import ray.train
 
     supervisor, rank = settings["coordinator"], ray.train.get_context().get_world_rank()
     node = ray.get_runtime_context().get_node_id()
