@@ -77,7 +77,7 @@ def _number(name: str, value: Any) -> float:
     try:
         if isinstance(value, str):
             raise TypeError
-        return float(value)
+        return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, RuntimeError):
         kind = type(value).__name__
         raise TypeError(f"stoker.log: {name!r} is a {kind}; give numbers, or tensors of one number") from None
