@@ -12,6 +12,7 @@ from stoker.config import Resolved, load, schema_rows, type_name
 from stoker.errors import UsageError
 from stoker.redaction import redact
 from stoker.schema import Config
+from stoker.session import metrics_line
 
 if TYPE_CHECKING:
     from launcher.job import Job
@@ -34,8 +35,16 @@ def refuse_meaningless(options: Options, chosen: Backend) -> None:
         raise UsageError(*problems)
 
 
-def run(config: Path | None, overrides: list[str], options: Options) -> int:
+def run(
+    config: Path | None, overrides: list[str], options: Options, arguments: list[str] | None = None
+) -> int:
     """Laptop: resolve, plan, and unless it is a dry run, submit and wait.
+
+    Args:
+        config: the job's YAML file, or a script.
+        overrides: of single keys.
+        options: what else was typed.
+        arguments: for a script; None where none were typed.
 
     Returns:
         The job's exit code.
@@ -46,17 +55,19 @@ def run(config: Path | None, overrides: list[str], options: Options) -> int:
     place = backend(options.on)
     refuse_meaningless(options, place)
     if config is None:
-        raise UsageError("no configuration file given; try source_dir/configs/digits.yaml")
+        raise UsageError("no configuration file or script given; try source_dir/configs/digits.yaml")
     from launcher import runs
     from launcher.job import open_job
     from launcher.resuming import resolve
+    from launcher.scripts import as_overrides
 
-    given = [*overrides, *(["cluster.dashboard=true"] if options.dashboard else [])]
+    config, own = as_overrides(config, arguments)
+    given = [*own, *overrides, *(["cluster.dashboard=true"] if options.dashboard else [])]
     resume = resolve(options.resume, place, load(config, given).config)
     job = open_job(load(config, [*given, *resume.overrides()]), options.source_dir)
     if job.resolved.config.cluster.dashboard and "dashboard" not in place.options:
         raise UsageError(f"cluster.dashboard: only for local runs, not with --on {options.on}")
-    if place.name != "local":
+    if place.name != "local" and job.resolved.config.script is None:
         check_recipe(job)
     request: Any = place.plan(job, options, resume)
     if options.request:
@@ -113,6 +124,8 @@ def standing(run_dir: Path) -> list[str]:
         summary = read_summary(path)
     except UsageError as error:
         return [f"no figures: {error}"]
+    if summary.script is not None:
+        return [metrics_line(summary.steps, summary.metrics.last)] if summary.steps else []
     if not summary.steps:
         return [f"{len(summary.cluster.hosts)} hosts; no step yet"]
     found, speed = judged(summary), summary.speed
@@ -163,7 +176,10 @@ def stop(run_id: str) -> int:
 
 def show(config: Path | None, overrides: list[str], source_dir: Path | None) -> int:
     """Laptop: print every key, with this job's values where a file is given."""
-    resolved = load(config, overrides) if config else None
+    from launcher.scripts import as_overrides
+
+    file, own = as_overrides(config, None)
+    resolved = load(file, [*own, *overrides]) if config else None
     print("\n".join(config_lines(resolved, source_dir)))
     return 0
 
@@ -180,7 +196,7 @@ def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str
                 value = value[part]
             default = f"{redact(value, key)!r} ({resolved.origins[key]})"
         rows.append((key, kind, default, info.description or ""))
-    if resolved:
+    if resolved and resolved.config.script is None:
         from launcher.job import source_root
         from stoker.recipe import ALIASES, Recipe, load_object
 

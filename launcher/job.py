@@ -14,19 +14,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launcher import scripts
+from launcher.scripts import IGNORED
 from stoker.bootstrap.requirements import CONSTRAINTS, constraint_lines
 from stoker.config import SECRETS_FILE, Resolved, resolved_yaml, secrets_json
 from stoker.costs import prices
 from stoker.errors import UsageError
 from stoker.extras import requirement_lines
+from stoker.integrations.scripts.checks import SCRIPT_FOLDER
 from stoker.place import COMMIT_FILE
 
 COMMAND = ("python", "train.py", "--config", "job.yaml")
 """What every backend runs, in the staged folder."""
 
-_IGNORED = shutil.ignore_patterns(
-    "__pycache__", "*.pyc", ".git", ".venv", ".data", "runs", ".*_cache", "*.egg-info", ".ipynb_checkpoints"
-)
+HIDING = ("stoker", "train.py", "job.yaml", SECRETS_FILE)
+"""Names that a user's folder must not have; a script's has a folder of its own in the staged copy."""
 _ENTRY = 'from stoker.bootstrap.run import main\n\nif __name__ == "__main__":\n    main()\n'
 
 
@@ -53,7 +55,7 @@ class Job:
         """
         folder.mkdir(parents=True, exist_ok=True)
         own = source_root()
-        shutil.copytree(own / "stoker", folder / "stoker", ignore=_IGNORED)
+        shutil.copytree(own / "stoker", folder / "stoker", ignore=IGNORED)
         if (own / "train.py").is_file():
             shutil.copy2(own / "train.py", folder / "train.py")
         else:
@@ -64,14 +66,19 @@ class Job:
         if extras:
             with (folder / "requirements.txt").open("a") as file:
                 file.write("\n# what this job needs besides\n" + "".join(f"{line}\n" for line in extras))
-        if self.source_dir is not None:
+        config = self.resolved.config
+        if config.script is not None and self.source_dir is not None:
+            outputs = Path(config.output_dir).resolve()
+            ignored = scripts.ignoring(outputs, folder.resolve())
+            self._stage_requirements(folder, self.source_dir / "requirements.txt")
+            shutil.copytree(self.source_dir, folder / SCRIPT_FOLDER, ignore=ignored)
+        elif self.source_dir is not None:
             self._stage_user_source(folder, self.source_dir)
         else:
             for name in ("recipes", "configs"):
                 if (own / name).is_dir():
-                    shutil.copytree(own / name, folder / name, ignore=_IGNORED)
+                    shutil.copytree(own / name, folder / name, ignore=IGNORED)
         self._stage_constraints(folder)
-        config = self.resolved.config
         params = {**config.params, **self.data, **(data_at or {})}
         staged = Resolved(config.model_copy(update={"params": params}), self.resolved.origins)
         (folder / "job.yaml").write_text(resolved_yaml(staged), encoding="utf-8")
@@ -93,16 +100,20 @@ class Job:
             lines = constraint_lines(wanted.read_text(), given)
             constraints.write_text("".join(f"{line}\n" for line in lines))
 
+    def _stage_requirements(self, folder: Path, own: Path) -> None:
+        if own.is_file():
+            with (folder / "requirements.txt").open("a") as file:
+                file.write(f"\n# from {own.parent.name}/requirements.txt\n{own.read_text()}\n")
+
     def _stage_user_source(self, folder: Path, source_dir: Path) -> None:
         for item in sorted(source_dir.iterdir()):
             target = folder / item.name
-            if item.name in _IGNORED(str(source_dir), [item.name]):
+            if item.name in IGNORED(str(source_dir), [item.name]):
                 continue
             if item.name == "requirements.txt":
-                with target.open("a") as file:
-                    file.write(f"\n# from {source_dir.name}/requirements.txt\n{item.read_text()}\n")
+                self._stage_requirements(folder, item)
             elif item.is_dir():
-                shutil.copytree(item, target, ignore=_IGNORED)
+                shutil.copytree(item, target, ignore=IGNORED)
             else:
                 shutil.copy2(item, target)
 
@@ -142,8 +153,10 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
     data. It becomes absolute for local runs; elsewhere it travels as an input channel.
 
     Raises:
-        UsageError: the source folder is absent or hides a file of Stoker's.
+        UsageError: the source folder is absent or hides a file of Stoker's, or the script cannot be run.
     """
+    if resolved.config.script is not None:
+        resolved, source_dir = scripts.located(resolved, source_dir)
     problems = []
     if source_dir is not None:
         source_dir = source_dir.resolve()
@@ -152,7 +165,7 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
         else:
             problems += [
                 f"--source-dir {source_dir}: {name} would hide Stoker's own; rename it"
-                for name in ("stoker", "train.py", "job.yaml", SECRETS_FILE)
+                for name in HIDING[: 1 if resolved.config.script else None]
                 if (source_dir / name).exists()
             ]
     if problems:
@@ -163,6 +176,8 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
         for name, value in resolved.config.params.items()
         if _names_local_data(value)
     }
+    if resolved.config.script is not None:
+        scripts.refuse_unusable_params(resolved.config.params, data)
     return Job(resolved, source_dir, data)
 
 

@@ -40,7 +40,7 @@ def replay(run: str, uri: str | None, registered_model: str | None) -> int:
     if not settings.uri:
         raise UsageError(f"{run}: was not tracked by MLflow; name a server: --uri http://…")
     refuse_missing(Config(tracking=TrackingConfig(mlflow=settings)))
-    tags = run_tags(config["recipe"], summary.backend, run_dir / "code")
+    tags = run_tags(config.get("script") or config["recipe"], summary.backend, run_dir / "code")
 
     def tell(text: str) -> None:
         print(text, file=sys.stderr)

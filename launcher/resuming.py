@@ -32,6 +32,12 @@ def resolve(asked: str | None, backend: Backend, config: Config) -> Resume:
     """
     if asked is None:
         return Resume()
+    own = config.script is not None
+    if own and (asked == "never" or "://" in asked or _STEP.fullmatch(Path(asked).name)):
+        raise UsageError(
+            f"--resume {asked}: a script looks for itself in stoker.checkpoint_dir(); name a run, or"
+            " auto for the last one"
+        )
     if asked == "never" or "://" in asked:
         return Resume(asked)
     if backend.checkpoints in ("shared", "s3"):
@@ -47,6 +53,8 @@ def resolve(asked: str | None, backend: Backend, config: Config) -> Resume:
     if not path.exists():
         raise UsageError(f"--resume {asked}: no such folder{deepest_there(asked)}")
     path = path.resolve()
+    if own and not _is_run(path):
+        raise UsageError(f"--resume {asked}: is no run directory")
     if _STEP.fullmatch(path.name):
         return Resume(checkpoints=(path,)) if copied else Resume(str(path))
     if path.name == "checkpoints" and _is_run(path.parent):
@@ -70,7 +78,7 @@ def newest_unfinished(config: Config) -> Path | None:
     folders = [path for path in root.iterdir() if form.fullmatch(path.name)] if root.is_dir() else []
     for folder in sorted(folders, key=lambda path: _order(path.name), reverse=True):
         run = PastRun(folder.resolve())
-        if run.summary()["status"] != "succeeded" and (config.checkpoint.dir or steps_in(folder)):
+        if run.summary()["status"] != "succeeded" and (config.checkpoint.dir or kept_in(folder, config)):
             return run.run_dir
     return None
 
@@ -85,11 +93,19 @@ def steps_in(folder: Path) -> list[Path]:
     return []
 
 
+def kept_in(run_dir: Path, config: Config) -> list[Path]:
+    """Laptop: a run's checkpoints; of a script, whatever it has written to their folder."""
+    if config.script is None:
+        return steps_in(run_dir)
+    folder = run_dir / "checkpoints"
+    return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
 def _run(run_dir: Path, backend: Backend, config: Config) -> Resume:
     run = PastRun(run_dir)
     if run.process_id() is not None:
         raise UsageError(f"--resume: {run_dir} is still running; stop it first: stoker stop {run_dir}")
-    steps = steps_in(run_dir)
+    steps = kept_in(run_dir, config)
     if backend.checkpoints == "copies":
         if not steps:
             raise UsageError(f"--resume: {run_dir} holds no checkpoint")

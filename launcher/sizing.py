@@ -74,7 +74,8 @@ def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int
     rates = options.rates()
     if config is None:
         raise UsageError("no configuration file given; try source_dir/configs/digits.yaml")
-    resolved = load(config, overrides)
+    if config.suffix == ".py" or (resolved := load(config, overrides)).config.script is not None:
+        raise UsageError("size: measures the chain of a recipe, and a script has none that it could see")
     settings = resolved.config.sagemaker
     wanted = wanted_of(resolved, options)
     if options.write and settings.groups:

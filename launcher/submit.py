@@ -30,6 +30,10 @@ REHEARSED = {
 """What was an option once, and is a key of the configuration."""
 
 
+ARGUMENTS = "stoker.arguments"
+"""Where the words after `--` are kept: they are the script's."""
+
+
 class DefaultsToRun(TyperGroup):
     """`submit.py job.yaml` means `submit.py run job.yaml`."""
 
@@ -39,6 +43,11 @@ class DefaultsToRun(TyperGroup):
                 raise UsageError(f"{key}: write rehearsal.{REHEARSED[key]} (docs/rehearsal.md)")
         if args and args[0] not in (*self.commands, "--help"):
             args = ["run", *args]
+        if "--" in args:
+            at = args.index("--")
+            ctx.meta[ARGUMENTS], args = args[at + 1 :], args[:at]
+            if args[:1] != ["run"]:
+                raise UsageError("--: only a job takes arguments for its script after it")
         return list(super().parse_args(ctx, args))
 
 
@@ -67,7 +76,7 @@ def given_to(options: type[Given], ctx: typer.Context) -> Given:
 @app.command(epilog=f"Example: {EXAMPLE} train.epochs=3 --on rehearsal rehearsal.hosts=gpu=1,cpu=2")
 def run(
     ctx: typer.Context,
-    config: Annotated[Path | None, typer.Argument(help="the job's YAML file")] = None,
+    config: Annotated[Path | None, typer.Argument(help="YAML file, or your script: train.py")] = None,
     overrides: Overrides = None,
     on: Annotated[str, Option(help="local, ray, rehearsal or sagemaker")] = "local",
     source_dir: Annotated[Path | None, Option(help="your own folder with recipes")] = None,
@@ -80,13 +89,14 @@ def run(
     install: Annotated[bool, Option("--install", help="ray: pip install on the hosts")] = False,
     dashboard: Annotated[bool, Option("--dashboard", help="local: Ray's, on 127.0.0.1")] = False,
 ) -> None:
-    """Run a job from its YAML file, with single keys changed on the command line."""
+    """Run a job from its YAML file, or your own script; its arguments follow --."""
     from launcher import commands
     from launcher.backends.base import Options
 
     if show_config:
         raise typer.Exit(commands.show(config, overrides or [], source_dir))
-    raise typer.Exit(commands.run(config, overrides or [], given_to(Options, ctx)))
+    arguments = ctx.meta.get(ARGUMENTS)
+    raise typer.Exit(commands.run(config, overrides or [], given_to(Options, ctx), arguments))
 
 
 Run = Annotated[str, typer.Argument(help="a run directory, runs/latest, ray:… or sagemaker:…")]

@@ -21,6 +21,7 @@ from launcher import runs
 from launcher.backends.base import Backend
 from launcher.job import COMMAND, Job
 from stoker.errors import UsageError
+from stoker.integrations.scripts.checks import command_line
 from stoker.place import BACKEND_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE
 from stoker.tracking.summary import finite
 
@@ -41,8 +42,8 @@ class LocalRequest:
             [
                 f"stage    {self.run_dir}/code",
                 f"run      {shlex.join(COMMAND)}",
-                f"recipe   {config.recipe}",
-                f"data     {data or 'as the recipe says'}",
+                f"script   {command_line(config)}" if config.script else f"recipe   {config.recipe}",
+                f"data     {data or ('as the script says' if config.script else 'as the recipe says')}",
                 f"results  {self.run_dir}",
             ]
         )

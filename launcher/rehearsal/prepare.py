@@ -37,7 +37,8 @@ def prepare_host(
     for part in ("input/config", "input/data", "model", "output/data", "checkpoints"):
         (ml / part).mkdir(parents=True)
     for checkpoint in request.checkpoints:
-        shutil.copytree(checkpoint, ml / "checkpoints" / checkpoint.name)
+        copy: Any = shutil.copytree if checkpoint.is_dir() else shutil.copy2
+        copy(checkpoint, ml / "checkpoints" / checkpoint.name)
     settings = {
         "resourceconfig": planning.resource_config(request.hosts, host),
         "hyperparameters": planning.hyperparameters(request.job, request.entry),

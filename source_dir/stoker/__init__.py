@@ -1,17 +1,28 @@
 """Stoker keeps GPUs fed: PyTorch training on clusters of GPU hosts and cheap CPU hosts."""
 
+from __future__ import annotations
+
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stoker.loader.dataloader import DataLoader as DataLoader
+    from stoker.loader.dataloader import DataLoader
+    from stoker.recipe import Recipe
+    from stoker.session import checkpoint_dir, log
 
 __version__ = "0.1.0"
+__all__ = ["DataLoader", "Recipe", "checkpoint_dir", "log"]
+
+_LIES_IN = {
+    "DataLoader": "stoker.loader.dataloader",
+    "Recipe": "stoker.recipe",
+    "checkpoint_dir": "stoker.session",
+    "log": "stoker.session",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # Importing the package loads neither ray nor torch.
-    if name == "DataLoader":
-        from stoker.loader.dataloader import DataLoader
-
-        return DataLoader
-    raise AttributeError(f"module 'stoker' has no attribute {name!r}")
+    """Anywhere: the public names, imported when first used: `import stoker` loads nothing else."""
+    if name not in _LIES_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LIES_IN[name]), name)

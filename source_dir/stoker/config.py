@@ -254,6 +254,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: the file is empty; `--show-config` lists every key")
     if not isinstance(tree, dict):
         raise UsageError(f"{path}: holds a {type(tree).__name__}, not keys and values")
+    if isinstance(tree.get("args"), list):
+        # Arguments are the words that were typed: 007 and 1e-3 stay what they are.
+        tree["args"] = yaml.load(text, Loader=yaml.BaseLoader)["args"]  # noqa: S506 - makes only text
     # An empty section (`data:` with nothing below) means its defaults.
     return {key: ({} if value is None and key in _SECTIONS else value) for key, value in tree.items()}
 

@@ -1,6 +1,6 @@
 """Head: the story of a run: open the data → build the trainer → fit → close the accounts.
 
-recipe = check(resolved)          before any cluster forms
+check(resolved)                   before any cluster forms
 code = run(resolved, place)       with Ray connected
 """
 
@@ -20,14 +20,14 @@ from typing import Any
 from stoker import redaction
 from stoker.bootstrap.topology import label
 from stoker.checkpoints import resume as resuming
-from stoker.checkpoints.sharing import refuse_unshared
 from stoker.config import Resolved, resolved_yaml
 from stoker.costs.prices import price_list
-from stoker.data.opening import Data, cache_note, discover, exact_note, open_data, start_coordinator
+from stoker.data.opening import Data, discover, open_data
 from stoker.errors import DataError, UsageError, where_raised
 from stoker.extras import refuse_missing
 from stoker.fit import Fit
 from stoker.hosts import host_changes, hosts
+from stoker.integrations.scripts.checks import SCRIPT_FOLDER, find_script, refuse_foreign_keys
 from stoker.logs import open_log
 from stoker.place import Outcome, Place
 from stoker.recipe import SOURCE_FOLDER, Recipe, load_object, load_recipe
@@ -38,7 +38,8 @@ from stoker.tracking.mlflow_sender import start_sender
 from stoker.tracking.recorder import Recorder
 from stoker.tracking.sinks import Sink, Tracking
 from stoker.tracking.summary import Cluster, Host, Summary
-from stoker.training.plan import blocks_note, plan_workers, refuse_impossible, steps_per_epoch
+from stoker.training.plan import refuse_impossible
+from stoker.training.work import RecipeWork, Work
 
 POLL_S = 0.2
 STOP_DEADLINE_S = 90.0
@@ -64,13 +65,18 @@ def stop_requested() -> str:
     return _stop_reason
 
 
-def check(resolved: Resolved) -> Recipe:
+def check(resolved: Resolved) -> None:
     """Head: everything that can be refused before a cluster forms.
 
     Raises:
-        UsageError: the recipe, its parameters or the optimiser.
+        UsageError: the script or the recipe, its parameters or the optimiser.
     """
     refuse_missing(resolved.config)
+    own_sinks(resolved.config)
+    if resolved.config.script is not None:
+        refuse_foreign_keys(resolved)
+        find_script(resolved.config)
+        return
     recipe = load_recipe(resolved.config.recipe, resolved.config.params, SOURCE_FOLDER)
     recipe.check(resolved)
     if type(recipe).model is Recipe.model and not recipe.own_loop:
@@ -81,10 +87,8 @@ def check(resolved: Resolved) -> Recipe:
 
         check_optimizer(resolved.config.train.optimizer)
     resuming.check_path(resolved.config)
-    own_sinks(resolved.config)
     if ":" in resolved.config.train.strategy:
         load_object(resolved.config.train.strategy, SOURCE_FOLDER, "train.strategy")
-    return recipe
 
 
 Opened = tuple[Config, Data]
@@ -92,11 +96,13 @@ Opened = tuple[Config, Data]
 
 
 def open_early(resolved: Resolved) -> Opened | None:
-    """Head: the data, before a cluster forms; None for a recipe that reads with Ray.
+    """Head: the data, before a cluster forms; None for a script, and for a recipe that reads with Ray.
 
     Raises:
         UsageError: as `open_data`.
     """
+    if resolved.config.script is not None:
+        return None
     try:
         opened = open_all(resolved)
     except Exception as error:
@@ -131,6 +137,8 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
     (place.run_dir / "config.yaml").write_text(resolved_yaml(resolved), encoding="utf-8")
     summary = Summary(
         name=config.name,
+        script=config.script,
+        args=redaction.redact(config.args, "args"),
         backend=place.backend,
         started=datetime.now().astimezone().isoformat(timespec="seconds"),
     )
@@ -146,25 +154,20 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
     try:
         tracking.add(*optional_sinks(config, place.run_dir))
         tracking.phase("cluster formed")
-        config, data = opened or open_all(resolved)
-        tracking.phase("data opened")
+        work = work_of(resolved, place, opened, tracking)
         check_groups(config, summary.cluster.hosts)
-        workers, use_gpu = plan_workers(config, data)
-        console.steps_per_epoch = steps_per_epoch(config, data, workers)
-        summary.train_workers = workers
-        start = resuming.prepare(config, place, data, workers, summary, tracking.note)
-        refuse_unshared(config, start.where, place.train_group, use_gpu)
-        coordinator = start_coordinator(config, data, workers, start.first_epoch, start.position)
-        console.line(opening_line(data, workers, use_gpu))
-        notes = blocks_note(config, data, workers), cache_note(config), exact_note(config, data)
-        for note in filter(None, notes):
+        console.steps_per_epoch = work.steps_per_epoch
+        summary.train_workers = work.workers
+        coordinator = work.start_coordinator()
+        console.line(work.opening_line())
+        for note in work.notes():
             tracking.note(f"note: {note}")
-        fit = Fit(config, place, coordinator, workers, use_gpu, data.totals, start)
-        store = open_store(start.where, start.synced)
-        tracking.add(*start_sender(config, place, store, tracking.say))
+        fit = Fit(work, place, coordinator)
+        store = open_store(work.where, work.synced)
+        tracking.add(*start_sender(work.config, place, store, tracking.say))
         follow(fit, coordinator, tracking)
         code = conclude(fit, summary)
-        if code == 0:
+        if code == 0 and work.leaves_model():
             summary.model = str(place.model_dir)
     except (UsageError, DataError) as error:
         summary.status, summary.error = "failed", str(error)
@@ -201,7 +204,8 @@ def own_sinks(config: Config) -> list[Callable[[Path, Config], Sink]]:
     Raises:
         UsageError: there is none of that name.
     """
-    return [load_object(path, SOURCE_FOLDER, "tracking.sinks", offers=Sink) for path in config.tracking.sinks]
+    source = SOURCE_FOLDER / SCRIPT_FOLDER if config.script is not None else SOURCE_FOLDER
+    return [load_object(path, source, "tracking.sinks", offers=Sink) for path in config.tracking.sinks]
 
 
 class ReportFile(Sink):
@@ -231,11 +235,19 @@ def check_groups(config: Config, hosts: list[Host]) -> None:
         )
 
 
-def opening_line(data: Data, workers: int, use_gpu: bool) -> str:
-    """Head: what is about to begin, for the seconds in which nothing else is to be seen."""
-    counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in data.totals.items()]
-    kind = "GPU" if use_gpu else "CPU"
-    return f"{' + '.join(counts)} records; starting {workers} train worker(s) on {kind} …"
+def work_of(resolved: Resolved, place: Place, opened: Opened | None, tracking: Tracking) -> Work:
+    """Head: what the train workers of this run are to do.
+
+    Raises:
+        UsageError: it cannot be done with these data or on this cluster.
+    """
+    if resolved.config.script is not None:
+        from stoker.integrations.scripts.work import ScriptWork
+
+        return ScriptWork(resolved.config, place, tracking)
+    config, data = opened or open_all(resolved)
+    tracking.phase("data opened")
+    return RecipeWork(config, data, place, tracking)
 
 
 def follow(fit: Fit, coordinator: Any, tracking: Tracking) -> None:
@@ -288,6 +300,8 @@ def last_figures(coordinator: Any, tracking: Tracking, run_dir: Path) -> dict[st
     try:
         tracking.take(ray.get(coordinator.drain.remote(), timeout=20))
         figures: dict[str, Any] = ray.get(coordinator.figures.remote(), timeout=20)
+        if not figures:
+            return {}
     except Exception:
         logging.getLogger("stoker").error("%s", traceback.format_exc())
         return {}

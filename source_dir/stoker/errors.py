@@ -28,6 +28,10 @@ class DataError(RuntimeError):
     """Head and train worker: the data of this run cannot be trusted or no longer comes."""
 
 
+class ScriptError(RuntimeError):
+    """Train worker: the user's own script failed; the text says how, and where its output is."""
+
+
 class ChainError(RuntimeError):
     """Chain worker: a stage failed for a whole batch; the run cannot go on."""
 
@@ -48,7 +52,7 @@ class OverError(Exception):
     """Chain worker: nobody wants its blocks any more."""
 
 
-STATED = (CacheError, ChainError, DataError, UsageError)
+STATED = (CacheError, ChainError, DataError, ScriptError, UsageError)
 """Errors whose text is the line that people are to read."""
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import traceback
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from stoker import redaction
-from stoker.checkpoints import resume as resuming
 from stoker.data.engine.passes import GROUP_LABEL
 from stoker.errors import explain
 from stoker.logs import open_log
 from stoker.place import Place
 from stoker.schema import Config
+from stoker.training.work import Work
 
 
 class Fit:
@@ -23,36 +24,22 @@ class Fit:
     asked: the driver needs neither.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        place: Place,
-        coordinator: Any,
-        workers: int,
-        use_gpu: bool,
-        totals: dict[str, int | None],
-        start: resuming.Start,
-    ) -> None:
+    def __init__(self, work: Work, place: Place, coordinator: Any) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self.error = self.reason = ""
         self.complete = False
         """Whether training has come to its own end, with its model written."""
-        settings = {
-            "config": config,
-            "coordinator": coordinator,
-            "checkpoints": (start.where, start.synced),
-            "resume": start.chosen,
-            "model_dir": str(place.model_dir),
-            "records": totals["train"],
-            "has_val": "val" in totals,
-        }
+        settings = {"config": work.config, "coordinator": coordinator, **work.settings()}
+        parts = (work.loop, work.torch_config)
         selector = {GROUP_LABEL: place.train_group} if place.train_group else None
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=here, name="fit")(fit)
         own_cluster = place.backend != "ray"
-        self._call = task.remote(config, settings, place.run_dir, workers, use_gpu, selector, own_cluster)
+        self._call = task.remote(
+            work.config, settings, place.run_dir, parts, work.workers, work.use_gpu, selector, own_cluster
+        )
         self._ended = False
 
     @property
@@ -69,13 +56,14 @@ class Fit:
         return not self._ended
 
 
-def fit(config: Config, settings: dict[str, Any], run_dir: Path, *how: Any) -> str:
+def fit(config: Config, settings: dict[str, Any], run_dir: Path, parts: tuple[str, str], *how: Any) -> str:
     """A process of Ray's on the head: train to the end.
 
     Args:
         config: the job.
-        settings: for `train_worker` in every train worker.
+        settings: for the loop in every train worker.
         run_dir: of the run; Ray Train's own files go to its logs.
+        parts: the loop, and the class by which Ray Train sets up its group, each as `module:name`.
         how: number of train workers, whether they have GPUs, labels of their hosts, whether the cluster ends
             with the run.
 
@@ -89,7 +77,8 @@ def fit(config: Config, settings: dict[str, Any], run_dir: Path, *how: Any) -> s
     redaction.learn(config.model_dump(mode="json"))
     open_log(run_dir)
     try:
-        make_trainer(config, settings, run_dir / "logs", *how).fit()
+        loop, torch_config = map(resolve_name, parts)
+        make_trainer(config, settings, run_dir / "logs", loop, torch_config, *how).fit()
     except BaseException as error:
         logging.getLogger("stoker").error("%s", "".join(traceback.format_exception(error)))
         return cause_of(error) or type(error).__name__  # an empty line would stand for success

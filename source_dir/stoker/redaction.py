@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 from urllib.parse import quote
@@ -72,6 +72,8 @@ def redact(value: Any, name: str = "", secret: bool = False) -> Any:
     if isinstance(value, Mapping):
         secret = secret or is_secret(name)
         return {key: redact(below, str(key), secret) for key, below in value.items()}
+    if isinstance(value, list | tuple) and _is_command(name, value):
+        return [flag + redact(below, key) for key, flag, below in _arguments(value)]
     if isinstance(value, list | tuple):
         return [redact(below, name, secret) for below in value]
     if is_secret(name, value) or (secret and isinstance(value, str)):
@@ -105,10 +107,27 @@ def _in_query(name: str) -> bool:
     return is_secret(name) or name.lower().rpartition("-")[2] in ("signature", "sig")
 
 
+def _is_command(name: str, value: Iterable[Any]) -> bool:
+    """Whether a list holds a script's arguments, of which a flag names the next."""
+    return name == "args" and all(isinstance(word, str) for word in value)
+
+
+def _arguments(words: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """The words of a command line: (name of the flag that a value belongs to, `--flag=` before it, value)."""
+    flag = ""
+    for word in words:
+        name, sign, value = word.partition("=") if word.startswith("-") else ("", "", "")
+        yield (name, f"{name}=", value) if sign else ("" if name else flag, "", word)
+        flag = "" if sign else name
+
+
 def _secrets(value: Any, name: str = "", secret: bool = False) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, below in value.items():
             yield from _secrets(below, str(key), secret or is_secret(name))
+    elif isinstance(value, list | tuple) and _is_command(name, value):
+        for flag, _, below in _arguments(value):
+            yield from _secrets(below, flag)
     elif isinstance(value, list | tuple):
         for below in value:
             yield from _secrets(below, name, secret)

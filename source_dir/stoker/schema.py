@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from stoker.schema_places import RehearsalConfig, SageMakerConfig, Section
 
@@ -246,6 +253,10 @@ class Config(Section):
         "stoker.image_classification:ImageClassification",
         description="import path of the recipe, package.module:Class",
     )
+    script: str | None = Field(
+        None, description="a training script of your own, run as it is on every train worker; no recipe then"
+    )
+    args: list[str] = Field([], description="the script's arguments; on the command line after --")
     params: dict[str, Any] = Field(
         {}, description="the recipe's own parameters (submit.py CONFIG --show-config lists them)"
     )
@@ -260,3 +271,10 @@ class Config(Section):
     )
     sagemaker: SageMakerConfig = Field(SageMakerConfig(), description="--on sagemaker")
     rehearsal: RehearsalConfig = Field(RehearsalConfig(), description="--on rehearsal")
+
+    @field_validator("args")
+    @classmethod
+    def _of_a_script(cls, args: list[str], info: ValidationInfo) -> list[str]:
+        if args and not info.data.get("script"):
+            raise ValueError("only a script takes arguments; name it: script=train.py")
+        return args

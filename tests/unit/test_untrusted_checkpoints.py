@@ -22,6 +22,7 @@ from stoker.storage.checkpoint_store import MANIFEST, open_store, sha256, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 
+SAFE_LOADERS = ("_UniqueKeys", "yaml.BaseLoader", "yaml.SafeLoader")
 ARGUED = {
     "source_dir/stoker/data/engine/shards.py": (1, "chains, pickled by the head of this run"),
     "source_dir/stoker/data/cache/store.py": (1, "records in a folder that only this user may enter"),
@@ -124,7 +125,7 @@ def unsafe_reads(path: Path) -> list[str]:
             or given.get("allow_pickle", "False") != "False"
             or (words == ["torch", "load"] and given.get("weights_only") != "True")
             or (len(words) > 1 and words[-2] in READERS and words[-1] in ("load", "loads", "open"))
-            or (words == ["yaml", "load"] and given.get("Loader") not in ("_UniqueKeys", "yaml.SafeLoader"))
+            or (words == ["yaml", "load"] and given.get("Loader") not in SAFE_LOADERS)
             or words in (["eval"], ["exec"], ["yaml", "unsafe_load"], ["yaml", "full_load"])
             or words[-1] == "Unpickler"
         )

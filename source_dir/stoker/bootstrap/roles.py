@@ -219,7 +219,9 @@ def drive(resolved: Resolved, place: Place, stop: Stop, opened: Any = None) -> O
     finally:
         stop.settled = True
     if outcome.code == 143:
-        return Outcome(143, f"stopped, with a checkpoint committed: {outcome.cause}")
+        # What a script saves on its way is its own.
+        kept = "" if resolved.config.script is not None else ", with a checkpoint committed"
+        return Outcome(143, f"stopped{kept}: {outcome.cause}")
     return outcome
 
 

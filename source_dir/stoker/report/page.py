@@ -130,7 +130,8 @@ def key_figures(summary: Summary) -> list[Figure]:
     if speed.step_ms_p50:
         found.append(Figure("step", charts.figure(speed.step_ms_p50, "ms"), "median"))
     if summary.seconds:
-        found.append(Figure("time", duration(summary.seconds), f"{summary.steps:,} steps"))
+        steps = f"{summary.steps:,} steps" if summary.steps or summary.script is None else ""
+        found.append(Figure("time", duration(summary.seconds), steps))
     if records.read:
         note = f"{records.quarantined:,} quarantined, {records.remainder:,} remaining"
         if records.repeated:

@@ -216,12 +216,12 @@ def loss(run: RunData) -> Panel | None:
 
 
 def metrics(run: RunData) -> list[Panel]:
-    """Validation metrics other than the loss, each a chart."""
-    found = []
+    """Validation metrics other than the loss, or all that a script logs, each a chart."""
+    found, own = [], run.summary.script is not None
     for name, points in run.metrics.items():
-        if not name.startswith("val/") or name == "val/loss":
+        if not own and (not name.startswith("val/") or name == "val/loss"):
             continue
-        percent = all(0 <= y <= 1 for _, y in points)
+        percent = not own and all(0 <= y <= 1 for _, y in points)
         shown = [(x, 100 * y) for x, y in points] if percent else points
         unit = "%" if percent else ""
         best = run.summary.metrics.best.get(name)

@@ -49,7 +49,7 @@ class RunData:
     loss: list[Point] = field(default_factory=list)
     """(global step, loss)."""
     metrics: dict[str, list[Point]] = field(default_factory=dict)
-    """Name → (global step, value) at the ends of epochs."""
+    """Name → (global step, value) at the ends of epochs, or as a script logs it."""
     marks: list[Mark] = field(default_factory=list)
     epochs: list[Mark] = field(default_factory=list)
     host_cpu: dict[str, list[Point]] = field(default_factory=dict)
@@ -126,7 +126,10 @@ def _read_events(run: RunData) -> None:
         if kind == "step":
             before = _take_step(run, event, at, before)
         elif kind == "epoch":
-            _take_epoch(run, event, at)
+            run.epochs.append(_epoch_mark(event, at))
+            _take_metrics(run, event)
+        elif kind == "metrics":
+            _take_metrics(run, event)
         elif kind == "host_cpu" and isinstance(event.get("hosts"), dict):
             for host, percent in event["hosts"].items():
                 value = number(percent)
@@ -187,9 +190,13 @@ def _take_step(
     return epoch, samples, elapsed, wait
 
 
-def _take_epoch(run: RunData, event: dict[str, Any], at: float) -> None:
-    epoch, step, metrics = number(event.get("epoch")), number(event.get("step")), event.get("metrics")
-    run.epochs.append(Mark(at, "epoch", "epoch done" if epoch is None else f"epoch {epoch + 1:.0f} done"))
+def _epoch_mark(event: dict[str, Any], at: float) -> Mark:
+    epoch = number(event.get("epoch"))
+    return Mark(at, "epoch", "epoch done" if epoch is None else f"epoch {epoch + 1:.0f} done")
+
+
+def _take_metrics(run: RunData, event: dict[str, Any]) -> None:
+    step, metrics = number(event.get("step")), event.get("metrics")
     if step is None or not isinstance(metrics, dict):
         return
     for name, value in metrics.items():

@@ -97,6 +97,8 @@ class _Facts:
 
 def verdict(summary: Summary) -> Verdict:
     """Anywhere: what bound a run, and what would help."""
+    if summary.script is not None and not summary.speed.steady_samples_per_s:
+        return Verdict("a script of your own: what it waits for was not measured", None)
     if summary.steps < MIN_STEPS or not summary.speed.steady_samples_per_s:
         steps = f"{summary.steps} step{'' if summary.steps == 1 else 's'}"
         return Verdict(f"too short to judge: {steps}; {MIN_STEPS} are the least", None)

@@ -10,6 +10,7 @@ from typing import Any
 
 from stoker.costs.cost import cost_row
 from stoker.redaction import scrub
+from stoker.session import metrics_line
 from stoker.tracking.sinks import Sink
 from stoker.tracking.summary import Records, Summary
 
@@ -51,6 +52,17 @@ class PlainConsole(Sink):
         self.last = time.monotonic()
         self.line(f"epoch {event['epoch'] + 1}/{self.epochs}  step {event['step']}  {self.figures(event)}")
 
+    def metrics(self, event: dict[str, Any]) -> None:
+        if time.monotonic() - self.last >= PLAIN_EVERY_S:
+            self.last = time.monotonic()
+            self.line(metrics_line(event["step"], event["metrics"]))
+
+    def output(self, event: dict[str, Any]) -> None:
+        """What a script prints on rank 0; of a progress bar that overwrites itself, what one would see."""
+        for line in event["text"].split("\n")[: None if event["rank"] == 0 else 0]:
+            if shown := line.rstrip("\r").rpartition("\r")[2]:
+                self.line(shown)
+
     @staticmethod
     def figures(event: dict[str, Any]) -> str:
         elapsed = max(event["elapsed_s"], 1e-9)
@@ -66,6 +78,10 @@ class PlainConsole(Sink):
             self.step(event)
         elif kind == "epoch":
             self.line(f"epoch {event['epoch'] + 1}/{self.epochs} done: {metrics_text(event['metrics'])}")
+        elif kind == "metrics":
+            self.metrics(event)
+        elif kind == "output":
+            self.output(event)
         elif kind == "print":
             self.line(event["text"])
         elif kind == "quarantined":
@@ -183,8 +199,11 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
             text = f"{100 * value:.2f} %" if name.endswith("acc1") else f"{value:.4f}"
             rows.append((f"best {name}", text))
     speed, records = summary.speed, summary.records
-    rows.append(("samples/s", f"{speed.steady_samples_per_s:.0f}"))
-    rows.append(("input wait", f"{speed.input_wait_pct:.0f} % of the training time"))
+    if summary.script is not None:
+        rows += [(name, f"{value:.6g}") for name, value in summary.metrics.last.items()]
+    else:
+        rows.append(("samples/s", f"{speed.steady_samples_per_s:.0f}"))
+        rows.append(("input wait", f"{speed.input_wait_pct:.0f} % of the training time"))
     if summary.bottleneck:
         rows.append(("bottleneck", BINDS[summary.bottleneck]))
     if summary.cache:
@@ -194,7 +213,8 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
             f" {held / 1e9:.2f} GB on {len(summary.cache['hosts'])} host(s)"
         )
         rows.append(("cache", text))
-    rows.append(("records", books_text(records)))
+    if summary.script is None:
+        rows.append(("records", books_text(records)))
     if cost := cost_row(summary):
         rows.append(cost)
     if summary.model:

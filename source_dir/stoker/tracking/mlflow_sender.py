@@ -286,7 +286,7 @@ def run_tags(recipe: str, backend: str, code: Path) -> dict[str, str]:
     """Head: what a run is told apart by.
 
     Args:
-        recipe: its import path.
+        recipe: its import path, or a script's name.
         backend: where it runs.
         code: the staged source, which knows its git commit.
     """
@@ -314,7 +314,7 @@ def start_sender(
     """
     if not config.tracking.mlflow.uri:
         return []
-    tags = run_tags(config.recipe, place.backend, Path(stoker.__file__).resolve().parents[1])
+    tags = run_tags(config.script or config.recipe, place.backend, Path(stoker.__file__).resolve().parents[1])
     settings, folders = config.tracking.mlflow, (place.run_dir, tags, place.model_dir)
     sender = MlflowSender(settings, config.name, *folders, kept, tell=tell)
     sender.start()

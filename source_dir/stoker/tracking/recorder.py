@@ -59,6 +59,9 @@ class Recorder(Sink):
         if kind == "record_ids":
             self._write_ids(event)
             return
+        if kind == "output":
+            self._write_output(event)
+            return
         if kind == "host_cpu":
             self.load.take(event["hosts"], training=self.summary.steps > 0)
         self.events_file.write(scrub(json.dumps(event, default=str)) + "\n")
@@ -111,6 +114,10 @@ class Recorder(Sink):
         self.summary.steps, self.summary.epochs = event["step"], event["epoch"] + 1
         self.summary.metrics.take(event["metrics"])
 
+    def _on_metrics(self, event: dict[str, Any]) -> None:
+        self.summary.steps = event["step"]
+        self.summary.metrics.take({**self.summary.metrics.last, **event["metrics"]})
+
     def _on_cache(self, event: dict[str, Any]) -> None:
         hosts = [
             {
@@ -161,6 +168,10 @@ class Recorder(Sink):
         folder.mkdir(exist_ok=True)
         name = f"{event['split']}-epoch-{event['epoch']:03d}-rank-{event['rank']}.txt"
         (folder / name).write_text("".join(f"{key}\n" for key in event["keys"]))
+
+    def _write_output(self, event: dict[str, Any]) -> None:
+        with (self.run_dir / "logs" / f"script-rank-{event['rank']}.log").open("a", newline="") as file:
+            file.write(scrub(event["text"]))
 
     def refresh(self) -> None:
         """While the run goes on: let summary.json tell how it stands."""

@@ -42,6 +42,10 @@ class Scalars:
         self.step = event["step"]
         return dict(event["metrics"])
 
+    def _of_metrics(self, event: dict[str, Any]) -> dict[str, float]:
+        self.step = event["step"]
+        return {name: value for name, value in event["metrics"].items() if value is not None}
+
     def _of_records(self, event: dict[str, Any]) -> dict[str, float]:
         self._books[event["split"], event["epoch"]] = event
         books = self._books.values()

@@ -115,6 +115,10 @@ class Summary(BaseModel):
 
     version: int = Field(1, alias="schema")
     name: str = ""
+    script: str | None = None
+    """The user's own training script; None for a recipe."""
+    args: list[str] = []
+    """Its arguments."""
     status: Status = "running"
     error: str | None = None
     backend: str = "local"

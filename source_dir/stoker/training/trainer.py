@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from stoker.bootstrap.forks import TRAINS_VARIABLE
-from stoker.errors import UsageError, where_raised
+from stoker.errors import DataError, ScriptError, UsageError, where_raised
 from stoker.schema import Config
-from stoker.training.loop import WHERE, train_worker
+from stoker.training.loop import WHERE
 
 WORKER_MEMORY = 2**20
 """Bytes claimed per train worker on hosts without GPUs: a placement group needs some resource, and a
@@ -30,6 +31,8 @@ def make_trainer(
     config: Config,
     settings: dict[str, Any],
     storage: Path,
+    loop: Callable[[dict[str, Any]], None],
+    torch_config: Any,
     workers: int,
     use_gpu: bool,
     label_selector: dict[str, str] | None,
@@ -39,15 +42,17 @@ def make_trainer(
 
     Args:
         config: the job.
-        settings: handed to `train_worker` in every train worker.
+        settings: handed to the loop in every train worker.
         storage: Ray Train's own bookkeeping goes here.
+        loop: what every train worker runs.
+        torch_config: a TorchConfig class: how Ray Train sets up their group.
         workers: train workers in all.
         use_gpu: one GPU for each of them.
         label_selector: Ray node labels of the hosts that train.
         own_cluster: the cluster ends with this run.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.callbacks import DatasetsCallback
     from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 
@@ -67,9 +72,9 @@ def make_trainer(
     if use_gpu:
         resources["GPU"] = 1
     return Trainer(
-        train_worker,
+        loop,
         train_loop_config=settings,
-        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
+        torch_config=torch_config(backend="nccl" if use_gpu else "gloo"),
         scaling_config=ScalingConfig(
             num_workers=workers,
             use_gpu=use_gpu,
@@ -92,7 +97,7 @@ def cause_of(error: BaseException) -> str:
     if isinstance(error, WorkerGroupError) and error.worker_failures:
         rank, failure = min(error.worker_failures.items())
         text = unwrap(failure)
-        known = ("DataError", "UsageError", "OSError", "FloatingPointError")
+        known = ("DataError", "UsageError", "ScriptError", "OSError", "FloatingPointError")
         for kind in known:
             if text.startswith(f"{kind}: "):
                 return text.removeprefix(f"{kind}: ")
@@ -104,8 +109,6 @@ def cause_of(error: BaseException) -> str:
 
 def unwrap(error: BaseException) -> str:
     """Head: the innermost error that Ray wrapped, as `Type: message (file:line)`."""
-    from stoker.errors import DataError
-
     inner: BaseException = error
     seen: set[int] = set()
     while id(inner) not in seen:
@@ -113,6 +116,6 @@ def unwrap(error: BaseException) -> str:
         below = getattr(inner, "cause", None) or getattr(inner, "_base_exc", None)
         if isinstance(below, BaseException):
             inner = below
-    if isinstance(inner, DataError | UsageError):
+    if isinstance(inner, DataError | ScriptError | UsageError):
         return f"{type(inner).__name__}: {str(inner).splitlines()[0]}"
     return str(getattr(inner, WHERE, "")) or where_raised(inner)

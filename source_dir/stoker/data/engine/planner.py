@@ -54,7 +54,7 @@ class Planner:
         numbers: count[int],
         lister: Lister | None = None,
     ) -> None:
-        self.attempt, self.pool, self.budget_bytes = attempt, pool, budget_bytes
+        self.attempt, self.pool, self.budget_bytes, self._lister = attempt, pool, budget_bytes, lister
         self.passes, self.affinity = attempt.passes, attempt.keeping
         self.exact = self.passes.config.data.order == "exact"
         self.recovery = Recovery(attempt, pool)
@@ -76,7 +76,6 @@ class Planner:
         self._early_bytes = 0
         """Of blocks that are reported and not delivered yet."""
         self._numbers, self._names = numbers, count()
-        self._lister = lister
 
     def close(self) -> None:
         """The attempt is over."""
@@ -275,9 +274,9 @@ class Planner:
     def make_way(self, number: int, shard: int) -> None:
         """What a ticket has not given yet comes after all other work of its pass, and `shard` comes first."""
         work = self.active[number].line.work
-        work.extend(self._hand_back(number))
-        work.extendleft([each for each in work if each[0] == shard])
-        del work[next(n for n in range(len(work) - 1, -1, -1) if work[n][0] == shard)]
+        left = [*work, *self._hand_back(number)]
+        work.clear()
+        work.extend(sorted(left, key=lambda each: each[0] != shard))
 
     def _hand_back(self, number: int) -> list[Numbered]:
         ticket, item = self.tickets[number], self.active[number]

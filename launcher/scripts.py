@@ -1,0 +1,116 @@
+"""Laptop: a training script of the user's own as a job: found, checked, its folder staged."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stoker.config import Resolved
+from stoker.errors import UsageError
+from stoker.integrations.scripts.checks import no_such_script, refuse_foreign_keys
+
+MOST_BYTES = 500_000_000
+MOST_FILES = 20_000
+IGNORED = shutil.ignore_patterns(
+    "__pycache__", "*.pyc", ".git", ".venv", ".data", "runs", ".*_cache", "*.egg-info", ".ipynb_checkpoints"
+)
+"""What no job's staged source holds."""
+Ignore = Callable[[str, list[str]], set[str]]
+
+
+def as_overrides(path: Path | None, arguments: list[str] | None) -> tuple[Path | None, list[str]]:
+    """Laptop: what stands on the command line for a configuration, as (file, overrides of its keys).
+
+    Args:
+        path: a YAML file, or a script, which then is all there is to configure.
+        arguments: what stood after `--`; None without it.
+    """
+    words = [] if arguments is None else [f"args={json.dumps(arguments)}"]
+    if path is None or path.suffix != ".py":
+        return path, words
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", path.stem).lstrip("_.-")[:63] or "job"
+    return None, [f"name={name}", f"script={json.dumps(str(path))}", *words]
+
+
+def located(resolved: Resolved, source_dir: Path | None) -> tuple[Resolved, Path]:
+    """Laptop: the job with its script's path below the folder that is staged, and that folder.
+
+    Args:
+        resolved: names the script as typed.
+        source_dir: the folder that holds it; None: the one in which it lies.
+
+    Raises:
+        UsageError: no such script, keys that it would ignore, or too much beside it.
+    """
+    refuse_foreign_keys(resolved)
+    named = str(resolved.config.script)
+    if source_dir is not None and not source_dir.is_dir():
+        raise UsageError(f"--source-dir {source_dir}: no such folder")
+    tried = [Path(named), *([source_dir / named] if source_dir else [])]
+    path = next((path.resolve() for path in tried if path.is_file()), None)
+    if path is None:
+        raise UsageError(no_such_script(named, tried[-1].absolute()))
+    folder = source_dir.resolve() if source_dir else path.parent
+    if not path.is_relative_to(folder):
+        raise UsageError(f"script: {named} does not lie in --source-dir {source_dir}")
+    try:
+        ast.parse(path.read_bytes(), str(path))
+    except (SyntaxError, ValueError) as error:
+        line = f" (line {error.lineno})" if isinstance(error, SyntaxError) else ""
+        raise UsageError(f"script: {named} is not Python: {getattr(error, 'msg', error)}{line}") from None
+    refuse_too_much(folder, named, ignoring(Path(resolved.config.output_dir).resolve()))
+    config = resolved.config.model_copy(update={"script": str(path.relative_to(folder))})
+    return replace(resolved, config=config), folder
+
+
+def refuse_too_much(folder: Path, script: str, ignore: Ignore) -> None:
+    """Laptop: refuse a folder that would take long to travel, before it is copied.
+
+    Raises:
+        UsageError: naming the script and the folder.
+    """
+    size = files = 0
+    for at, folders, names in os.walk(folder, followlinks=True):
+        left_out = ignore(at, [*folders, *names])
+        folders[:] = [name for name in folders if name not in left_out]
+        for name in set(names) - left_out:
+            files += 1
+            size += (Path(at) / name).stat().st_size if (Path(at) / name).is_file() else 0
+        if size > MOST_BYTES or files > MOST_FILES:
+            raise UsageError(
+                f"script: {folder}, the folder of {script}, travels with the job and holds more than"
+                f" {MOST_BYTES // 10**6} MB or {MOST_FILES:,} files; put the code in a folder of its own (or"
+                " name one with --source-dir), and name data in params"
+            )
+
+
+def ignoring(*folders: Path) -> Ignore:
+    """Laptop: what is not staged: the usual, and folders in which runs and staged copies lie."""
+
+    def ignore(at: str, names: list[str]) -> set[str]:
+        return {*IGNORED(at, names), *(name for name in names if (Path(at) / name).resolve() in folders)}
+
+    return ignore
+
+
+def refuse_unusable_params(params: dict[str, Any], data: dict[str, str]) -> None:
+    """Laptop: a script's parameters name data; all else it takes as arguments.
+
+    Raises:
+        UsageError: one line for each that names none.
+    """
+    problems = [
+        f"params.{name}: names no file or folder here (got {value!r}); a script's params name its data, which"
+        f" it finds in $SM_CHANNEL_{name.upper()}; pass anything else as an argument after --"
+        for name, value in params.items()
+        if name not in data and not (isinstance(value, str) and Path(value).is_absolute())
+    ]
+    if problems:
+        raise UsageError(*problems)

@@ -1,0 +1,73 @@
+"""Head and train worker: where the script's ranks meet, chosen as Ray Train sets up its group.
+
+Ray's own set-up would open a process group in the train workers, and hold the port that the script needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import socket
+from pathlib import Path
+from typing import Any
+
+from ray.train.backend import Backend
+from ray.train.torch import TorchConfig
+
+ATTEMPT_VARIABLE = "STOKER_ATTEMPT"
+"""The same in all train workers of one start of the group, another in the next."""
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LOWEST = 20_000
+"""Below lie the ports of Ray's workers."""
+
+
+class Rendezvous(Backend):  # type: ignore[misc]
+    """Ray Train's controller: agree on an address; the script opens it."""
+
+    share_cuda_visible_devices = True
+    """All ranks of a host see all of its GPUs, as under torchrun; LOCAL_RANK tells which is whose."""
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        address, port = worker_group.execute_single(0, free_address)
+        agreed = {"MASTER_ADDR": address, "MASTER_PORT": str(port), ATTEMPT_VARIABLE: secrets.token_hex(4)}
+        worker_group.execute(set_variables, agreed)
+
+
+class ScriptConfig(TorchConfig):  # type: ignore[misc]
+    """Head: in place of TorchConfig for train workers that do not use PyTorch themselves."""
+
+    @property
+    def backend_cls(self) -> type[Rendezvous]:
+        return Rendezvous
+
+    @property
+    def train_func_context(self) -> Any:
+        return contextlib.nullcontext
+
+
+def set_variables(variables: dict[str, str]) -> None:
+    """Train worker: into its environment, where its script finds them."""
+    os.environ.update(variables)
+
+
+def free_address() -> tuple[str, int]:
+    """Train worker of rank 0: this host's address and a port that is free.
+
+    The script opens it seconds later. Ports from which the kernel takes those of outgoing connections are
+    left alone: one of Ray's many could take it meanwhile.
+    """
+    import ray.util
+
+    try:
+        low, high = map(int, EPHEMERAL.read_text().split())
+    except (OSError, ValueError):
+        low, high = 32_768, 60_999
+    range_of = range(LOWEST, low) if low - LOWEST > 1_000 else range(high + 1, 65_536)
+    chance = random.SystemRandom()
+    for port in [*(chance.choice(range_of) for _ in range(100) if range_of), 0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
+    raise OSError("no free port for MASTER_PORT on this host")

@@ -1,0 +1,73 @@
+"""Head: a run of the user's own script."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from stoker.bootstrap.topology import NODE_LABEL
+from stoker.checkpoints.resume import own_place
+from stoker.checkpoints.sharing import refuse_unshared
+from stoker.integrations.scripts.checks import command_line
+from stoker.place import LAUNCH_DIR_VARIABLE, Place
+from stoker.schema import Config
+from stoker.tracking.sinks import Tracking
+from stoker.training.trainer import count_workers
+
+
+class ScriptWork:
+    """Head: run a script on every train worker; implements `Work`.
+
+    Raises:
+        UsageError: more workers than GPUs, or checkpoints that a restart may not see.
+    """
+
+    loop = "stoker.integrations.scripts.worker:run_script"
+    torch_config = "stoker.integrations.scripts.rendezvous:ScriptConfig"
+    steps_per_epoch: int | None = None
+
+    def __init__(self, config: Config, place: Place, tracking: Tracking) -> None:
+        import ray
+
+        self.config, self.place = config, place
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        self.workers, self.use_gpu = count_workers(config, gpus), gpus > 0
+        self.where, self.synced = own_place(config, place)
+        refuse_unshared(config, self.where, place.train_group, self.use_gpu)
+
+    def start_coordinator(self) -> Any:
+        import ray
+
+        from stoker.integrations.scripts.supervisor import Supervisor
+
+        node = ray.get_runtime_context().get_node_id()
+        actor = ray.remote(Supervisor).options(num_cpus=0, label_selector={NODE_LABEL: node})
+        supervisor = actor.remote(Path(str(self.config.script)).name, self.workers)
+        supervisor.watch_hosts.remote()
+        return supervisor
+
+    def opening_line(self) -> str:
+        kind = "GPU" if self.use_gpu else "CPU"
+        return f"{command_line(self.config)}; starting it on {self.workers} train worker(s) on {kind} …"
+
+    def notes(self) -> list[str]:
+        folder = Path(self.where)
+        there = len(list(folder.iterdir())) if folder.is_dir() else 0
+        return [f"{there} file(s) from before in {folder}: stoker.checkpoint_dir()"] if there else []
+
+    def settings(self) -> dict[str, Any]:
+        local = self.place.backend == "local"
+        return {
+            "job": f"{self.place.run_dir.name}-{secrets.token_hex(4)}",
+            "run_dir": str(self.place.run_dir),
+            "checkpoint_dir": self.where,
+            "model_dir": str(self.place.model_dir),
+            # There the script's relative paths mean what they meant where the command was typed.
+            "folder": os.environ.get(LAUNCH_DIR_VARIABLE) if local else None,
+            "channels": self.config.params,
+        }
+
+    def leaves_model(self) -> bool:
+        return self.place.model_dir.is_dir() and any(self.place.model_dir.iterdir())

@@ -1,0 +1,95 @@
+"""Head: what the train workers of a run are to do, and what serves them: for a recipe, its data."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from stoker.checkpoints import resume as resuming
+from stoker.checkpoints.sharing import refuse_unshared
+from stoker.data.opening import Data, cache_note, exact_note, start_coordinator
+from stoker.place import Place
+from stoker.schema import Config
+from stoker.tracking.sinks import Tracking
+from stoker.training.plan import blocks_note, plan_workers, steps_per_epoch
+
+
+class Work(Protocol):
+    """Head: what differs between the runs of a recipe and of a script."""
+
+    config: Config
+    workers: int
+    use_gpu: bool
+    where: str
+    """Folder or URI of the run's checkpoints."""
+    synced: bool
+    """Whether SageMaker brings that folder to S3 by itself."""
+    steps_per_epoch: int | None
+    loop: str
+    """`module:function` that every train worker runs."""
+    torch_config: str
+    """`module:class` by which Ray Train sets up the group of train workers."""
+
+    def start_coordinator(self) -> Any:
+        """The actor that train workers talk to."""
+        ...
+
+    def opening_line(self) -> str:
+        """What is about to begin, for the seconds in which nothing else is to be seen."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What is worth a line before training."""
+        ...
+
+    def settings(self) -> dict[str, Any]:
+        """For the loop, besides the configuration and the coordinator."""
+        ...
+
+    def leaves_model(self) -> bool:
+        """Whether a model lies in the run's model folder after success."""
+        ...
+
+
+class RecipeWork:
+    """Head: train a recipe on its opened data.
+
+    Raises:
+        UsageError: more workers or larger batches than there can be, or nothing to go on from.
+    """
+
+    loop = "stoker.training.loop:train_worker"
+    torch_config = "ray.train.torch:TorchConfig"
+
+    def __init__(self, config: Config, data: Data, place: Place, tracking: Tracking) -> None:
+        self.config, self.data, self.place = config, data, place
+        self.workers, self.use_gpu = plan_workers(config, data)
+        self.steps_per_epoch = steps_per_epoch(config, data, self.workers)
+        self.start = resuming.prepare(config, place, data, self.workers, tracking.summary, tracking.note)
+        self.where, self.synced = self.start.where, self.start.synced
+        refuse_unshared(config, self.where, place.train_group, self.use_gpu)
+
+    def start_coordinator(self) -> Any:
+        start = self.start
+        return start_coordinator(self.config, self.data, self.workers, start.first_epoch, start.position)
+
+    def opening_line(self) -> str:
+        counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in self.data.totals.items()]
+        kind = "GPU" if self.use_gpu else "CPU"
+        return f"{' + '.join(counts)} records; starting {self.workers} train worker(s) on {kind} …"
+
+    def notes(self) -> list[str]:
+        config, data = self.config, self.data
+        found = blocks_note(config, data, self.workers), cache_note(config), exact_note(config, data)
+        return [*filter(None, found)]
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "checkpoints": (self.where, self.synced),
+            "resume": self.start.chosen,
+            "model_dir": str(self.place.model_dir),
+            "records": self.data.totals["train"],
+            "has_val": "val" in self.data.totals,
+        }
+
+    def leaves_model(self) -> bool:
+        return True

@@ -1,0 +1,222 @@
+"""A script as a job: what is refused, what is staged, what its command line means."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.backends.base import Options
+from launcher.commands import run
+from launcher.job import open_job
+from launcher.scripts import as_overrides
+from stoker import redaction
+from stoker.config import Resolved, load, resolved_yaml
+from stoker.errors import UsageError
+from stoker.integrations.scripts.checks import command_line, refuse_foreign_keys
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with a script that has the name of the container's own."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "train.py").write_text("import helper\n")
+    (folder / "helper.py").write_text("")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def job_of(script: str, *overrides: str, arguments: list[str] | None = None) -> Resolved:
+    path, own = as_overrides(Path(script), arguments)
+    return load(path, [*own, *overrides])
+
+
+def problems(*overrides: str) -> tuple[str, ...]:
+    with pytest.raises(UsageError) as refused:
+        refuse_foreign_keys(job_of("train.py", *overrides))
+    return refused.value.problems
+
+
+def test_keys_that_a_script_would_ignore_are_refused_one_line_each() -> None:
+    found = problems("recipe=a:B", "train.lr=0.01", "data.order=exact", "seed=3", "export=[onnx]")
+    assert [line.split(":")[0] for line in found] == ["train.lr", "data.order", "seed", "export", "recipe"]
+    assert all("has no effect on a script" in line for line in found[:-1])
+    assert found[-1] == "recipe: a job has a recipe or a script, not both; leave one out"
+
+
+def test_keys_that_a_script_job_honours_are_accepted() -> None:
+    keys = ("train.workers=2", "train.max_failures=1", "train.threads=2", "checkpoint.dir=/shared/x")
+    refuse_foreign_keys(job_of("train.py", *keys, "tracking.tensorboard=false", "cluster.port=7000"))
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("checkpoint.resume=never", "stoker.checkpoint_dir()"),
+        ("checkpoint.dir=s3://bucket/x", "writes to a folder"),
+        ("tracking.mlflow.registered_model=m", "is not exported"),
+        ("train.early_stopping.monitor=val/loss", "train.early_stopping.monitor: has no effect"),
+    ],
+)
+def test_what_only_a_recipe_can_have_is_refused(key: str, text: str) -> None:
+    assert text in "\n".join(problems(key))
+
+
+def test_the_configuration_that_a_run_wrote_can_be_run_again(tmp_path: Path) -> None:
+    """It holds every default, and nobody set those."""
+    (tmp_path / "config.yaml").write_text(resolved_yaml(job_of("train.py", "train.workers=2")))
+    again = load(tmp_path / "config.yaml")
+    assert "train.lr" in again.origins
+    refuse_foreign_keys(again)
+
+
+def test_a_file_that_sets_a_foreign_key_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("script: train.py\ntrain: {batch_size: 7}\n")
+    with pytest.raises(UsageError, match=r"^train.batch_size: has no effect"):
+        refuse_foreign_keys(load(tmp_path / "job.yaml"))
+
+
+def test_arguments_stay_the_words_that_were_typed(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(
+        "script: train.py\nargs: [--lr, 1e-3, --tag, 007, --on, yes, --z, null]\n"
+    )
+    words = ["--lr", "1e-3", "--tag", "007", "--on", "yes", "--z", "null"]
+    assert load(tmp_path / "job.yaml").config.args == words
+    typed = job_of("train.py", arguments=[*words, "", "a b", "{x: 1}", "--key=a=b"])
+    assert typed.config.args == [*words, "", "a b", "{x: 1}", "--key=a=b"]
+    (tmp_path / "again.yaml").write_text(resolved_yaml(typed))
+    assert load(tmp_path / "again.yaml").config == typed.config
+
+
+def test_arguments_after_two_dashes_replace_those_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("script: train.py\nargs: [--lr, 1]\n")
+    path, own = as_overrides(tmp_path / "job.yaml", ["--lr", "2"])
+    assert load(path, own).config.args == ["--lr", "2"]
+
+
+def test_a_recipe_takes_no_arguments() -> None:
+    with pytest.raises(UsageError, match="only a script takes arguments"):
+        load(None, ['args=["--lr"]'])
+
+
+def test_secret_arguments_reach_the_script_and_no_file(project: Path, tmp_path: Path) -> None:
+    words = ["--hf-token", "hf_abc123defgh", "--api-key=k-12345678", "--epochs", "3"]
+    resolved = job_of("train.py", arguments=words)
+    shown = resolved_yaml(resolved) + command_line(resolved.config)
+    assert "hf_abc123defgh" not in shown and "k-12345678" not in shown and "--epochs" in shown
+    open_job(resolved).stage(tmp_path / "staged")
+    assert "hf_abc123defgh" not in (tmp_path / "staged" / "job.yaml").read_text()
+    assert load(tmp_path / "staged" / "job.yaml").config.args == words
+    redaction.learn(resolved.config.model_dump(mode="json"))
+    assert redaction.scrub("token hf_abc123defgh, key k-12345678") == "token (redacted), key (redacted)"
+
+
+def test_a_missing_script_is_refused_with_the_name_that_was_meant(project: Path) -> None:
+    with pytest.raises(UsageError, match=r"^script: no file trian.py; did you mean train.py\?$"):
+        run(Path("trian.py"), [], Options(dry_run=True))
+
+
+def test_wrong_usage_is_one_line_and_exit_code_2(project: Path) -> None:
+    command = [sys.executable, str(ROOT / "launcher/submit.py"), "trian.py", "--", "--lr", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "error: script: no file trian.py; did you mean train.py?\n")
+    assert not (project / "runs").exists()
+
+
+def test_a_dry_run_shows_script_and_arguments(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(Path("train.py"), ["train.workers=2"], Options(dry_run=True), ["--lr", "0.1"]) == 0
+    shown = capsys.readouterr().out
+    assert "script   train.py --lr 0.1" in shown and "python train.py --config job.yaml" in shown
+    assert "recipe" not in shown
+    assert not (project / "runs").exists()
+
+
+def test_a_script_that_is_not_python_is_refused_before_hosts_are_paid_for(project: Path) -> None:
+    (project / "train.py").write_text("def f(:\n")
+    with pytest.raises(UsageError, match=r"script: train.py is not Python: invalid syntax \(line 1\)"):
+        open_job(job_of("train.py"))
+
+
+def test_the_scripts_folder_is_staged_apart_from_the_containers_entry(project: Path, tmp_path: Path) -> None:
+    (project / "requirements.txt").write_text("einops\n")
+    (project / "out" / "old-run").mkdir(parents=True)
+    (project / "out" / "old-run" / "weights.bin").write_text("x")
+    job = open_job(job_of("train.py", "output_dir=out"))
+    staged = project / "out" / "new-run" / "code"
+    job.stage(staged)
+    assert "bootstrap" in (staged / "train.py").read_text()
+    assert (staged / "script" / "train.py").read_text() == "import helper\n"
+    assert (staged / "script" / "helper.py").is_file()
+    assert not (staged / "script" / "out").exists(), "what runs leave does not travel with the next"
+    assert "einops" in (staged / "requirements.txt").read_text()
+    assert load(staged / "job.yaml").config.script == "train.py"
+    assert json.loads((staged / "job.origins.json").read_text())["script"] == "command line"
+
+
+def test_a_script_below_the_source_folder_is_found_from_there(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (project / "examples").mkdir()
+    (project / "examples" / "gan.py").write_text("import helper\n")
+    for named in ("examples/gan.py", str(project / "examples" / "gan.py")):
+        job = open_job(job_of(named), project)
+        assert job.resolved.config.script == "examples/gan.py" and job.source_dir == project
+    monkeypatch.chdir(project.parent)
+    assert open_job(job_of("examples/gan.py"), project).resolved.config.script == "examples/gan.py"
+    (project.parent / "other.py").write_text("")
+    with pytest.raises(UsageError, match="does not lie in --source-dir"):
+        open_job(job_of("other.py"), project)
+
+
+def test_a_folder_that_would_take_long_to_travel_is_refused(project: Path) -> None:
+    with (project / "data.bin").open("wb") as file:
+        os.truncate(file.fileno(), 600_000_000)  # sparse
+    with pytest.raises(UsageError, match="travels with the job and holds more than 500 MB"):
+        open_job(job_of("train.py"))
+
+
+def test_a_package_that_hides_stoker_is_refused(project: Path) -> None:
+    (project / "stoker").mkdir()
+    with pytest.raises(UsageError, match="stoker would hide Stoker's own"):
+        open_job(job_of("train.py"))
+
+
+def test_params_of_a_script_name_its_data_and_nothing_else(project: Path) -> None:
+    (project / "flowers").mkdir()
+    job = open_job(job_of("train.py", "params.train=./flowers"))
+    assert job.data == {"train": str(project / "flowers")}
+    with pytest.raises(UsageError, match=r"params.lr: names no file or folder here \(got 0.1\)"):
+        open_job(job_of("train.py", "params.lr=0.1"))
+
+
+def test_resuming_a_script_is_going_on_in_its_run_directory(project: Path) -> None:
+    from launcher.backends import backend
+    from launcher.resuming import resolve
+
+    config, place = job_of("train.py").config, backend("local")
+    run_dir = project / "runs" / "train-20250101-000000"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "summary.json").write_text('{"status": "interrupted"}')
+    with pytest.raises(UsageError, match="holds no checkpoint"):
+        resolve(str(run_dir), place, config)
+    (run_dir / "checkpoints" / "last.pt").touch()
+    for asked in ("auto", str(run_dir)):
+        assert resolve(asked, place, config).run_dir == run_dir
+    copied = resolve(str(run_dir), backend("rehearsal"), config)
+    assert copied.checkpoints == (run_dir / "checkpoints" / "last.pt",)
+    with pytest.raises(UsageError, match="a script looks for itself"):
+        resolve("never", place, config)
+
+
+def test_what_measures_a_recipes_chain_refuses_a_script(project: Path) -> None:
+    from launcher.sizing import SizeOptions, size
+
+    with pytest.raises(UsageError, match="a script has none"):
+        size(Path("train.py"), [], SizeOptions())

@@ -1,0 +1,243 @@
+"""Scripts as processes, watched by what train workers run, without Ray: two ranks in two threads."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from stoker.integrations.scripts import supervisor as supervising
+from stoker.integrations.scripts import worker
+from stoker.integrations.scripts.failures import Exit
+from stoker.integrations.scripts.process import Child
+from stoker.integrations.scripts.supervisor import Order, Report, Supervisor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "POLL_S", 0.02)
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[Callable[..., Child]]:
+    """Start a script: its text, its rank."""
+    started: list[Child] = []
+
+    def start(text: str, rank: int = 0) -> Child:
+        script = tmp_path / f"train-{len(started)}.py"
+        script.write_text(text)
+        environment = {**os.environ, "RANK": str(rank), "PYTHONPATH": str(ROOT / "source_dir")}
+        started.append(Child([sys.executable, "-u", str(script)], environment, tmp_path))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+class Ranks:
+    """A script's ranks under one supervisor."""
+
+    def __init__(self, child: Callable[..., Child], *texts: str) -> None:
+        self.supervisor = Supervisor("train.py", len(texts))
+        self.lock = threading.Lock()  # an actor takes one call after the other
+        self.children = [child(text, rank) for rank, text in enumerate(texts)]
+        self.pool = ThreadPoolExecutor(len(texts))
+        self.orders = [self.pool.submit(self._watch, rank) for rank in range(len(texts))]
+
+    def _watch(self, rank: int) -> Order:
+        one = self.children[rank]
+
+        def tell(output: str = "", end: Exit | None = None) -> Order:
+            with self.lock:
+                return self.supervisor.report(Report("a", rank, output, one.events(), end))
+
+        return worker.watch(one, "train.py", rank, tell)
+
+    def end(self) -> list[Order]:
+        return [order.result(timeout=60) for order in self.orders]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.supervisor.events if event["event"] == kind]
+
+    def output(self, rank: int) -> str:
+        return "".join(event["text"] for event in self.events("output") if event["rank"] == rank)
+
+    def wait_for(self, text: str) -> None:
+        deadline = time.monotonic() + 60
+        while not all(text in self.output(rank) for rank in range(len(self.children))):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+SLEEPS = "import time\nprint('ready')\ntime.sleep(600)\n"
+
+
+def test_what_ranks_print_and_log_arrives_whole_and_the_run_is_complete(child: Callable[..., Child]) -> None:
+    text = (
+        "import os, stoker\n"
+        "for step in range(1, 2001):\n"
+        "    print('ä' * 50, step)\n"
+        "    stoker.log({'loss': 1 / step})\n"
+        "print('no newline', end='')\n"
+    )
+    ranks = Ranks(child, text, text)
+    assert ranks.end() == [Order(over=True)] * 2
+    whole = "".join(f"{'ä' * 50} {step}\n" for step in range(1, 2001)) + "no newline"
+    assert (ranks.output(0), ranks.output(1)) == (whole, whole)
+    logged = [(event["rank"], event["step"]) for event in ranks.events("metrics")]
+    assert logged == [(0, step) for step in range(1, 2001)], "of rank 0 alone"
+    assert len(ranks.events("complete")) == 1
+
+
+def test_a_failing_rank_ends_the_others_and_all_tell_its_reason(
+    child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "GRACE_S", 0.1)
+    ranks = Ranks(child, SLEEPS, "raise ValueError('no data')\n")
+    reasons = {order.failure for order in ranks.end()}
+    assert reasons == {"ValueError: no data (train-1.py:1) (rank 1); see logs/script-rank-1.log"}
+    assert not ranks.events("complete")
+
+
+def test_a_rank_that_ignores_the_end_of_another_is_killed(
+    child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "GRACE_S", 0.1)
+    monkeypatch.setattr(worker, "SOON_S", 0.5)
+    ignores = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen('ignores', 'w')\n"
+    waits = "import os, time\nwhile not os.path.exists('ignores'): time.sleep(0.01)\nexit(3)\n"
+    ranks = Ranks(child, ignores + SLEEPS, waits)
+    assert {order.failure for order in ranks.end()} == {
+        "train.py exited with code 3 (rank 1); see logs/script-rank-1.log"
+    }
+
+
+def test_a_script_that_is_killed_is_a_failure_that_names_the_signal(
+    child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervising, "GRACE_S", 0.1)
+    ranks = Ranks(child, "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    assert ranks.end()[0].failure.startswith("train.py was killed by SIGSEGV (rank 0)")
+
+
+SAVES = (
+    "import signal, stoker, sys, time\n"
+    "def save(*_):\n"
+    "    print('saved')\n"
+    "    sys.exit({code})\n"
+    "signal.signal(signal.SIGTERM, save)\n"
+    "print('ready')\n"
+    "time.sleep(600)\n"
+)
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_stop_is_sigterm_to_every_rank_and_no_failure(child: Callable[..., Child], code: int) -> None:
+    ranks = Ranks(child, *[SAVES.format(code=code)] * 2)
+    ranks.wait_for("ready")
+    ranks.supervisor.request_stop("SIGTERM")
+    assert ranks.end() == [Order(stop="SIGTERM", over=True)] * 2
+    assert "saved" in ranks.output(0) and "saved" in ranks.output(1)
+    assert not ranks.events("complete"), "it was interrupted, whatever it says of itself"
+
+
+def test_a_rank_that_dies_because_another_was_stopped_does_not_fail_the_run() -> None:
+    supervisor = Supervisor("train.py", 2)
+    supervisor.request_stop("SIGTERM")
+    supervisor.report(Report("a", 0, end=Exit(0, -15, asked=True)))
+    order = supervisor.report(Report("a", 1, end=Exit(1, 1, line="RuntimeError: Connection closed by peer")))
+    assert order == Order(stop="SIGTERM", over=True)
+
+
+def test_a_failure_before_the_stop_stays_a_failure() -> None:
+    supervisor = Supervisor("train.py", 2)
+    supervisor.report(Report("a", 1, end=Exit(1, 1, line="ValueError: no")))
+    supervisor.request_stop("SIGTERM")
+    assert supervisor.report(Report("a", 0, end=Exit(0, -15, asked=True))).failure.startswith(
+        "ValueError: no"
+    )
+
+
+def test_a_script_that_does_not_answer_sigterm_is_killed_after_the_deadline(
+    child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "STOP_S", 0.3)
+    ranks = Ranks(child, "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPS)
+    ranks.wait_for("ready")
+    ranks.supervisor.request_stop("Ctrl-C")
+    assert ranks.end() == [Order(stop="Ctrl-C", over=True)]
+    assert "did not end within" in ranks.output(0)
+
+
+def test_a_restart_counts_its_own_exits_and_ends_what_is_left_of_the_start_before() -> None:
+    supervisor = Supervisor("train.py", 1)
+    assert supervisor.report(Report("a", 0, end=Exit(0, 1, line="OSError"))).failure
+    assert supervisor.report(Report("b", 0)) == Order()
+    assert supervisor.report(Report("a", 0)).over
+    assert supervisor.report(Report("b", 0, end=Exit(0, 0))) == Order(over=True)
+    notes = [event["text"] for event in supervisor.events if event["event"] == "note"]
+    assert notes == ["the script starts again on all train workers (start 2)"]
+
+
+def test_metrics_that_are_not_finite_are_null_and_not_lost() -> None:
+    supervisor = Supervisor("train.py", 1)
+    values = {"loss": float("nan"), "lr": 0.1}
+    supervisor.report(
+        Report("a", 0, events=[{"time": 1.0, "event": "metrics", "step": 1, "metrics": values}])
+    )
+    (event,) = supervisor.drain()
+    assert json.loads(json.dumps(event, allow_nan=False))["metrics"] == {"loss": None, "lr": 0.1}
+
+
+@pytest.mark.parametrize("output", ["None", "-3"])
+def test_nothing_that_the_script_started_outlives_it(child: Callable[..., Child], output: str) -> None:
+    """A process that it leaves is ended with it, whether or not it holds its output open."""
+    text = (
+        "import subprocess, sys\n"
+        f"p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], stdout={output},"
+        f" stderr={output})\n"
+        "print('left', p.pid)\n"
+    )
+    ranks = Ranks(child, text)
+    assert ranks.end() == [Order(over=True)]
+    left = int(ranks.output(0).split()[1])
+    ranks.children[0].close()
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(left) and psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_script_ends_with_the_process_that_watches_it(tmp_path: Path) -> None:
+    """SIGKILL to a train worker leaves no script that trains on alone."""
+    (tmp_path / "train.py").write_text("import os, time\nprint(os.getpid())\ntime.sleep(600)\n")
+    text = (
+        "import os, sys, time; from pathlib import Path\n"
+        "from stoker.integrations.scripts.process import Child\n"
+        f"c = Child([sys.executable, '-u', 'train.py'], os.environ, Path({str(tmp_path)!r}))\n"
+        "while not (said := c.output()): time.sleep(0.02)\n"
+        "print(said, flush=True); os.kill(os.getpid(), 9)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "source_dir")}
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert done.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(int(done.stdout)) and psutil.Process(int(done.stdout)).status() != "zombie":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
