@@ -6,18 +6,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stoker.loader.adoption import replace_torch_loader
     from stoker.loader.dataloader import DataLoader
     from stoker.recipe import Recipe
     from stoker.session import checkpoint_dir, log
 
 __version__ = "0.1.0"
-__all__ = ["DataLoader", "Recipe", "checkpoint_dir", "log"]
+__all__ = ["DataLoader", "Recipe", "checkpoint_dir", "log", "replace_torch_loader"]
 
 _LIES_IN = {
     "DataLoader": "stoker.loader.dataloader",
     "Recipe": "stoker.recipe",
     "checkpoint_dir": "stoker.session",
     "log": "stoker.session",
+    "replace_torch_loader": "stoker.loader.adoption",
 }
 
 

@@ -20,9 +20,8 @@ from typing import Any
 
 from stoker.data.engine import ray_internals
 from stoker.errors import UsageError
+from stoker.session import JOB_VARIABLE
 
-JOB_VARIABLE = "STOKER_JOB"
-"""Set where several processes share one service: a run's id."""
 RANKS_WAIT_S = 120.0
 CHAIN = ("torch", "torch.utils.data", "stoker.loader.work")
 """What chain workers import besides those of recipes."""

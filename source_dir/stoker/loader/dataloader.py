@@ -58,9 +58,26 @@ class DataLoader(TorchDataLoader[Any]):
         stall_timeout_s: float = 600.0,
         **kwargs: Any,
     ) -> None:
+        super().__init__(*args, **kwargs)
+        self.set_options(address, on_error, bad_record_budget, stall_timeout_s)
+
+    def set_options(
+        self,
+        address: str | None = None,
+        on_error: str = "raise",
+        bad_record_budget: float = 0.01,
+        stall_timeout_s: float = 600.0,
+    ) -> None:
+        """Script: what is Stoker's own; see the class.
+
+        Raises:
+            ValueError: an unknown `on_error`.
+        """
+        from stoker.loader.adoption import follow_accelerate
+
         if on_error not in ("raise", "quarantine"):
             raise ValueError(f'on_error is "raise" or "quarantine", not {on_error!r}')
-        super().__init__(*args, **kwargs)
+        follow_accelerate()
         self.address, self.on_error = address, on_error
         self.bad_record_budget, self.stall_timeout_s = bad_record_budget, stall_timeout_s
         self.quarantine = Quarantine(bad_record_budget, self._total())
@@ -68,6 +85,11 @@ class DataLoader(TorchDataLoader[Any]):
         self._live: Any = None
         self._state: dict[str, Any] | None = None
         """Where the next pass begins, from `load_state_dict`."""
+
+    def options(self) -> dict[str, Any]:
+        """Script: what `set_options` takes."""
+        names = ("address", "on_error", "bad_record_budget", "stall_timeout_s")
+        return {name: getattr(self, name) for name in names}
 
     def check_worker_number_rationality(self) -> None:
         """Nothing to warn of: the workers are the cluster's."""

@@ -15,6 +15,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from stoker.data.messages import Shard
+from stoker.loader.watch import Watch
 from stoker.loader.work import Failed, Order
 
 STREAM_BATCHES = 8
@@ -36,6 +37,8 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._maker = maker
         self._seed = int(self._base_seed)
         self._close = weakref.finalize(self, maker.close)
+        self._watch = Watch(loader.batch_size or 1)
+        weakref.finalize(self, self._watch.tell)
         self._iterable = self._dataset_kind == _DatasetKind.Iterable
         self._workers = max(1, loader.num_workers)
         self._ahead = self._workers * (loader.prefetch_factor or 2)
@@ -120,12 +123,19 @@ class ClusterIterator(_BaseDataLoaderIter):
         if shards or self._exhausted:
             self._maker.submit(shards, self._groups if self._exhausted else None)
 
+    def __next__(self) -> Any:
+        asked = time.perf_counter()
+        batch = super().__next__()
+        self._watch.took(asked)
+        return batch
+
     def _next_data(self) -> Any:
         deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
         while True:
             made = self._next_stream(deadline) if self._iterable else self._next_batch(deadline)
             if made is END:
                 self._ended = True
+                self._watch.tell()
                 self._close()
                 raise StopIteration
             if isinstance(made, Failed):

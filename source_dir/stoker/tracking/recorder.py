@@ -45,6 +45,8 @@ class Recorder(Sink):
         self.step_ms: list[float] = []
         self.running: Counter[str] = Counter()
         """The sums of the pass under way, as far as its steps were logged."""
+        self.loaders: dict[int, Counter[str]] = {}
+        """The sums of each pass over a script's loader."""
         self.running_epoch = 0
         self.last_pass = -1
         """The last epoch of which training took records."""
@@ -117,6 +119,16 @@ class Recorder(Sink):
     def _on_metrics(self, event: dict[str, Any]) -> None:
         self.summary.steps = event["step"]
         self.summary.metrics.take({**self.summary.metrics.last, **event["metrics"]})
+
+    def _on_loader(self, event: dict[str, Any]) -> None:
+        """A script's `stoker.DataLoader`: sums since its pass began; ranks do alike."""
+        if event["rank"] == 0:
+            passed = Counter({name: event[name] for name in ("steps", "elapsed_s", "wait_s")})
+            passed["samples"] = event["samples"] * max(self.summary.train_workers, 1)
+            passed["wait_production_s"] = event["wait_s"]
+            self.loaders[event["loader"]] = passed
+            self.running = sum(self.loaders.values(), Counter[str]())
+            self.summary.steps = max(self.summary.steps, self.running["steps"])
 
     def _on_cache(self, event: dict[str, Any]) -> None:
         hosts = [

@@ -1,0 +1,62 @@
+"""Script: how long it waits for batches, told to the job that it belongs to."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+
+from stoker import session
+
+EVERY_S = 5.0
+_numbers = itertools.count()
+
+
+class Watch:
+    """Script: one pass. The time until its first batch is start-up, and counts to nothing.
+
+    Args:
+        samples: records of a full batch.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.samples, self.number = samples, next(_numbers)
+        self.batches = 0
+        self.wait_s = 0.0
+        self.trains = False
+        self._first = self._last = 0.0
+        self._told = 0
+
+    def took(self, asked: float) -> None:
+        """A batch was given.
+
+        Args:
+            asked: `time.perf_counter()` when it was asked for.
+        """
+        import torch
+
+        now = time.perf_counter()
+        if not self._first:
+            self._first = now
+            self.trains = torch.is_grad_enabled()
+        else:
+            self.batches += 1
+            self.wait_s += now - asked
+        if now - self._last > EVERY_S:
+            self.tell(now)
+
+    def tell(self, now: float | None = None) -> None:
+        """Let the run know; outside a job nobody listens."""
+        now = time.perf_counter() if now is None else now
+        self._last = now
+        if self.trains and self.batches > self._told:
+            self._told = self.batches
+            session.tell(
+                "loader",
+                rank=int(os.environ.get("RANK") or 0),
+                loader=self.number,
+                steps=self.batches,
+                samples=self.batches * self.samples,
+                wait_s=round(self.wait_s, 4),
+                elapsed_s=round(now - self._first, 4),
+            )

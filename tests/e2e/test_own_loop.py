@@ -1,0 +1,68 @@
+"""Scripts with loops of their own: one import changed, the same losses, bit for bit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "tests" / "scripts"
+
+
+def run(script: str, *arguments: str, code: int = 0, launcher: tuple[str, ...] = ()) -> str:
+    """A script as a user starts it, in a clean environment; nothing of it is left behind."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "STOKER_"))}
+    environment["PYTHONPATH"] = str(ROOT / "source_dir")
+    command = [sys.executable, *launcher, str(SCRIPTS / script), *arguments]
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        children: set[psutil.Process] = set()
+        while process.poll() is None:
+            with contextlib.suppress(psutil.NoSuchProcess, subprocess.TimeoutExpired):
+                children |= set(psutil.Process(process.pid).children(recursive=True))
+                process.wait(0.5)
+        output.seek(0)
+        text = output.read().decode()
+    assert process.returncode == code, text[-3000:]
+    # Ray's agents look for their parent every few seconds.
+    _, alive = psutil.wait_procs(children, timeout=120)
+    assert not alive, text[-2000:]
+    return text
+
+
+def losses(folder: Path) -> list[float]:
+    return list(json.loads((folder / "losses.json").read_text()))
+
+
+def test_a_classic_script_trains_alike_and_goes_on_where_it_was_killed(digits: Path, tmp_path: Path) -> None:
+    """Three trainings of two epochs, one of them killed in its second: four processes that import PyTorch."""
+    data = f"--data={digits / 'images'}"
+    for name in ("torch", "stoker", "killed"):
+        (tmp_path / name).mkdir()
+    run("classic.py", data, f"--out={tmp_path / 'torch'}")
+    run("classic.py", data, f"--out={tmp_path / 'stoker'}", "--loader=stoker")
+    expected = losses(tmp_path / "torch")
+    assert losses(tmp_path / "stoker") == expected
+    killed = (data, f"--out={tmp_path / 'killed'}", "--loader=stoker")
+    run("classic.py", *killed, f"--die-after={2 * len(expected) // 3}", code=-9)
+    run("classic.py", *killed)
+    assert losses(tmp_path / "killed") == expected
+
+
+@pytest.mark.parametrize("script", ["accelerated.py", "huggingface.py", "lightning_trainer.py"])
+def test_frameworks_train_alike_and_do_use_the_loader(script: str, tmp_path: Path) -> None:
+    found: dict[str, dict[str, Any]] = {}
+    for loader in ("torch", "stoker"):
+        run(script, loader, str(tmp_path / loader))
+        found[loader] = json.loads((tmp_path / loader).read_text())
+    assert found["torch"]["losses"] == found["stoker"]["losses"]
+    assert found["torch"]["loader"].startswith("torch") and found["stoker"]["loader"].startswith("stoker")

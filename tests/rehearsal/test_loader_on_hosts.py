@@ -1,0 +1,83 @@
+"""A script's batches are made on the CPU hosts of a job, and its losses are those of torch's own loader."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from rehearsals import CHEAP, new_name
+
+ROOT = Path(__file__).resolve().parents[2]
+POINTS = """
+import socket
+import time
+
+import torch
+from torch.utils.data import Dataset
+
+
+class Points(Dataset):
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        drawn = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return drawn, index % 3, socket.gethostname()
+"""
+TRAIN = """
+import json
+import sys
+from pathlib import Path
+
+import torch
+from points import Points
+from torch import nn
+
+if sys.argv[1] == "torch":
+    from torch.utils.data import DataLoader
+else:
+    import stoker
+    from stoker import DataLoader
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Linear(8, 3)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader = DataLoader(Points(), batch_size=8, shuffle=True, num_workers=2)
+losses, hosts = [], set()
+for _ in range(2):
+    for points, labels, on in loader:
+        loss = nn.functional.cross_entropy(model(points), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        hosts |= set(on)
+folder = Path(".") if sys.argv[1] == "torch" else stoker.checkpoint_dir()
+(folder / "losses.json").write_text(json.dumps([losses, sorted(hosts)]))
+"""
+
+
+def test_losses_are_those_of_torch_and_cpu_hosts_do_the_work(tmp_path: Path) -> None:
+    """Three hosts of a rehearsal, each of which imports PyTorch: about a minute on two cores."""
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "points.py").write_text(POINTS)
+    (project / "train.py").write_text(TRAIN)
+    subprocess.run([sys.executable, "train.py", "torch"], cwd=project, check=True, timeout=120)
+    expected, _ = json.loads((project / "losses.json").read_text())
+    keys = [*CHEAP, f"name={new_name()}", "rehearsal.hosts=gpu=1,cpu=2", "rehearsal.timeout_s=280"]
+    command = [sys.executable, str(ROOT / "launcher/submit.py"), "project/train.py", *keys]
+    command += ["rehearsal.entry=container", "--on", "rehearsal", "--", "stoker"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0
+    run = tmp_path / "runs/latest"
+    losses, hosts = json.loads((run / "checkpoints/losses.json").read_text())
+    assert losses == expected
+    assert {"algo-2", "algo-3"} & set(hosts)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 98 and summary["speed"]["samples_per_s"] > 0
