@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -178,6 +179,18 @@ def test_a_timeout_is_an_error_as_torch_words_it() -> None:
     next(iterator)
     with pytest.raises(RuntimeError, match="timed out after 5 seconds"):
         next(iterator)
+
+
+def test_an_interrupt_leaves_loader_and_cluster_of_use() -> None:
+    """As Ctrl-C does in a notebook's cell: the process that hangs at the batch is ended and replaced."""
+    for _ in range(3):  # more than there are processes
+        iterator = iter(DataLoader(Hangs(), batch_size=30))
+        next(iterator)
+        threading.Timer(1.0, signal.raise_signal, [signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            next(iterator)
+        del iterator
+    assert equal(list(DataLoader(Records(), batch_size=6)), list(TorchLoader(Records(), batch_size=6)))
 
 
 def test_batches_that_fill_the_store_many_times_all_come() -> None:

@@ -184,7 +184,7 @@ def test_every_block_once_and_in_order(
     for number, n in enumerate(groups):
         assert [nth for shard, nth in head.delivered if shard == number] == list(range(n))
     assert head.stream.account.read == head.source.count()
-    assert head.planner._early_bytes == 0 and not head.planner.active and not head.planner.again
+    assert head.planner.early_bytes == 0 and not head.planner.active and not head.planner.again
 
 
 def test_a_pass_that_is_waited_for_gets_every_host_however_much_of_later_ones_is_ready() -> None:

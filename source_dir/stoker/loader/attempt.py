@@ -6,6 +6,7 @@ It stands towards the planner where a run's attempt does for recipes.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -15,12 +16,14 @@ from stoker.data.engine.items import Line
 from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import Pool
 from stoker.data.engine.suspects import Suspects
-from stoker.data.messages import BlockReport, BlockSlice, EpochPlan, Shard, Start
+from stoker.data.messages import BlockReport, BlockSlice, EpochPlan, Origin, Shard, Start, Told
 from stoker.errors import DataError
 from stoker.schema import Config
 
 SERVED_FROM_BYTES = 100 * 1024
 """Ray keeps smaller objects with their owner, not in the shared memory of the host that made them."""
+ABANDONED_S = 10.0
+"""A chain worker whose pass was given up has so long to finish its batch."""
 Place = tuple[int, int]
 """Of a block: number of its shard, and which of its blocks."""
 
@@ -66,6 +69,50 @@ class LoaderSettings:
         self.config = Config().model_copy(update={"data": data})
 
 
+class LoaderPlanner(Planner):
+    """Head: part of an attempt: passes may be given up, and workers of iterable datasets take turns."""
+
+    abandoned: dict[int, tuple[str, float]]
+    """Tickets in work of passes that were given up → the process, and when it is ended if still at it."""
+
+    def __init__(self, attempt: Any, pool: Pool, budget_bytes: int, numbers: count[int]) -> None:
+        super().__init__(attempt, pool, budget_bytes, numbers)
+        self.abandoned = {}
+
+    def make_way(self, number: int, shard: int) -> None:
+        """What a ticket has not given yet comes after all other work of its pass, and `shard` comes first."""
+        work = self.active[number].line.work
+        left = [*work, *self.hand_back(number)]
+        work.clear()
+        work.extend(sorted(left, key=lambda each: each[0] != shard))
+
+    def drop(self, line: Line) -> None:
+        """Nobody wants a pass any more."""
+        for number in [n for n, item in self.active.items() if item.line is line]:
+            self.abandoned[number] = self.leave(number).process, time.monotonic() + ABANDONED_S
+        self.again = [item for item in self.again if item.line is not line]
+        coming = [report for of, report, _ in self.coming.values() if of is line]
+        self.early_bytes -= sum(report.bytes_out for report in (*coming, *line.waiting()))
+        if line in self.lines:
+            self.lines.remove(line)
+        self.reconciled(line.stream)
+
+    def reported(self, number: int, report: BlockReport, origin: Origin, told: Told) -> bool:
+        """As the planner's."""
+        self.abandoned.pop(number, None)
+        return super().reported(number, report, origin, told)
+
+    def ended(self, number: int) -> None:
+        """As the planner's."""
+        self.abandoned.pop(number, None)
+        super().ended(number)
+
+    def look(self, now: float) -> list[str]:
+        """As the planner's; a process that still works for nobody is ended."""
+        late = [number for number, (_, due) in self.abandoned.items() if now > due]
+        return super().look(now) + [self.abandoned.pop(number)[0] for number in late]
+
+
 class LoaderAttempt:
     """Head: see the module; it ends where work has failed for good, and the next pass begins another.
 
@@ -99,7 +146,7 @@ class LoaderAttempt:
         self.failure = ""
         self.lines: dict[str, Line] = {}
         """Open passes."""
-        self.planner = Planner(self, pool, budget_bytes, numbers)
+        self.planner = LoaderPlanner(self, pool, budget_bytes, numbers)
 
     @property
     def over(self) -> bool:

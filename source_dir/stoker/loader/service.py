@@ -162,7 +162,8 @@ class LoaderService(Production):
         go_on = super().block_made(ticket, report, origin, told)
         deadline = time.monotonic() + HOLD_S
         with self.changed:
-            while go_on and (planner := self._planner()) is not None:
+            while go_on and self._planner() is not None:
+                planner = self.attempt.planner
                 item = planner.active.get(ticket)
                 if item is None or not isinstance(made := item.line.stream, LoaderPass) or not made.streams:
                     break

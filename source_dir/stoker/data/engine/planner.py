@@ -73,7 +73,7 @@ class Planner:
         """Seconds that a shard of a split takes, smoothed."""
         self._issued: dict[int, float] = {}
         """Tickets that nobody has claimed yet, and since when."""
-        self._early_bytes = 0
+        self.early_bytes = 0
         """Of blocks that are reported and not delivered yet."""
         self._numbers, self._names = numbers, count()
 
@@ -206,17 +206,6 @@ class Planner:
     def _most(self, line: Line, left: int) -> int:
         return shards_per_item(left, self.pool.slots, self.shard_s.get(line.plan.split), line.single)
 
-    def drop(self, line: Line) -> None:
-        """Nobody wants a pass any more."""
-        for number in [n for n, item in self.active.items() if item.line is line]:
-            self._leave(number)
-        self.again = [item for item in self.again if item.line is not line]
-        coming = [report for of, report, _ in self.coming.values() if of is line]
-        self._early_bytes -= sum(report.bytes_out for report in (*coming, *line.waiting()))
-        if line in self.lines:
-            self.lines.remove(line)
-        self.reconciled(line.stream)
-
     def _wanted(self, line: Line) -> bool:
         stream = line.stream
         under_way = line.shards_under_way * line.plan.block_records
@@ -235,7 +224,7 @@ class Planner:
         return ready < STARVED_STEPS or (ready < HUNGRY_STEPS and self._held_bytes() < self.budget_bytes / 2)
 
     def _held_bytes(self) -> int:
-        return self._early_bytes + sum(int(stream.held_bytes) for stream in self.attempt.open_streams())
+        return self.early_bytes + sum(int(stream.held_bytes) for stream in self.attempt.open_streams())
 
     def reported(self, number: int, report: BlockReport, origin: Origin, told: Told) -> bool:
         """A chain worker has made a block, which comes through Ray Data; whether it is to go on.
@@ -256,7 +245,7 @@ class Planner:
         if line.report(report, told.node):
             if report.rows:
                 self.coming[origin] = (line, report, told.node)
-                self._early_bytes += report.bytes_out
+                self.early_bytes += report.bytes_out
             else:
                 self._deliver(line, report.shard)
         if number not in self.active:
@@ -267,18 +256,12 @@ class Planner:
             ticket.made = max(ticket.made, origin[1] + 1)
         overfull = not line.single and self._held_bytes() > OVERFULL * self.budget_bytes
         if item.shards and overfull and not self._needed(item):
-            line.work.extendleft(reversed(self._hand_back(number)))
+            line.work.extendleft(reversed(self.hand_back(number)))
             return False
         return True
 
-    def make_way(self, number: int, shard: int) -> None:
-        """What a ticket has not given yet comes after all other work of its pass, and `shard` comes first."""
-        work = self.active[number].line.work
-        left = [*work, *self._hand_back(number)]
-        work.clear()
-        work.extend(sorted(left, key=lambda each: each[0] != shard))
-
-    def _hand_back(self, number: int) -> list[Numbered]:
+    def hand_back(self, number: int) -> list[Numbered]:
+        """A ticket ends with what it has given; the shards that are left."""
         ticket, item = self.tickets[number], self.active[number]
         ticket.limit, shards, item.shards = ticket.made, item.shards, []
         self._done(number)
@@ -299,7 +282,7 @@ class Planner:
             line.arrived(report, node, reference)
             self._deliver(line, report.shard)
 
-    def _leave(self, number: int) -> Item:
+    def leave(self, number: int) -> Item:
         """A ticket is in work no more."""
         item = self.active.pop(number)
         if self.working.get(item.process) == number:
@@ -313,7 +296,7 @@ class Planner:
     def _deliver(self, line: Line, number: int) -> None:
         for made in line.deliverable(number):
             if made.reference is not None:
-                self._early_bytes -= made.report.bytes_out
+                self.early_bytes -= made.report.bytes_out
             self.attempt.deliver(line.stream, made.reference, made.report, made.node)
 
     def ended(self, number: int) -> None:
@@ -322,7 +305,7 @@ class Planner:
             self._done(number)
 
     def _done(self, number: int) -> None:
-        item = self._leave(number)
+        item = self.leave(number)
         line, split = item.line, item.line.plan.split
         line.under_way -= 1
         line.shards_under_way -= item.count
@@ -349,7 +332,7 @@ class Planner:
         if not item.shards:
             self._done(number)
             return
-        self._leave(number)
+        self.leave(number)
         item.tried.add(item.node)
         item.not_before = time.monotonic() + wait_s
         self.again.append(item)
