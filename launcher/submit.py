@@ -43,11 +43,11 @@ class DefaultsToRun(TyperGroup):
                 raise UsageError(f"{key}: write rehearsal.{REHEARSED[key]} (docs/rehearsal.md)")
         if args and args[0] not in (*self.commands, "--help"):
             args = ["run", *args]
-        if "--" in args:
+        if "--" in args and args[0] != "check":
             at = args.index("--")
             ctx.meta[ARGUMENTS], args = args[at + 1 :], args[:at]
             if args[:1] != ["run"]:
-                raise UsageError("--: only a job takes arguments for its script after it")
+                raise UsageError("--: only jobs and `check` take arguments for a script after it")
         return list(super().parse_args(ctx, args))
 
 
