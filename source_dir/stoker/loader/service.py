@@ -21,6 +21,8 @@ ANSWER_S = 5.0
 """A call answers after this, with nothing, so that the script can look at its own deadline."""
 HOLD_S = 60.0
 """How long a worker of an iterable dataset is held back at a time."""
+IDLE_S = 15.0
+"""Without a pass for so long, chain workers are ended, and their CPUs are free for others."""
 STREAM_AHEAD = 4
 """Batches of such a worker that wait to be taken."""
 
@@ -51,6 +53,22 @@ class LoaderService(Production):
         self.budget_bytes = budget_bytes
         self.notes: list[str] = []
         self.agents = Agents(lambda used: None, note=self.notes.append)
+
+        self._busy = time.monotonic()
+        """When a pass was last open."""
+
+    def is_idle(self, now: float) -> bool:
+        """As in a run; here others may want the CPUs between two passes."""
+        if self.attempt.lines:
+            self._busy = now
+        return now - self._busy > IDLE_S
+
+    def _run_engine(self, me: Any) -> None:
+        super()._run_engine(me)
+        with self.changed:
+            wanted = not self.attempt.over and bool(self.attempt.lines)
+        if wanted:  # a pass was opened while the execution ended
+            self.start_engine(me)
 
     def servers(self) -> tuple[bytes, dict[str, Server]]:
         """Script's call: the secret of block connections, and who serves, by node."""
@@ -95,6 +113,7 @@ class LoaderService(Production):
                 )  # fmt: skip
                 self.attempt = attempt
             self.training[len(self.training)] = node
+            self._busy = time.monotonic()
             attempt.open(key, name, streams)
             self.changed.notify_all()
         self.start_engine(me)

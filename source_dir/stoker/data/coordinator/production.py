@@ -151,10 +151,18 @@ class Production:
                     planner = self._planner()
                     self.pool.update(hosts, bool(planner and planner.hungry), now)
                     hung = planner.look(now) if planner else []
+                    engine.ended = self.is_idle(now)
+                if engine.ended:
+                    engine.execution.shutdown()
+                    return
                 engine.look()
                 for process in hung:
                     engine.execution.kill(process)
             time.sleep(LOOK_EVERY_S)
+
+    def is_idle(self, now: float) -> bool:
+        """Whether the chain workers are to be ended, until a new attempt begins; a run needs them to its end."""
+        return False
 
     def _refuse_no_host(self, seconds: float) -> None:
         # One that was lost may come back; without its group another does not take its place.

@@ -43,6 +43,8 @@ class Engine:
 
     def __init__(self, coordinator: Any, pool: Pool, head: str) -> None:
         self._pool = pool
+        self.ended = False
+        """Whether it was ended on purpose."""
         self._placed: list[str] = []
         """Nodes of the actors that are starting, in order."""
         self.execution = ray_internals.Execution(self._dataset(coordinator, head))
@@ -101,8 +103,12 @@ class Engine:
         Args:
             arrived: takes each block, and where it comes from.
         """
-        for reference in self.execution.blocks():
-            arrived(ray_internals.origin_of(reference), reference)
+        try:
+            for reference in self.execution.blocks():
+                arrived(ray_internals.origin_of(reference), reference)
+        except Exception:
+            if not self.ended:
+                raise
 
     def look(self) -> None:
         """Regularly: as many chain workers as the pool wants, where it wants them."""
