@@ -34,8 +34,8 @@ torch.manual_seed(0)
 torch.set_num_threads(1)
 chain = transforms.Compose([transforms.Resize(32), transforms.ToTensor(), transforms.Normalize([0.5], [0.5])])
 train = ImageFolder(options.data / "train", chain)
-train.samples = train.samples[::3]  # some of each class
 val = ImageFolder(options.data / "val", chain)
+train.samples, val.samples = train.samples[::5], val.samples[::4]  # some of each class
 loader = DataLoader(train, batch_size=32, shuffle=True, num_workers=2, drop_last=True)
 val_loader = DataLoader(val, batch_size=64, num_workers=2)
 model = timm.create_model("test_resnet", num_classes=10)

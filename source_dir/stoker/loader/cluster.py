@@ -23,8 +23,17 @@ from stoker.errors import UsageError
 from stoker.session import JOB_VARIABLE
 
 RANKS_WAIT_S = 120.0
-CHAIN = ("torch", "torch.utils.data", "stoker.loader.work")
-"""What chain workers import besides those of recipes."""
+IMPORTED = ("torch.utils.data", "stoker.loader.work", "stoker.loader.service")
+"""What the service and chain workers import besides those of recipes."""
+WITH_THE_SCRIPT = (
+    "torchvision.transforms.v2",
+    "torchvision.datasets",
+    "cv2",
+    "pandas",
+    "scipy",
+    "albumentations",
+)
+"""They import these, too, where the script has, so that each does not do so by itself."""
 
 
 def connect(address: str | None) -> None:
@@ -83,7 +92,8 @@ def _start() -> Any:
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     if forks.POSSIBLE:
-        server = forks.ForkServer((*forks.CHAIN, *CHAIN))
+        also = [name for name in WITH_THE_SCRIPT if name in sys.modules]
+        server = forks.ForkServer((*forks.CHAIN, *IMPORTED, *also))
         stack.callback(server.stop)
         os.environ[forks.SOCKET_VARIABLE] = server.socket
     stack.enter_context(LocalCluster(Config()))

@@ -161,7 +161,7 @@ class Production:
             time.sleep(LOOK_EVERY_S)
 
     def is_idle(self, now: float) -> bool:
-        """Whether the chain workers are to be ended, until a new attempt begins; a run needs them to its end."""
+        """Whether chain workers are to be ended until a new attempt begins; a run needs them to its end."""
         return False
 
     def _refuse_no_host(self, seconds: float) -> None:
