@@ -18,6 +18,7 @@ ALL = (
     "epoch_gap",
     "scale",
     "start_up",
+    "drop_in",
     "checkpointing",
     "cache",
 )
