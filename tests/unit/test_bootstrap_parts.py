@@ -229,6 +229,16 @@ def test_the_failure_file_is_short_and_the_first_cause_stays(base: Path) -> None
     assert text.startswith("the cause") and len(text) == 1024
 
 
+def test_an_error_nobody_foresaw_fails_the_host_and_is_its_cause(base: Path) -> None:
+    config = base / "input" / "config"
+    (config / "resourceconfig.json").write_text('{"current_host": "algo-1", "hosts": ["algo-1"]}')
+    (config / "hyperparameters.json").write_text("[]")
+    train = Path(run.__file__).parents[2] / "train.py"
+    done = subprocess.run([sys.executable, train], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert (base / "output" / "failure").read_text().startswith("AttributeError: 'list' object")
+
+
 def test_names_that_resolve_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     server = LifelineServer("127.0.0.1", port, TOKEN)
