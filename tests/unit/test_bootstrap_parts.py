@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -191,6 +192,18 @@ def test_a_missing_or_short_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="too short") as refused:
         read_token(tmp_path)
     assert "short'" not in str(refused.value)
+
+
+def test_ray_takes_this_jobs_token_and_no_other_whatever_the_environment_says() -> None:
+    code = (
+        "from stoker.bootstrap.cluster import set_environment; set_environment('a' * 64);"
+        "from ray._private.authentication.authentication_utils import validate_request_token as takes;"
+        "print(takes('Bearer ' + 'a' * 64), takes('Bearer ' + 'b' * 64))"
+    )
+    other = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "b" * 64, "RAY_AUTH_TOKEN_PATH": "/none"}
+    environment = {**os.environ, **other}
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert shown.stdout.split() == ["True", "False"], shown.stderr
 
 
 @pytest.fixture
