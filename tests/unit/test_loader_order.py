@@ -261,6 +261,25 @@ def test_batches_made_several_at_a_time_come_one_by_one_in_order(
     assert equal(found + list(again), alone)
 
 
+class Asked(Records):
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return info.id, info.seed
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_a_record_is_told_of_the_worker_that_torch_would_ask(
+    monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    monkeypatch.setattr(ProcessMaker, "pace", lambda _, least: (together, least))
+    found = []
+    for kind in (TorchLoader, DataLoader):
+        torch.manual_seed(0)
+        found.append(list(kind(Asked(), batch_size=4, num_workers=2)))
+    assert equal(*found)
+
+
 class Broken(Records):
     def __getitem__(self, index: int) -> Any:
         if index % 10 == 3:
