@@ -6,8 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stoker.loader.adoption import replace_torch_loader
-    from stoker.loader.dataloader import DataLoader
+    from stoker.loader.dataloader import DataLoader, replace_torch_loader
     from stoker.recipe import Recipe
     from stoker.session import checkpoint_dir, log
 
@@ -19,7 +18,7 @@ _LIES_IN = {
     "Recipe": "stoker.recipe",
     "checkpoint_dir": "stoker.session",
     "log": "stoker.session",
-    "replace_torch_loader": "stoker.loader.adoption",
+    "replace_torch_loader": "stoker.loader.dataloader",
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -193,6 +194,18 @@ def test_a_missing_or_short_token_is_refused(tmp_path: Path) -> None:
     assert "short'" not in str(refused.value)
 
 
+def test_ray_takes_this_jobs_token_and_no_other_whatever_the_environment_says() -> None:
+    code = (
+        "from stoker.bootstrap.cluster import set_environment; set_environment('a' * 64);"
+        "from ray._private.authentication.authentication_utils import validate_request_token as takes;"
+        "print(takes('Bearer ' + 'a' * 64), takes('Bearer ' + 'b' * 64))"
+    )
+    other = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "b" * 64, "RAY_AUTH_TOKEN_PATH": "/none"}
+    environment = {**os.environ, **other}
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert shown.stdout.split() == ["True", "False"], shown.stderr
+
+
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "input" / "config").mkdir(parents=True)
@@ -227,6 +240,16 @@ def test_the_failure_file_is_short_and_the_first_cause_stays(base: Path) -> None
     run.write_failure("something later")
     text = (base / "output" / "failure").read_text()
     assert text.startswith("the cause") and len(text) == 1024
+
+
+def test_an_error_nobody_foresaw_fails_the_host_and_is_its_cause(base: Path) -> None:
+    config = base / "input" / "config"
+    (config / "resourceconfig.json").write_text('{"current_host": "algo-1", "hosts": ["algo-1"]}')
+    (config / "hyperparameters.json").write_text("[]")
+    train = Path(run.__file__).parents[2] / "train.py"
+    done = subprocess.run([sys.executable, train], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert (base / "output" / "failure").read_text().startswith("AttributeError: 'list' object")
 
 
 def test_names_that_resolve_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

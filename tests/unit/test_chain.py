@@ -15,6 +15,7 @@ from stoker.data.messages import HWC_SUFFIX, ID_COLUMN, BadRecord, Record
 from stoker.data.preprocessing.chain import Chain, ChainError
 from stoker.data.preprocessing.entries import as_stages
 from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, RecordTransform, decode_image
+from stoker.data.sources.base import record_id
 from stoker.errors import UsageError
 
 IMAGE = "image" + HWC_SUFFIX
@@ -87,6 +88,8 @@ def test_a_bad_record_is_quarantined_with_its_reason_and_the_others_go_on() -> N
     columns, report = chain.run([*rows, BadRecord("r9", "cannot be read")], epoch=0)
     assert len(columns[ID_COLUMN]) == 2
     assert report.records == 5
+    assert report.id_sum == sum(map(record_id, ["r0", "r1", "r2", "r3", "r9"]))
+    assert report.bad_id_sum == sum(map(record_id, ["r1", "r2", "r9"]))
     reasons = {bad.key: bad.reason for bad in report.bad}
     assert reasons["r9"] == "cannot be read"
     assert "DecodeImage: ValueError: cannot be decoded" in reasons["r1"]

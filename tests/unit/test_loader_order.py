@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from stoker import DataLoader
 from stoker.errors import UsageError
+from stoker.loader.makers import ProcessMaker
 
 
 @pytest.fixture(autouse=True)
@@ -194,22 +195,89 @@ def test_records_fetched_together_are_the_same() -> None:
     assert equal(list(DataLoader(Together(), batch_size=5)), list(TorchLoader(Together(), batch_size=5)))
 
 
+def draw() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
 class Draws(Records):
     def __getitem__(self, index: int) -> Any:
-        return index, random.random(), np.random.rand(), float(torch.rand(()))
+        return draw()
 
 
-def test_what_records_draw_depends_on_seed_and_epoch_alone() -> None:
-    def drawn(workers: int, batch: int, seed: int) -> list[Any]:
+class DrawsTogether(Draws):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [draw() for _ in indices]
+
+
+class DrawsInTurn(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (draw() for _ in range(20))
+
+
+def collate(drawn: Any) -> Any:
+    return drawn, draw()
+
+
+def numbers(found: Any) -> list[float]:
+    return [found] if isinstance(found, float) else [n for each in found for n in numbers(each)]
+
+
+@pytest.mark.parametrize("dataset", [Draws(), DrawsTogether(), DrawsInTurn()], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize("size", [5, None])
+def test_what_records_and_collate_draw_depends_on_seed_and_epoch_alone(
+    dataset: Any, size: int | None
+) -> None:
+    """And no two of them draw alike, in one epoch or in two."""
+
+    def drawn(workers: int, seed: int) -> list[float]:
         torch.manual_seed(seed)
-        loader = DataLoader(Draws(), batch_size=batch, num_workers=workers)
-        return [list(loader), list(loader)]
+        loader = DataLoader(dataset, batch_size=size, num_workers=workers, collate_fn=collate)
+        return numbers([list(loader), list(loader)])
 
-    assert equal(drawn(1, 5, 0), drawn(4, 5, 0))
-    first, second = drawn(1, 5, 0)
-    assert not equal(first, second) and not equal(first, drawn(1, 5, 1)[0])
-    values = [v for batch in first for column in batch[1:] for v in column.tolist()]
-    assert len(set(values)) == len(values)
+    divided = isinstance(dataset, DrawsInTurn)  # among as many workers as there are
+    first = drawn(3 if divided else 1, seed=0)
+    assert drawn(3, seed=0) == first
+    both = first + drawn(3, seed=1)
+    assert len(set(both)) == len(both) >= 200
+
+
+@pytest.mark.parametrize("together", [3, 100])
+@pytest.mark.parametrize("after", [0, 4, 5, 11])
+def test_batches_made_several_at_a_time_come_one_by_one_in_order(
+    monkeypatch: pytest.MonkeyPatch, together: int, after: int
+) -> None:
+    """As on a cluster, where quick batches are made in groups; a pass goes on within one, too."""
+
+    def loader() -> DataLoader:
+        torch.manual_seed(0)
+        return DataLoader(Draws(), batch_size=4, num_workers=2)
+
+    alone = list(loader())
+    monkeypatch.setattr(ProcessMaker, "pace", lambda _, least: (together, least))
+    grouped = loader()
+    found = list(itertools.islice(grouped, after))
+    again = loader()
+    again.load_state_dict(grouped.state_dict())
+    assert equal(found + list(again), alone)
+
+
+class Asked(Records):
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return info.id, info.seed
+
+
+@pytest.mark.parametrize("together", [1, 3])
+def test_a_record_is_told_of_the_worker_that_torch_would_ask(
+    monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    monkeypatch.setattr(ProcessMaker, "pace", lambda _, least: (together, least))
+    found = []
+    for kind in (TorchLoader, DataLoader):
+        torch.manual_seed(0)
+        found.append(list(kind(Asked(), batch_size=4, num_workers=2)))
+    assert equal(*found)
 
 
 class Broken(Records):

@@ -341,6 +341,22 @@ def test_the_exit_code_of_a_stop_says_whether_training_had_finished(
     assert summary.status == ("succeeded" if complete else "interrupted")
 
 
+@pytest.mark.parametrize(
+    ("error", "reason", "exported", "said"),
+    [
+        ("the loss is nan", "", "", "the loss is nan"),
+        ("", "training did not end", "", "training did not end"),
+        ("", "", "no operator aten::x", "export failed; no operator aten::x"),
+    ],
+)
+def test_what_failed_never_ends_with_exit_code_0(error: str, reason: str, exported: str, said: str) -> None:
+    fit: Any = object.__new__(driver.Fit)
+    fit.error, fit.reason, fit.complete = error, reason, True
+    summary = Summary(exports=[{"format": "safetensors", "error": ""}, {"format": "onnx", "error": exported}])
+    assert driver.conclude(fit, summary) == 1
+    assert (summary.status, summary.error) == ("failed", said)
+
+
 def test_ranks_agree_on_the_step_of_a_validation_in_which_they_stop() -> None:
     for seed in range(200):
         chance = random.Random(seed)

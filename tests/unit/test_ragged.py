@@ -272,6 +272,16 @@ def test_rows_that_come_a_second_time_take_the_place_of_the_first() -> None:
     assert batch.finish()["ids"].tolist() == [[1, 2], [3, 0]]
 
 
+def test_rows_stand_in_their_places_in_whatever_order_they_come() -> None:
+    ids = Ragged.of([np.array([1, 2]), np.array([3]), np.array([4, 5, 6])], "int64")
+    batch = BatchBuilder(BufferPool(pinned=False), 3, schema_of({"ids": ids}, pads={"ids": Pad(0)}))
+    for start, stop in ((2, 3), (0, 1), (1, 2)):
+        batch.take(BlockSlice(Reference(), start, stop, "", 3), {"ids": ids}, start)
+    found = batch.finish()
+    assert found["ids"].tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
+    assert found["ids_length"].tolist() == [2, 1, 3]
+
+
 @pytest.mark.parametrize("dtype", ["int64", "uint8", "float16", "bool", "complex64"])
 @pytest.mark.parametrize("shape", [(), (2,), (2, 3)])
 def test_a_block_is_the_same_before_and_after_arrow(dtype: str, shape: tuple[int, ...]) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from stoker.data.sources.seeding import put_back, states
 from stoker.errors import UsageError
 from stoker.loader import cluster
+from stoker.loader.adoption import adopt, follow_accelerate
 from stoker.loader.iterator import ClusterIterator, Quarantine
 from stoker.loader.makers import ClusterMaker, ProcessMaker, register
 from stoker.loader.packing import pack
@@ -73,11 +74,9 @@ class DataLoader(TorchDataLoader[Any]):
         Raises:
             ValueError: an unknown `on_error`.
         """
-        from stoker.loader.adoption import follow_accelerate
-
         if on_error not in ("raise", "quarantine"):
             raise ValueError(f'on_error is "raise" or "quarantine", not {on_error!r}')
-        follow_accelerate()
+        follow_accelerate(DataLoader)
         self.address, self.on_error = address, on_error
         self.bad_record_budget, self.stall_timeout_s = bad_record_budget, stall_timeout_s
         self.quarantine = Quarantine(bad_record_budget, self._total())
@@ -198,3 +197,25 @@ class DataLoader(TorchDataLoader[Any]):
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         for sampler, state in zip(self._samplers(), found["samplers"], strict=True):
             sampler.load_state_dict(state)
+
+
+_stock_iter = TorchDataLoader.__iter__
+
+
+def replace_torch_loader(**options: Any) -> None:
+    """Script: every torch DataLoader that is iterated over from now on is a `stoker.DataLoader`.
+
+    For Trainers that make their loaders themselves (Hugging Face's, say). Subclasses of torch's with an
+    iterator of their own stay as they are.
+
+    Args:
+        **options: `address`, `on_error`, `bad_record_budget`, `stall_timeout_s`.
+    """
+
+    def iterate(loader: TorchDataLoader[Any]) -> Any:
+        if type(loader) is TorchDataLoader:
+            adopt(loader, DataLoader, options)
+            return iter(loader)
+        return _stock_iter(loader)
+
+    TorchDataLoader.__iter__ = iterate  # type: ignore[method-assign]

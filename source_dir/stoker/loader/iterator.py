@@ -111,7 +111,7 @@ class ClusterIterator(_BaseDataLoaderIter):
                     break
                 self._submitted += 1
             if batches:
-                order = Order(self._seed, batches[0][0] % self._workers, tuple(batches))
+                order = Order(self._seed, batches=tuple(batches))
                 name = (
                     f"batch {batches[0][0]}"
                     if len(batches) == 1

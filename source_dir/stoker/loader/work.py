@@ -48,10 +48,10 @@ class Order(NamedTuple):
     """Script → chain worker: batches of a map-style dataset, or a worker's part of an iterable one."""
 
     base_seed: int
-    worker: int
-    """What `get_worker_info().id` says."""
+    worker: int = 0
+    """Of an iterable dataset: what `get_worker_info().id` says."""
     batches: tuple[tuple[int, Any], ...] = ()
-    """Number and indices of each."""
+    """Number and indices of each; torch's workers take turns at them."""
 
 
 @dataclass
@@ -72,27 +72,27 @@ class LoaderWork:
 
     def run(self, order: Order) -> Iterator[list[Made | Failed]]:
         """The batches of an order, in groups: one group of a map-style dataset, else a batch each."""
-        self._begin(order)
         if self.iterable:
+            self._begin(order.base_seed, order.worker)
             yield from ([made] for made in self._stream(order))
-        else:
-            yield [self._one(order.base_seed, number, indices) for number, indices in order.batches]
+            return
+        group = []
+        for number, indices in order.batches:
+            self._begin(order.base_seed, number % self.workers)
+            group.append(self._one(order.base_seed, number, indices))
+        yield group
 
-    def _begin(self, order: Order) -> None:
+    def _begin(self, base_seed: int, worker: int) -> None:
         """As torch prepares a worker process."""
-        from torch.utils.data._utils import worker
+        from torch.utils.data._utils import worker as torchs
 
-        info = worker.WorkerInfo(
-            id=order.worker,
-            num_workers=self.workers,
-            seed=order.base_seed + order.worker,
-            dataset=self.dataset,
+        torchs._worker_info = torchs.WorkerInfo(
+            id=worker, num_workers=self.workers, seed=base_seed + worker, dataset=self.dataset
         )
-        worker._worker_info = info
         if self.worker_init_fn is not None and (self.iterable or not self._begun):
-            seed_globals(f"{order.base_seed}/worker/{order.worker}")
-            self.worker_init_fn(order.worker)
-        self._begun.add(order.worker)
+            seed_globals(f"{base_seed}/worker/{worker}")
+            self.worker_init_fn(worker)
+        self._begun.add(worker)
 
     def _one(self, base_seed: int, number: int, indices: Any) -> Made | Failed:
         bad: list[tuple[Any, str]] = []
