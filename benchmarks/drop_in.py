@@ -1,6 +1,6 @@
 """Laptop: `stoker.DataLoader` beside torch's on this machine, and on emulated hosts beside the ideal.
 
-Each loader runs in a process of its own, in turns. On the hosts, which are Ray nodes, records sleep: that takes
+Each loader runs in a process of its own, in turns. Records sleep on the hosts, which are Ray nodes: that takes
 no CPU.
 """
 
