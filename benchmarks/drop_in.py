@@ -1,7 +1,7 @@
 """Laptop: `stoker.DataLoader` beside torch's on this machine, and on emulated hosts beside the ideal.
 
-Each loader runs in a process of its own, in turns. Records sleep on the hosts, which are Ray nodes: that takes
-no CPU.
+Each loader runs in a process of its own, in turns. Hosts are Ray nodes, on which records sleep: that takes no
+CPU.
 """
 
 from __future__ import annotations

@@ -269,3 +269,47 @@ def test_digits_train_through_ray_jobs_as_a_user_types_it(
     assert summary["metrics"]["best"]["val/acc1"] > 0.2
     assert len(summary["chain_tasks_by_host"]) >= 2, summary["chain_tasks_by_host"]
     assert (path.parent / "model").is_dir()
+
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from points import Points
+
+import stoker
+
+dist.init_process_group("gloo")
+found = [i for batch in stoker.DataLoader(Points(), batch_size=8, num_workers=2) for i in batch.tolist()]
+assert found == list(range(200)), found
+stoker.log({"loss": torch.tensor(0.5)})
+(stoker.checkpoint_dir() / "last.txt").write_text("saved")
+"""
+POINTS = """
+import torch
+from torch.utils.data import Dataset
+
+
+class Points(Dataset):
+    def __len__(self):
+        return 200
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+"""
+
+
+def test_a_script_trains_through_ray_jobs_and_loads_on_the_clusters_cpus(
+    entered: RayNodes, tmp_path: Path
+) -> None:
+    """As the job above, with a script of the user's own and its loader."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.py").write_text(SCRIPT)
+    (tmp_path / "mine" / "points.py").write_text(POINTS)
+    words = [str(tmp_path / "mine" / "train.py"), "--on=ray", f"--address={entered.dashboard}"]
+    done = submit(*words, f"output_dir={tmp_path}", "name=mine", "train.workers=2", token=entered.token)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    (path,) = tmp_path.glob("mine-*/summary.json")
+    summary = json.loads(path.read_text())
+    assert (summary["status"], summary["backend"], summary["script"]) == ("succeeded", "ray", "train.py")
+    assert summary["metrics"]["last"]["loss"] == 0.5 and summary["steps"] > 0
+    assert (path.parent / "checkpoints" / "last.txt").read_text() == "saved"
