@@ -17,18 +17,23 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
 
+COMMANDS: dict[int, str] = {}
+"""Of the processes that were seen, by id."""
 
-def run(script: str, *arguments: str, code: int = 0) -> set[psutil.Process]:
+
+def run(script: str, *arguments: str, code: int = 0, how: tuple[str, ...] = ()) -> set[psutil.Process]:
     """A script as a user starts it, in a clean environment; the processes that it started."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "STOKER_"))}
     environment["PYTHONPATH"] = str(ROOT / "source_dir")
-    command = [sys.executable, str(SCRIPTS / script), *arguments]
+    command = [sys.executable, *how, str(SCRIPTS / script), *arguments]
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
         children: set[psutil.Process] = set()
         while process.poll() is None:
             with contextlib.suppress(psutil.NoSuchProcess, subprocess.TimeoutExpired):
                 children |= set(psutil.Process(process.pid).children(recursive=True))
+                for child in children:
+                    COMMANDS[child.pid] = " ".join(child.cmdline()) or COMMANDS.get(child.pid, "")
                 process.wait(0.5)
         output.seek(0)
         text = output.read().decode()
@@ -70,3 +75,11 @@ def test_frameworks_train_alike_and_do_use_the_loader(script: str, tmp_path: Pat
         found[loader] = json.loads((tmp_path / loader).read_text())
     assert found["torch"]["losses"] == found["stoker"]["losses"]
     assert found["torch"]["loader"].startswith("torch") and found["stoker"]["loader"].startswith("stoker")
+
+
+def test_ranks_under_torchrun_share_one_cluster_and_leave_nothing() -> None:
+    started = run("ranks.py", how=("-m", "torch.distributed.run", "--nproc-per-node=2"))
+    names = [name for process in started if (name := COMMANDS.get(process.pid, ""))]
+    assert sum("raylet/raylet" in name for name in names) == 1, names
+    assert ended(started)
+    assert not list(Path(tempfile.gettempdir()).glob(f"stoker-ranks-{os.getuid()}/*"))
