@@ -74,6 +74,7 @@ def overrides(digits: Path) -> list[str]:
         f"params.data={digits / 'webdataset'}",
         "train.epochs=2",
         "train.lr=0.05",
+        "data.order=exact",  # two epochs at this rate end anywhere between 36 and 90 % otherwise
         "cluster.object_store_mb=128",
         f"sagemaker.region={REGION}",
         f"sagemaker.role={ROLE}",
