@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -208,3 +210,35 @@ class Large(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return torch.full((1024, 2048), float(index))
+
+
+class Copies(Records):
+    def __getitem__(self, index: int) -> Any:
+        return sum(isinstance(each, Copies) for each in gc.get_objects())
+
+
+def test_a_process_keeps_no_copy_of_the_dataset_for_a_pass_that_is_over() -> None:
+    loader = DataLoader(Copies(6), batch_size=1)
+    assert max(int(batch) for _ in range(5) for batch in loader) <= 2
+
+
+def test_validation_within_an_iterable_dataset_that_has_all_processes_goes_on() -> None:
+    given = []
+    for n, batch in enumerate(DataLoader(Stream(), batch_size=4, num_workers=2)):
+        given += batch.tolist()
+        if n == 3:
+            assert len(list(DataLoader(Records(), batch_size=6, timeout=60))) == 11
+    assert sorted(given) == [[w, n] for w in range(2) for n in range(20 + 10 * w)]
+
+
+class Leaves(Records):
+    def __getitem__(self, index: int) -> Any:
+        return sys.exit(0) if index == 9 else index
+
+
+def test_a_record_that_leaves_python_does_not_end_the_passes_of_others() -> None:
+    other = iter(DataLoader(Records(), batch_size=6))
+    next(other)
+    with pytest.raises(RuntimeError, match="SystemExit at index 9"):
+        list(DataLoader(Leaves(), batch_size=6))
+    assert len(list(other)) == 10

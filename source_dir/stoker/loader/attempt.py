@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from stoker.data.engine.items import Line
+from stoker.data.engine.items import Line, Numbered
 from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import Pool
 from stoker.data.engine.suspects import Suspects
@@ -22,6 +23,8 @@ from stoker.schema import Config
 
 SERVED_FROM_BYTES = 100 * 1024
 """Ray keeps smaller objects with their owner, not in the shared memory of the host that made them."""
+STREAM_AHEAD = 4
+"""Batches of a worker of an iterable dataset that wait to be taken."""
 ABANDONED_S = 10.0
 """A chain worker whose pass was given up has so long to finish its batch."""
 Place = tuple[int, int]
@@ -60,6 +63,10 @@ class LoaderPass:
         """How many blocks of a shard wait to be taken."""
         return sum(place[0] == shard for place in self.ready)
 
+    def urgency(self, work: Numbered) -> tuple[bool, int]:
+        """Sorts workers of an iterable dataset: that of the next batch first, then those with least ahead."""
+        return work[0] != self.next[0], self.ahead_of(work[0])
+
 
 class LoaderSettings:
     """Head: in the place of a job's passes."""
@@ -79,12 +86,35 @@ class LoaderPlanner(Planner):
         super().__init__(attempt, pool, budget_bytes, numbers)
         self.abandoned = {}
 
-    def make_way(self, number: int, shard: int) -> None:
-        """What a ticket has not given yet comes after all other work of its pass, and `shard` comes first."""
-        work = self.active[number].line.work
-        left = [*work, *self.hand_back(number)]
-        work.clear()
-        work.extend(sorted(left, key=lambda each: each[0] != shard))
+    def startable(self) -> Iterator[Line]:
+        """As the planner's: each pass by itself, that with least ahead first; scripts wait for any of them.
+
+        Of workers of an iterable dataset, those that are far enough ahead are not begun.
+        """
+        for line in sorted(self.lines, key=lambda each: each.stream.rows_ahead + each.shards_under_way):
+            made: Any = line.stream
+            if made.streams:
+                line.work = deque(sorted(line.work, key=made.urgency))
+                if line.work and made.ahead_of(line.work[0][0]) >= STREAM_AHEAD:
+                    continue
+            if self._wanted(line):
+                yield line
+
+    def makes_way(self, number: int, ahead: int) -> bool:
+        """Whether a worker of an iterable dataset ends, as others wait for its process; it goes on later.
+
+        Args:
+            number: of its ticket.
+            ahead: how many of its batches wait to be taken.
+        """
+        line = self.active[number].line
+        made: Any = line.stream
+        urgent = any(not made.urgency(work)[0] for work in line.work)
+        others = ahead >= STREAM_AHEAD and (self.again or any(each.work for each in self.startable()))
+        if urgent or others:
+            line.work.extend(self.hand_back(number))
+            return True
+        return False
 
     def drop(self, line: Line) -> None:
         """Nobody wants a pass any more."""

@@ -12,11 +12,14 @@ import json
 import logging
 import os
 import secrets
+import socket
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from stoker.data.engine import ray_internals
 from stoker.errors import UsageError
@@ -34,6 +37,7 @@ WITH_THE_SCRIPT = (
     "albumentations",
 )
 """They import these, too, where the script has, so that each does not do so by itself."""
+CONNECT_S = 10.0
 
 
 def connect(address: str | None) -> None:
@@ -68,11 +72,19 @@ def group() -> str:
 def _torchrun() -> str:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
-    parts = [os.environ.get(n, "") for n in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
-    return "-".join([*parts, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")])
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    # Run and address are the same for all jobs of one machine each: "none" and "localhost".
+    local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return "-".join([*(os.environ.get(n, "") for n in names), *([socket.gethostname()] if local else [])])
 
 
 def _join(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    if port.isdigit() and "//" not in address:
+        try:  # Ray itself looks for minutes
+            socket.create_connection((host, int(port)), CONNECT_S).close()
+        except OSError as error:
+            raise UsageError(f"stoker.DataLoader: no Ray cluster answers at {address}: {error}") from None
     import ray
 
     try:
@@ -89,8 +101,9 @@ def _start() -> Any:
 
     set_environment(secrets.token_hex(32))
     ray_internals.read_environment_again()
-    stack = contextlib.ExitStack()
-    atexit.register(stack.close)
+    stack, own = contextlib.ExitStack(), os.getpid()
+    # A process that was forked from this one leaves the cluster alone.
+    atexit.register(lambda: stack.close() if os.getpid() == own else None)
     if forks.POSSIBLE:
         also = [name for name in WITH_THE_SCRIPT if name in sys.modules]
         server = forks.ForkServer((*forks.CHAIN, *IMPORTED, *also))
@@ -117,14 +130,18 @@ def _with_other_ranks() -> None:
             "token": os.environ["RAY_AUTH_TOKEN"],
             "pid": os.getpid(),
         }
+        for left_behind in _others(file).values():
+            left_behind.unlink(missing_ok=True)
         draft = file.with_suffix(".new")
         draft.touch(mode=0o600)
         draft.write_text(json.dumps(about))
         draft.rename(file)
-        atexit.register(file.unlink, missing_ok=True)
+        atexit.register(_leave, file, os.getpid())
         return
     deadline = time.monotonic() + RANKS_WAIT_S
-    while not file.exists():
+    # One that is older than torchrun is of another that was killed, and had the same number.
+    since = psutil.Process(os.getppid()).create_time() - 1.0
+    while not (file.exists() and file.stat().st_mtime > since):
         if time.monotonic() > deadline:
             raise UsageError(
                 f"stoker.DataLoader: local rank 0 started no Ray cluster within {RANKS_WAIT_S:.0f} s;"
@@ -137,3 +154,34 @@ def _with_other_ranks() -> None:
     set_environment(about["token"])
     ray_internals.read_environment_again()
     _join(about["address"])
+    file.with_suffix(f".{os.getpid()}").touch(mode=0o600)
+
+
+def _leave(file: Path, own: int) -> None:
+    """First local rank, at its end: the cluster ends with it, so it waits for ranks that still use it.
+
+    Not where it has failed: then the others are to hear of that soon.
+    """
+    if os.getpid() != own:
+        return
+    file.unlink(missing_ok=True)
+    deadline = time.monotonic() + RANKS_WAIT_S
+    others = _others(file)
+    while not hasattr(sys, "last_value") and time.monotonic() < deadline:
+        if not any(map(_runs, others)):
+            break
+        time.sleep(0.05)
+    for each in others.values():
+        each.unlink(missing_ok=True)
+
+
+def _others(file: Path) -> dict[int, Path]:
+    """Processes of the ranks that have joined, and what says so."""
+    found = (each for each in file.parent.iterdir() if each.stem == file.stem)
+    return {int(each.suffix[1:]): each for each in found if each.suffix[1:].isdigit()}
+
+
+def _runs(process: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
+    return False

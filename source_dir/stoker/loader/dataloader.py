@@ -94,10 +94,16 @@ class DataLoader(TorchDataLoader[Any]):
         """Nothing to warn of: the workers are the cluster's."""
 
     def _total(self) -> int | None:
-        try:
-            return None if isinstance(self.dataset, IterableDataset) else len(self.dataset)  # type: ignore[arg-type]
-        except TypeError:
+        if self.on_error == "raise" or isinstance(self.dataset, IterableDataset):
             return None
+        try:
+            return len(self.dataset)  # type: ignore[arg-type]
+        except Exception:  # torch asks for no length either, where a sampler is given
+            return None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the present pass, which belongs to this process."""
+        return self.__dict__ | {"_live": None}
 
     def __iter__(self) -> Any:
         """A pass; the one before, if it has not come to its end, is given up."""

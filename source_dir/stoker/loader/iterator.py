@@ -50,8 +50,10 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._taken = [0] * self._workers
         self._over: set[int] = set()
         self._turn = 0
-        self._asked: deque[int] = deque()
-        """Workers whose next batches are on their way, in order."""
+        self._asked: deque[tuple[int, int]] = deque()
+        """Places of the blocks that are on their way, in order: a group's, or a worker's next one."""
+        self._broken: Exception | None = None
+        """What the sampler has raised."""
         if start:
             self._resume(start)
         if self._iterable:
@@ -71,8 +73,11 @@ class ClusterIterator(_BaseDataLoaderIter):
                     " IterableDataset is divided among them"
                 )
             return
-        for _ in range(start["drawn"]):
-            next(self._sampler_iter)
+        for drawn in range(start["drawn"]):
+            if next(self._sampler_iter, END) is END:
+                raise ValueError(
+                    f"the state was taken after {start['drawn']} batches, and the sampler now has {drawn}"
+                )
         self._submitted = self._number = start["drawn"]
 
     def place(self) -> dict[str, Any] | None:
@@ -109,6 +114,9 @@ class ClusterIterator(_BaseDataLoaderIter):
                 except StopIteration:
                     self._exhausted = True
                     break
+                except Exception as error:  # raised behind the batches before it
+                    self._exhausted, self._broken = True, error
+                    break
                 self._submitted += 1
             if batches:
                 order = Order(self._seed, batches=tuple(batches))
@@ -118,7 +126,7 @@ class ClusterIterator(_BaseDataLoaderIter):
                     else f"batches {batches[0][0]} … {batches[-1][0]}"
                 )
                 shards.append((self._groups, Shard(name, items=(order,)), 0))
-                self._maker.want((self._groups, 0))
+                self._want((self._groups, 0))
                 self._groups += 1
         if shards or self._exhausted:
             self._maker.submit(shards, self._groups if self._exhausted else None)
@@ -149,8 +157,12 @@ class ClusterIterator(_BaseDataLoaderIter):
             if not self._exhausted:
                 self._fill()
             if self._exhausted and self._number == self._submitted:
+                error, self._broken = self._broken, None
+                if error is not None:
+                    raise error
                 return END
-            self._ready.extend(self._get(deadline)[2])
+            self._ready.extend(self._get(deadline)[1])
+            self._asked.popleft()  # only now: an interrupt before is noticed
         self._number += 1
         return self._ready.popleft()
 
@@ -159,14 +171,14 @@ class ClusterIterator(_BaseDataLoaderIter):
         while True:
             while len(self._asked) < STREAM_BATCHES and len(self._over) < self._workers:
                 if self._next_asked not in self._over:
-                    self._maker.want((self._next_asked, self._wanted[self._next_asked]))
-                    self._asked.append(self._next_asked)
+                    self._want((self._next_asked, self._wanted[self._next_asked]))
                     self._wanted[self._next_asked] += 1
                 self._next_asked = (self._next_asked + 1) % self._workers
             if not self._asked:
                 return END
-            worker = self._asked.popleft()
-            _, kind, value = self._get(deadline)
+            worker = self._asked[0][0]
+            kind, value = self._get(deadline)
+            self._asked.popleft()
             if kind == "end":
                 self._over.add(worker)
                 continue
@@ -174,19 +186,26 @@ class ClusterIterator(_BaseDataLoaderIter):
             self._turn = (worker + 1) % self._workers
             return value[0]
 
-    def _get(self, deadline: float | None) -> Any:
-        found = self._maker.get(deadline)
-        if found[1] == "failed":
+    def _want(self, place: tuple[int, int]) -> None:
+        self._asked.append(place)
+        self._maker.want(place)
+
+    def _get(self, deadline: float | None) -> tuple[str, Any]:
+        place, kind, value = self._maker.get(deadline)
+        if kind != "failed" and place != self._asked[0]:
+            # An interrupt in the midst of `next` has lost what came.
+            kind, value = "failed", "batches were lost by an interrupt; begin another pass, or load a state"
+        if kind == "failed":
             self._close()
-            raise RuntimeError(f"DataLoader: {found[2]}")
-        return found
+            raise RuntimeError(f"DataLoader: {value}")
+        return kind, value
 
 
 def _reraise(made: Failed) -> None:
     """Raise what a worker raised, as torch does: of its kind, with its traceback in the message."""
     kind = made.kind
-    if issubclass(kind, StopIteration):
-        # It would end the loop as if all batches had come.
+    if issubclass(kind, StopIteration | SystemExit | GeneratorExit):
+        # It would end the loop as if all batches had come, or the script as if it were done.
         raise RuntimeError(f"{kind.__name__} {made.where}\n{made.words}")
     wrapper = ExceptionWrapper.__new__(ExceptionWrapper)
     wrapper.exc_type, wrapper.exc_msg, wrapper.where = kind, made.words, made.where

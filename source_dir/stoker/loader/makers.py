@@ -20,12 +20,14 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from stoker.data.engine.shards import Setup
 from stoker.data.messages import Column, Schema, Shard
 from stoker.data.transport.client import Transport
 from stoker.errors import where_raised
 from stoker.loader.packing import PAGE, unpack
-from stoker.loader.work import PAGES, LoaderChain, LoaderSource, opened, packed
+from stoker.loader.work import PAGES, Failed, LoaderChain, LoaderSource, Made, opened, packed
 
 SCHEMA = Schema({PAGES: Column("uint8", (PAGE,))})
 ANSWER_S = 60.0
@@ -132,8 +134,13 @@ class Puller:
         self._changed = threading.Condition()
         self._over = False
         self._figures_due = 0.0
+        self._device = torch.cuda.current_device() if pinned else None
         self._transport = Transport(
-            lambda: ray.get(service.servers.remote(), timeout=ANSWER_S), pinned, timeout_s=600.0
+            # Not into pinned memory: that would be used again while a copy to a GPU, which does not block
+            # the script, still reads it. torch's own knows of such copies.
+            lambda: ray.get(service.servers.remote(), timeout=ANSWER_S),
+            pinned=False,
+            timeout_s=600.0,
         )
         self._thread = threading.Thread(target=self._run, name="stoker-batches", daemon=True)
         self._thread.start()
@@ -156,6 +163,8 @@ class Puller:
 
     def _run(self) -> None:
         try:
+            if self._device is not None:
+                torch.cuda.set_device(self._device)
             while (places := self._next_places()) is not None:
                 self._pull(places)
         except BaseException as error:
@@ -185,6 +194,8 @@ class Puller:
                 seconds, *value = unpack(self._transport.fetch([value], SCHEMA).columns[PAGES])
                 each = seconds / max(len(value), 1)
                 self.batch_s = each if self.batch_s is None else 0.8 * self.batch_s + 0.2 * each
+                if self._device is not None:
+                    value = [pin(made) for made in value]
             with self._changed:
                 self._wanted.popleft()
             if not self._give(place, kind, value):
@@ -205,6 +216,15 @@ class Puller:
         if time.monotonic() > self._figures_due:
             self._figures_due = time.monotonic() + FIGURES_EVERY_S
             self.slots = ray.get(self._service.slots.remote(), timeout=ANSWER_S)
+
+
+def pin(made: Made | Failed) -> Made | Failed:
+    """Script: a batch in pinned memory, by torch's own function."""
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    if isinstance(made, Failed):
+        return made
+    return made._replace(batch=pin_memory(made.batch))  # type: ignore[no-untyped-call]
 
 
 def register(service: Any, pages: tuple[Any, Any], name: str) -> None:

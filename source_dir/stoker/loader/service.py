@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.data.coordinator.production import Production
+from stoker.data.engine.chain_worker import MOST_LOADED
 from stoker.data.engine.pool import ChainHost
 from stoker.data.messages import BlockReport, Origin, Server, Shard, Told
 from stoker.data.transport.agents import Agents
-from stoker.loader.attempt import LoaderAttempt, LoaderPass, LoaderSettings, Place
+from stoker.loader.attempt import STREAM_AHEAD, LoaderAttempt, LoaderPass, LoaderSettings, Place
 
 ANSWER_S = 5.0
 """A call answers after this, with nothing, so that the script can look at its own deadline."""
@@ -23,8 +24,6 @@ HOLD_S = 60.0
 """How long a worker of an iterable dataset is held back at a time."""
 IDLE_S = 15.0
 """Without a pass for so long, chain workers are ended, and their CPUs are free for others."""
-STREAM_AHEAD = 4
-"""Batches of such a worker that wait to be taken."""
 
 
 class Taken:
@@ -82,16 +81,28 @@ class LoaderService(Production):
     def knows(self, name: str) -> bool:
         """Script's call: whether a loader with this content was registered."""
         with self.changed:
-            return name in self.setups
+            known = self.setups.pop(name, None)
+            if known is not None:
+                self.setups[name] = known  # the last that is forgotten
+            return known is not None
 
     def register(self, name: str, references: list[Any]) -> None:
         """Script's call: a loader; the reference is that of its Setup."""
         with self.changed:
             self.setups[name] = references[0]
+            used = {split.partition("/")[0] for split in self._open()}
+            for oldest in [each for each in list(self.setups)[:-MOST_LOADED] if each not in used]:
+                del self.setups[oldest]
 
-    def setup(self, split: str) -> list[Any]:
-        """Chain worker's call: as in a run; passes over one loader share its Setup."""
-        return super().setup(split.partition("/")[0])
+    def _open(self) -> set[str]:
+        return {line.plan.split for line in self.attempt.lines.values()} if self.attempt else set()
+
+    def setup(self, split: str, loaded: list[str]) -> tuple[list[Any], list[str]]:
+        """Chain worker's call: as in a run; passes over one loader share its Setup, and copies of a dataset
+        that were made for passes that are over go."""
+        with self.changed:
+            references, _ = super().setup(split.partition("/")[0], loaded)
+            return references, [each for each in loaded if "/" in each and each not in self._open()]
 
     def open(self, me: Any, key: str, name: str, streams: int, node: str) -> None:
         """Script's call: it begins to iterate.
@@ -184,14 +195,13 @@ class LoaderService(Production):
             while go_on and self._planner() is not None:
                 planner = self.attempt.planner
                 item = planner.active.get(ticket)
-                if item is None or not isinstance(made := item.line.stream, LoaderPass) or not made.streams:
+                if item is None or not item.shards or not item.line.stream.streams:
                     break
                 item.quiet_since = item.stuck_since = time.monotonic()
-                if made.next[0] in {number for number, _, _ in item.line.work}:
-                    # More of these workers than there are processes: each gets its turn.
-                    planner.make_way(ticket, made.next[0])
+                ahead = item.line.stream.ahead_of(report.shard)
+                if planner.makes_way(ticket, ahead):
                     return False
-                if made.ahead_of(report.shard) < STREAM_AHEAD or time.monotonic() > deadline:
+                if ahead < STREAM_AHEAD or time.monotonic() > deadline:
                     break
                 self.changed.wait(1.0)
         return go_on

@@ -73,14 +73,21 @@ class LoaderWork:
     def run(self, order: Order) -> Iterator[list[Made | Failed]]:
         """The batches of an order, in groups: one group of a map-style dataset, else a batch each."""
         if self.iterable:
-            self._begin(order.base_seed, order.worker)
-            yield from ([made] for made in self._stream(order))
+            why = self._begun_as(order.base_seed, order.worker)
+            yield from ([made] for made in ((why,) if why else self._stream(order)))
             return
         group = []
         for number, indices in order.batches:
-            self._begin(order.base_seed, number % self.workers)
-            group.append(self._one(order.base_seed, number, indices))
+            why = self._begun_as(order.base_seed, number % self.workers)
+            group.append(why or self._one(order.base_seed, number, indices))
         yield group
+
+    def _begun_as(self, base_seed: int, worker: int) -> Failed | None:
+        try:
+            self._begin(base_seed, worker)
+        except BaseException as error:
+            return failed(error, f"worker_init_fn({worker})")
+        return None
 
     def _begin(self, base_seed: int, worker: int) -> None:
         """As torch prepares a worker process."""
@@ -104,7 +111,7 @@ class LoaderWork:
             return Made(self.collate(data), tuple(bad))
         except _AtIndexError as at:
             return failed(at.__cause__ or at, f"index {at.index!r} (batch {number})")
-        except Exception as error:
+        except BaseException as error:
             return failed(error, f"collate_fn of batch {number}, indices {short(indices)}")
 
     def _records(self, base_seed: int, number: int, indices: Any, bad: list[tuple[Any, str]]) -> Any:
@@ -115,14 +122,14 @@ class LoaderWork:
             seed_globals(f"{base_seed}/{number}")
             try:
                 return together(indices)
-            except Exception as error:
+            except BaseException as error:
                 raise _AtIndexError(short(indices)) from error
         data = []
         for nth, index in enumerate(indices):
             try:
                 data.append(self._record(f"{base_seed}/{number}/{nth}", index))
             except _AtIndexError as at:
-                if not self.quarantines:
+                if not self.quarantines or not isinstance(at.__cause__, Exception):
                     raise
                 bad.append((index, _line(at.__cause__)))
         return data
@@ -131,7 +138,7 @@ class LoaderWork:
         seed_globals(seed)
         try:
             return self.dataset[index]
-        except Exception as error:
+        except BaseException as error:  # `sys.exit`, too: it would end the process, and all passes with it
             raise _AtIndexError(index) from error
 
     def _stream(self, order: Order) -> Iterator[Made | Failed]:
@@ -141,7 +148,7 @@ class LoaderWork:
         seed_globals(f"{order.base_seed}/{order.worker}")
         try:
             fetcher = _IterableDatasetFetcher(self.dataset, self.auto_collation, self.collate, self.drop_last)
-        except Exception as error:
+        except BaseException as error:
             yield failed(error, f"iter(dataset) of worker {order.worker}")
             return
         size = range(self.batch_size or 1)
@@ -152,12 +159,10 @@ class LoaderWork:
                 made: Made | Failed = Made(fetcher.fetch(size))  # type: ignore[no-untyped-call]
             except StopIteration:
                 return
-            except Exception as error:
+            except BaseException as error:
                 made = failed(error, f"batch {number} of worker {order.worker}")
-            yield made
+            yield made  # after a failure it goes on, as torch's; a generator that has raised gives no more
             number += 1
-            if isinstance(made, Failed):
-                return  # a generator that has raised gives no more
 
 
 class _AtIndexError(Exception):
@@ -173,7 +178,7 @@ def failed(error: BaseException, what: str) -> Failed:
     import socket
 
     kind = type(error)
-    words = "".join(traceback.format_exception(kind, error, error.__traceback__, chain=False))
+    words = "".join(traceback.format_exception(error))
     return Failed(kind, f"at {what}, on host {socket.gethostname()}", words)
 
 
@@ -202,10 +207,14 @@ class LoaderSource:
 
     def __init__(self, pages: Any) -> None:
         self.pages = pages
+        self._folder = ""
         self._work: LoaderWork | None = None
 
     def read(self, shard: Shard, order: Any) -> Iterator[Record]:
         """The batches of a shard as records; a batch that cannot be packed is a failure of its own."""
+        self._folder = self._folder or reach(self.pages)
+        if Path(self._folder).is_dir():
+            os.chdir(self._folder)  # each time: the loader that was at work here before may have another
         if self._work is None or self._work.iterable:
             use_one_thread()
             self._work = opened(self.pages)
@@ -215,16 +224,19 @@ class LoaderSource:
             started = time.perf_counter()
 
 
-def opened(pages: Any) -> LoaderWork:
-    """Chain worker: a loader's work, with the script's modules and working directory in reach."""
+def reach(pages: Any) -> str:
+    """Chain worker: bring the script's modules in reach; its working directory."""
     import numpy as np
 
-    head: tuple[str, list[str]]
-    head = unpack(np.array(pages[0]))[0]
-    folder, path = head
+    folder, path = unpack(np.array(pages[0]))[0]
     sys.path += [each for each in path if each not in sys.path and Path(each).is_dir()]
-    if Path(folder).is_dir():
-        os.chdir(folder)
+    return str(folder)
+
+
+def opened(pages: Any) -> LoaderWork:
+    """Chain worker: a loader's work."""
+    import numpy as np
+
     work: LoaderWork = unpack(np.array(pages[1]))[0]
     return work
 

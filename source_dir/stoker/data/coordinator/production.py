@@ -82,9 +82,10 @@ class Production:
             return planner.claim(ticket, node, process) if planner else None
         return None
 
-    def setup(self, split: str) -> list[Any]:
-        """Chain worker's call: a reference of the Setup of a split."""
-        return [self.setups[split]]
+    def setup(self, split: str, loaded: list[str]) -> tuple[list[Any], list[str]]:
+        """Chain worker's call: a reference of the Setup of a split, and which of those it has loaded it may
+        let go."""
+        return [self.setups[split]], []
 
     def block_made(self, ticket: int, report: BlockReport, origin: Origin, told: Told) -> bool:
         """Chain worker's call: a block will come; whether to go on."""
@@ -123,14 +124,17 @@ class Production:
         import ray
 
         with self._ends_the_attempt():
-            self.pool.update(self.hosts(Counter()), False, time.monotonic())
-            self.setups |= {split: ray.put(self.passes.setup(split)) for split in self.totals}
-            head = ray.get_runtime_context().get_node_id()
-            self.engine = engine = Engine(me, self.pool, head)
-            threading.Thread(target=self._look, args=(engine,), name="look", daemon=True).start()
-            engine.run(self._arrived)
-        self.engine = None
-        self._started.release()
+            try:
+                self.pool.update(self.hosts(Counter()), False, time.monotonic())
+                self.setups |= {split: ray.put(self.passes.setup(split)) for split in self.totals}
+                head = ray.get_runtime_context().get_node_id()
+                self.engine = engine = Engine(me, self.pool, head)
+                threading.Thread(target=self._look, args=(engine,), name="look", daemon=True).start()
+                engine.run(self._arrived)
+            finally:
+                # Before the attempt fails: what is begun then finds that the engine may be started anew.
+                self.engine = None
+                self._started.release()
 
     def _arrived(self, origin: Origin, reference: Any) -> None:
         """Engine's thread: a block is here."""

@@ -62,7 +62,7 @@ class ChainWorker:
 
     def _blocks(self, ticket: int, claim: Claim, task: str) -> Iterator[Any]:
         split, care = claim.plan.split, claim.care
-        loaded = self._loaded.pop(split, None) or load(*self._ask("setup", split))
+        loaded = self._loaded.pop(split, None) or self._load(split)
         self._loaded[split] = loaded
         for oldest in list(self._loaded)[:-MOST_LOADED]:
             del self._loaded[oldest]
@@ -82,6 +82,12 @@ class ChainWorker:
                     made += 1
                 if not go_on:
                     return
+
+    def _load(self, split: str) -> Loaded:
+        references, over = self._ask("setup", split, list(self._loaded))
+        for each in over:
+            del self._loaded[each]
+        return load(*references)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         import ray

@@ -9,7 +9,8 @@ is exact, in the order of the shards.
 from __future__ import annotations
 
 import time
-from itertools import count
+from collections.abc import Iterator
+from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
 from stoker.data.cache.affinity import LOOK_AHEAD
@@ -125,8 +126,8 @@ class Planner:
     def _claimable(self, most: int, now: float) -> int:
         """How many items could be begun now, counted up to `most`."""
         items = sum(item.not_before <= now for item in self.again)
-        for line in self.lines:
-            if items >= most or not line.listed() or not self._wanted(line):
+        for line in self.startable():
+            if items >= most:
                 break
             left = len(line.work)
             items += -(-left // self._most(line, left)) if left else 0
@@ -180,12 +181,14 @@ class Planner:
                 return item
         if not self.pool.may_work(node):
             return None
-        for line in self.lines:
-            if not line.listed() or not self._wanted(line):
-                return None
+        for line in self.startable():
             if line.work:
                 return self._begin(line, node)
         return None
+
+    def startable(self) -> Iterator[Line]:
+        """Passes of which something may be begun now, the most urgent one first."""
+        return takewhile(lambda line: line.listed() and self._wanted(line), self.lines)
 
     def _begin(self, line: Line, node: str) -> Item:
         split, work = line.plan.split, line.work

@@ -1,0 +1,266 @@
+"""What goes wrong around a `stoker.DataLoader` is told, and costs others nothing.
+
+Batches are made in this process (STOKER_LOADER=process): by the same code as on a cluster, without Ray.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Dataset, IterableDataset
+
+from stoker import DataLoader
+from stoker.data.engine.pool import ChainHost, Pool
+from stoker.data.messages import BlockReport, Shard, Told
+from stoker.errors import UsageError
+from stoker.loader import cluster
+from stoker.loader.attempt import LoaderAttempt, LoaderSettings
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_LOADER", "process")
+
+
+class Records(Dataset[Any]):
+    def __init__(self, count: int = 43) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((2,), float(index)), index
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(20))
+
+
+class Leaves(Records):
+    def __getitem__(self, index: int) -> Any:
+        return sys.exit(0) if index == 9 else torch.tensor(index)
+
+
+def test_a_record_that_leaves_python_is_an_error_of_its_batch_alone() -> None:
+    iterator = iter(DataLoader(Leaves(), batch_size=4))
+    assert [next(iterator).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    with pytest.raises(RuntimeError, match=r"SystemExit at index 9 \(batch 2\)"):
+        next(iterator)
+    assert next(iterator).tolist() == [12, 13, 14, 15]
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        list(DataLoader(Leaves(), batch_size=4, on_error="quarantine", bad_record_budget=1.0))
+
+
+def fails(worker: int) -> None:
+    raise LookupError(f"not for {worker}")
+
+
+def test_what_worker_init_fn_raises_comes_as_from_torch() -> None:
+    with pytest.raises(LookupError, match=r"(?s)worker_init_fn\(0\).*not for 0"):
+        next(iter(DataLoader(Records(), worker_init_fn=fails)))
+
+
+class FailsOnTheWay(IterableDataset[Any]):
+    """An iterator that goes on after an error."""
+
+    def __iter__(self) -> Any:
+        self.at = iter(range(5))
+        return self
+
+    def __next__(self) -> int:
+        if (number := next(self.at)) == 2:
+            raise ValueError("the third")
+        return number
+
+
+@pytest.mark.parametrize("kind", [TorchLoader, DataLoader])
+def test_an_iterable_dataset_that_goes_on_after_an_error_loses_nothing(kind: type[Any]) -> None:
+    iterator = iter(kind(FailsOnTheWay(), batch_size=None))
+    assert [next(iterator), next(iterator)] == [0, 1]
+    with pytest.raises(ValueError, match="the third"):
+        next(iterator)
+    assert list(iterator) == [3, 4]
+
+
+def breaks_off() -> Iterator[int]:
+    yield from range(5)
+    raise OSError("no more indices")
+
+
+def test_what_a_sampler_raises_comes_behind_the_batches_before_it() -> None:
+    found: list[int] = []
+    with pytest.raises(OSError, match="no more indices"):
+        found.extend(batch[1] for batch in DataLoader(Records(), batch_size=None, sampler=breaks_off()))
+    assert found == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dataset", [Records(), Stream()])
+def test_a_block_that_an_interrupt_has_lost_is_noticed(dataset: Any) -> None:
+    iterator = iter(DataLoader(dataset, batch_size=4))
+    next(iterator)
+    iterator._maker.get(None)  # as far as `next` came
+    with pytest.raises(RuntimeError, match="lost by an interrupt"):
+        next(iterator)
+
+
+def test_a_state_of_more_batches_than_there_are_is_refused() -> None:
+    loader = DataLoader(Records(), batch_size=4)
+    iterator = iter(loader)
+    for _ in range(9):
+        next(iterator)
+    again = DataLoader(Records(20), batch_size=4)
+    again.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="after 9 batches, and the sampler now has 5"):
+        iter(again)
+
+
+def test_a_loader_may_be_copied_in_the_midst_of_a_pass() -> None:
+    loader = DataLoader(Records(), batch_size=4)
+    next(iter(loader))
+    copy = pickle.loads(pickle.dumps(loader))  # noqa: S301
+    assert [batch[1].tolist() for batch in copy] == [batch[1].tolist() for batch in loader]
+
+
+class NoLength(Records):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_a_dataset_needs_no_length_where_a_sampler_is_given() -> None:
+    loader = DataLoader(NoLength(), sampler=range(6), batch_size=3, on_error="quarantine")
+    assert [batch[1].tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5]]
+
+
+class Head:
+    """The planner of two passes on a host with one process, without Ray."""
+
+    def __init__(self, budget: int, streams: int) -> None:
+        pool = Pool()
+        pool.update([ChainHost("h", 1)], False, 0.0)
+        changed = threading.Condition()
+        self.attempt = LoaderAttempt(
+            0, LoaderSettings(600.0), pool, budget, itertools.count(), changed, changed, lambda text: None
+        )
+        self.planner = self.attempt.planner
+        with changed:
+            for key, workers in (("train", streams), ("val", 0)):
+                self.attempt.open(key, key, workers)
+                shards = (
+                    [(n, Shard(f"{n}"), 0) for n in range(streams or 9)]
+                    if key == "train" or not workers
+                    else []
+                )
+                self.attempt.submit(key, shards, None)
+
+    def claim(self) -> tuple[int, str, int]:
+        """Which pass and shard the process is given."""
+        with self.attempt.changed:
+            (ticket, *_) = self.planner.issue()
+            claim = self.planner.claim(ticket, "h", "process")
+        assert claim is not None
+        return ticket, claim.plan.split, claim.work[0].number
+
+    def made(self, ticket: int, shard: int, nth: int = 0, last: bool = True) -> None:
+        with self.attempt.changed:
+            report = BlockReport(shard=shard, nth=nth, rows=1, bytes_out=100, last=last, seconds=1.0)
+            self.planner.reported(ticket, report, (f"{ticket}", nth), Told("h", None))
+            self.planner.arrived((f"{ticket}", nth), object())
+            if last:
+                self.planner.ended(ticket)
+
+
+def test_a_pass_that_nobody_takes_from_does_not_keep_another_from_being_made() -> None:
+    """A training pass that was left fills the room for batches; validation goes on."""
+    head = Head(budget=200, streams=0)
+    found = []
+    for _ in range(9):
+        ticket, split, shard = head.claim()
+        found.append(split)
+        head.made(ticket, shard)
+        if split == "val":
+            with head.attempt.changed:  # its script takes what is there
+                stream: Any = head.attempt.lines["val"].stream
+                stream.next = (shard + 1, 0)
+                stream.ready.clear()
+                stream.sizes.clear()
+    assert found.count("val") >= 6
+
+
+def test_a_worker_of_an_iterable_dataset_that_is_ahead_makes_way_for_another_pass() -> None:
+    head = Head(budget=10**9, streams=1)
+    with head.attempt.changed:
+        val = head.attempt.lines["val"]
+        waiting, val.work = val.work, type(val.work)()
+    ticket, split, shard = head.claim()
+    assert split == "train"
+    for nth in range(4):
+        head.made(ticket, shard, nth, last=False)
+    with head.attempt.changed:
+        assert not head.planner.makes_way(ticket, 4)  # nobody waits
+        val.work = waiting
+        assert not head.planner.makes_way(ticket, 3)
+        assert head.planner.makes_way(ticket, 4)
+    ticket, split, shard = head.claim()
+    assert split == "val"
+    head.made(ticket, shard)
+    with head.attempt.changed:
+        stream: Any = head.attempt.lines["train"].stream
+        stream.next = (0, 4)
+        stream.ready.clear()  # the script goes on with the other
+        val.work.clear()
+    ticket, split, _ = head.claim()
+    with head.attempt.changed:
+        shards = head.planner.tickets[ticket].shards
+    assert split == "train" and [skip for _, _, skip in shards] == [4]
+
+
+def test_an_address_where_nobody_answers_is_refused_at_once() -> None:
+    with pytest.raises(UsageError, match=r"no Ray cluster answers at 127\.0\.0\.1:1: .*refused"):
+        cluster.connect("127.0.0.1:1")
+
+
+def test_a_file_of_ranks_that_were_killed_is_not_taken_for_that_of_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cluster, "RANKS_WAIT_S", 0.1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    folder = tmp_path / f"stoker-ranks-{os.getuid()}"
+    folder.mkdir(mode=0o700)
+    file = folder / f"{os.getppid()}-.json"
+    file.write_text("of a process that had this number")
+    os.utime(file, (1e9, 1e9))
+    with pytest.raises(UsageError, match="local rank 0 started no Ray cluster"):
+        cluster._with_other_ranks()
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_the_rank_that_started_the_cluster_leaves_after_the_others_or_when_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    file = tmp_path / "1-none-localhost.json"
+    file.touch()
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as other:
+        mark = file.with_suffix(f".{other.pid}")
+        mark.touch()
+        if failed:
+            monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+        leaves = threading.Thread(target=cluster._leave, args=(file, os.getpid()))
+        leaves.start()
+        leaves.join(10.0 if failed else 0.3)
+        assert leaves.is_alive() != failed
+    leaves.join(10.0)
+    assert not leaves.is_alive() and not list(tmp_path.iterdir())
