@@ -1,10 +1,11 @@
-"""Trains recipes and runs scripts one after the other on one Ray cluster; writes their losses."""
+"""Runs scripts, or with --cluster scripts and recipes on one Ray cluster, and writes the losses of each."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import re
 import runpy
 import secrets
 import sys
@@ -14,11 +15,11 @@ from stoker.bootstrap.cluster import set_environment
 
 set_environment(secrets.token_hex(32))  # before Ray is imported
 
-from running import one_cluster, run_job  # noqa: E402
-
 
 def of_recipe(recipe: str) -> list[float]:
     """Of every step of an epoch in the order in which the records lie."""
+    from running import run_job
+
     folder = Path(recipe.partition(":")[0]).resolve()
     folder.mkdir()
     outcome = run_job(
@@ -34,13 +35,25 @@ def of_recipe(recipe: str) -> list[float]:
 
 
 def of_script(path: str) -> list[float]:
-    """What it prints at its end."""
+    """The lines that it prints of nothing but numbers."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         runpy.run_path(path, run_name="__main__")
-    return list(json.loads(printed.getvalue().splitlines()[-1]))
+    lines = [
+        line.strip("[]") for line in printed.getvalue().splitlines() if re.fullmatch(r"[\d., \[\]]+", line)
+    ]
+    return [float(number) for line in lines for number in line.split(",")]
 
 
-with one_cluster():
-    found = {name: (of_script if name.endswith(".py") else of_recipe)(name) for name in sys.argv[1:]}
-Path("losses.json").write_text(json.dumps(found))
+def cluster() -> contextlib.AbstractContextManager[None]:
+    if sys.argv[1] != "--cluster":
+        return contextlib.nullcontext()
+    from running import one_cluster
+
+    del sys.argv[1]
+    return one_cluster()
+
+
+with cluster():
+    found = {name: (of_script if name.endswith(".py") else of_recipe)(name) for name in sys.argv[2:]}
+Path(sys.argv[1]).write_text(json.dumps(found))
