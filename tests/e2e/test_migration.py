@@ -104,7 +104,7 @@ def scripts(folder: Path) -> Losses:
 
 @pytest.fixture(scope="module")
 def on_cluster(folder: Path) -> Losses:
-    """The recipes, and the script that needs Ray."""
+    """The recipes, and the script that needs Ray: one process, one cluster, five trainings."""
     return run(folder, "--cluster", "losses.json", "ray_train.py", *RECIPES)
 
 
