@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pages import DOCS, examples
 from typer.testing import CliRunner
 
 from launcher import backends
 from launcher.submit import app
 
 SUBMIT = Path(__file__).resolve().parents[2] / "launcher" / "submit.py"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "extend.md"
+PAGE = DOCS / "extend.md"
 RECIPE = """
 import torch
 
@@ -49,16 +50,10 @@ class Own(Recipe):
 """
 
 
-def examples() -> dict[str, str]:
-    """File name → text of each Python example, which begins with its name."""
-    blocks = re.findall(r"^```python\n# (\S+)\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    return dict(blocks)
-
-
 def test_an_own_source_transform_sink_and_strategy_train(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
-    for name, text in {**examples(), "own.py": RECIPE}.items():
+    for name, text in {**examples(PAGE.name), "own.py": RECIPE}.items():
         if "/" not in name:
             (source / name).write_text(text)
     for split, files, lines in (("train", 4, 30), ("val", 1, 20)):
@@ -84,7 +79,7 @@ def test_an_own_source_transform_sink_and_strategy_train(tmp_path: Path) -> None
 
 
 def test_an_own_backend_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [(name, text)] = [(name, text) for name, text in examples().items() if "/" in name]
+    [(name, text)] = [(name, text) for name, text in examples(PAGE.name).items() if "/" in name]
     (tmp_path / Path(name).name).write_text(text)
     monkeypatch.setattr(backends, "__path__", [*backends.__path__, str(tmp_path)])
     importlib.invalidate_caches()

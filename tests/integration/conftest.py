@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import two_ranks
 
-from stoker.bootstrap import forks
 from stoker.bootstrap.cluster import set_environment
 from tests.fakes.ray_nodes import RayNodes, ray_nodes
 
@@ -39,19 +37,11 @@ def ranks(request: pytest.FixtureRequest, on_two_ranks: dict[str, list[Any]]) ->
 
 @pytest.fixture(scope="package")
 def ray_cluster() -> Iterator[None]:
-    """One real Ray cluster of this machine with token authentication; jobs run on it one after the other."""
-    # As local runs have it.
-    os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-    server = forks.ForkServer(forks.TRAINING, forks.LATER)
-    os.environ[forks.SOCKET_VARIABLE] = server.socket
-    forks.use_forks()
-    import ray
+    """One real Ray cluster of this machine; jobs run on it one after the other."""
+    from running import one_cluster
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    del os.environ[forks.SOCKET_VARIABLE]
-    yield
-    ray.shutdown()
-    server.stop()
+    with one_cluster():
+        yield
 
 
 @pytest.fixture(scope="package")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +12,30 @@ from typing import Any
 import yaml
 
 from stoker import driver
+from stoker.bootstrap import forks
 from stoker.config import load
 from stoker.errors import UsageError
 from stoker.place import Place
 from stoker.tracking.summary import Summary
+
+
+@contextlib.contextmanager
+def one_cluster() -> Iterator[None]:
+    """A real Ray cluster of this machine with token authentication; jobs run on it one after the other."""
+    # As local runs have it.
+    os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
+    server = forks.ForkServer(forks.TRAINING, forks.LATER)
+    os.environ[forks.SOCKET_VARIABLE] = server.socket
+    forks.use_forks()
+    import ray
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    del os.environ[forks.SOCKET_VARIABLE]
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        server.stop()
 
 
 @dataclass
