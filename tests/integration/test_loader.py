@@ -242,3 +242,21 @@ def test_a_record_that_leaves_python_does_not_end_the_passes_of_others() -> None
     with pytest.raises(RuntimeError, match="SystemExit at index 9"):
         list(DataLoader(Leaves(), batch_size=6))
     assert len(list(other)) == 10
+
+
+def test_a_loader_that_is_let_go_of_does_not_end_the_service_of_others() -> None:
+    import ray
+
+    from stoker.loader import cluster
+
+    first = DataLoader(Records(), batch_size=6)
+    list(first)
+    name = f"stoker-loader-{cluster.group()}"
+    service = ray.get_actor(name, namespace="stoker")
+    del first
+    gc.collect()
+    for _ in range(3):
+        assert len(list(DataLoader(Records(), batch_size=6))) == 11
+        gc.collect()
+    assert ray.get_actor(name, namespace="stoker") == service
+    assert ray.get(service.slots.remote(), timeout=60) > 0

@@ -207,6 +207,11 @@ class LoaderService(Production):
         return go_on
 
 
+_held: set[Any] = set()
+"""Script: Ray ends a service when the process that started it lets go of the first handle, as with a loader
+that is not needed any more, whoever else uses the service; a set keeps the first of equal ones."""
+
+
 def service_of(group: str, stall_s: float) -> Any:
     """Script: the service of its job, which the first one to ask starts."""
     import ray
@@ -227,4 +232,6 @@ def service_of(group: str, stall_s: float) -> Any:
     budget = max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0)))
     from stoker.schema import Config
 
-    return actor.remote(Hosts(Config(), node), budget, stall_s)
+    service = actor.remote(Hosts(Config(), node), budget, stall_s)
+    _held.add(service)
+    return service
