@@ -260,3 +260,14 @@ def test_a_loader_that_is_let_go_of_does_not_end_the_service_of_others() -> None
         gc.collect()
     assert ray.get_actor(name, namespace="stoker") == service
     assert ray.get(service.slots.remote(), timeout=60) > 0
+
+
+def test_without_a_pass_for_a_while_the_cpus_are_free_for_others_and_a_new_pass_has_them_again() -> None:
+    import ray
+
+    list(DataLoader(Records(), batch_size=6))
+    deadline = time.monotonic() + 120
+    while ray.available_resources().get("CPU", 0) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    assert equal(list(DataLoader(Records(), batch_size=6)), list(TorchLoader(Records(), batch_size=6)))
