@@ -1,0 +1,81 @@
+"""What a script's loader tells its run: how long training waited for batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from stoker import DataLoader
+from stoker.loader import watch
+from stoker.tracking.recorder import Recorder
+from stoker.tracking.summary import Summary
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds that have passed, for the watch."""
+    now = [100.0]
+    monkeypatch.setattr(watch.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def told(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_training_waits_are_summed_without_the_first_batch(
+    clock: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STOKER_EVENTS", str(tmp_path / "events"))
+    one = watch.Watch(samples=8)
+    for waits, trains in ((50.0, 1.0), (0.5, 1.5), (0.25, 0.75)):
+        asked = clock[0]
+        clock[0] += waits
+        one.took(asked)
+        clock[0] += trains
+    one.tell()
+    one.tell()  # nothing new
+    (event,) = told(tmp_path / "events")
+    assert (event["steps"], event["samples"], event["wait_s"]) == (2, 16, 0.75)
+    assert event["elapsed_s"] == 1.0 + 0.5 + 1.5 + 0.25 + 0.75
+
+
+def test_a_loop_tells_of_its_training_and_not_of_its_validation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STOKER_EVENTS", str(tmp_path / "events"))
+    monkeypatch.setenv("STOKER_LOADER", "process")
+    loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=4)
+    for _ in range(2):
+        list(loader)
+        with torch.no_grad():
+            list(loader)
+    found = told(tmp_path / "events")
+    assert [event["steps"] for event in found] == [4, 4]
+    assert len({event["loader"] for event in found}) == 2
+    assert all(0 <= event["wait_s"] <= event["elapsed_s"] for event in found)
+
+
+def test_the_summary_has_the_share_and_the_rate_of_all_ranks(tmp_path: Path) -> None:
+    summary = Summary(name="job", backend="local", started="", train_workers=2)
+    recorder = Recorder(tmp_path, summary, 0.0)
+    one = {
+        "event": "loader",
+        "time": 1.0,
+        "rank": 0,
+        "steps": 10,
+        "samples": 80,
+        "wait_s": 1.0,
+        "elapsed_s": 4.0,
+    }
+    recorder.take(one | {"loader": 0})
+    recorder.take(one | {"loader": 1, "rank": 1, "wait_s": 3.0})  # ranks do alike: the first tells for all
+    recorder.take(one | {"loader": 1, "steps": 30, "samples": 240, "wait_s": 3.0, "elapsed_s": 12.0})
+    recorder.close(summary)
+    assert summary.steps == 40
+    assert summary.speed.input_wait_pct == 25.0 and summary.speed.samples_per_s == 40.0
