@@ -162,6 +162,8 @@ class LoaderService(Production):
             if place in made.ready:
                 made.sizes.pop(place)
                 given.append((Taken.BLOCK, made.ready.pop(place)))
+                if not made.streams:
+                    made.next = (place[0] + 1, 0)
             elif place in made.failed:
                 given.append((Taken.FAILED, made.failed[place]))
             elif made.streams and place[0] in line.delivered:
