@@ -36,6 +36,7 @@ def test_a_profile_names_every_cost(tmp_path: Path) -> None:
     assert any(line.startswith("blur takes ") for line in told["reasons"])
 
 
+@pytest.mark.soak
 def test_a_dataset_of_ray_data_is_part_of_the_preprocessing(tmp_path: Path) -> None:
     """Its own operators and the chain behind them each take the CPU time that they are known to take."""
     job = tmp_path / "job.yaml"

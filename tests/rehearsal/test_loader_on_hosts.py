@@ -29,10 +29,12 @@ class Points(Dataset):
 """
 TRAIN = """
 import json
+import os
 import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from points import Points
 from torch import nn
 
@@ -41,6 +43,8 @@ if sys.argv[1] == "torch":
 else:
     import stoker
     from stoker import DataLoader
+
+    dist.init_process_group("gloo")
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -56,7 +60,13 @@ for _ in range(2):
         optimizer.step()
         losses.append(loss.item())
         hosts |= set(on)
-folder = Path(".") if sys.argv[1] == "torch" else stoker.checkpoint_dir()
+folder = Path(".")
+if sys.argv[1] == "stoker":
+    folder = stoker.checkpoint_dir()
+    stoker.log({"loss": losses[-1]})
+    words = (Path(os.environ["SM_CHANNEL_WORDS"]) / "words.txt").read_text()
+    (Path(os.environ["SM_MODEL_DIR"]) / "model.txt").write_text(words)
+    print("runs in", Path.cwd())
 (folder / "losses.json").write_text(json.dumps([losses, sorted(hosts)]))
 """
 
@@ -71,7 +81,9 @@ def test_losses_are_those_of_torch_and_cpu_hosts_do_the_work(tmp_path: Path) -> 
     expected, _ = json.loads((project / "losses.json").read_text())
     keys = [*CHEAP, f"name={new_name()}", "rehearsal.hosts=gpu=1,cpu=2", "rehearsal.timeout_s=280"]
     command = [sys.executable, str(ROOT / "launcher/submit.py"), "project/train.py", *keys]
-    command += ["rehearsal.entry=container", "--on", "rehearsal", "--", "stoker"]
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "words.txt").write_text("some words")
+    command += ["params.words=words/", "rehearsal.entry=container", "--on", "rehearsal", "--", "stoker"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     print(done.stdout, done.stderr)
     assert done.returncode == 0
@@ -81,3 +93,10 @@ def test_losses_are_those_of_torch_and_cpu_hosts_do_the_work(tmp_path: Path) -> 
     assert {"algo-2", "algo-3"} & set(hosts)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 98 and summary["speed"]["samples_per_s"] > 0
+    assert (summary["status"], summary["backend"]) == ("succeeded", "rehearsal")
+    assert (summary["script"], summary["args"]) == ("train.py", ["stoker"])
+    assert summary["train_workers_by_host"] == {"algo-1": 1}
+    assert summary["metrics"]["last"]["loss"] == losses[-1]
+    assert "runs in /opt/ml/input/data/code/script" in done.stdout
+    assert (run / "model/model.txt").read_text() == "some words"
+    assert (run / "logs/script-rank-0.log").is_file() and (run / "report.html").is_file()

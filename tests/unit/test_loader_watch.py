@@ -76,6 +76,7 @@ def test_the_summary_has_the_share_and_the_rate_of_all_ranks(tmp_path: Path) -> 
     recorder.take(one | {"loader": 0})
     recorder.take(one | {"loader": 1, "rank": 1, "wait_s": 3.0})  # ranks do alike: the first tells for all
     recorder.take(one | {"loader": 1, "steps": 30, "samples": 240, "wait_s": 3.0, "elapsed_s": 12.0})
+    recorder.take({"event": "metrics", "time": 2.0, "rank": 0, "step": 1, "metrics": {"loss": 0.5}})
     recorder.close(summary)
     assert summary.steps == 40
     assert summary.speed.input_wait_pct == 25.0 and summary.speed.samples_per_s == 40.0

@@ -117,7 +117,8 @@ class Recorder(Sink):
         self.summary.metrics.take(event["metrics"])
 
     def _on_metrics(self, event: dict[str, Any]) -> None:
-        self.summary.steps = event["step"]
+        # A script may count otherwise than its loader.
+        self.summary.steps = max(self.summary.steps, event["step"])
         self.summary.metrics.take({**self.summary.metrics.last, **event["metrics"]})
 
     def _on_loader(self, event: dict[str, Any]) -> None:
