@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from stoker.data.coordinator.streams import SERVED_FROM_BYTES
 from stoker.data.engine.items import Line, Numbered
 from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import Pool
@@ -21,8 +22,6 @@ from stoker.data.messages import BlockReport, BlockSlice, EpochPlan, Origin, Sha
 from stoker.errors import DataError
 from stoker.schema import Config
 
-SERVED_FROM_BYTES = 100 * 1024
-"""Ray keeps smaller objects with their owner, not in the shared memory of the host that made them."""
 STREAM_AHEAD = 4
 """Batches of a worker of an iterable dataset that wait to be taken."""
 ABANDONED_S = 10.0

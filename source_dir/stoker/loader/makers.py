@@ -12,6 +12,7 @@ A maker has five methods, all called in the script's thread:
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import secrets
 import threading
@@ -67,9 +68,7 @@ class ClusterMaker:
         node = ray.get_runtime_context().get_node_id()
         split = f"{name}/{key}" if fresh else name
         ray.get(service.open.remote(service, key, split, streams, node), timeout=ANSWER_S)
-        self._puller = Puller(service, key, split, pinned)
-        self._groups: dict[int, int] = {}
-        """Batches in each group that is under way."""
+        self._puller = Puller(service, key, pinned)
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
         """Script: see the module."""
@@ -120,14 +119,13 @@ class Puller:
     Args:
         service: the job's LoaderService.
         key: of the pass.
-        split: what the service calls the loader in this pass.
         pinned: batches go into pinned memory.
     """
 
-    def __init__(self, service: Any, key: str, split: str, pinned: bool) -> None:
+    def __init__(self, service: Any, key: str, pinned: bool) -> None:
         import ray
 
-        self._service, self._key, self._split = service, key, split
+        self._service, self._key = service, key
         self.arrived: queue.Queue[tuple[tuple[int, int], str, Any]] = queue.Queue(ARRIVED)
         self.slots, self.batch_s = 1, None
         self._wanted: deque[tuple[int, int]] = deque()
@@ -215,7 +213,9 @@ class Puller:
 
         if time.monotonic() > self._figures_due:
             self._figures_due = time.monotonic() + FIGURES_EVERY_S
-            self.slots = ray.get(self._service.slots.remote(), timeout=ANSWER_S)
+            self.slots, notes = ray.get(self._service.state.remote(), timeout=ANSWER_S)
+            for note in notes:
+                logging.getLogger("stoker").warning("stoker.DataLoader: %s", note)
 
 
 def pin(made: Made | Failed) -> Made | Failed:

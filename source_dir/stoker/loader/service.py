@@ -172,10 +172,12 @@ class LoaderService(Production):
                 break
         return given
 
-    def slots(self) -> int:
-        """Script's call: how many chain workers there are."""
+    def state(self) -> tuple[int, list[str]]:
+        """Script's call: how many chain workers there are, and the notes since the last call."""
         with self.changed:
-            return self.pool.slots
+            notes = list(self.notes)
+            self.notes.clear()
+            return self.pool.slots, notes
 
     def close(self, key: str) -> None:
         """Script's call: it iterates no more."""
