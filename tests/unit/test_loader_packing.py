@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.utils.data._utils.collate import default_collate, default_collate_fn_map
 
 from stoker.loader.packing import PAGE, pack, unpack
+from stoker.loader.room import Room
 
 
 @dataclasses.dataclass
@@ -119,3 +121,51 @@ def test_only_what_a_view_shows_is_sent() -> None:
 def test_pages_are_rows_of_one_width() -> None:
     pages = pack([torch.zeros(5000)])
     assert pages.shape[1] == PAGE and pages.dtype == np.uint8
+
+
+def collated(room: Room, first: int, size: int = 1000) -> tuple[Any, np.ndarray[Any, Any]]:
+    """A group of one batch, and its pages."""
+    with room.group():
+        batch = default_collate([{"x": torch.full((size,), first + n), "y": n} for n in range(4)])
+        return batch, pack([batch], room)
+
+
+def arrives(pages: np.ndarray[Any, Any], first: int) -> bool:
+    (found,) = unpack(pages.copy())
+    return found["x"][:, 0].tolist() == [first + n for n in range(4)] and found["y"].tolist() == [0, 1, 2, 3]
+
+
+def test_memory_of_a_batch_that_is_gone_takes_the_next_and_the_batch_is_not_copied() -> None:
+    room, places = Room(), set()
+    for number in range(12):
+        batch, pages = collated(room, 10 * number)
+        assert arrives(pages, 10 * number)
+        places.add(pages.ctypes.data)
+        inside = pages.ctypes.data <= batch["x"].data_ptr() < pages.ctypes.data + pages.nbytes
+        assert inside == (number > 0)
+        del batch, pages
+    assert len(places) == 1
+
+
+def test_neither_pages_on_their_way_nor_a_batch_that_somebody_keeps_are_written_again() -> None:
+    room = Room()
+    kept = [collated(room, 10 * number, 500 + 300 * (number % 3)) for number in range(12)]
+    for number, (batch, pages) in enumerate(kept):
+        assert arrives(pages, 10 * number) and batch["x"][3, -1] == 10 * number + 3
+
+
+def test_what_two_batches_of_a_group_share_does_not_reach_the_script_as_shared() -> None:
+    room = Room()
+    for _ in range(3):
+        with room.group():
+            batch = default_collate([torch.zeros(100), torch.ones(100)])
+            first, second = unpack(pack([batch, batch], room).copy())
+        first += 5
+        assert second.unique().tolist() == [0, 1]
+
+
+def test_a_collate_function_that_fails_leaves_torchs_own_in_place() -> None:
+    before = dict(default_collate_fn_map)
+    with pytest.raises(RuntimeError, match="equal size"), Room().group():
+        default_collate([torch.zeros(2), torch.zeros(3)])
+    assert default_collate_fn_map == before

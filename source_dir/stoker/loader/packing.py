@@ -2,8 +2,9 @@
 
     object  →  pickle (protocol 5)  +  buffers of its tensors and arrays  →  uint8 rows of PAGE bytes
 
-Pages are what blocks are made of, so a batch takes the way that images of recipes take. The receiving process
-copies nothing: tensors and arrays are views of the memory that the rows arrived in.
+Pages are what blocks are made of, so a batch takes the way that images of recipes take. Behind the buffers
+stand their layout and its length. The receiving process copies nothing: tensors and arrays are views of the
+memory that the rows arrived in.
 """
 
 from __future__ import annotations
@@ -15,17 +16,24 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from stoker.loader.room import Room
+
 if TYPE_CHECKING:
     import numpy as np
 
 PAGE = 4096
-ALIGNED = 64
-"""Bytes: where a buffer may begin, so that vector instructions read it well."""
-HEAD = struct.Struct("<Q")
+TAIL = struct.Struct("<Q")
+"""The last bytes: how long the layout before them is."""
+ENTRY = 48
+"""Bytes of a part in the layout, at most."""
 
 
-def pack(objects: Sequence[Any]) -> np.ndarray[Any, Any]:
+def pack(objects: Sequence[Any], room: Room | None = None) -> np.ndarray[Any, Any]:
     """Chain worker: objects → pages.
+
+    Args:
+        objects: memory that two of them share is sent twice.
+        room: where tensors of theirs were collated and need no copy.
 
     Returns:
         uint8 of shape (rows, PAGE).
@@ -33,30 +41,23 @@ def pack(objects: Sequence[Any]) -> np.ndarray[Any, Any]:
     Raises:
         Exception: an object cannot be pickled.
     """
-    import numpy as np
-
-    parts: list[Any] = []
-    layout: list[list[int]] = []
+    parts: list[list[Any]] = []
     for each in objects:
         buffers: list[pickle.PickleBuffer] = []
         target = io.BytesIO()
         _pickler()(target, buffers.append).dump(each)
-        raw = [target.getbuffer(), *(buffer.raw() for buffer in buffers)]
-        layout.append([part.nbytes for part in raw])
-        parts += raw
-    head = json.dumps(layout).encode()
-    size = _aligned(HEAD.size + len(head)) + sum(_aligned(part.nbytes) for part in parts)
-    pages = np.empty((-(-size // PAGE), PAGE), np.uint8)
-    flat = pages.reshape(-1)
-    flat[: HEAD.size] = np.frombuffer(HEAD.pack(len(head)), np.uint8)
-    flat[HEAD.size : HEAD.size + len(head)] = np.frombuffer(head, np.uint8)
-    at = _aligned(HEAD.size + len(head))
-    for part in parts:
-        if part.nbytes:
-            flat[at : at + part.nbytes] = np.frombuffer(part, np.uint8)
-        at += _aligned(part.nbytes)
-    flat[at:] = 0
-    return pages
+        parts.append([target.getbuffer(), *(buffer.raw() for buffer in buffers)])
+    flattened = [part for own in parts for part in own]
+    spare = ENTRY * (len(flattened) + len(parts) + 1) + TAIL.size + PAGE
+    flat, places, end = (room or Room()).place(flattened, spare)
+    place = iter(places)
+    layout = json.dumps([[(next(place), part.nbytes) for part in own] for own in parts]).encode()
+    size = -(-(end + len(layout) + TAIL.size) // PAGE) * PAGE
+    flat[end:size] = 0
+    memory = flat.data
+    memory[size - TAIL.size - len(layout) : size - TAIL.size] = layout
+    memory[size - TAIL.size : size] = TAIL.pack(len(layout))
+    return flat[:size].reshape(-1, PAGE)
 
 
 def unpack(pages: np.ndarray[Any, Any]) -> list[Any]:
@@ -71,23 +72,15 @@ def unpack(pages: np.ndarray[Any, Any]) -> list[Any]:
     from ray import cloudpickle
 
     flat = memoryview(pages.reshape(-1).data)
-    (length,) = HEAD.unpack(flat[: HEAD.size])
-    if length > len(flat):
+    layout_end = len(flat) - TAIL.size
+    (length,) = TAIL.unpack(flat[layout_end:])
+    if length > layout_end:
         raise ValueError("not pages of a batch")
-    layout = json.loads(bytes(flat[HEAD.size : HEAD.size + length]))
-    at = _aligned(HEAD.size + length)
     found = []
-    for sizes in layout:
-        parts = []
-        for size in sizes:
-            parts.append(flat[at : at + size])
-            at += _aligned(size)
+    for own in json.loads(bytes(flat[layout_end - length : layout_end])):
+        parts = [flat[place : place + size] for place, size in own]
         found.append(cloudpickle.loads(parts[0], buffers=parts[1:]))
     return found
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
 
 
 def _rebuild_storage(buffer: Any) -> Any:

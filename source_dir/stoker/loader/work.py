@@ -6,6 +6,7 @@ those batches, packed.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ from stoker.data.engine.shards import use_one_thread
 from stoker.data.messages import BadRecord, BlockReport, Record, Shard
 from stoker.data.sources.seeding import seed_globals
 from stoker.loader.packing import pack, unpack
+from stoker.loader.room import Room
 
 PAGES = "pages"
 """The column of a block."""
@@ -209,6 +211,7 @@ class LoaderSource:
         self.pages = pages
         self._folder = ""
         self._work: LoaderWork | None = None
+        self._room: Room | None = None
 
     def read(self, shard: Shard, order: Any) -> Iterator[Record]:
         """The batches of a shard as records; a batch that cannot be packed is a failure of its own."""
@@ -218,10 +221,16 @@ class LoaderSource:
         if self._work is None or self._work.iterable:
             use_one_thread()
             self._work = opened(self.pages)
-        started = time.perf_counter()
-        for number, group in enumerate(self._work.run(shard.items[0])):
-            yield {"key": f"{shard.called}/{number}", PAGES: packed(group, time.perf_counter() - started)}
+        self._room = self._room or Room()
+        groups = self._work.run(shard.items[0])
+        for number in itertools.count():
             started = time.perf_counter()
+            with self._room.group():
+                group = next(groups, None)
+                if group is None:
+                    return
+                pages = packed(group, time.perf_counter() - started, self._room)
+            yield {"key": f"{shard.called}/{number}", PAGES: pages}
 
 
 def reach(pages: Any) -> str:
@@ -241,15 +250,15 @@ def opened(pages: Any) -> LoaderWork:
     return work
 
 
-def packed(group: Sequence[Made | Failed], seconds: float) -> Any:
+def packed(group: Sequence[Made | Failed], seconds: float, room: Room | None = None) -> Any:
     """Chain worker: the seconds that batches took, and the batches, as pages.
 
     One that cannot be pickled becomes a failure of its own.
     """
     try:
-        return pack([seconds, *group])
+        return pack([seconds, *group], room)
     except Exception:
-        return pack([seconds, *map(_packable, group)])
+        return pack([seconds, *map(_packable, group)], room)
 
 
 def _packable(made: Made | Failed) -> Made | Failed:
