@@ -27,7 +27,6 @@ pytestmark = pytest.mark.timeout(1200)
 
 ROOT = Path(__file__).resolve().parents[2]
 BUCKET = "stoker-path"
-HOSTS = "gpu=1,cpu=2"
 UNDER_SDK = """
 import os
 if os.environ.get("STARTED_BY_SDK") is None:  # first as the container's entrypoint, then as the command
@@ -67,12 +66,12 @@ def s3() -> Any:
     return boto3.session.Session().client("s3", region_name=REGION)
 
 
-def overrides(digits: Path) -> list[str]:
+def overrides(digits: Path, epochs: int = 2) -> list[str]:
     return [
         "name=digits",
         "recipe=recipes.digits:Digits",
         f"params.data={digits / 'webdataset'}",
-        "train.epochs=2",
+        f"train.epochs={epochs}",
         "train.lr=0.05",
         "data.order=exact",  # two epochs at this rate end anywhere between 36 and 90 % otherwise
         "cluster.object_store_mb=128",
@@ -105,9 +104,14 @@ def channels(described: dict[str, Any], folder: Path) -> dict[str, Path]:
 
 
 def rehearse(
-    source: Path, data: dict[str, Path], output: Path, entry: str, train: str | None = None
+    source: Path,
+    data: dict[str, Path],
+    output: Path,
+    entry: str,
+    train: str | None = None,
+    cpu_hosts: int = 2,
 ) -> tuple[RehearsalRun, dict[str, Any]]:
-    hosts = [f"rehearsal.hosts={HOSTS}", f"rehearsal.entry={entry}", "rehearsal.shm_mb=200"]
+    hosts = [f"rehearsal.hosts=gpu=1,cpu={cpu_hosts}", f"rehearsal.entry={entry}", "rehearsal.shm_mb=200"]
     settings = [f"output_dir={output}", "name=digits", "cluster.object_store_mb=128"]
     settings += ["sagemaker.environment={RAY_worker_niceness: '0'}"]  # beside what else computes here
     resolved = load(None, [*hosts, *settings, "rehearsal.timeout_s=900"])
@@ -122,32 +126,33 @@ def rehearse(
     return run, dict(json.loads(summary.read_text()))
 
 
-def check(run: RehearsalRun, summary: dict[str, Any]) -> None:
+def check(run: RehearsalRun, summary: dict[str, Any], cpu_hosts: int = 2, epochs: int = 2) -> None:
     """Every record, preprocessed on every CPU host, trained on the GPU host; every host left by itself."""
+    cpus = [f"algo-{2 + nth}" for nth in range(cpu_hosts)]
     assert summary["status"] == "succeeded" and summary["backend"] == "rehearsal"
     groups = {host["host"]: host["group"] for host in summary["cluster"]["hosts"]}
-    assert groups == {"algo-1": "gpu", "algo-2": "cpu", "algo-3": "cpu"}
+    assert groups == {"algo-1": "gpu"} | dict.fromkeys(cpus, "cpu")
     types = {host["host"]: host["type"] for host in summary["cluster"]["hosts"]}
-    assert types == {"algo-1": "ml.g5.xlarge", "algo-2": "ml.c5.xlarge", "algo-3": "ml.c5.xlarge"}
-    assert summary["cost"]["usd_per_hour"] == 1.816
-    assert summary["metrics"]["best"]["val/acc1"] > 0.5
-    assert summary["records"]["read"] == summary["records"]["trained"] == 2 * 1437
-    assert set(summary["chain_tasks_by_host"]) >= {"algo-2", "algo-3"}
+    assert types == {"algo-1": "ml.g5.xlarge"} | dict.fromkeys(cpus, "ml.c5.xlarge")
+    assert summary["cost"]["usd_per_hour"] == round(1.408 + 0.204 * cpu_hosts, 3)
+    assert summary["metrics"]["best"]["val/acc1"] > (0.5 if epochs > 1 else 0.1)
+    assert summary["records"]["read"] == summary["records"]["trained"] == epochs * 1437
+    assert set(summary["chain_tasks_by_host"]) >= set(cpus)
     assert summary["train_workers_by_host"] == {"algo-1": 1}, "the training only on the GPU host"
-    assert [host["exit_code"] for host in run.report()["hosts"]] == [0, 0, 0]
+    assert [host["exit_code"] for host in run.report()["hosts"]] == [0] * (1 + cpu_hosts)
     assert list(run.run_dir.rglob("model.safetensors"))
-    assert "epoch 2/2 done" in (run.run_dir / "logs" / "algo-1.log").read_text()
+    assert f"epoch {epochs}/{epochs} done" in (run.run_dir / "logs" / "algo-1.log").read_text()
 
 
 def test_the_uploaded_code_trains_and_the_archive_holds_the_same(
     environment: dict[str, str], digits: Path, tmp_path: Path
 ) -> None:
-    """A rehearsal on three hosts of the code channel as it lies in S3; that of the archive is a soak test."""
-    job = open_job(load(None, overrides(digits)))
+    """A rehearsal of the code channel in S3 on two hosts; on three, and of the archive, in soak tests."""
+    job = open_job(load(None, overrides(digits, epochs=1)))
     described = backend.submit(backend.plan(job), lambda _: None).describe()
     found = channels(described, tmp_path / "in")
     code = found.pop("code")
-    check(*rehearse(code, found, tmp_path / "out", "container"))
+    check(*rehearse(code, found, tmp_path / "out", "container", cpu_hosts=1), cpu_hosts=1, epochs=1)
     archive, data = archived(digits, tmp_path)
     assert files(archive) == files(code) - {"requirements.txt"} | files(archive) & {"requirements.txt"}
     assert data.keys() == found.keys()
