@@ -123,7 +123,7 @@ def test_pages_are_rows_of_one_width() -> None:
     assert pages.shape[1] == PAGE and pages.dtype == np.uint8
 
 
-def collated(room: Room, first: int, size: int = 1000) -> tuple[Any, np.ndarray[Any, Any]]:
+def collated(room: Room, first: int, size: int = 20_000) -> tuple[Any, np.ndarray[Any, Any]]:
     """A group of one batch, and its pages."""
     with room.group():
         batch = default_collate([{"x": torch.full((size,), first + n), "y": n} for n in range(4)])
@@ -149,7 +149,7 @@ def test_memory_of_a_batch_that_is_gone_takes_the_next_and_the_batch_is_not_copi
 
 def test_neither_pages_on_their_way_nor_a_batch_that_somebody_keeps_are_written_again() -> None:
     room = Room()
-    kept = [collated(room, 10 * number, 500 + 300 * (number % 3)) for number in range(12)]
+    kept = [collated(room, 10 * number, 20_000 + 5_000 * (number % 3)) for number in range(12)]
     for number, (batch, pages) in enumerate(kept):
         assert arrives(pages, 10 * number) and batch["x"][3, -1] == 10 * number + 3
 

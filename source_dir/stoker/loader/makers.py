@@ -190,6 +190,7 @@ class Puller:
         for place, (kind, value) in zip(places, answers, strict=False):
             if kind == "block":
                 seconds, *value = unpack(self._transport.fetch([value], SCHEMA).columns[PAGES])
+                self._transport.finish_pass()  # no other batch lies in this block
                 each = seconds / max(len(value), 1)
                 self.batch_s = each if self.batch_s is None else 0.8 * self.batch_s + 0.2 * each
                 if self._device is not None:

@@ -1,31 +1,33 @@
 """Chain worker: memory in which batches are collated and from which they are sent, group after group.
 
-torch's worker processes collate a batch into shared memory, so that it is written once. Here it is collated
-where `packing` needs it. Memory that nobody refers to any more takes the next group: fresh pages of the
-operating system cost more than writing them does.
+torch's worker processes collate a batch straight into shared memory, so that it is written once. Here it is
+collated where `packing` needs it, in buffers of a pool.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from stoker.data.transport.buffers import BufferPool
 
 if TYPE_CHECKING:
     import numpy as np
 
 ALIGNED = 64
 """Bytes: where a buffer may begin, so that vector instructions read it well."""
-MOST_KEPT, LARGEST_KEPT = 3, 64 << 20
-"""Groups on their way to the object store at once, and bytes of one that are worth keeping."""
+LARGEST = 64 << 20
+"""Bytes of a group: a larger one gets memory of its own, which is not used again."""
 
 
 class Room:
     """Chain worker: see the module."""
 
     def __init__(self) -> None:
-        self._kept: list[np.ndarray[Any, Any]] = []
+        self._pool = BufferPool(pinned=False)
+        self._size = 0
+        """Of the largest group so far."""
         self._flat: np.ndarray[Any, Any] | None = None
         self._end = 0
         self._parts: dict[int, tuple[int, int]] = {}
@@ -37,7 +39,8 @@ class Room:
         import torch
         from torch.utils.data._utils.collate import default_collate_fn_map
 
-        self._begin()
+        self._flat, self._end, self._parts = None, 0, {}  # first: the buffer may serve again
+        self._flat = self._empty(self._size) if self._size else None
         torchs = default_collate_fn_map[torch.Tensor]
 
         def stack(batch: Sequence[Any], **others: Any) -> Any:
@@ -56,13 +59,6 @@ class Room:
             yield
         finally:
             default_collate_fn_map[torch.Tensor] = torchs
-
-    def _begin(self) -> None:
-        self._flat, self._end, self._parts = None, 0, {}
-        for nth in range(len(self._kept)):
-            if sys.getrefcount(self._kept[nth]) == 2:  # the list's own reference, and this call's
-                self._flat = self._kept[nth]
-                return
 
     def _storage(self, size: int) -> Any:
         """Memory for a tensor, or None if there is none left."""
@@ -93,8 +89,10 @@ class Room:
         size = sum(aligned(len(array)) for array, place in zip(arrays, places, strict=True) if place is None)
         if self._flat is None or self._end + size + spare > len(self._flat):
             places = [None] * len(arrays)
-            flat = self._fresh(sum(aligned(len(array)) for array in arrays) + spare)
-            end = 0
+            size = sum(aligned(len(array)) for array in arrays) + spare
+            if size <= LARGEST:
+                self._size = max(self._size, size + size // 8)
+            flat, end = self._empty(size), 0
         else:
             flat, end = self._flat, self._end
         found = []
@@ -112,14 +110,13 @@ class Room:
         del given[array.ctypes.data]  # what two objects of a group share is sent twice
         return place
 
-    def _fresh(self, size: int) -> np.ndarray[Any, Any]:
-        """Memory for a group that does not fit, and for a while all that follow."""
+    def _empty(self, size: int) -> np.ndarray[Any, Any]:
         import numpy as np
 
-        flat = np.empty(size + size // 8, np.uint8)
-        if len(flat) <= LARGEST_KEPT:
-            self._kept = [*self._kept[1 - MOST_KEPT :], flat]
-        return flat
+        if size > LARGEST:
+            return np.empty(size, np.uint8)
+        pooled: np.ndarray[Any, Any] = self._pool.empty((max(size, self._size),), np.uint8)
+        return pooled
 
 
 def aligned(size: int) -> int:
