@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from stoker.training.worker import (
     check_finite,
     count_records,
     finite,
-    import_quietly,
+    import_ahead,
     mean_over_ranks,
     reached,
     tee_prints,
@@ -84,8 +83,6 @@ def train(settings: dict[str, Any]) -> None:
         build(worker, settings["records"])
         worker.log("phase", phase="model built")
         carried = keeper.restore(resumed) if resumed else None
-        # torchmetrics takes seconds to import and is first needed after an epoch.
-        threading.Thread(target=import_quietly, args=("torchmetrics.classification",), daemon=True).start()
         first = resumed.meta["next_epoch"] if resumed else 0
         run = own_loop(worker.recipe).run_epochs if worker.recipe.own_loop else run_epochs
         asked = run(worker, keeper, first, carried, settings["has_val"])
@@ -198,12 +195,15 @@ def train_epoch(
     if worker.schedule is not None:
         worker.schedule.begin(epoch, progress.carried_samples, worker.step)
     started = time.perf_counter()
-    for window in windows(feed, worker.config.train.accumulate_steps):
+    for nth, window in enumerate(windows(feed, worker.config.train.accumulate_steps)):
         for batch in window:
             keep_example(worker, "train", batch)
             step.accumulate(batch)
         step.update()
 
+        if nth == 0:
+            # Validation needs it, and importing it takes seconds; before the first step it would delay that.
+            import_ahead("torchmetrics.classification")
         progress.loss_sum += step.loss * step.rows
         progress.loss_rows += step.rows
         progress.steps += 1

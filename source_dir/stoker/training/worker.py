@@ -145,13 +145,17 @@ def finite(value: Any) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-def import_quietly(name: str) -> None:
-    """Train worker: import ahead of need; a failure shows where the module is used."""
+def import_ahead(name: str) -> None:
+    """Train worker: import in a thread, ahead of need; a failure shows where the module is used."""
     import contextlib
     import importlib
+    import threading
 
-    with contextlib.suppress(Exception):
-        importlib.import_module(name)
+    def load() -> None:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+    threading.Thread(target=load, daemon=True).start()
 
 
 def tee_prints(worker: Worker) -> None:
