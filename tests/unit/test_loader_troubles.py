@@ -112,7 +112,7 @@ def test_a_block_that_an_interrupt_has_lost_is_noticed(dataset: Any) -> None:
     iterator = iter(DataLoader(dataset, batch_size=4))
     next(iterator)
     iterator._maker.get(None)  # as far as `next` came
-    with pytest.raises(RuntimeError, match="lost by an interrupt"):
+    with pytest.raises(RuntimeError, match="an interrupt lost batches"):
         next(iterator)
 
 
@@ -123,7 +123,7 @@ def test_a_state_of_more_batches_than_there_are_is_refused() -> None:
         next(iterator)
     again = DataLoader(Records(20), batch_size=4)
     again.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match="after 9 batches, and the sampler now has 5"):
+    with pytest.raises(ValueError, match="after 9 batches, but the sampler now has 5"):
         iter(again)
 
 

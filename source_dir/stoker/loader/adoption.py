@@ -1,4 +1,4 @@
-"""Script: loaders that others make: Accelerate rebuilds those it is given, Trainers make their own."""
+"""Script: loaders that frameworks create: Accelerate rebuilds loaders, trainers create their own."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from torch.utils.data import DataLoader as TorchDataLoader
 
 USERS = ("accelerate.data_loader", "accelerate.accelerator", "accelerate", "transformers.trainer")
-"""Modules that hold what `follow_accelerate` replaces."""
+"""Modules with the functions that `follow_accelerate` replaces."""
 
 
 def adopt(loader: Any, kind: type[Any], options: dict[str, Any]) -> None:
-    """Script: let a torch DataLoader be a `stoker.DataLoader`, which is `kind`."""
+    """Script: turn a torch DataLoader into a `stoker.DataLoader`, the class `kind`."""
     loader.__class__ = kind
     loader.set_options(**options)
 
 
 def follow_accelerate(kind: type[Any]) -> None:
-    """Script: where Accelerate is loaded: what it makes of a `stoker.DataLoader` is one, too.
+    """Script: make Accelerate return a `stoker.DataLoader` when it gets one.
 
-    It takes a loader apart and builds torch's from the parts.
+    Accelerate takes a loader apart and builds one of torch's from the parts.
 
     Args:
         kind: the class `stoker.DataLoader`.

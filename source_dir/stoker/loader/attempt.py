@@ -1,6 +1,6 @@
-"""Head: what scripts iterate over now: passes over loaders, and the batches of each that are ready.
+"""Head: open passes over loaders, and their batches that are ready.
 
-It stands towards the planner where a run's attempt does for recipes.
+The planner sees it in place of a recipe's attempt.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from stoker.errors import DataError
 from stoker.schema import Config
 
 STREAM_AHEAD = 4
-"""Batches of a worker of an iterable dataset that wait to be taken."""
+"""Batches that one worker of an iterable dataset may be ahead."""
 ABANDONED_S = 10.0
-"""A chain worker whose pass was given up has so long to finish its batch."""
+"""Time for a chain worker to finish its batch after its pass was abandoned."""
 Place = tuple[int, int]
-"""Of a block: number of its shard, and which of its blocks."""
+"""Number of the shard, and number of the block in it."""
 
 
 @dataclass(eq=False)
@@ -35,14 +35,14 @@ class LoaderPass:
     """Head: one iteration over one loader, by one rank; the service's lock guards it."""
 
     streams: int
-    """Workers of an iterable dataset, one shard each; 0: map-style, a shard for each group of batches."""
+    """Workers of an iterable dataset, one shard each; 0 if map-style, with one shard per group of batches."""
     ready: dict[Place, BlockSlice] = field(default_factory=dict)
     sizes: dict[Place, int] = field(default_factory=dict)
     failed: dict[Place, str] = field(default_factory=dict)
     next: Place = (0, 0)
-    """What the script takes next."""
+    """Next block for the script."""
     known: int = 0
-    """Shards that were submitted."""
+    """Number of submitted shards."""
     step_rows: int = 1
     ended: bool = False
 
@@ -52,23 +52,23 @@ class LoaderPass:
 
     @property
     def rows_ahead(self) -> int:
-        """Blocks that are ready without a gap from the next one on."""
+        """Number of consecutive ready blocks, starting with the next one."""
         if self.streams:
             return len(self.ready) // self.streams
         first = self.next[0]
         return next(n for n in count() if (first + n, 0) not in self.ready)
 
     def ahead_of(self, shard: int) -> int:
-        """How many blocks of a shard wait to be taken."""
+        """Number of ready blocks of a shard."""
         return sum(place[0] == shard for place in self.ready)
 
     def urgency(self, work: Numbered) -> tuple[bool, int]:
-        """Sorts workers of an iterable dataset: that of the next batch first, then those with least ahead."""
+        """Sort key for workers of an iterable dataset: the next one first, then the one least ahead."""
         return work[0] != self.next[0], self.ahead_of(work[0])
 
 
 class LoaderSettings:
-    """Head: in the place of a job's passes."""
+    """Head: stands in for the passes of a recipe."""
 
     def __init__(self, stall_s: float) -> None:
         data = Config().data.model_copy(update={"order": "any", "stall_timeout_s": stall_s})
@@ -76,19 +76,19 @@ class LoaderSettings:
 
 
 class LoaderPlanner(Planner):
-    """Head: part of an attempt: passes may be given up, and workers of iterable datasets take turns."""
+    """Head: planner whose passes can be abandoned and whose iterable datasets share processes."""
 
     abandoned: dict[int, tuple[str, float]]
-    """Tickets in work of passes that were given up → the process, and when it is ended if still at it."""
+    """Tickets of abandoned passes → process, and when to kill it if it still works on them."""
 
     def __init__(self, attempt: Any, pool: Pool, budget_bytes: int, numbers: count[int]) -> None:
         super().__init__(attempt, pool, budget_bytes, numbers)
         self.abandoned = {}
 
     def startable(self) -> Iterator[Line]:
-        """As the planner's: each pass by itself, that with least ahead first; scripts wait for any of them.
+        """Passes that may start work, the one least ahead first, because scripts may wait for any of them.
 
-        Of workers of an iterable dataset, those that are far enough ahead are not begun.
+        Workers of an iterable dataset that are far enough ahead are not started.
         """
         for line in sorted(self.lines, key=lambda each: each.stream.rows_ahead + each.shards_under_way):
             made: Any = line.stream
@@ -100,11 +100,11 @@ class LoaderPlanner(Planner):
                 yield line
 
     def makes_way(self, number: int, ahead: int) -> bool:
-        """Whether a worker of an iterable dataset ends, as others wait for its process; it goes on later.
+        """Whether a worker of an iterable dataset must yield its process to others; it continues later.
 
         Args:
-            number: of its ticket.
-            ahead: how many of its batches wait to be taken.
+            number: number of its ticket.
+            ahead: number of its ready batches.
         """
         line = self.active[number].line
         made: Any = line.stream
@@ -116,7 +116,7 @@ class LoaderPlanner(Planner):
         return False
 
     def drop(self, line: Line) -> None:
-        """Nobody wants a pass any more."""
+        """Abandon a pass."""
         for number in [n for n, item in self.active.items() if item.line is line]:
             self.abandoned[number] = self.leave(number).process, time.monotonic() + ABANDONED_S
         self.again = [item for item in self.again if item.line is not line]
@@ -137,13 +137,13 @@ class LoaderPlanner(Planner):
         super().ended(number)
 
     def look(self, now: float) -> list[str]:
-        """As the planner's; a process that still works for nobody is ended."""
+        """Same as the planner's; also returns processes that still work on an abandoned pass."""
         late = [number for number, (_, due) in self.abandoned.items() if now > due]
         return super().look(now) + [self.abandoned.pop(number)[0] for number in late]
 
 
 class LoaderAttempt:
-    """Head: see the module; it ends where work has failed for good, and the next pass begins another.
+    """Head: see the module. Ends when work fails for good; the next pass starts another attempt.
 
     Args:
         number: from 0 on.

@@ -1,7 +1,7 @@
-"""Script: the Ray cluster whose CPUs make its batches, and the service on it.
+"""Script: the Ray cluster that makes batches.
 
-In order: the one that this process is connected to already, `address` or RAY_ADDRESS, that of the other ranks
-under torchrun, or one of this machine alone, which ends with the process.
+Tried in this order: the cluster that this process is connected to; `address` or RAY_ADDRESS; the cluster that
+the ranks of a torchrun job share; a new cluster on this machine, which ends with the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stoker.session import JOB_VARIABLE
 
 RANKS_WAIT_S = 120.0
 IMPORTED = ("torch.utils.data", "stoker.loader.work", "stoker.loader.service")
-"""What the service and chain workers import besides those of recipes."""
+"""Imported by the service and chain workers in addition to what recipes need."""
 WITH_THE_SCRIPT = (
     "torchvision.transforms.v2",
     "torchvision.datasets",
@@ -36,18 +36,18 @@ WITH_THE_SCRIPT = (
     "scipy",
     "albumentations",
 )
-"""They import these, too, where the script has, so that each does not do so by itself."""
+"""Imported once before forking if the script has imported them, instead of once per chain worker."""
 CONNECT_S = 10.0
 
 
 def connect(address: str | None) -> None:
-    """Script: be connected to a cluster; does nothing where this process is.
+    """Script: connect to a cluster unless this process is connected already.
 
     Args:
-        address: of a cluster; None: see the module.
+        address: address of a cluster; None: see the module.
 
     Raises:
-        UsageError: nobody answers there.
+        UsageError: no cluster answers there.
     """
     ray: Any = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
@@ -62,7 +62,7 @@ def connect(address: str | None) -> None:
 
 
 def group() -> str:
-    """Script: what its service is called: ranks of one job share it."""
+    """Script: name of the service that the ranks of this job share."""
     import ray
 
     own = os.environ.get(JOB_VARIABLE) or _torchrun()
@@ -73,7 +73,7 @@ def _torchrun() -> str:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-    # Run and address are the same for all jobs of one machine each: "none" and "localhost".
+    # Single-node jobs have the same run id and address on every machine: "none" and "localhost".
     local = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     return "-".join([*(os.environ.get(n, "") for n in names), *([socket.gethostname()] if local else [])])
 
@@ -81,7 +81,7 @@ def _torchrun() -> str:
 def _join(address: str) -> None:
     host, _, port = address.rpartition(":")
     if port.isdigit() and "//" not in address:
-        try:  # Ray itself looks for minutes
+        try:  # Ray itself would retry for minutes
             socket.create_connection((host, int(port)), CONNECT_S).close()
         except OSError as error:
             raise UsageError(f"stoker.DataLoader: no Ray cluster answers at {address}: {error}") from None
@@ -94,7 +94,7 @@ def _join(address: str) -> None:
 
 
 def _start() -> Any:
-    """A cluster of this machine alone."""
+    """Start a cluster on this machine."""
     from stoker.bootstrap import forks
     from stoker.bootstrap.cluster import LocalCluster, set_environment
     from stoker.schema import Config
@@ -102,7 +102,7 @@ def _start() -> Any:
     set_environment(secrets.token_hex(32))
     ray_internals.read_environment_again()
     stack, own = contextlib.ExitStack(), os.getpid()
-    # A process that was forked from this one leaves the cluster alone.
+    # A fork of this process must not stop the cluster.
     atexit.register(lambda: stack.close() if os.getpid() == own else None)
     if forks.POSSIBLE:
         also = [name for name in WITH_THE_SCRIPT if name in sys.modules]
@@ -113,7 +113,7 @@ def _start() -> Any:
 
 
 def _with_other_ranks() -> None:
-    """Under torchrun: the first local rank starts a cluster, the others find it in a file of this user's."""
+    """Under torchrun: local rank 0 starts a cluster; the others read its address from a private file."""
     folder = Path(tempfile.gettempdir()) / f"stoker-ranks-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o077:
@@ -139,7 +139,7 @@ def _with_other_ranks() -> None:
         atexit.register(_leave, file, os.getpid())
         return
     deadline = time.monotonic() + RANKS_WAIT_S
-    # One that is older than torchrun is of another that was killed, and had the same number.
+    # A file older than torchrun is left over from a killed process with the same id.
     since = psutil.Process(os.getppid()).create_time() - 1.0
     while not (file.exists() and file.stat().st_mtime > since):
         if time.monotonic() > deadline:
@@ -158,9 +158,9 @@ def _with_other_ranks() -> None:
 
 
 def _leave(file: Path, own: int) -> None:
-    """First local rank, at its end: the cluster ends with it, so it waits for ranks that still use it.
+    """Local rank 0, at exit: wait for ranks that still use the cluster, which ends with this process.
 
-    Not where it has failed: then the others are to hear of that soon.
+    After a failure it does not wait, so that the other ranks fail soon.
     """
     if os.getpid() != own:
         return
@@ -176,7 +176,7 @@ def _leave(file: Path, own: int) -> None:
 
 
 def _others(file: Path) -> dict[int, Path]:
-    """Processes of the ranks that have joined, and what says so."""
+    """Marker files of the ranks that joined, by process id."""
     found = (each for each in file.parent.iterdir() if each.stem == file.stem)
     return {int(each.suffix[1:]): each for each in found if each.suffix[1:].isdigit()}
 

@@ -1,4 +1,4 @@
-"""Script: `stoker.DataLoader`, in the place of torch's: the same batches, made on all CPUs of a cluster."""
+"""Script: `stoker.DataLoader`, a drop-in for torch's: the same batches, made on every CPU of a cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stoker.loader.packing import pack
 from stoker.loader.work import LoaderWork
 
 HERE_VARIABLE = "STOKER_LOADER"
-"""`process`: batches are made in the script's process, for debugging."""
+"""Set it to `process` to make batches in the script's own process, for debugging."""
 VERSION = 1
 
 
@@ -31,23 +31,23 @@ class DataLoader(TorchDataLoader[Any]):
 
         from stoker import DataLoader        # was: from torch.utils.data import DataLoader
 
-    Takes the arguments of `torch.utils.data.DataLoader`, with their meaning. The sampler and its generator
-    decide on the indices in the script's process, so the batches are torch's, in order and content, where the
-    dataset's records depend on nothing but their index. What a dataset or `collate_fn` draws from the
-    generators of `random`, NumPy and torch is seeded per record from `generator` (or torch's own) and the
-    epoch, so a run repeats on any number of hosts.
+    Accepts the arguments of `torch.utils.data.DataLoader` with the same meaning. The sampler and its
+    generator run in the script's process, so if a record depends only on its index, batches equal torch's in
+    order and content. Random draws of the dataset and `collate_fn` (`random`, NumPy, torch) are seeded per
+    record from `generator` (or torch's default one) and the epoch, so a run is reproducible on any number of
+    hosts.
 
-    `num_workers` tells what `get_worker_info()` says and how an IterableDataset is divided; every CPU of the
-    cluster is used whatever it is. Batches are drawn from the sampler some seconds ahead.
+    `num_workers` sets what `get_worker_info()` reports and how an IterableDataset is divided. It does not
+    limit parallelism: every CPU of the cluster works. The sampler is read a few seconds ahead.
 
     Args:
-        *args: as torch's.
-        address: of a Ray cluster; None: RAY_ADDRESS, the cluster this process is connected to, or a new one
-            of this machine alone.
-        on_error: "raise", or "quarantine": leave out records of a map-style dataset that raise.
-        bad_record_budget: share of the records that may be left out of a pass.
-        stall_timeout_s: fail when no batch has come for so long.
-        **kwargs: as torch's.
+        *args: same as torch's.
+        address: address of a Ray cluster. None means RAY_ADDRESS, the cluster that this process is connected
+            to, or a new cluster on this machine.
+        on_error: "raise", or "quarantine" to skip records of a map-style dataset that raise.
+        bad_record_budget: largest share of the records that one pass may skip.
+        stall_timeout_s: fail if no batch arrives for this long.
+        **kwargs: same as torch's.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DataLoader(TorchDataLoader[Any]):
         bad_record_budget: float = 0.01,
         stall_timeout_s: float = 600.0,
     ) -> None:
-        """Script: what is Stoker's own; see the class.
+        """Script: set the options that torch's loader does not have; see the class.
 
         Raises:
             ValueError: an unknown `on_error`.
@@ -80,33 +80,33 @@ class DataLoader(TorchDataLoader[Any]):
         self.address, self.on_error = address, on_error
         self.bad_record_budget, self.stall_timeout_s = bad_record_budget, stall_timeout_s
         self.quarantine = Quarantine(bad_record_budget, self._total())
-        """Records left out of the present pass: `loader.quarantine.records`."""
+        """Records skipped in the current pass: `loader.quarantine.records`."""
         self._live: Any = None
         self._state: dict[str, Any] | None = None
-        """Where the next pass begins, from `load_state_dict`."""
+        """Where the next pass starts, set by `load_state_dict`."""
 
     def options(self) -> dict[str, Any]:
-        """Script: what `set_options` takes."""
+        """Script: the arguments of `set_options`."""
         names = ("address", "on_error", "bad_record_budget", "stall_timeout_s")
         return {name: getattr(self, name) for name in names}
 
     def check_worker_number_rationality(self) -> None:
-        """Nothing to warn of: the workers are the cluster's."""
+        """No warning: the workers run on the cluster."""
 
     def _total(self) -> int | None:
         if self.on_error == "raise" or isinstance(self.dataset, IterableDataset):
             return None
         try:
             return len(self.dataset)  # type: ignore[arg-type]
-        except Exception:  # torch asks for no length either, where a sampler is given
+        except Exception:  # with a sampler, torch does not need a length either
             return None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the present pass, which belongs to this process."""
+        """Leave out the current pass: it belongs to this process."""
         return self.__dict__ | {"_live": None}
 
     def __iter__(self) -> Any:
-        """A pass; the one before, if it has not come to its end, is given up."""
+        """Start a pass; an unfinished earlier pass is abandoned."""
         self.quarantine = Quarantine(self.bad_record_budget, self._total())
         state, self._state = self._state, None
         if state is None:
@@ -118,7 +118,7 @@ class DataLoader(TorchDataLoader[Any]):
             try:
                 iterator = ClusterIterator(self, self._maker(), state["place"])
             finally:
-                # The script's own place in these is its own affair: it has put it back, or will.
+                # Restoring the global generators is up to the script.
                 put_back(now)
         self._live = (iterator, before)
         return iterator
@@ -159,22 +159,22 @@ class DataLoader(TorchDataLoader[Any]):
             ) from error
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the present pass stands, as `load_state_dict` takes it: after the batches that were taken.
+        """Return the position of the current pass, after the last batch that the script received.
 
-        Holds numbers, strings and bytes only, so `torch.load(weights_only=True)` reads it.
+        Contains only numbers, strings and bytes, so `torch.load(weights_only=True)` can read it.
         """
         iterator, before = self._live or (None, None)
         place = iterator.place() if iterator is not None else None
         return {"version": VERSION, "place": place, "generators": before if place else self._generators()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass begin where another one stood, whatever the number of hosts.
+        """Start the next pass at the saved position; the number of hosts may differ.
 
         Raises:
-            ValueError: another version of Stoker wrote the state.
+            ValueError: the state has another format version.
         """
         if state.get("version") != VERSION:
-            raise ValueError(f"a state of version {state.get('version')}, not {VERSION}")
+            raise ValueError(f"the state has version {state.get('version')}; this is version {VERSION}")
         self._live = None
         if state["place"] is None:
             self._set_generators(state["generators"] | {"global": states()})
@@ -182,17 +182,17 @@ class DataLoader(TorchDataLoader[Any]):
             self._state = state
 
     def _samplers(self) -> list[Any]:
-        """Those that tell and take their state."""
+        """Samplers with `state_dict` and `load_state_dict`."""
         return [s for s in (self.sampler, self.batch_sampler) if hasattr(s, "load_state_dict")]
 
     def _own(self) -> list[torch.Generator]:
-        """Generators of the loader and its samplers, each once."""
+        """Generators of the loader and its samplers, without duplicates."""
         owners = (self, self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
         found = {id(g): g for o in owners if isinstance(g := getattr(o, "generator", None), torch.Generator)}
         return list(found.values())
 
     def _generators(self) -> dict[str, Any]:
-        """Where all generators stand that may decide on a pass, and samplers that tell their state."""
+        """State of every generator and stateful sampler that a pass depends on."""
         samplers = [sampler.state_dict() for sampler in self._samplers()]
         own = [bytes(g.get_state().numpy()) for g in self._own()]
         return {"global": states(), "own": own, "samplers": samplers}
@@ -209,10 +209,10 @@ _stock_iter = TorchDataLoader.__iter__
 
 
 def replace_torch_loader(**options: Any) -> None:
-    """Script: every torch DataLoader that is iterated over from now on is a `stoker.DataLoader`.
+    """Script: turn every torch DataLoader into a `stoker.DataLoader` when it is iterated over.
 
-    For Trainers that make their loaders themselves (Hugging Face's, say). Subclasses of torch's with an
-    iterator of their own stay as they are.
+    For trainers that create their own loaders, such as Hugging Face's. Subclasses of torch's DataLoader are
+    left alone.
 
     Args:
         **options: `address`, `on_error`, `bad_record_budget`, `stall_timeout_s`.

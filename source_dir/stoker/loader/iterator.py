@@ -1,7 +1,6 @@
 """Script: one iteration over a `stoker.DataLoader`.
 
-torch's sampler decides on the indices here, chain workers make the batches elsewhere, and a thread fetches
-them ahead.
+torch's sampler chooses the indices here, chain workers make the batches, and a thread prefetches them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from stoker.loader.watch import Watch
 from stoker.loader.work import Failed, Order
 
 STREAM_BATCHES = 8
-"""Of an iterable dataset, on their way to this process."""
+"""Batches of an iterable dataset that are requested ahead."""
 END = object()
 
 
@@ -28,8 +27,8 @@ class ClusterIterator(_BaseDataLoaderIter):
 
     Args:
         loader: the stoker.DataLoader.
-        maker: makes the batches; see Maker.
-        start: where in the pass to start: an answer of `place`.
+        maker: makes the batches; see makers.py.
+        start: position to start from, returned by `place`.
     """
 
     def __init__(self, loader: Any, maker: Any, start: dict[str, Any] | None = None) -> None:
@@ -46,14 +45,14 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._submitted = self._number = self._groups = 0
         self._exhausted = self._ended = False
         self._ready: deque[Any] = deque()
-        """What is left of the group of batches that came last."""
+        """Batches of the last block that the script has not taken yet."""
         self._taken = [0] * self._workers
         self._over: set[int] = set()
         self._turn = 0
         self._asked: deque[tuple[int, int]] = deque()
-        """Places of the blocks that are on their way, in order: a group's, or a worker's next one."""
+        """Places of the requested blocks, in order."""
         self._broken: Exception | None = None
-        """What the sampler has raised."""
+        """Exception raised by the sampler."""
         if start:
             self._resume(start)
         if self._iterable:
@@ -69,19 +68,19 @@ class ClusterIterator(_BaseDataLoaderIter):
             self._turn = start["turn"]
             if len(self._taken) != self._workers:
                 raise ValueError(
-                    f"the state is of num_workers={len(self._taken)}, this loader has {self._workers}: an"
-                    " IterableDataset is divided among them"
+                    f"the state was saved with num_workers={len(self._taken)}, not {self._workers}:"
+                    " an IterableDataset is divided among its workers"
                 )
             return
         for drawn in range(start["drawn"]):
             if next(self._sampler_iter, END) is END:
                 raise ValueError(
-                    f"the state was taken after {start['drawn']} batches, and the sampler now has {drawn}"
+                    f"the state was saved after {start['drawn']} batches, but the sampler now has {drawn}"
                 )
         self._submitted = self._number = start["drawn"]
 
     def place(self) -> dict[str, Any] | None:
-        """Where the pass stands, after the batches that were taken; None: at its end."""
+        """Position after the last batch that was taken; None at the end of the pass."""
         if self._ended:
             return None
         return {
@@ -103,7 +102,7 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._maker.submit(shards, len(shards))
 
     def _fill(self) -> None:
-        """Draw indices ahead, in this thread, and let their batches be made."""
+        """Draw indices ahead, in this thread, and submit their batches."""
         shards = []
         together, most = self._maker.pace(self._ahead)
         while not self._exhausted and self._submitted - self._number < most:
@@ -114,7 +113,7 @@ class ClusterIterator(_BaseDataLoaderIter):
                 except StopIteration:
                     self._exhausted = True
                     break
-                except Exception as error:  # raised behind the batches before it
+                except Exception as error:  # raised after the batches before it
                     self._exhausted, self._broken = True, error
                     break
                 self._submitted += 1
@@ -162,12 +161,12 @@ class ClusterIterator(_BaseDataLoaderIter):
                     raise error
                 return END
             self._ready.extend(self._get(deadline)[1])
-            self._asked.popleft()  # only now: an interrupt before is noticed
+            self._asked.popleft()  # only now, so that an interrupt before this line is detected
         self._number += 1
         return self._ready.popleft()
 
     def _next_stream(self, deadline: float | None) -> Any:
-        """Workers take turns; those that have come to their end are passed over, as torch does it."""
+        """Take from the workers in turn and skip exhausted ones, as torch does."""
         while True:
             while len(self._asked) < STREAM_BATCHES and len(self._over) < self._workers:
                 if self._next_asked not in self._over:
@@ -193,8 +192,8 @@ class ClusterIterator(_BaseDataLoaderIter):
     def _get(self, deadline: float | None) -> tuple[str, Any]:
         place, kind, value = self._maker.get(deadline)
         if kind != "failed" and place != self._asked[0]:
-            # An interrupt in the midst of `next` has lost what came.
-            kind, value = "failed", "batches were lost by an interrupt; begin another pass, or load a state"
+            # An interrupt during `next` has lost a block.
+            kind, value = "failed", "an interrupt lost batches; start another pass or load a state"
         if kind == "failed":
             self._close()
             raise RuntimeError(f"DataLoader: {value}")
@@ -202,10 +201,10 @@ class ClusterIterator(_BaseDataLoaderIter):
 
 
 def _reraise(made: Failed) -> None:
-    """Raise what a worker raised, as torch does: of its kind, with its traceback in the message."""
+    """Raise a worker's exception as torch does: same type, original traceback in the message."""
     kind = made.kind
     if issubclass(kind, StopIteration | SystemExit | GeneratorExit):
-        # It would end the loop as if all batches had come, or the script as if it were done.
+        # Raised as it is, it would end the loop or the script without an error.
         raise RuntimeError(f"{kind.__name__} {made.where}\n{made.words}")
     wrapper = ExceptionWrapper.__new__(ExceptionWrapper)
     wrapper.exc_type, wrapper.exc_msg, wrapper.where = kind, made.words, made.where
@@ -213,11 +212,11 @@ def _reraise(made: Failed) -> None:
 
 
 class Quarantine:
-    """Script: records that were left out, against the budget.
+    """Script: skipped records, checked against the budget.
 
     Args:
-        budget: share of the records of the pass that may be left out.
-        total: records of the dataset, None where nobody knows.
+        budget: largest share of the records that one pass may skip.
+        total: number of records, None if unknown.
     """
 
     def __init__(self, budget: float, total: int | None) -> None:
@@ -225,10 +224,10 @@ class Quarantine:
         self.records: list[tuple[Any, str]] = []
 
     def add(self, bad: Any) -> None:
-        """Take records in.
+        """Add skipped records.
 
         Raises:
-            RuntimeError: there are too many.
+            RuntimeError: they exceed the budget.
         """
         if not bad:
             return
@@ -237,5 +236,5 @@ class Quarantine:
             index, reason = bad[-1]
             raise RuntimeError(
                 f"DataLoader: {len(self.records)} of {self.total} records cannot be loaded, more than"
-                f" bad_record_budget={self.budget}; the last: index {index!r}: {reason}"
+                f" bad_record_budget={self.budget}; last one: index {index!r}: {reason}"
             )

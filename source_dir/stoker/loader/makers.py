@@ -1,11 +1,11 @@
-"""Script: who makes the batches of an iteration: chain workers of a cluster, or this process.
+"""Script: makers of batches: chain workers of a cluster, or this process.
 
 A maker has five methods, all called in the script's thread:
-    submit(shards, total)   work for it, and how much there will be in all once that is known
-    want(place)             which block comes next
-    get(deadline)           the next block that was wanted: (place, "block", batches), (place, "end", None)
-                            or (place, "failed", why)
-    pace(least)             how many batches go into a block, and how many to submit ahead
+    submit(shards, total)   add work; total is the number of shards in all, once known
+    want(place)             request the next block
+    get(deadline)           return the next requested block: (place, "block", batches), (place, "end", None)
+                            or (place, "failed", reason)
+    pace(least)             batches per block, and batches to submit ahead
     close()
 """
 
@@ -32,17 +32,17 @@ from stoker.loader.work import PAGES, Failed, LoaderChain, LoaderSource, Made, o
 
 SCHEMA = Schema({PAGES: Column("uint8", (PAGE,))})
 ANSWER_S = 60.0
-"""A call of the service's answers within a few seconds."""
+"""Deadline of a call to the service, which answers within seconds."""
 SECONDS_AHEAD = 3.0
-"""Of all chain workers' time: so much is submitted beyond what the script has taken."""
+"""Work to submit ahead, in seconds of all chain workers."""
 GROUP_S = 0.1
-"""Quick batches travel together in one block that takes so long to make."""
+"""Fast batches are grouped into blocks that take this long to make."""
 LEAST_PER_SLOT, MOST_AHEAD = 4, 4096
-"""Batches ahead: for each chain worker at least, and in all at most."""
+"""Batches ahead: minimum per chain worker, maximum in total."""
 ARRIVED = 3
-"""Blocks that wait in this process."""
+"""Blocks queued in this process."""
 ASKED = 8
-"""Blocks that are asked for in one call."""
+"""Blocks requested per call."""
 FIGURES_EVERY_S = 2.0
 
 
@@ -51,11 +51,11 @@ class ClusterMaker:
 
     Args:
         service: the job's LoaderService.
-        name: of the registered loader.
-        streams: workers of an iterable dataset; 0: map-style.
-        fresh: whether workers make their copy of the dataset anew for this pass.
-        pinned: batches go into pinned memory.
-        stall_s: without a batch for so long, the script fails.
+        name: name of the registered loader.
+        streams: workers of an iterable dataset; 0 if map-style.
+        fresh: whether workers make a new copy of the dataset for this pass.
+        pinned: whether batches go into pinned memory.
+        stall_s: the script fails after this long without a batch.
     """
 
     def __init__(
@@ -114,12 +114,12 @@ class ClusterMaker:
 
 
 class Puller:
-    """Script: a thread that asks for blocks, fetches and unpacks them ahead of the script.
+    """Script: a thread that requests, fetches and unpacks blocks ahead of the script.
 
     Args:
         service: the job's LoaderService.
-        key: of the pass.
-        pinned: batches go into pinned memory.
+        key: key of the pass.
+        pinned: whether batches go into pinned memory.
     """
 
     def __init__(self, service: Any, key: str, pinned: bool) -> None:
@@ -134,8 +134,8 @@ class Puller:
         self._figures_due = 0.0
         self._device = torch.cuda.current_device() if pinned else None
         self._transport = Transport(
-            # Not into pinned memory: that would be used again while a copy to a GPU, which does not block
-            # the script, still reads it. torch's own knows of such copies.
+            # Not into pinned memory: it would be reused while a non-blocking copy to a GPU still reads it.
+            # torch's pinned memory tracks such copies.
             lambda: ray.get(service.servers.remote(), timeout=ANSWER_S),
             pinned=False,
             timeout_s=600.0,
@@ -148,13 +148,13 @@ class Puller:
         return self._thread.is_alive()
 
     def want(self, place: tuple[int, int]) -> None:
-        """Script: fetch this one next."""
+        """Script: fetch this block next."""
         with self._changed:
             self._wanted.append(place)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Script: no more; the thread ends by itself."""
+        """Script: stop; the thread ends soon after."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -190,7 +190,7 @@ class Puller:
         for place, (kind, value) in zip(places, answers, strict=False):
             if kind == "block":
                 seconds, *value = unpack(self._transport.fetch([value], SCHEMA).columns[PAGES])
-                self._transport.finish_pass()  # no other batch lies in this block
+                self._transport.finish_pass()  # release the block: no other batch is in it
                 each = seconds / max(len(value), 1)
                 self.batch_s = each if self.batch_s is None else 0.8 * self.batch_s + 0.2 * each
                 if self._device is not None:
@@ -220,7 +220,7 @@ class Puller:
 
 
 def pin(made: Made | Failed) -> Made | Failed:
-    """Script: a batch in pinned memory, by torch's own function."""
+    """Script: copy a batch to pinned memory with torch's own function."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
     if isinstance(made, Failed):
@@ -229,12 +229,12 @@ def pin(made: Made | Failed) -> Made | Failed:
 
 
 def register(service: Any, pages: tuple[Any, Any], name: str) -> None:
-    """Script: let the service know a loader, and keep what it is made of in the object store.
+    """Script: register a loader with the service and put its work into the object store.
 
     Args:
         service: the job's LoaderService.
-        pages: where the script's modules are, and the loader's work; packed.
-        name: from their content.
+        pages: packed: the location of the script's modules, and the loader's work.
+        name: hash of the pages.
     """
     import pickle
 
@@ -247,7 +247,7 @@ def register(service: Any, pages: tuple[Any, Any], name: str) -> None:
 
 
 class ProcessMaker:
-    """Script: this process makes its batches itself, when they are wanted; for debugging and tests.
+    """Script: makes batches in this process on request, for debugging and tests.
 
     Args:
         pages: see `register`.
@@ -275,7 +275,7 @@ class ProcessMaker:
         from stoker.data.sources.seeding import drawing
 
         place = self._wanted.popleft()
-        with drawing("batch"):  # the script's own generators stay as they are
+        with drawing("batch"):  # leaves the script's own generators untouched
             try:
                 group = next(self._batches(place[0]), None)
             finally:

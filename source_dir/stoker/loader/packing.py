@@ -1,10 +1,9 @@
-"""Chain worker and script: any Python object as pages of bytes, its tensors and arrays as they lie in memory.
+"""Chain worker and script: pack Python objects into pages of bytes, tensors and arrays as raw buffers.
 
     object  →  pickle (protocol 5)  +  buffers of its tensors and arrays  →  uint8 rows of PAGE bytes
 
-Pages are what blocks are made of, so a batch takes the way that images of recipes take. Behind the buffers
-stand their layout and its length. The receiving process copies nothing: tensors and arrays are views of the
-memory that the rows arrived in.
+A block is made of pages, so a batch travels like the images of a recipe. The layout follows the buffers, its
+length comes last. The receiver copies nothing: tensors and arrays are views of the received memory.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ if TYPE_CHECKING:
 
 PAGE = 4096
 TAIL = struct.Struct("<Q")
-"""The last bytes: how long the layout before them is."""
+"""The last bytes: length of the layout before them."""
 ENTRY = 48
-"""Bytes of a part in the layout, at most."""
+"""Largest number of bytes that a part takes in the layout."""
 
 
 def pack(objects: Sequence[Any], room: Room | None = None) -> np.ndarray[Any, Any]:
     """Chain worker: objects → pages.
 
     Args:
-        objects: memory that two of them share is sent twice.
-        room: where tensors of theirs were collated and need no copy.
+        objects: memory shared by two of them is sent twice.
+        room: tensors that were collated in it are not copied.
 
     Returns:
         uint8 of shape (rows, PAGE).
@@ -64,7 +63,7 @@ def unpack(pages: np.ndarray[Any, Any]) -> list[Any]:
     """Script: the objects of `pack`.
 
     Args:
-        pages: writable memory that belongs to the objects from now on.
+        pages: writable memory; the objects own it from now on.
 
     Raises:
         ValueError: these are not pages of `pack`.
@@ -102,7 +101,7 @@ _made: list[type] = []
 
 
 def _pickler() -> Any:
-    """The class is made with the first batch: that torch is there is known only then."""
+    """Create the class on first use, because it needs torch."""
     if _made:
         return _made[0]
     import torch
@@ -111,8 +110,7 @@ def _pickler() -> Any:
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Pickles torch's storages as buffers, where torch would copy them into the pickle.
 
-        Classes of the user's script are pickled by Ray's cloudpickle, which gives the script its own class
-        back, not a copy of it.
+        Ray's cloudpickle handles classes of the user's script, so the script gets its own class back.
         """
 
         def __init__(self, target: Any, take: Any) -> None:
@@ -123,12 +121,12 @@ def _pickler() -> Any:
             if type(value) is torch.Tensor and value.device.type == "cpu" and not value.requires_grad:
                 if value.layout is torch.strided and not value.is_quantized:
                     if value.untyped_storage().nbytes() > value.numel() * value.element_size():
-                        value = value.clone()  # a view of more: only what it shows is sent
+                        value = value.clone()  # send only the visible part of a larger storage
                     return value.__reduce_ex__(2)
             elif isinstance(value, torch.storage.TypedStorage):
                 own = value._untyped_storage
                 if own.device.type == "cpu":
-                    # Tensors that share memory still do when they arrive.
+                    # Keep memory shared between tensors of one object.
                     return _rebuild_typed, (self._storages.setdefault(own._cdata, own), value.dtype)
             elif isinstance(value, torch.UntypedStorage) and value.device.type == "cpu":
                 view = torch.empty(0, dtype=torch.uint8).set_(value).numpy()

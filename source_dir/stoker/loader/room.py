@@ -1,7 +1,7 @@
-"""Chain worker: memory in which batches are collated and from which they are sent, group after group.
+"""Chain worker: buffers in which batches are collated and from which they are sent.
 
-torch's worker processes collate a batch straight into shared memory, so that it is written once. Here it is
-collated where `packing` needs it, in buffers of a pool.
+torch's worker processes collate a batch directly into shared memory to avoid a copy. Chain workers collate it
+directly into the buffer that `packing` sends.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 ALIGNED = 64
-"""Bytes: where a buffer may begin, so that vector instructions read it well."""
+"""Alignment of buffers in bytes, for vector instructions."""
 LARGEST = 64 << 20
-"""Bytes of a group: a larger one gets memory of its own, which is not used again."""
+"""Bytes; a larger group gets memory that is not pooled."""
 
 
 class Room:
@@ -27,19 +27,19 @@ class Room:
     def __init__(self) -> None:
         self._pool = BufferPool(pinned=False)
         self._size = 0
-        """Of the largest group so far."""
+        """Bytes of the largest group so far."""
         self._flat: np.ndarray[Any, Any] | None = None
         self._end = 0
         self._parts: dict[int, tuple[int, int]] = {}
-        """Address → place and size, of what was given out for this group."""
+        """Address → offset and size of the tensors collated for this group."""
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """While it lasts, torch's `default_collate` stacks tensors in this memory, not in shared memory."""
+        """Context in which torch's `default_collate` stacks tensors in this buffer, not in shared memory."""
         import torch
         from torch.utils.data._utils.collate import default_collate_fn_map
 
-        self._flat, self._end, self._parts = None, 0, {}  # first: the buffer may serve again
+        self._flat, self._end, self._parts = None, 0, {}  # first, so that the buffer can be reused
         self._flat = self._empty(self._size) if self._size else None
         torchs = default_collate_fn_map[torch.Tensor]
 
@@ -61,7 +61,7 @@ class Room:
             default_collate_fn_map[torch.Tensor] = torchs
 
     def _storage(self, size: int) -> Any:
-        """Memory for a tensor, or None if there is none left."""
+        """Memory for a tensor; None if the buffer is full."""
         import torch
 
         if self._flat is None or not size or self._end + size > len(self._flat):
@@ -72,14 +72,14 @@ class Room:
         return torch.frombuffer(part.data, dtype=torch.uint8).untyped_storage()
 
     def place(self, parts: Sequence[Any], spare: int) -> tuple[np.ndarray[Any, Any], list[int], int]:
-        """Put buffers side by side.
+        """Place parts in one buffer.
 
         Args:
-            parts: contiguous buffers of bytes; one that is a whole tensor of this group's stays where it is.
-            spare: bytes that the caller needs behind them.
+            parts: contiguous bytes; a part that was collated in this buffer is not copied.
+            spare: free bytes that the caller needs after the last part.
 
         Returns:
-            the memory; where each part begins; where the last ends.
+            the buffer, the offset of each part, and the end of the last one.
         """
         import numpy as np
 
@@ -107,7 +107,7 @@ class Room:
         place, size = given.get(array.ctypes.data, (0, -1))
         if size != len(array):
             return None
-        del given[array.ctypes.data]  # what two objects of a group share is sent twice
+        del given[array.ctypes.data]  # memory shared by two objects is sent twice
         return place
 
     def _empty(self, size: int) -> np.ndarray[Any, Any]:
@@ -120,5 +120,5 @@ class Room:
 
 
 def aligned(size: int) -> int:
-    """The next place where a buffer may begin."""
+    """Round up to the next aligned offset."""
     return -(-size // ALIGNED) * ALIGNED

@@ -1,7 +1,7 @@
-"""Head: the actor between scripts that iterate over a `stoker.DataLoader` and the chain workers.
+"""Head: the actor that connects scripts with a `stoker.DataLoader` to chain workers.
 
-One for all loaders and ranks of a job. It rests on the same execution, planner and transport as recipes: a
-shard is some batches of a loader, a block is what they became.
+One actor serves all loaders and ranks of a job. It uses the same execution, planner and transport as recipes:
+a shard is the indices of some batches, a block is these batches.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from stoker.data.transport.agents import Agents
 from stoker.loader.attempt import STREAM_AHEAD, LoaderAttempt, LoaderPass, LoaderSettings, Place
 
 ANSWER_S = 5.0
-"""A call answers after this, with nothing, so that the script can look at its own deadline."""
+"""A call returns nothing after this time, so that the script can check its own deadline."""
 HOLD_S = 60.0
-"""How long a worker of an iterable dataset is held back at a time."""
+"""Longest time to hold back a worker of an iterable dataset at once."""
 IDLE_S = 15.0
-"""Without a pass for so long, chain workers are ended, and their CPUs are free for others."""
+"""Without a pass for this long, chain workers stop and free their CPUs."""
 
 
 class Taken:
-    """Kinds of answers."""
+    """Kinds of results."""
 
     BLOCK, END, FAILED = "block", "end", "failed"
 
@@ -36,9 +36,9 @@ class LoaderService(Production):
     """Head: see the module. Zero CPUs, called from many threads.
 
     Args:
-        hosts: from train workers by node to the hosts that preprocess.
-        budget_bytes: of batches that are kept ready.
-        stall_s: after so long without any result, work has failed.
+        hosts: maps train workers by node to the hosts that preprocess.
+        budget_bytes: bytes of batches to hold ready.
+        stall_s: work fails after this long without a result.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LoaderService(Production):
         """When a pass was last open."""
 
     def is_idle(self, now: float) -> bool:
-        """As in a run; here others may want the CPUs between two passes."""
+        """Stop chain workers between passes: others may need the CPUs."""
         if self.attempt.lines:
             self._busy = now
         return now - self._busy > IDLE_S
@@ -66,28 +66,28 @@ class LoaderService(Production):
         super()._run_engine(me)
         with self.changed:
             wanted = not self.attempt.over and bool(self.attempt.lines)
-        if wanted:  # a pass was opened while the execution ended
+        if wanted:  # a pass was opened while the execution was ending
             self.start_engine(me)
 
     def servers(self) -> tuple[bytes, dict[str, Server]]:
-        """Script's call: the secret of block connections, and who serves, by node."""
+        """Called by scripts: the secret of block connections, and block servers by node."""
         return self.agents.servers()
 
     def log(self, event: str, values: dict[str, Any]) -> None:
-        """Script's call: a line about the transport."""
+        """Called by scripts: log a line about the transport."""
         with self.changed:
             self.notes.append(str(values.get("text", "")))
 
     def knows(self, name: str) -> bool:
-        """Script's call: whether a loader with this content was registered."""
+        """Called by scripts: whether a loader with this content is registered."""
         with self.changed:
             known = self.setups.pop(name, None)
             if known is not None:
-                self.setups[name] = known  # the last that is forgotten
+                self.setups[name] = known  # most recently used
             return known is not None
 
     def register(self, name: str, references: list[Any]) -> None:
-        """Script's call: a loader; the reference is that of its Setup."""
+        """Called by scripts: register a loader by the reference of its Setup."""
         with self.changed:
             self.setups[name] = references[0]
             used = {split.partition("/")[0] for split in self._open()}
@@ -98,21 +98,21 @@ class LoaderService(Production):
         return {line.plan.split for line in self.attempt.lines.values()} if self.attempt else set()
 
     def setup(self, split: str, loaded: list[str]) -> tuple[list[Any], list[str]]:
-        """Chain worker's call: as in a run; passes over one loader share its Setup, and copies of a dataset
-        that were made for passes that are over go."""
+        """Called by chain workers: passes over one loader share its Setup; dataset copies of finished passes
+        are dropped."""
         with self.changed:
             references, _ = super().setup(split.partition("/")[0], loaded)
             return references, [each for each in loaded if "/" in each and each not in self._open()]
 
     def open(self, me: Any, key: str, name: str, streams: int, node: str) -> None:
-        """Script's call: it begins to iterate.
+        """Called by scripts: open a pass.
 
         Args:
             me: this actor's handle.
-            key: of the pass.
-            name: of its registered loader.
+            key: key of the pass.
+            name: name of the registered loader.
             streams: see LoaderPass.
-            node: where the script runs.
+            node: Ray node of the script.
         """
         with self.changed:
             attempt = self.attempt
@@ -130,14 +130,14 @@ class LoaderService(Production):
         self.start_engine(me)
 
     def submit(self, key: str, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
-        """Script's call: more to be made; see LoaderAttempt."""
+        """Called by scripts: add work; see LoaderAttempt."""
         with self.changed:
             self.attempt.submit(key, shards, total)
 
     def take(self, key: str, places: list[Place]) -> list[tuple[str, Any]]:
-        """Script's call: the blocks of these places in order, as far as they are ready.
+        """Called by scripts: return the blocks of these places that are ready, in order.
 
-        Waits some seconds for the first, and answers with nothing then.
+        Waits a few seconds for the first one, then returns nothing.
         """
         deadline = time.monotonic() + ANSWER_S
         with self.changed:
@@ -148,13 +148,13 @@ class LoaderService(Production):
                     if given:
                         self.changed.notify_all()
                     return given
-                self.changed.notify_all()  # a worker that is ahead may have to make way
+                self.changed.notify_all()  # a worker that is ahead may have to yield its process
                 self.ready.wait(left)
 
     def _ready(self, key: str, places: list[Place]) -> list[tuple[str, Any]]:
         line = self.attempt.lines.get(key)
         if self.attempt.failure or line is None:
-            return [(Taken.FAILED, self.attempt.failure or "the batches of this pass are made no more")]
+            return [(Taken.FAILED, self.attempt.failure or "this pass was closed")]
         made: LoaderPass = line.stream
         given: list[tuple[str, Any]] = []
         for place in places:
@@ -173,26 +173,26 @@ class LoaderService(Production):
         return given
 
     def state(self) -> tuple[int, list[str]]:
-        """Script's call: how many chain workers there are, and the notes since the last call."""
+        """Called by scripts: number of chain workers, and notes since the last call."""
         with self.changed:
             notes = list(self.notes)
             self.notes.clear()
             return self.pool.slots, notes
 
     def close(self, key: str) -> None:
-        """Script's call: it iterates no more."""
+        """Called by scripts: close a pass."""
         with self.changed:
             if self.attempt is not None:
                 self.attempt.close(key)
 
     def item_ended(self, ticket: int) -> None:
-        """Chain worker's call; a script may wait for word that a worker has come to its end."""
+        """Called by chain workers; wakes scripts that wait for the end of a worker."""
         super().item_ended(ticket)
         with self.changed:
             self.ready.notify_all()
 
     def block_made(self, ticket: int, report: BlockReport, origin: Origin, told: Told) -> bool:
-        """Chain worker's call; it waits where the batches of an iterable dataset are made too fast."""
+        """Called by chain workers; blocks while an iterable dataset is too far ahead."""
         go_on = super().block_made(ticket, report, origin, told)
         deadline = time.monotonic() + HOLD_S
         with self.changed:
@@ -212,12 +212,12 @@ class LoaderService(Production):
 
 
 _held: set[Any] = set()
-"""Script: Ray ends a service when the process that started it lets go of the first handle, as with a loader
-that is not needed any more, whoever else uses the service; a set keeps the first of equal ones."""
+"""Script: Ray ends a named actor when its creator drops the first handle, even if others still use it. A set
+keeps the first of equal handles alive."""
 
 
 def service_of(group: str, stall_s: float) -> Any:
-    """Script: the service of its job, which the first one to ask starts."""
+    """Script: return the service of this job; the first caller starts it."""
     import ray
 
     from stoker.bootstrap.topology import NODE_LABEL

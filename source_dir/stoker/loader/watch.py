@@ -1,4 +1,4 @@
-"""Script: how long it waits for batches, told to the job that it belongs to."""
+"""Script: measures the input wait and reports it to the job."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _numbers = itertools.count()
 
 
 class Watch:
-    """Script: one pass. The time until its first batch is start-up, and counts to nothing.
+    """Script: the input wait of one pass. The time until the first batch is start-up and does not count.
 
     Args:
-        samples: records of a full batch.
+        samples: records per full batch.
     """
 
     def __init__(self, samples: int) -> None:
@@ -28,10 +28,10 @@ class Watch:
         self._told = 0
 
     def took(self, asked: float) -> None:
-        """A batch was given.
+        """Count a batch that the script received.
 
         Args:
-            asked: `time.perf_counter()` when it was asked for.
+            asked: `time.perf_counter()` when the script asked for it.
         """
         import torch
 
@@ -46,7 +46,7 @@ class Watch:
             self.tell(now)
 
     def tell(self, now: float | None = None) -> None:
-        """Let the run know; outside a job nobody listens."""
+        """Report to the run; does nothing outside a job."""
         now = time.perf_counter() if now is None else now
         self._last = now
         if self.trains and self.batches > self._told:

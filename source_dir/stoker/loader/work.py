@@ -1,7 +1,7 @@
-"""Chain worker: what a `stoker.DataLoader` has done there: fetch records, collate them, pack the batch.
+"""Chain worker: the work of a `stoker.DataLoader`: fetch records, collate them, pack the batch.
 
-It takes the places of source and chain: a shard names the indices of some batches, and its one record is
-those batches, packed.
+Stands in for a recipe's source and chain: a shard holds the indices of some batches; its only record is these
+batches, packed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from stoker.loader.packing import pack, unpack
 from stoker.loader.room import Room
 
 PAGES = "pages"
-"""The column of a block."""
+"""Name of the only column."""
 
 
 class Failed(NamedTuple):
-    """Chain worker → script: why there is no batch."""
+    """Chain worker → script: why a batch could not be made."""
 
     kind: type[BaseException]
     where: str
-    """What was worked on, and on which host."""
+    """Index or batch, and host."""
     words: str
     """The traceback."""
 
@@ -41,24 +41,24 @@ class Made(NamedTuple):
 
     batch: Any
     bad: tuple[tuple[Any, str], ...] = ()
-    """Index and reason of the records that were left out."""
+    """Index and reason of each skipped record."""
     empty: bool = False
-    """Whether all of its records were."""
+    """Whether all records were skipped."""
 
 
 class Order(NamedTuple):
-    """Script → chain worker: batches of a map-style dataset, or a worker's part of an iterable one."""
+    """Script → chain worker: batches of a map-style dataset, or one worker's part of an iterable dataset."""
 
     base_seed: int
     worker: int = 0
-    """Of an iterable dataset: what `get_worker_info().id` says."""
+    """Iterable dataset: `get_worker_info().id`."""
     batches: tuple[tuple[int, Any], ...] = ()
-    """Number and indices of each; torch's workers take turns at them."""
+    """Number and indices of each batch."""
 
 
 @dataclass
 class LoaderWork:
-    """Chain worker: the loader's own part, a copy for each process and pass."""
+    """Chain worker: dataset and settings of a loader; each process has a copy per pass."""
 
     dataset: Any
     collate: Callable[[Any], Any]
@@ -67,13 +67,13 @@ class LoaderWork:
     batch_size: int | None
     drop_last: bool
     workers: int
-    """What `get_worker_info().num_workers` says."""
+    """`get_worker_info().num_workers`."""
     worker_init_fn: Callable[[int], None] | None
     quarantines: bool
     _begun: set[int] = field(default_factory=set)
 
     def run(self, order: Order) -> Iterator[list[Made | Failed]]:
-        """The batches of an order, in groups: one group of a map-style dataset, else a batch each."""
+        """Yield groups of batches: one group for a map-style dataset, otherwise single batches."""
         if self.iterable:
             why = self._begun_as(order.base_seed, order.worker)
             yield from ([made] for made in ((why,) if why else self._stream(order)))
@@ -92,7 +92,7 @@ class LoaderWork:
         return None
 
     def _begin(self, base_seed: int, worker: int) -> None:
-        """As torch prepares a worker process."""
+        """Set up worker info and run `worker_init_fn`, as torch does in a worker process."""
         from torch.utils.data._utils import worker as torchs
 
         torchs._worker_info = torchs.WorkerInfo(
@@ -140,11 +140,11 @@ class LoaderWork:
         seed_globals(seed)
         try:
             return self.dataset[index]
-        except BaseException as error:  # `sys.exit`, too: it would end the process, and all passes with it
+        except BaseException as error:  # also `sys.exit`, which would end the process and all its passes
             raise _AtIndexError(index) from error
 
     def _stream(self, order: Order) -> Iterator[Made | Failed]:
-        """A worker's part of an iterable dataset, by torch's own fetcher."""
+        """One worker's part of an iterable dataset, read with torch's own fetcher."""
         from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
         seed_globals(f"{order.base_seed}/{order.worker}")
@@ -163,12 +163,12 @@ class LoaderWork:
                 return
             except BaseException as error:
                 made = failed(error, f"batch {number} of worker {order.worker}")
-            yield made  # after a failure it goes on, as torch's; a generator that has raised gives no more
+            yield made  # continues after a failure, as torch does; a generator that raised is exhausted
             number += 1
 
 
 class _AtIndexError(Exception):
-    """Which index failed; the cause is what it raised."""
+    """The index that failed; its exception is the cause."""
 
     def __init__(self, index: Any) -> None:
         super().__init__(repr(index))
@@ -176,7 +176,7 @@ class _AtIndexError(Exception):
 
 
 def failed(error: BaseException, what: str) -> Failed:
-    """Chain worker: an exception on its way to the script."""
+    """Chain worker: convert an exception so that it can be sent to the script."""
     import socket
 
     kind = type(error)
@@ -189,7 +189,7 @@ def _line(error: BaseException | None) -> str:
 
 
 def short(indices: Any) -> str:
-    """Indices for people: the first few."""
+    """The first few indices, for messages."""
     try:
         shown = list(indices)
     except TypeError:
@@ -199,10 +199,10 @@ def short(indices: Any) -> str:
 
 
 class LoaderSource:
-    """Chain worker: in a source's place.
+    """Chain worker: stands in for a recipe's source.
 
     Args:
-        pages: the packed LoaderWork.
+        pages: packed: the location of the script's modules, and the LoaderWork.
     """
 
     random = False
@@ -214,10 +214,10 @@ class LoaderSource:
         self._room: Room | None = None
 
     def read(self, shard: Shard, order: Any) -> Iterator[Record]:
-        """The batches of a shard as records; a batch that cannot be packed is a failure of its own."""
+        """Yield each group of batches as a record; a batch that cannot be packed becomes a Failed."""
         self._folder = self._folder or reach(self.pages)
         if Path(self._folder).is_dir():
-            os.chdir(self._folder)  # each time: the loader that was at work here before may have another
+            os.chdir(self._folder)  # every time: loaders of other scripts share this process
         if self._work is None or self._work.iterable:
             use_one_thread()
             self._work = opened(self.pages)
@@ -234,7 +234,7 @@ class LoaderSource:
 
 
 def reach(pages: Any) -> str:
-    """Chain worker: bring the script's modules in reach; its working directory."""
+    """Chain worker: make the script's modules importable; return its working directory."""
     import numpy as np
 
     folder, path = unpack(np.array(pages[0]))[0]
@@ -243,7 +243,7 @@ def reach(pages: Any) -> str:
 
 
 def opened(pages: Any) -> LoaderWork:
-    """Chain worker: a loader's work."""
+    """Chain worker: unpack a loader's work."""
     import numpy as np
 
     work: LoaderWork = unpack(np.array(pages[1]))[0]
@@ -251,9 +251,9 @@ def opened(pages: Any) -> LoaderWork:
 
 
 def packed(group: Sequence[Made | Failed], seconds: float, room: Room | None = None) -> Any:
-    """Chain worker: the seconds that batches took, and the batches, as pages.
+    """Chain worker: pack the seconds that the batches took, and the batches.
 
-    One that cannot be pickled becomes a failure of its own.
+    A batch that cannot be pickled becomes a Failed.
     """
     try:
         return pack([seconds, *group], room)
@@ -272,7 +272,7 @@ def _packable(made: Made | Failed) -> Made | Failed:
 
 
 class LoaderChain:
-    """Chain worker: in the chain's place: packed batches are a block already."""
+    """Chain worker: stands in for a recipe's chain: packed batches already form a block."""
 
     def run(
         self, block: Iterable[Record | BadRecord], epoch: int, keep: Any
