@@ -57,6 +57,8 @@ class Shapes(Recipe):
     crop: int = Field(32, ge=8, description="side of the random crop, pixels")
     width: int = Field(32, ge=4, description="channels of the network")
 
+    class_names = ("background", "disc", "square")
+
     def read(self, split: Split) -> Any:
         return read_webdataset(self.data, split, columns=["image", "mask"])
 

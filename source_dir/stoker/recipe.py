@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -50,6 +51,9 @@ class Recipe(BaseModel):
     """Columns whose rows differ in length → the number that fills them up to the longest of their batch, or
     `stoker.data.Pad(number, multiple=8)`. A batch then has `<column>_length`, too. Where it depends on the
     parameters, define it as a property."""
+
+    class_names: ClassVar[Sequence[str]] = ()
+    """Of class 0, 1, …: what the report calls the classes of masks and boxes."""
 
     def check(self, resolved: Resolved) -> None:
         """Head: refuse what cannot work before any cluster forms.

@@ -12,7 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
+from stoker.recipe import Recipe
 from stoker.report.reading import read_run
+from stoker.schema import Config
 from stoker.tracking.recorder import Recorder
 from stoker.tracking.sinks import Tracking
 from stoker.tracking.summary import Summary
@@ -37,8 +39,7 @@ class Log:
 
 
 def worker(log: Log, rank: int = 0) -> Worker:
-    nothing: Any = None
-    return Worker(nothing, nothing, log, 0, rank, 1, torch.device("cpu"))
+    return Worker(Config(), Recipe(), log, 0, rank, 1, torch.device("cpu"))
 
 
 def test_uint8_images_are_shown_as_they_are() -> None:
@@ -102,6 +103,6 @@ def test_they_reach_the_events_and_tensorboard(tmp_path: Path) -> None:
     tracking = Tracking(summary, [Recorder(tmp_path, summary, 0.0), Board(tmp_path)])
     tracking.take({"time": 1.0, "event": name, **values} for name, values in log.events)
     tracking.close()
-    assert [p["label"] for p in read_run(tmp_path).pictures] == ["0", "1"]
+    assert [p["label"] for p in read_run(tmp_path).pictures["train"].images] == ["0", "1"]
     written = b"".join(file.read_bytes() for file in (tmp_path / "tensorboard").iterdir())
     assert b"samples/0" in written and b"samples/1" in written and b"PNG" in written

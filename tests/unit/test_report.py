@@ -70,6 +70,8 @@ def test_a_run_shows_all_that_was_measured(tmp_path: Path) -> None:
     assert "38 %" in page.text and "host lost algo-3" in page.text and "a.jpg" in page.text
     assert "command line" in page.text, "where a value came from"
     assert page.text.count("<title") == page.text.count("</title>") and 'alt="training image' in page.text
+    assert page.text.count('class="pair"') == 4 and "model: 98 % right" in page.text
+    assert '<i style="background:#ff0080"></i>disc' in page.text and "no colour" not in page.text
 
 
 def test_nothing_is_fetched_and_nothing_is_taken_as_markup(tmp_path: Path) -> None:

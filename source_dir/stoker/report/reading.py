@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stoker.errors import UsageError
 from stoker.tracking.summary import Summary, number, read_summary
@@ -25,6 +26,8 @@ MARKS = {
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 MOST_PICTURE_CHARACTERS = 450_000
+MOST_CLASSES = 30
+COLOR = re.compile("#[0-9a-f]{6}")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,16 @@ class Mark:
     seconds: float
     kind: str
     text: str
+
+
+class Pictures(NamedTuple):
+    """Head and laptop: images of a split as the model saw them."""
+
+    images: list[dict[str, str]]
+    """`png` (base64), `label`, and `predicted` (another PNG) where the first one shows the target."""
+    legend: list[tuple[str, str]]
+    """Class → colour, #rrggbb."""
+    epoch: int | None
 
 
 @dataclass
@@ -58,8 +71,8 @@ class RunData:
     quarantined: int = 0
     config: str = ""
     origins: dict[str, str] = field(default_factory=dict)
-    pictures: list[dict[str, str]] = field(default_factory=list)
-    """`png` (base64) and `label` of training images as the model saw them."""
+    pictures: dict[str, Pictures] = field(default_factory=dict)
+    """Split → the last images shown of it."""
 
     @property
     def name(self) -> str:
@@ -136,7 +149,7 @@ def _read_events(run: RunData) -> None:
                 if value is not None:
                     run.host_cpu.setdefault(str(host), []).append((at, value))
         elif kind == "samples" and isinstance(event.get("images"), list):
-            run.pictures = _pictures(event["images"])
+            run.pictures["val" if event.get("split") == "val" else "train"] = _pictures(event)
         elif kind in MARKS:
             run.marks.append(Mark(at, kind, _mark_text(kind, event)))
 
@@ -151,22 +164,32 @@ def _mark_text(kind: str, event: dict[str, Any]) -> str:
     return f"{MARKS[kind]} {what}".strip()
 
 
-def _pictures(images: list[Any]) -> list[dict[str, str]]:
+def _pictures(event: dict[str, Any]) -> Pictures:
     """Those that are PNG files, and no more of them than a page of a megabyte has room for."""
     found, room = [], MOST_PICTURE_CHARACTERS
-    for image in images:
-        png = image.get("png") if isinstance(image, dict) else None
-        if not isinstance(png, str) or len(png) > room:
+    for image in event["images"]:
+        if not isinstance(image, dict):
             continue
-        try:
-            content = base64.b64decode(png, validate=True)
-        except ValueError:
+        files = {name: image[name] for name in ("png", "predicted") if name in image}
+        if "png" not in files or not all(map(_is_png, files.values())):
             continue
-        if content.startswith(PNG_SIGNATURE):
-            room -= len(png)
-            label = image.get("label")
-            found.append({"png": png, "label": "" if label is None else str(label)[:60]})
-    return found
+        if (size := sum(map(len, files.values()))) > room:
+            continue
+        room -= size
+        label = image.get("label")
+        found.append({**files, "label": "" if label is None else str(label)[:60]})
+    listed = event.get("legend")
+    entries = [e for e in listed if isinstance(e, dict)] if isinstance(listed, list) else []
+    legend = [(str(e.get("name"))[:40], e["color"]) for e in entries if COLOR.fullmatch(str(e.get("color")))]
+    epoch = number(event.get("epoch"))
+    return Pictures(found, legend[:MOST_CLASSES], None if epoch is None else int(epoch))
+
+
+def _is_png(text: Any) -> bool:
+    try:
+        return isinstance(text, str) and base64.b64decode(text, validate=True).startswith(PNG_SIGNATURE)
+    except ValueError:
+        return False
 
 
 def _take_step(

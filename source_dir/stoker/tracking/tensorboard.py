@@ -51,7 +51,12 @@ class Board(Sink):
         if event["event"] == "samples":
             try:
                 for number, image in enumerate(event["images"]):
-                    self._write(picture(f"samples/{number}", base64.b64decode(image["png"])), 0)
+                    if "predicted" not in image:
+                        self._write(picture(f"samples/{number}", base64.b64decode(image["png"])), 0)
+                        continue
+                    for name, key in (("target", "png"), ("predicted", "predicted")):
+                        shown = picture(f"validation/{number}/{name}", base64.b64decode(image[key]))
+                        self._write(shown, self.scalars.step)
             except Exception:
                 logging.getLogger("stoker").exception("TensorBoard: no sample images")
         if event["event"] == "resumed":

@@ -20,6 +20,7 @@ from stoker.training import strategies
 from stoker.training.build import build, own_loop
 from stoker.training.export import export_model, keep_example
 from stoker.training.optimizers import learning_rate
+from stoker.training.sample_images import show_predictions
 from stoker.training.starting import begin, nothing_left
 from stoker.training.step import Step, autocast, windows
 from stoker.training.worker import (
@@ -274,6 +275,8 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
                 result = worker.recipe.validation_step(model, batch)
             sums += torch.tensor([float(result["loss"]) * records, records], dtype=torch.float64)
             if "preds" in result and "target" in result:
+                if not fed:
+                    show_predictions(worker, epoch, batch, result, metrics)
                 fed = True
                 for metric in metrics.values():
                     metric.update(at_least_float32(result["preds"]), result["target"])

@@ -1,4 +1,4 @@
-"""Train worker: the first batch's images as the model sees them, small, for the report."""
+"""Train worker: images as the model sees them, small, for the report; over them targets and predictions."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import logging
 import traceback
 from typing import Any
 
-from stoker.recipe import Batch
+from stoker.checkpoints.train_state import rng_state, set_rng_state
+from stoker.recipe import Batch, Recipe, Split
+from stoker.training.overlays import Painter, agreement, predictions_of, targets_of
 from stoker.training.worker import Worker
 
-MOST = 16
+MOST, MOST_OVERLAID = 16, 8
 SIDE, SMALL_SIDE = 96, 64
 MOST_BYTES = 20_000
 """A picture that needs more as PNG, such as noise, is made smaller."""
 
 
-def show_once(worker: Worker, batch: Batch) -> None:
+def show_once(worker: Worker, batch: Batch, result: Any = None) -> None:
     """Train worker: log a `samples` event of the first batch that this process trains on; rank 0 alone.
 
     A batch without images is passed over, and whatever goes wrong here is no reason to stop training.
@@ -25,16 +27,84 @@ def show_once(worker: Worker, batch: Batch) -> None:
     Args:
         worker: whose `pictured` is set.
         batch: after `on_device`, so with every augmentation.
+        result: of `training_step`.
     """
-    if worker.pictured or worker.rank:
+    if worker.rank or "train" in worker.pictured:
         return
-    worker.pictured = True
+    worker.pictured.add("train")
+    _show(worker, "train", batch, result, {})
+
+
+def show_predictions(worker: Worker, epoch: int, batch: Batch, result: Any, metrics: dict[str, Any]) -> None:
+    """Train worker: log masks or boxes as predicted for a batch of validation, in some 20 epochs of a run.
+
+    Args:
+        worker: rank 0 logs; after a failure its `pictured` is set.
+        epoch: the present one.
+        batch: after `on_device`.
+        result: of `validation_step`.
+        metrics: of which one for boxes knows their format.
+    """
+    epochs = worker.config.train.epochs
+    due = (epoch + 1) % max(1, epochs // 20) == 0 or epoch + 1 == epochs
+    if due and not worker.rank and "val" not in worker.pictured:
+        _show(worker, "val", batch, result, metrics, epoch=epoch)
+
+
+def _show(
+    worker: Worker, split: Split, batch: Batch, result: Any, metrics: dict[str, Any], **more: Any
+) -> None:
+    # Asking the user's code for its chain may draw random numbers; training draws as without.
+    draws = rng_state(worker.device)
     try:
-        images = pictures(batch)
-        if images:
-            worker.log("samples", images=images)
+        images = image_tensor(batch)
+        if images is None:
+            return
+        shown: dict[str, Any] = {}
+        try:
+            shown = overlaid(worker.recipe, split, batch, images, result, metrics)
+        except Exception as error:
+            worker.pictured.add(split)
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            worker.log("note", text=f"report: nothing is drawn over the {split} images: {text}")
+        if not shown and split == "train":
+            shown = {"images": pictures(batch)}
+        if shown:
+            worker.log("samples", split=split, **shown, **more)
     except Exception:
         logging.getLogger("stoker").info("no sample images: %s", traceback.format_exc())
+    finally:
+        set_rng_state(draws, worker.device)
+
+
+def overlaid(
+    recipe: Recipe, split: Split, batch: Batch, images: Any, result: Any, metrics: dict[str, Any]
+) -> dict[str, Any]:
+    """Train worker: images under their targets, those of validation also under what was predicted.
+
+    Returns:
+        images: up to MOST_OVERLAID as {"png": base64, "predicted": base64, "label": text}; legend: names and
+        colours of the classes. Empty where the recipe has neither masks nor boxes.
+
+    Raises:
+        ValueError: masks or boxes do not fit the images.
+    """
+    images = images[:MOST_OVERLAID].detach().cpu()
+    size = (len(images), *images.shape[2:])
+    formats = [metric.box_format for metric in metrics.values() if hasattr(metric, "box_format")]
+    targets = targets_of(recipe, split, batch, result, size, *formats[:1])
+    predicted = predictions_of(result, size, *formats[:1]) if targets and split == "val" else []
+    if not targets or (split == "val" and not predicted):
+        return {}
+    painter, found = Painter(recipe.class_names), []
+    for i, (image, target) in enumerate(zip(images, targets, strict=True)):
+        picture = as_picture(image)
+        drawn = {"png": encoded(painter.draw(picture, target)), "label": ""}
+        if predicted:
+            drawn |= {"predicted": encoded(painter.draw(picture, predicted[i]))}
+            drawn["label"] = agreement(target, predicted[i])
+        found.append(drawn)
+    return {"images": found, "legend": painter.legend()}
 
 
 def pictures(batch: Batch) -> list[dict[str, str]]:
@@ -69,7 +139,18 @@ def image_tensor(batch: Batch) -> Any:
 
 
 def png(image: Any) -> str:
-    """Train worker: one image (channels × height × width) as the base64 of a PNG."""
+    """Train worker: one image (channels × height × width) as the base64 of a small PNG."""
+    shown, content = as_picture(image), ""
+    for side in (SIDE, SMALL_SIDE):
+        shown.thumbnail((side, side))
+        content = encoded(shown)
+        if len(content) <= MOST_BYTES * 4 / 3:
+            break
+    return content
+
+
+def as_picture(image: Any) -> Any:
+    """Train worker: one image (channels × height × width) as Pillow has it."""
     import torch
     from PIL import Image
 
@@ -78,16 +159,14 @@ def png(image: Any) -> str:
         low, high = image.min(), image.max()
         image = ((image - low) / (high - low).clamp_min(1e-12) * 255).round().to(torch.uint8)
     pixels = image[:3] if image.shape[0] >= 3 else image[0]
-    shown = Image.fromarray((pixels.permute(1, 2, 0) if pixels.ndim == 3 else pixels).contiguous().numpy())
-    content = b""
-    for side in (SIDE, SMALL_SIDE):
-        shown.thumbnail((side, side))
-        file = io.BytesIO()
-        shown.save(file, "PNG")
-        content = file.getvalue()
-        if len(content) <= MOST_BYTES:
-            break
-    return base64.b64encode(content).decode()
+    return Image.fromarray((pixels.permute(1, 2, 0) if pixels.ndim == 3 else pixels).contiguous().numpy())
+
+
+def encoded(picture: Any) -> str:
+    """Train worker: the base64 of a picture's PNG."""
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def label_texts(batch: Batch, count: int) -> list[str]:

@@ -79,9 +79,10 @@ class Step:
         self._weight += weight
         with self._syncing(self._batches == self.size):
             batch = self.prepare(batch)
-            show_once(worker, batch)
             with autocast(worker):
-                loss = self.loss_of(batch)
+                result = self.result_of(batch)
+                loss = loss_of(result)
+            show_once(worker, batch, result)
             scaled = loss * (weight / self.size) if self.size > 1 else loss
             if worker.scaler is not None:
                 scaled = worker.scaler.scale(scaled)
@@ -102,12 +103,12 @@ class Step:
                     batch[name] = value.contiguous(memory_format=torch.channels_last)
         return batch
 
-    def loss_of(self, batch: Batch) -> Any:
-        """The recipe's loss of a prepared batch."""
+    def result_of(self, batch: Batch) -> Any:
+        """What the recipe's step gives for a prepared batch: the loss, alone or in a dict."""
         worker = self.worker
         if self.smoothing:
             return classification_loss(worker.model, batch, self.smoothing)
-        return loss_of(worker.recipe.training_step(worker.model, batch))
+        return worker.recipe.training_step(worker.model, batch)
 
     def _syncing(self, last: bool) -> Any:
         """Under ddp gradients are averaged over ranks with the window's last batch only.

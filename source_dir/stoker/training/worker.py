@@ -48,8 +48,8 @@ class Worker:
     """Records trained in the epochs before the present one, over all ranks."""
     kept: str = ""
     """The last checkpoint that was taken or gone on from."""
-    pictured: bool = False
-    """Whether the report has been given images of a batch."""
+    pictured: set[str] = field(default_factory=set)
+    """Splits of which the report is given no further images."""
 
     @property
     def global_batch(self) -> int:
