@@ -94,6 +94,14 @@ class Recipe(BaseModel):
         """
         return classification_loss(model, batch)
 
+    def loss_weight(self, batch: Batch) -> float | Tensor:
+        """Train worker: of how many things `training_step`'s loss is the mean, before `on_device`.
+
+        `data.max_tokens` divides batches and weighs their parts' losses by it. The default counts records;
+        where the loss is a mean over tokens, return how many of the batch's tokens it covers.
+        """
+        return len(next(iter(batch.values())))
+
     def validation_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Train worker: `loss` (mean over the batch's records) and, for metrics, `preds`, `target`."""
         import torch.nn.functional as F

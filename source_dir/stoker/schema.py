@@ -47,6 +47,12 @@ class DataConfig(Section):
         description="padded column: rows of similar length follow each other within a block, so that batches"
         " need less padding",
     )
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="most rows × padded length that a train worker computes at once: it divides a larger"
+        " batch and adds up the gradients; a longer record is quarantined; null: no limit",
+    )
     remainder: Literal["drop", "pad"] = Field(
         "drop", description="the last few records that cannot be shared evenly: drop or repeat some"
     )

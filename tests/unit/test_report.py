@@ -61,6 +61,7 @@ def test_a_run_shows_all_that_was_measured(tmp_path: Path) -> None:
         "The chain, stage by stage",
         "CPU use per host",
         "Training images as the model saw them",
+        "Validation images: targets, and what was predicted after epoch 1",
         "What happened",
         "Records that could not be used",
         "Hosts",

@@ -79,6 +79,8 @@ def open_data(config: Config) -> Data:
             f"data.bucket_by: {config.data.bucket_by!r} is no column that the recipe pads; it pads:"
             f" {', '.join(pads) or 'none'}"
         )
+    if config.data.max_tokens is not None:
+        refuse_undividable(config, recipe, pads)
     data = Data({}, {}, {})
     for split in ("train", "val"):
         # One that splits its records by chance (torch's random_split, say) does so alike for both.
@@ -113,6 +115,7 @@ def open_data(config: Config) -> Data:
             config.data.max_pixels,
             pads,
             config.data.bucket_by,
+            config.data.max_tokens,
         )
     if keeps(config):
         refuse_uncacheable(config.recipe, data)
@@ -121,8 +124,26 @@ def open_data(config: Config) -> Data:
     return data
 
 
+def refuse_undividable(config: Config, recipe: Recipe, pads: dict[str, Pad]) -> None:
+    """Head: refuse `data.max_tokens` where batches cannot be divided, or not to the same result.
+
+    Raises:
+        UsageError: one line per reason.
+    """
+    train = config.train
+    reasons = {
+        "the recipe pads no column": not pads,
+        f"train workers of {train.strategy} must make the same calls; use train.strategy=ddp": train.strategy
+        != "ddp",
+        "train.mixup and train.cutmix mix records of the whole batch": bool(train.mixup or train.cutmix),
+        f"the loop of {type(recipe).__name__} is not Stoker's": bool(recipe.own_loop),
+    }
+    if found := [f"data.max_tokens: {text}" for text, holds in reasons.items() if holds]:
+        raise UsageError(*found)
+
+
 def pads_of(recipe: Recipe) -> dict[str, Pad]:
-    """Head: how the recipe lets batches pad columns whose rows differ in length.
+    """Head and train worker: how the recipe lets batches pad columns whose rows differ in length.
 
     Raises:
         UsageError: it is not said as it must be.

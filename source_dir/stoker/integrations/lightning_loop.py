@@ -25,9 +25,9 @@ from stoker.checkpoints.train_state import Progress
 from stoker.data.feed.feed import EpochFeed
 from stoker.integrations.lightning_state import pack, plain_state, unpack
 from stoker.training.export import keep_example
-from stoker.training.loop import log_pass, log_step, open_pass, reconcile
+from stoker.training.loop import log_pass, log_step, open_pass
 from stoker.training.starting import nothing_left
-from stoker.training.worker import Worker, check_finite, count_records, mean_over_ranks
+from stoker.training.worker import Worker, check_finite, count_records, mean_over_ranks, reconcile
 
 
 def build(worker: Worker) -> None:

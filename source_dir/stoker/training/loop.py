@@ -19,6 +19,7 @@ from stoker.storage.checkpoint_store import open_store
 from stoker.training import strategies
 from stoker.training.build import build, own_loop
 from stoker.training.export import export_model, keep_example
+from stoker.training.micro_batches import MicroBatches
 from stoker.training.optimizers import learning_rate
 from stoker.training.sample_images import show_predictions
 from stoker.training.starting import begin, nothing_left
@@ -32,6 +33,7 @@ from stoker.training.worker import (
     import_ahead,
     mean_over_ranks,
     reached,
+    reconcile,
     tee_prints,
     to_device,
 )
@@ -255,7 +257,7 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
     sharded, spare = strategies.is_sharded(model), None
     metrics = {name: metric.to(worker.device) for name, metric in worker.recipe.metrics().items()}
     sums = torch.zeros(2, dtype=torch.float64)
-    fed, draws = False, rng_state(worker.device)
+    fed, draws, micro_batches = False, rng_state(worker.device), MicroBatches(worker)
     feed = open_pass(worker, "val", epoch)
     started = time.perf_counter()
     with torch.no_grad():
@@ -270,16 +272,18 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
                     with autocast(worker):
                         worker.recipe.validation_step(model, worker.modules["val"](spare))
                 continue
-            batch = worker.modules["val"](batch)
-            with autocast(worker):
-                result = worker.recipe.validation_step(model, batch)
-            sums += torch.tensor([float(result["loss"]) * records, records], dtype=torch.float64)
-            if "preds" in result and "target" in result:
-                if not fed:
-                    show_predictions(worker, epoch, batch, result, metrics)
-                fed = True
-                for metric in metrics.values():
-                    metric.update(at_least_float32(result["preds"]), result["target"])
+            sums[1] += records
+            for part, share in micro_batches.of(batch):
+                part = worker.modules["val"](part)
+                with autocast(worker):
+                    result = worker.recipe.validation_step(model, part)
+                sums[0] += float(result["loss"]) * records * share if share else 0.0
+                if "preds" in result and "target" in result:
+                    if not fed:
+                        show_predictions(worker, epoch, part, result, metrics)
+                    fed = True
+                    for metric in metrics.values():
+                        metric.update(at_least_float32(result["preds"]), result["target"])
     set_rng_state(draws, worker.device)
     if feed.stop:
         return {}, {}, feed.stop
@@ -340,21 +344,3 @@ def log_pass(worker: Worker, feed: EpochFeed, samples: int, elapsed_s: float, st
         step_ms=list(feed.times.step_ms) if steps else [],
         times=feed.times.figures(),
     )
-
-
-def reconcile(worker: Worker, feed: EpochFeed) -> dict[str, Any]:
-    """Train worker: hand in this rank's count and ids, get the books; fails where records were lost."""
-    import ray
-
-    from stoker.errors import DataError
-
-    if worker.config.tracking.record_ids:
-        worker.coordinator.log.remote(
-            "record_ids", {"split": feed.split, "epoch": feed.epoch, "rank": feed.rank, "keys": feed.keys}
-        )
-    used = (feed.rows, feed.id_sum, feed.padded)
-    call = worker.coordinator.epoch_done.remote(worker.attempt, feed.split, feed.epoch, worker.rank, used)
-    answer = ray.get(call, timeout=worker.config.data.stall_timeout_s)
-    if isinstance(answer, str):
-        raise DataError(answer)
-    return {"split": feed.split, **answer}

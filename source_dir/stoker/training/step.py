@@ -16,6 +16,7 @@ from typing import Any
 from stoker.errors import UsageError
 from stoker.recipe import Batch, classification_loss
 from stoker.training import strategies
+from stoker.training.micro_batches import MicroBatches
 from stoker.training.sample_images import show_once
 from stoker.training.worker import Worker, count_records, loss_of
 
@@ -54,7 +55,7 @@ class Step:
         train = worker.config.train
         self.worker, self.size = worker, train.accumulate_steps
         self.clip, self.smoothing = train.clip_grad_norm, train.label_smoothing
-        self.mix = make_mix(worker)
+        self.mix, self.micro_batches = make_mix(worker), MicroBatches(worker)
         self.loss: Any = None
         """Mean loss of the last step on this rank, a tensor on the device."""
         self.rows = 0
@@ -68,7 +69,7 @@ class Step:
         self._loss: Any = 0.0
 
     def accumulate(self, batch: Batch) -> None:
-        """Forward and backward of one batch, as it came from the feed."""
+        """Forward and backward of one batch, as it came from the feed; of a large one in parts."""
         worker = self.worker
         self._batches += 1
         rows = count_records(batch)
@@ -77,17 +78,17 @@ class Step:
         # Relative to the window's first batch: 1 but for the last batch of an epoch.
         weight = rows / self._first_rows
         self._weight += weight
-        with self._syncing(self._batches == self.size):
-            batch = self.prepare(batch)
-            with autocast(worker):
-                result = self.result_of(batch)
-                loss = loss_of(result)
-            show_once(worker, batch, result)
-            scaled = loss * (weight / self.size) if self.size > 1 else loss
-            if worker.scaler is not None:
-                scaled = worker.scaler.scale(scaled)
-            scaled.backward()
-        self._loss += loss.detach().double() * weight
+        # What the loss does not look at has no gradient, and its mean may be 0 / 0.
+        parts = [(part, share) for part, share in self.micro_batches.of(batch) if share]
+        for number, (part, share) in enumerate(parts, 1):
+            with self._syncing(self._batches == self.size and number == len(parts)):
+                loss = self.loss_of(self.prepare(part))
+                factor = weight * share / self.size
+                scaled = loss * factor if factor != 1 else loss
+                if worker.scaler is not None:
+                    scaled = worker.scaler.scale(scaled)
+                scaled.backward()
+            self._loss += loss.detach().double() * (weight * share)
         worker.feed_step += 1
 
     def prepare(self, batch: Batch) -> Batch:
@@ -103,12 +104,16 @@ class Step:
                     batch[name] = value.contiguous(memory_format=torch.channels_last)
         return batch
 
-    def result_of(self, batch: Batch) -> Any:
-        """What the recipe's step gives for a prepared batch: the loss, alone or in a dict."""
+    def loss_of(self, batch: Batch) -> Any:
+        """The recipe's loss of a prepared batch; what else its step gives is not kept until backward."""
         worker = self.worker
-        if self.smoothing:
-            return classification_loss(worker.model, batch, self.smoothing)
-        return worker.recipe.training_step(worker.model, batch)
+        with autocast(worker):
+            if self.smoothing:
+                result: Any = classification_loss(worker.model, batch, self.smoothing)
+            else:
+                result = worker.recipe.training_step(worker.model, batch)
+        show_once(worker, batch, result)
+        return loss_of(result)
 
     def _syncing(self, last: bool) -> Any:
         """Under ddp gradients are averaged over ranks with the window's last batch only.

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from stoker.data.feed.feed import Feed
+from stoker.errors import DataError
 from stoker.recipe import Batch, Recipe
 from stoker.schema import Config
 
@@ -59,6 +61,22 @@ class Worker:
     def log(self, event: str, **values: Any) -> None:
         if self.rank == 0:
             self.coordinator.log.remote(event, values)
+
+
+def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
+    """Train worker: hand in this rank's count and ids, get the books; fails where records were lost."""
+    import ray
+
+    if worker.config.tracking.record_ids:
+        worker.coordinator.log.remote(
+            "record_ids", {"split": feed.split, "epoch": feed.epoch, "rank": feed.rank, "keys": feed.keys}
+        )
+    used = (feed.rows, feed.id_sum, feed.padded)
+    call = worker.coordinator.epoch_done.remote(worker.attempt, feed.split, feed.epoch, worker.rank, used)
+    answer = ray.get(call, timeout=worker.config.data.stall_timeout_s)
+    if isinstance(answer, str):
+        raise DataError(answer)
+    return {"split": feed.split, **answer}
 
 
 def loss_of(result: Any) -> Any:

@@ -17,7 +17,7 @@ from stoker.data.preprocessing.columns import Packed, leave, pack, schema_of
 from stoker.data.preprocessing.decode import sized
 from stoker.data.preprocessing.fusion import fuse
 from stoker.data.preprocessing.pixels import MOST, limit_pixels
-from stoker.data.preprocessing.ragged import bucketed
+from stoker.data.preprocessing.ragged import bucketed, too_long
 from stoker.data.preprocessing.stages import Stage
 from stoker.data.preprocessing.transforms import DecodeImage
 from stoker.data.sources.base import record_id
@@ -47,12 +47,15 @@ class Chain:
         max_pixels: int = MOST,
         pads: Mapping[str, Pad] = {},
         bucket_by: str | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         self.max_pixels = max_pixels
         self.pads = pads
         """Columns whose rows may differ in length, and how batches pad them."""
         self.bucket_by = bucket_by
         """One of them, by whose length the rows of a block are ordered; None: they stay as they are."""
+        self.max_tokens = max_tokens
+        """Longest row of a padded column; None: any."""
         self.stages = stages
         self.seed = seed
         self.with_keys = with_keys
@@ -101,9 +104,20 @@ class Chain:
                 seed = f"{self.seed}/{epoch}/{segment.number}"
                 for stage in segment.stages:
                     good = self._per_batch(good, stage, seed, report) if good else good
+        if self.max_tokens is not None:
+            good = self._short_enough(good, self.max_tokens, report)
         if self.bucket_by and good:
             good = bucketed(good, self.bucket_by, f"{self.seed}/{epoch}/bucket")
         return self._leave(good, report), report
+
+    def _short_enough(self, records: list[Record], limit: int, report: BlockReport) -> list[Record]:
+        good = []
+        for record in records:
+            if reason := too_long(record, self.pads, limit):
+                _quarantine(report, BadRecord(record["key"], reason))
+            else:
+                good.append(record)
+        return good
 
     def _leave(self, records: list[Record], report: BlockReport) -> dict[str, Any]:
         """The records as the columns of a block."""

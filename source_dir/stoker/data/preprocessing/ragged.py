@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -76,6 +76,19 @@ def refuse_bad_offsets(offsets: Any, values: int) -> None:
         )
 
 
+def padded_length(length: int, pad: Pad) -> int:
+    """Every host: to how much a batch fills up its longest row."""
+    return -(-length // pad.multiple) * pad.multiple
+
+
+def too_long(record: Record, pads: Mapping[str, Pad], limit: int) -> str:
+    """Chain worker: which padded column of a record is longer than `data.max_tokens`; empty: none."""
+    for name, pad in pads.items():
+        if (length := padded_length(_length(record.get(name)), pad)) > limit:
+            return f"{name} has {length} tokens, more than data.max_tokens={limit}; cut it in the chain"
+    return ""
+
+
 def padded(name: str, parts: list[Ragged], pad: Pad, empty: Callable[..., Any]) -> dict[str, Any]:
     """Train worker: the rows of all parts in one array, filled up to the longest, and their lengths.
 
@@ -88,7 +101,7 @@ def padded(name: str, parts: list[Ragged], pad: Pad, empty: Callable[..., Any]) 
     import numpy as np
 
     lengths = np.concatenate([np.diff(part.offsets) for part in parts])
-    width = -(-int(lengths.max(initial=0)) // pad.multiple) * pad.multiple
+    width = padded_length(int(lengths.max(initial=0)), pad)
     batch = empty((len(lengths), width, *parts[0].values.shape[1:]), parts[0].dtype)
     batch[...] = pad.value
     at = 0
@@ -108,9 +121,12 @@ def bucketed(records: list[Record], column: str, seed: str) -> list[Record]:
     """
     import numpy as np
 
-    values: list[Any] = [record.get(column) for record in records]
-    lengths = [len(value) if getattr(value, "shape", ()) else 0 for value in values]  # others are refused
+    lengths = [_length(record.get(column)) for record in records]
     rising = np.argsort(lengths, kind="stable")
     circle = np.concatenate([rising[::2], rising[1::2][::-1]])
     rng = np.random.default_rng(record_id("/".join([seed, *(record["key"] for record in records)])))
     return [records[i] for i in np.roll(circle, rng.integers(len(circle)))]
+
+
+def _length(value: Any) -> int:
+    return len(value) if getattr(value, "shape", ()) else 0  # others are refused
