@@ -187,6 +187,24 @@ def size(
     raise typer.Exit(sizing.size(config, overrides or [], given_to(sizing.SizeOptions, ctx)))
 
 
+@app.command(epilog=f"Example: {EXAMPLE.replace('submit.py ', 'submit.py peek ')} --split val")
+def peek(
+    ctx: typer.Context,
+    target: Annotated[str | None, typer.Argument(help="the job's YAML file, or a run directory")] = None,
+    overrides: Overrides = None,
+    split: Annotated[str, Option(help="of a job: train or val")] = "train",
+    n: Annotated[int, Option("--n", "-n", help="of a job: how many records to show")] = 16,
+    step: Annotated[int | None, Option(help="of a run: the step whose batch to rebuild")] = None,
+    rank: Annotated[int | None, Option(help="of a run: one train worker's part; default: all")] = None,
+    out: Annotated[Path | None, Option("--out", "-o", help="the page; default: peek.html")] = None,
+    source_dir: Annotated[Path | None, Option(help="your own folder with recipes")] = None,
+) -> None:
+    """Look at a job's records before and after each stage, or at one batch of a run."""
+    from launcher.peek import PeekOptions, peek
+
+    raise typer.Exit(peek(target, overrides or [], given_to(PeekOptions, ctx)))
+
+
 @app.command(epilog="Example: python launcher/submit.py check train.py -- --lr 0.1")
 def check(
     ctx: typer.Context,

@@ -101,11 +101,7 @@ def blocks_of(
         records = guard.read(loaded.source, shard, order())
     else:
         records = loaded.source.read(shard, order())
-    if loaded.source.random:
-        listing = listing_of(loaded.source, shard)
-        keys = None if listing is None else [key for key, _ in listing]
-        what = "read" if keys else f"shard/{work.number}"
-        records = seeded(records, keys, f"{plan.seed}/{plan.epoch}/{what}")
+    records = seeded_reading(loaded.source, records, plan, work)
     if guard:
         one = partial(_run_alone, loaded.chain, plan.epoch)
         records = guard.watch(records, one, work.skip * plan.block_records)
@@ -129,6 +125,18 @@ def blocks_of(
         nth += 1
     if reading:
         reading.finished(whole=not bad and not work.skip)
+
+
+def seeded_reading(
+    source: Source, records: Iterator[Record | BadRecord], plan: EpochPlan, work: Work
+) -> Iterator[Record | BadRecord]:
+    """Chain worker: the records of a shard, with the generators seeded for each where reading draws."""
+    if not source.random:
+        return records
+    listing = listing_of(source, work.shard)
+    keys = None if listing is None else [key for key, _ in listing]
+    what = "read" if keys else f"shard/{work.number}"
+    return seeded(records, keys, f"{plan.seed}/{plan.epoch}/{what}")
 
 
 def _run_alone(stages: Chain, epoch: int, record: Record) -> None:

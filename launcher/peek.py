@@ -1,0 +1,221 @@
+"""Laptop: `submit.py peek`: a look at the data before a run, or at one batch of a run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.job import open_job
+from stoker.config import Resolved, load
+from stoker.errors import UsageError
+from stoker.figures import size
+
+if TYPE_CHECKING:
+    from stoker.peek.looking import Look, Place
+    from stoker.peek.problems import Problem
+
+PAGE = "peek.html"
+MOST_SHOWN = 512
+WIDTH = 100
+
+
+@dataclass(frozen=True)
+class PeekOptions:
+    """Laptop: what stands on the command line beside the job."""
+
+    split: str = "train"
+    n: int = 16
+    step: int | None = None
+    rank: int | None = None
+    out: Path | None = None
+    source_dir: Path | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """Laptop: a column after a stage, as the tables show it."""
+
+    name: str
+    type: str
+    shape: str
+    nulls: str
+    values: str
+
+
+@dataclass(frozen=True)
+class StageRows:
+    """Laptop: what a stage gives that was not there before it."""
+
+    name: str
+    cost: str
+    rows: list[Row]
+    same: str
+
+
+def peek(target: str | None, overrides: list[str], options: PeekOptions) -> int:
+    """Laptop: look at a job's data, or at a batch of a run.
+
+    Returns:
+        0; 2 where a run with this data would be refused, or end at once.
+
+    Raises:
+        UsageError: whatever is wrong with the request.
+    """
+    if target is None:
+        raise UsageError("peek: name a job's YAML file, or a run and --step N")
+    if not 1 <= options.n <= MOST_SHOWN:
+        raise UsageError(f"--n: between 1 and {MOST_SHOWN} (got {options.n})")
+    if options.split not in ("train", "val"):
+        raise UsageError(f"--split: train or val (got {options.split!r})")
+    if options.step is None:
+        if options.rank is not None:
+            raise UsageError("--rank: names a train worker of a run; add --step N")
+        return peek_job(Path(target), overrides, options)
+    raise UsageError("--step: not yet")
+
+
+def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
+    """Laptop: the first records of a job's data, before and after each stage of its chain."""
+    began = time.monotonic()
+    if config.is_dir():
+        raise UsageError(f"peek: {config} is a folder; name a YAML file, or add --step N for a run")
+    if config.suffix == ".py" or (resolved := load(config, overrides)).config.script is not None:
+        raise UsageError("peek: looks at the data of a recipe; a script reads its own")
+    from stoker.peek.looking import look
+    from stoker.peek.page import write_page
+    from stoker.peek.problems import problems_of
+    from stoker.peek.tiles import tile_of
+    from stoker.recipe import SOURCE_FOLDER, load_recipe
+
+    target = page_at(options.out)
+    opened, data = open_job_data(resolved, options)
+    if options.split not in data.sources:
+        raise UsageError(f"--split {options.split}: the recipe has none; it has: {', '.join(data.sources)}")
+    seen = look(data, options.split, opened, options.n)
+    recipe = load_recipe(opened.recipe, opened.params, SOURCE_FOLDER)
+    problems = problems_of(seen, opened, recipe)
+    boxes = boxes_of(data.chains[options.split].stages)
+    tiles = [
+        tile_of(s.key, s.made or s.so_far or s.read, boxes, s.reason, s.read if s.made or s.so_far else None)
+        for s in seen.samples
+    ]
+    places, lines = stage_rows(seen.places), headlines(seen, opened.name)
+    write_page(
+        target,
+        title=f"{opened.name}: {options.split}",
+        lines=lines,
+        problems=problems,
+        heading=f"{len(tiles)} records as they leave the chain",
+        tiles=tiles,
+        places=places,
+    )
+    show(lines, places, problems)
+    print(f"written: {target} ({time.monotonic() - began:.1f} s)")
+    return 2 if any(problem.level == "error" for problem in problems) else 0
+
+
+def page_at(out: Path | None) -> Path:
+    """Laptop: where the page goes; refused before any work where it cannot."""
+    target = out or Path(PAGE)
+    if target.is_dir():
+        target = target / PAGE
+    if not target.parent.is_dir():
+        raise UsageError(f"--out {target}: no folder {target.parent}")
+    return target
+
+
+def open_job_data(resolved: Resolved, options: PeekOptions) -> tuple[Any, Any]:
+    """Laptop: the job's configuration and its opened splits, whose chains have not run yet.
+
+    Raises:
+        UsageError: the data, or a recipe that reads with Ray Data.
+    """
+    from stoker.data.engine.datasets import DatasetSource
+    from stoker.data.opening import discover, open_splits
+
+    job = open_job(resolved, options.source_dir)
+    if job.source_dir is not None:
+        sys.path.insert(0, str(job.source_dir))
+    params = {**resolved.config.params, **job.data}
+    local = Resolved(resolved.config.model_copy(update={"params": params}), resolved.origins)
+    try:
+        config = discover(local)
+        data = open_splits(config)
+    except UsageError as error:
+        if "ray.data" in sys.modules:
+            raise UsageError(NEEDS_RAY) from error
+        raise
+    if any(isinstance(source, DatasetSource) for source in data.sources.values()):
+        raise UsageError(NEEDS_RAY)
+    return config, data
+
+
+NEEDS_RAY = (
+    "peek: the recipe reads a ray.data.Dataset, which only a Ray cluster executes; look at its rows with"
+    " dataset.show(), or read with stoker.data.read_…"
+)
+
+
+def boxes_of(stages: list[Any]) -> dict[str, str]:
+    """Laptop: the columns that the chain treats as boxes, with their format."""
+    return {name: stage.apply.format for stage in stages for name in getattr(stage.apply, "boxes", ())}
+
+
+def headlines(seen: Look, name: str) -> list[str]:
+    """Laptop: what was looked at."""
+    counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in seen.totals.items()]
+    lines = [f"{name}: {' + '.join(counts)} records from {seen.source}"]
+    failed = f", {len(seen.bad)} fail" if seen.bad else ""
+    lines.append(f"looked at {seen.examined} of {seen.split}{failed}")
+    if seen.ms is not None:
+        lines.append(f"{seen.ms:.2f} ms and {size(seen.bytes_per_record)} per record")
+    return lines
+
+
+def stage_rows(places: list[Place]) -> list[StageRows]:
+    """Laptop: the columns after each stage, those that it leaves as they are in one line."""
+    found, before = [], dict[str, Row]()
+    for place in places:
+        rows = {
+            name: Row(name, c.type_text(), c.shape_text(), str(c.nulls) if c.nulls else "0", c.range_text())
+            for name, c in place.columns.items()
+        }
+        same = [name for name, row in rows.items() if before.get(name) == row]
+        cost = f"{place.ms_per_record:.3f} ms" if place.ms_per_record is not None else "did not run"
+        new = [row for name, row in rows.items() if name not in same]
+        gone = [name for name in before if name not in rows] if rows else []
+        text = ", ".join(same) + (f"; dropped: {', '.join(gone)}" if gone else "")
+        found.append(StageRows(place.name, cost, new, text.removeprefix("; ")))
+        before = rows
+    return found
+
+
+def show(lines: list[str], places: list[StageRows], problems: list[Problem]) -> None:
+    """Laptop: the same on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("after", "column", "type", "shape", "NULL", "values"):
+        table.add_column(name, overflow="fold", justify="right" if name == "NULL" else "left")
+    table.add_column("ms", justify="right", no_wrap=True)
+    for place in places:
+        title, cost = Text(place.name, "bold"), Text(place.cost.removesuffix(" ms"))
+        for row in place.rows or [Row("", "", "", "", "")]:
+            nulls = Text(row.nulls, "red" if row.nulls not in ("", "0") else "")
+            cells = map(Text, (row.name, row.type, row.shape))
+            table.add_row(title, *cells, nulls, Text(row.values), cost)
+            title, cost = Text(""), Text("")
+    console.print(table)
+    if not problems:
+        console.print("no problem found", style="green")
+    for problem in problems:
+        style = "bold red" if problem.level == "error" else "yellow"
+        console.print(Text(problem.level, style), Text(problem.text), soft_wrap=True)

@@ -1,0 +1,252 @@
+"""Laptop: some records of a split through its chain, in this process, with a look after each stage.
+
+The records run twice: through the chain as chain workers run it, for what comes out, what is quarantined and
+what it costs; and stage by stage, for what each of them does.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from stoker.data.engine.shards import order_of, seeded_reading, use_one_thread
+from stoker.data.messages import (
+    HWC_SUFFIX,
+    ID_COLUMN,
+    KEY_COLUMN,
+    BadRecord,
+    BlockReport,
+    EpochPlan,
+    Record,
+    Work,
+)
+from stoker.data.opening import Data, refuse_absent_pads
+from stoker.data.preprocessing.chain import Chain
+from stoker.data.preprocessing.probing import fix_schemas
+from stoker.data.preprocessing.ragged import Ragged
+from stoker.data.preprocessing.stages import Stage
+from stoker.data.sources.base import Source
+from stoker.errors import ChainError, UsageError, where_raised
+from stoker.peek.columns import Column
+from stoker.schema import Config
+
+PLACES = 4
+"""Records come from so many shards: the first ones of a sorted data set are all alike."""
+GROUP = 32
+MOST_RECORDS = 512
+SECONDS = 1.5
+"""No further group begins after this, beyond the records that are shown."""
+
+
+@dataclass
+class Place:
+    """Laptop: after reading, or after a stage."""
+
+    name: str
+    per: str = "record"
+    columns: dict[str, Column] = field(default_factory=dict)
+    records: int = 0
+    ms: list[float] = field(default_factory=list)
+    """Of each record; of a batch stage, per record of each group."""
+
+    def take(self, record: Record) -> None:
+        """One record as it is here."""
+        self.records += 1
+        for name, value in record.items():
+            if name != "key":
+                self.columns.setdefault(name, Column()).take(value)
+
+    @property
+    def ms_per_record(self) -> float | None:
+        """The median: the first record also pays for imports."""
+        return statistics.median(self.ms) if self.ms else None
+
+
+@dataclass
+class Sample:
+    """Laptop: a record that is shown."""
+
+    key: str
+    read: Record = field(default_factory=dict)
+    made: Record | None = None
+    """As the chain gives it; None: it fails."""
+    so_far: Record | None = None
+    """After the last stage that it has passed."""
+    reason: str = ""
+
+
+@dataclass
+class Look:
+    """Laptop: what was seen of a split."""
+
+    split: str
+    source: str
+    totals: dict[str, int | None]
+    places: list[Place]
+    samples: list[Sample]
+    bad: dict[str, str] = field(default_factory=dict)
+    """Key → why a record is quarantined."""
+    refused: str = ""
+    """Why a run with this data would be refused or end."""
+    ms: float | None = None
+    """Of a record, reading and chain together, as a chain worker takes them."""
+    bytes_per_record: float = 0.0
+
+    examined: int = 0
+
+
+class Watched:
+    """Laptop: a stage that tells what it takes, gives and costs."""
+
+    def __init__(self, stage: Stage, place: Place, bad: dict[str, str], last: dict[str, Record]) -> None:
+        self.stage, self.place, self.bad, self.last = stage, place, bad, last
+
+    def __call__(self, *given: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            out = self.stage.apply(*given)
+        except Exception as error:
+            if self.stage.per == "record":
+                self.bad[given[0]["key"]] = f"{self.stage.name}: {where_raised(error)}"
+            raise
+        took = 1000 * (time.perf_counter() - began)
+        if self.stage.per == "record":
+            self.place.ms.append(took)
+            self.place.take(out)
+            self.last[given[0]["key"]] = dict(out)
+        elif isinstance(out, dict) and out:
+            rows = min(map(len, out.values()))
+            self.place.ms.append(took / max(rows, 1))
+            for row in range(rows):
+                self.place.take({name: column[row] for name, column in out.items()})
+        return out
+
+
+def look(data: Data, split: str, config: Config, count: int) -> Look:
+    """Laptop: look at a split.
+
+    Args:
+        data: the job's, from `open_splits`.
+        split: train or val.
+        config: the job.
+        count: how many records are to be shown; more are looked at, as far as that takes no time.
+
+    Raises:
+        UsageError: the source has no record.
+    """
+    source, chain = data.sources[split], data.chains[split]
+    use_one_thread()
+    seen = Look(split, type(source).__name__, data.totals, [Place("read")], [])
+    try:
+        fix_schemas({split: source}, {split: chain}, config.data.block_records)
+        refuse_absent_pads(chain.pads, [chain.schemas])
+    except UsageError as error:
+        seen.refused = str(error)
+    seen.places += [Place(stage.name, stage.per) for stage in chain.stages]
+    cost = Cost()
+    records = _records(source, config, split, max(1, min(count, GROUP) // PLACES))
+    ends, done = time.monotonic() + SECONDS, 0
+    while done < count or (time.monotonic() < ends and done < MOST_RECORDS):
+        began = time.perf_counter()
+        group = list(islice(records, GROUP))
+        if not group:
+            break
+        seen.places[0].ms.append(1000 * (time.perf_counter() - began) / len(group))
+        seen.samples += [_take(record, seen) for record in group][: max(count - done, 0)]
+        done += len(group)
+        last: dict[str, Record] = {}
+        _try(_watched(chain, seen, last), copy.deepcopy(group), seen)
+        rows = _rows(chain, group, seen, cost)
+        for sample in seen.samples[-len(group) :]:
+            sample.made, sample.so_far = rows.get(sample.key, sample.made), last.get(sample.key)
+    if not done:
+        raise UsageError(f"peek: the {split} split has no record")
+    for sample in seen.samples:
+        sample.reason = seen.bad.get(sample.key, "" if sample.made else seen.refused)
+    seen.examined = done
+    seen.ms = 1000 * cost.cpu_s / cost.records + (seen.places[0].ms_per_record or 0) if cost.records else None
+    seen.bytes_per_record = cost.bytes_out / max(cost.rows, 1)
+    return seen
+
+
+@dataclass
+class Cost:
+    """Laptop: of the chain as chain workers run it."""
+
+    cpu_s: float = 0.0
+    records: int = 0
+    rows: int = 0
+    bytes_out: int = 0
+
+
+def _records(source: Source, config: Config, split: str, at_once: int) -> Iterator[Record | BadRecord]:
+    """The first records of some shards, a few of each in turn."""
+    plan = EpochPlan(config.seed, 0, split, config.data.shuffle, config.data.block_records)
+    order = order_of(plan.seed, plan.epoch) if plan.shuffle and split == "train" else None
+    shards = source.shards(plan.block_records, order)
+    reader = source.for_workers()
+    picked = sorted({number * len(shards) // PLACES for number in range(PLACES)}) if shards else []
+    readers = [
+        seeded_reading(reader, iter(reader.read(shards[number], None)), plan, Work(number, shards[number]))
+        for number in picked
+    ]
+    while readers:
+        for records in list(readers):
+            part = list(islice(records, at_once))
+            yield from part
+            if not part:
+                readers.remove(records)
+
+
+def _take(record: Record | BadRecord, seen: Look) -> Sample:
+    if isinstance(record, BadRecord):
+        seen.bad[record.key] = f"read: {record.reason}"
+        return Sample(record.key)
+    seen.places[0].take(record)
+    return Sample(record["key"], copy.deepcopy(record))
+
+
+def _watched(chain: Chain, seen: Look, last: dict[str, Record]) -> Chain:
+    """The chain, stage by stage: a stage that is watched is fused with no other."""
+    stages = [
+        replace(stage, apply=Watched(stage, place, seen.bad, last))
+        for stage, place in zip(chain.stages, seen.places[1:], strict=True)
+    ]
+    return Chain(stages, chain.seed, prefix=chain.prefix, max_pixels=chain.max_pixels, pads=chain.pads)
+
+
+def _try(chain: Chain, group: list[Any], seen: Look) -> tuple[dict[str, Any], BlockReport]:
+    """A group through a chain; what would end a run is noted."""
+    try:
+        return chain.run(iter(group), 0)
+    except (ChainError, UsageError) as error:
+        seen.refused = seen.refused or str(error)
+        return {}, BlockReport()
+
+
+def _rows(chain: Chain, group: list[Any], seen: Look, cost: Cost) -> dict[str, Record]:
+    """Key → what leaves the chain; `cost` and the quarantined records are added up."""
+    with_keys = copy.copy(chain)
+    with_keys.with_keys = True
+    columns, report = _try(with_keys, group, seen)
+    cost.cpu_s += sum(stage.cpu_s for stage in report.costs.values())
+    cost.records, cost.rows = cost.records + report.records, cost.rows + report.rows
+    cost.bytes_out += report.bytes_out
+    for bad in report.bad:
+        seen.bad.setdefault(bad.key, bad.reason)
+    return {str(key): row_of(columns, number) for number, key in enumerate(columns.get(KEY_COLUMN, ()))}
+
+
+def row_of(columns: dict[str, Any], number: int) -> Record:
+    """Laptop: one row of packed columns under the names that the recipe knows."""
+    found: Record = {}
+    for name, column in columns.items():
+        if name not in (ID_COLUMN, KEY_COLUMN):
+            part = column[number : number + 1]
+            found[name.removesuffix(HWC_SUFFIX)] = part.values if isinstance(part, Ragged) else part[0]
+    return found

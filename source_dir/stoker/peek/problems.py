@@ -1,0 +1,161 @@
+"""Laptop: what is wrong, or probably wrong, with the records that were looked at."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from stoker.figures import size
+from stoker.peek.columns import Column
+from stoker.peek.looking import Look
+from stoker.schema import Config
+
+LEAST = 8
+"""Of fewer records nothing is said that needs several."""
+REPEATED = 0.02
+"""Fewer records with the same value are no news."""
+LABELS = ("label", "target", "class")
+IGNORED_CLASS = 255
+"""What masks hold by convention where no class counts."""
+
+
+class Problem(NamedTuple):
+    """Laptop: one line for people."""
+
+    level: Literal["error", "warning"]
+    """error: a run would be refused, or end."""
+    text: str
+
+
+def problems_of(look: Look, config: Config, recipe: Any) -> list[Problem]:
+    """Laptop: the problems, those that would end a run first.
+
+    Args:
+        look: what was seen.
+        config: the job.
+        recipe: its fields may say how many classes there are.
+    """
+    found = [*_failures(look, config)]
+    read, made = look.places[0], look.places[-1]
+    for name, column in read.columns.items():
+        if name in made.columns or not made.records:
+            found += _holes(name, column, "")
+    for name, column in made.columns.items():
+        found += _values(name, column, classes_of(recipe))
+        if made is not read and not (name in read.columns and read.columns[name].nulls):
+            found += _holes(name, column, f" after {made.name}")
+    found += _shown(look)
+    return sorted(dict.fromkeys(found), key=lambda problem: problem.level)
+
+
+def classes_of(recipe: Any) -> int | None:
+    """Laptop: how many classes the recipe's parameters name."""
+    for name in ("num_classes", "classes"):
+        value = getattr(recipe, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 1:
+            return value
+    return None
+
+
+def grouped(bad: dict[str, str]) -> list[tuple[int, str, str]]:
+    """Laptop: reasons alike but for their numbers: (how many, the first one's reason, its key)."""
+    counts: Counter[str] = Counter()
+    first: dict[str, tuple[str, str]] = {}
+    for key, reason in bad.items():
+        kind = re.sub(r"\d+", "0", reason.replace(key, "…"))
+        counts[kind] += 1
+        first.setdefault(kind, (reason, key))
+    return [(count, *first[kind]) for kind, count in counts.most_common()]
+
+
+def _failures(look: Look, config: Config) -> Iterator[Problem]:
+    if look.refused:
+        yield Problem("error", look.refused)
+    over = len(look.bad) == look.examined
+    for count, reason, key in grouped(look.bad):
+        which = f"{count} × " if count > 1 else ""
+        first = f"first in record {key}" if count > 1 else f"record {key}"
+        yield Problem("error" if over else "warning", f"{which}{reason}; {first}")
+    if look.bad:
+        share, budget = len(look.bad) / look.examined, config.data.bad_record_budget
+        if share > budget:
+            yield Problem(
+                "error" if over else "warning",
+                f"{len(look.bad)} of {look.examined} records cannot be used ({100 * share:.1f} %): more than"
+                f" data.bad_record_budget allows ({100 * budget:g} %), so a run would end",
+            )
+
+
+def _holes(name: str, column: Column, where: str) -> Iterator[Problem]:
+    if column.nulls:
+        share = "all" if column.nulls == column.values else f"{column.nulls} of"
+        yield Problem("warning", f"column {name!r} is NULL in {share} {column.values} records{where}")
+
+
+def _values(name: str, column: Column, classes: int | None) -> Iterator[Problem]:
+    kind = next(iter(column.kinds), "")
+    if column.nans:
+        yield Problem("warning", f"column {name!r} holds NaN or infinity in {column.nans} records")
+    if column.constant and column.values >= LEAST:
+        value = next(iter(column.distinct))
+        shown = f" ({value!r:.40})" if not isinstance(value, bytes) else ""
+        yield Problem("warning", f"column {name!r} is the same in all {column.values} records{shown}")
+    shape = next(iter(column.shapes), ())
+    if len(shape) == 3 and column.numeric:
+        yield from _image(name, kind, column)
+    if min((s[0] for s in column.shapes if s), default=1) == 0:
+        yield Problem("warning", f"column {name!r} is empty in some records")
+    whole = kind.startswith(("int", "uint"))
+    is_label, is_mask = name in LABELS and shape == (), len(shape) == 2 and "mask" in name
+    if whole and (is_label or is_mask) and column.numeric:
+        high = column.high
+        if is_mask and high == IGNORED_CLASS:
+            high = max((v for v in range(IGNORED_CLASS) if classes and v < classes), default=0)
+        what = "a label" if is_label else "a mask"
+        if column.low < 0 or (classes and high >= classes):
+            there = f"0 … {classes - 1} are the recipe's classes" if classes else "classes count from 0"
+            yield Problem(
+                "warning", f"column {name!r}: {what} out of range: {column.low:g} … {column.high:g}; {there}"
+            )
+
+
+def _image(name: str, kind: str, column: Column) -> Iterator[Problem]:
+    low, high = column.low, column.high
+    if kind.startswith("float"):
+        scaled = "already normalised" if low < 0 else "already scaled by 255" if high <= 1 else ""
+        advice = "leave images uint8 in the chain and convert them in on_device()"
+        if scaled:
+            yield Problem(
+                "warning",
+                f"column {name!r} holds {kind} images from {low:.3g} to {high:.3g}: {scaled}; {advice}, or"
+                f" they travel at {4 if kind == 'float32' else 8} times the size and may be normalised twice",
+            )
+        else:
+            yield Problem("warning", f"column {name!r} holds {kind} images; {advice}")
+    elif kind == "uint8" and high <= 1:
+        yield Problem(
+            "warning",
+            f"column {name!r} holds uint8 images with no number above {high:g}: they were scaled to 0 … 1"
+            " before they became uint8, so they are black",
+        )
+    if column.flat:
+        yield Problem("warning", f"column {name!r}: {column.flat} of {column.values} images have one colour")
+
+
+def _shown(look: Look) -> Iterator[Problem]:
+    """What shows only when records are compared with each other."""
+    for name, column in look.places[0].columns.items():
+        large = any(sum(shape) > 64 for shape in column.shapes)
+        again = sum(column.distinct.values()) - len(column.distinct)
+        if large and again > REPEATED * column.values and not column.constant:
+            text = f"column {name!r}: {again} of {column.values} records repeat an earlier one's value"
+            yield Problem("warning", text)
+    keys = Counter(sample.key for sample in look.samples)
+    if twice := [key for key, count in keys.items() if count > 1]:
+        yield Problem("warning", f"key {twice[0]!r} names more than one record")
+    if look.totals.get("val") is None and "val" not in look.totals:
+        yield Problem("warning", "there is no val split: a run would not validate")
+    if look.bytes_per_record > 50e6:
+        yield Problem("warning", f"a record leaves the chain with {size(look.bytes_per_record)}")

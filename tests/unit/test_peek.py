@@ -1,0 +1,176 @@
+"""`submit.py peek JOB`: what a look at the data shows, and which problems it finds."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from launcher.submit import app
+from stoker.errors import UsageError
+
+
+def peek(folder: Path, *words: str, recipe: str = "looked_at:LookedAt", **params: Any) -> tuple[Result, str]:
+    """What the command prints, and the page that it writes."""
+    job, page = folder / "job.yaml", folder / "page.html"
+    job.write_text(yaml.safe_dump({"name": "look", "recipe": recipe, "params": params}))
+    result = CliRunner().invoke(app, ["peek", str(job), "--out", str(page), *words])
+    return result, page.read_text() if page.is_file() else ""
+
+
+def said(result: Result) -> list[str]:
+    return [
+        line.partition(" ")[2] for line in result.output.splitlines() if line.startswith(("warn", "error"))
+    ]
+
+
+def pictures(page: str) -> list[Any]:
+    found = re.findall(r'<img src="data:image/png;base64,([^"]+)" alt="image', page)
+    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(png)))) for png in found]
+
+
+def test_counts_columns_types_shapes_and_costs_after_each_stage(tmp_path: Path) -> None:
+    result, page = peek(tmp_path, "--n", "5", chain="batch")
+    assert result.exit_code == 0, result.output
+    assert "look: 60 train + 7 val records from Made" in result.output
+    assert "looked at 60 of train" in result.output
+    assert re.search(r"read +image +uint8 +24×32×3 +0 .*\d\.\d{3}", result.output)
+    assert re.search(r"note +NULL +60", result.output)
+    assert re.search(r"whole +mean +float64 +0 .*\d\.\d{3}", result.output)
+    assert page.count('class="tile') == 5
+    assert "dropped: note" in page
+    assert max(map(len, result.output.splitlines())) <= 100 or "/" in result.output
+
+
+def test_the_other_split(tmp_path: Path) -> None:
+    result, page = peek(tmp_path, "--split", "val")
+    assert "looked at 7 of val" in result.output
+    assert page.count('class="tile') == 7
+
+
+def test_nothing_of_the_data_becomes_markup(tmp_path: Path) -> None:
+    _, page = peek(tmp_path, "-n", "3")
+    assert "&lt;script&gt;alert(" in page
+    assert "<script" not in page and "<b>1" not in page
+
+
+def test_masks_and_boxes_are_drawn_where_the_chain_has_put_them(tmp_path: Path) -> None:
+    _, page = peek(tmp_path, "-n", "2", chain="boxes")
+    plain = peek(tmp_path, "-n", "2", chain="fine")[1]
+    for flipped, straight in zip(pictures(page), pictures(plain), strict=True):
+        assert flipped.shape == straight.shape == (144, 192, 3)
+        # The mask covers columns 6 to 13 of 32, rows 4 to 11; flipped, columns 18 to 25.
+        assert np.ptp(straight[60, 60].astype(int)) > 60 and np.ptp(straight[60, 140].astype(int)) < 10
+        assert np.ptp(flipped[60, 140].astype(int)) > 60 and np.ptp(flipped[60, 60].astype(int)) < 10
+    assert "1 boxes" in page
+
+
+def test_problems_of_values(tmp_path: Path) -> None:
+    result, _ = peek(tmp_path, chain="normalised", num_classes=10)
+    problems = "\n".join(said(result))
+    assert "column 'source' is the same in all 60 records ('camera')" in problems
+    assert "float32 images from -1 to" in problems and "already normalised" in problems
+    assert "column 'image' holds NaN or infinity in 1 records" in problems
+    assert "column 'label': a label out of range: 0 … 11; 0 … 9 are the recipe's classes" in problems
+    assert result.exit_code == 0, "a run would begin"
+
+
+def test_columns_without_a_value(tmp_path: Path) -> None:
+    assert "column 'note' is NULL in all 60 records" in said(peek(tmp_path, chain="null")[0])
+    assert not any("note" in line for line in said(peek(tmp_path, chain="fine")[0])), "the chain drops it"
+
+
+def test_a_stage_that_fails_on_some_records_says_on_which_and_why(tmp_path: Path) -> None:
+    result, page = peek(tmp_path, "-n", "12", chain="broken")
+    (failure,) = [line for line in said(result) if "Broken" in line]
+    assert failure.startswith("15 × Broken: KeyError: 'annotation of <b>")
+    assert "15 of 60 records cannot be used (25.0 %)" in "\n".join(said(result))
+    assert 0 < page.count('class="tile bad"') < 12
+    assert "looked_at.py:" in failure, "where it was raised"
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("chain", "line"),
+    [
+        ("null", "60 × column 'note' is None"),
+        ("shapes", "column 'image' differs in shape between records"),
+        ("raises", "stage raises: RuntimeError: no such table"),
+    ],
+)
+def test_data_that_no_run_would_begin_with(tmp_path: Path, chain: str, line: str) -> None:
+    result, page = peek(tmp_path, chain=chain)
+    assert result.exit_code == 2
+    assert any(line in problem for problem in said(result)), result.output
+    assert 'class="tile bad"' in page, "the records are shown all the same"
+
+
+def test_the_examples_digits_with_their_labels(tmp_path: Path, digits: Path) -> None:
+    where = str(digits / "webdataset")
+    result, page = peek(tmp_path, "-n", "6", recipe="recipes.digits:Digits", data=where)
+    assert result.exit_code == 0, result.output
+    assert "no problem found" in result.output
+    assert re.search(r"DecodeImage +image +uint8 +32×32×1", result.output)
+    assert page.count('alt="as read"') == len(pictures(page)) == 6
+    assert len(set(re.findall(r"<b>label \d</b>", page))) > 1, "from several places of the data"
+
+
+def test_text_is_shown_as_text_and_rows_of_any_length_with_their_lengths(tmp_path: Path) -> None:
+    from recipes.text import write
+
+    write(tmp_path / "reviews", 80)
+    result, page = peek(tmp_path, "-n", "4", recipe="recipes.text:Reviews", data=str(tmp_path / "reviews"))
+    assert result.exit_code == 0, result.output
+    assert re.search(r"read +text +text +\d+ … \d+ chars", result.output)
+    assert re.search(r"Tokenize +ids +int64 +\d+ … \d+ ", result.output)
+    assert len(re.findall(r'<p class="n">ids, \d+</p>', page)) == 4
+
+
+def test_sound_is_a_spectrogram(tmp_path: Path) -> None:
+    from recipes.audio import write
+
+    write(tmp_path / "tones", 40)
+    result, page = peek(tmp_path, "-n", "3", recipe="recipes.audio:Tones", data=str(tmp_path / "tones"))
+    assert result.exit_code == 0, result.output
+    assert len(re.findall(r'alt="frames, \d+×64 of record', page)) == 3
+
+
+def test_a_page_that_is_written_where_the_user_works_needs_no_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text("recipe: looked_at:LookedAt\n")
+    result = CliRunner().invoke(app, ["peek", "job.yaml", "params.records=9"])
+    assert "written: peek.html" in result.output
+    assert not re.search(r'(src|href)="(?!data:)', (tmp_path / "peek.html").read_text())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["job.yaml", "peek.html"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--n", "0"], "--n: between 1 and 512 (got 0)"),
+        (["--split", "test"], "--split: train or val (got 'test')"),
+        (["--rank", "1"], "--rank: names a train worker of a run; add --step N"),
+        (["--out", "/no/such/folder/x.html"], "--out /no/such/folder/x.html: no folder /no/such/folder"),
+        (["params.records=0"], "peek: the train split has no record"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_said_in_one_line(tmp_path: Path, words: list[str], line: str) -> None:
+    result, _ = peek(tmp_path, *words)
+    assert isinstance(result.exception, UsageError), result.output
+    assert str(result.exception) == line
+
+
+def test_recipes_of_ray_data_and_scripts_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    result = CliRunner().invoke(app, ["peek", str(tmp_path / "train.py")])
+    assert "a script reads its own" in str(result.exception)
