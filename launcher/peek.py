@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.job import open_job
+from launcher.peek_run import PeekOptions, boxes_of, page_at, peek_run
 from stoker.config import Resolved, load
 from stoker.errors import UsageError
 from stoker.figures import size
@@ -17,21 +18,8 @@ if TYPE_CHECKING:
     from stoker.peek.looking import Look, Place
     from stoker.peek.problems import Problem
 
-PAGE = "peek.html"
 MOST_SHOWN = 512
 WIDTH = 100
-
-
-@dataclass(frozen=True)
-class PeekOptions:
-    """Laptop: what stands on the command line beside the job."""
-
-    split: str = "train"
-    n: int = 16
-    step: int | None = None
-    rank: int | None = None
-    out: Path | None = None
-    source_dir: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +62,9 @@ def peek(target: str | None, overrides: list[str], options: PeekOptions) -> int:
         if options.rank is not None:
             raise UsageError("--rank: names a train worker of a run; add --step N")
         return peek_job(Path(target), overrides, options)
-    raise UsageError("--step: not yet")
+    if options.split != "train":
+        raise UsageError("--split: belongs to a job; --step counts training steps")
+    return peek_run(target, overrides, options)
 
 
 def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
@@ -117,16 +107,6 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
     return 2 if any(problem.level == "error" for problem in problems) else 0
 
 
-def page_at(out: Path | None) -> Path:
-    """Laptop: where the page goes; refused before any work where it cannot."""
-    target = out or Path(PAGE)
-    if target.is_dir():
-        target = target / PAGE
-    if not target.parent.is_dir():
-        raise UsageError(f"--out {target}: no folder {target.parent}")
-    return target
-
-
 def open_job_data(resolved: Resolved, options: PeekOptions) -> tuple[Any, Any]:
     """Laptop: the job's configuration and its opened splits, whose chains have not run yet.
 
@@ -157,11 +137,6 @@ NEEDS_RAY = (
     "peek: the recipe reads a ray.data.Dataset, which only a Ray cluster executes; look at its rows with"
     " dataset.show(), or read with stoker.data.read_…"
 )
-
-
-def boxes_of(stages: list[Any]) -> dict[str, str]:
-    """Laptop: the columns that the chain treats as boxes, with their format."""
-    return {name: stage.apply.format for stage in stages for name in getattr(stage.apply, "boxes", ())}
 
 
 def headlines(seen: Look, name: str) -> list[str]:

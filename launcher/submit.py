@@ -200,7 +200,8 @@ def peek(
     source_dir: Annotated[Path | None, Option(help="your own folder with recipes")] = None,
 ) -> None:
     """Look at a job's records before and after each stage, or at one batch of a run."""
-    from launcher.peek import PeekOptions, peek
+    from launcher.peek import peek
+    from launcher.peek_run import PeekOptions
 
     raise typer.Exit(peek(target, overrides or [], given_to(PeekOptions, ctx)))
 

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from rebuilding import rebuilt_as_recorded
 from running import run_job
 from streaming import Train
 
@@ -80,7 +81,7 @@ def test_padded_records_are_repeats_in_the_summary_and_on_the_screen(
         tmp_path,
         recipe="rows:Counting",
         params={"train_records": 65, "val_records": 3},
-        data={"remainder": "pad"},
+        data={"remainder": "pad", "order": "exact", "block_records": 10},
         train={"epochs": 2, "workers": 2, "batch_size": 16},
         tracking={"record_ids": True, "tensorboard": False},
     )
@@ -90,3 +91,4 @@ def test_padded_records_are_repeats_in_the_summary_and_on_the_screen(
     said = (outcome.run_dir / "logs/console.log").read_text()
     assert "130 read = 130 trained + 0 quarantined + 0 remaining; 2 repeated" in said
     assert "2 repeated" in (outcome.run_dir / "report.html").read_text()
+    rebuilt_as_recorded(outcome.run_dir, 16, 3, range(1, 7))

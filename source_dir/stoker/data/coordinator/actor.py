@@ -15,7 +15,7 @@ from typing import Any
 from stoker.data.cache.affinity import CacheAffinity
 from stoker.data.coordinator.accounting import ChainCosts
 from stoker.data.coordinator.attempt import Attempt
-from stoker.data.coordinator.cursor import refuse_other_data
+from stoker.data.coordinator.cursor import about, refuse_other_data
 from stoker.data.coordinator.production import Production
 from stoker.data.coordinator.streams import Stream, ids_of
 from stoker.data.engine.passes import Passes
@@ -123,6 +123,7 @@ class Coordinator(Production):
                 self.keeping,
                 self.suspects,
             )
+            self._event("attempt", **about(start, workers, self.passes.config))
             if self.stop_reason:
                 self.attempt.stop.request(self.attempt.pace)
             if problem:

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from stoker.data.messages import BlockReport, DataCursor, Plan
-from stoker.data.sources.base import ID_MODULUS
+from stoker.data.sources.base import ID_MODULUS, digest
 from stoker.data.sources.identity import SEPARATOR, agree
 from stoker.errors import UsageError
+from stoker.redaction import redact
+from stoker.schema import Config
 
 
 def refuse_other_data(position: DataCursor, plan: Plan) -> None:
@@ -49,6 +51,25 @@ def refuse_other_data(position: DataCursor, plan: Plan) -> None:
                 f"resume: {name} was {before} when the checkpoint was written, now it is {now}:"
                 " the order of the records would be another"
             )
+
+
+def about(start: DataCursor, workers: int, config: Config) -> dict[str, Any]:
+    """Head: all that says which records each step of an attempt takes, for whoever rebuilds one.
+
+    Args:
+        start: where the attempt begins.
+        workers: how many train workers there are.
+        config: the job.
+    """
+    train = config.train
+    return {
+        "workers": workers,
+        "batch_size": train.batch_size,
+        "accumulate_steps": train.accumulate_steps,
+        "remainder": config.data.remainder,
+        "params": {name: digest(redact(value, name)) for name, value in config.params.items()},
+        "start": start.model_dump(mode="json"),
+    }
 
 
 class Block(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from stoker.data.cache.reading import CachedReader
 from stoker.data.cache.store import CacheSpec, HostCache
 from stoker.data.engine.witness import Guard
-from stoker.data.messages import BadRecord, BlockReport, EpochPlan, Record, Work
+from stoker.data.messages import BadRecord, BlockReport, EpochPlan, Record, Shard, Work
 from stoker.data.preprocessing.chain import Chain
 from stoker.data.sources.base import Source, listing_of, record_id
 from stoker.data.sources.seeding import seeded
@@ -84,12 +84,7 @@ def blocks_of(
     A quarantined record keeps its place in its block, so blocks have the same numbers and records whatever
     a `guard` keeps out of the chain.
     """
-    shard = work.shard
-
-    def order() -> Any:
-        name = f"{shard.called}:{shard.start}"
-        return order_of(plan.seed, plan.epoch, name) if plan.shuffle else None
-
+    shard, order = work.shard, partial(order_within, plan, work.shard)
     started = time.perf_counter()
     reading = None
     if loaded.cache:
@@ -125,6 +120,11 @@ def blocks_of(
         nth += 1
     if reading:
         reading.finished(whole=not bad and not work.skip)
+
+
+def order_within(plan: EpochPlan, shard: Shard) -> Any:
+    """Chain worker: the generator that permutes the records of a shard; None: they stay as they are."""
+    return order_of(plan.seed, plan.epoch, f"{shard.called}:{shard.start}") if plan.shuffle else None
 
 
 def seeded_reading(

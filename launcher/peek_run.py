@@ -1,0 +1,187 @@
+"""Laptop: `submit.py peek RUN --step N`: exactly that batch of a run, with the loss of each record."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.backends import attach
+from stoker.config import load
+from stoker.errors import UsageError, where_raised
+
+PAGE = "peek.html"
+SHOWN = 20
+
+
+@dataclass(frozen=True)
+class PeekOptions:
+    """Laptop: what stands on the command line beside the job."""
+
+    split: str = "train"
+    n: int = 16
+    step: int | None = None
+    rank: int | None = None
+    out: Path | None = None
+    source_dir: Path | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """Laptop: one record of the step."""
+
+    rank: int
+    key: str
+    record: dict[str, Any]
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """Laptop: a rebuilt step."""
+
+    lines: list[Line]
+    """In the order of ranks and batches."""
+    epoch: int
+    workers: int
+    notes: list[str]
+    boxes: dict[str, str]
+
+
+def peek_run(run: str, overrides: list[str], options: PeekOptions) -> int:
+    """Laptop: rebuild, show on the terminal and as a page.
+
+    Raises:
+        UsageError: no such run or step, or one that cannot be rebuilt.
+    """
+    from stoker.peek.page import write_page
+    from stoker.peek.tiles import tile_of
+
+    run_dir = getattr(attach(run), "run_dir", None)
+    if run_dir is None or not (run_dir / "config.yaml").is_file():
+        raise UsageError(f"peek: {run}: only runs whose directory lies on this machine can be rebuilt")
+    target = page_at(options.out)
+    assert options.step is not None  # noqa: S101 - the caller's
+    step = rebuild(run_dir, options.step, overrides)
+    lines = step.lines
+    if options.rank is not None:
+        if not 0 <= options.rank < step.workers:
+            raise UsageError(f"--rank {options.rank}: the step had the train workers 0 to {step.workers - 1}")
+        lines = [line for line in lines if line.rank == options.rank]
+    if all(line.loss is not None for line in lines):
+        lines = sorted(lines, key=lambda line: -math.inf if math.isnan(line.loss or 0) else -(line.loss or 0))
+    tiles = []
+    for line in lines:
+        tile = tile_of(line.key, line.record, step.boxes)
+        tile.loss = "" if line.loss is None else f"loss {line.loss:.4g}"
+        tiles.append(tile)
+    heads = [f"step {options.step}, epoch {step.epoch}, {len(lines)} records", *step.notes]
+    title = f"{run_dir.name}: step {options.step}"
+    write_page(
+        target, title=title, lines=heads, problems=[], places=[], tiles=tiles, heading="Records of the step"
+    )
+    show(heads, lines, tiles)
+    print(f"written: {target}")
+    return 0
+
+
+def rebuild(run_dir: Path, step: int, overrides: list[str]) -> Step:
+    """Laptop: the records of a step in the order in which train workers took them.
+
+    Raises:
+        UsageError: it cannot be rebuilt.
+    """
+    import json
+
+    from stoker.data.opening import discover, open_data
+    from stoker.peek.history import find, history
+    from stoker.peek.looking import row_of
+    from stoker.peek.rebuild import Rebuild, refuse_contradiction
+    from stoker.recipe import SOURCE_FOLDER, load_recipe
+
+    resolved = load(run_dir / "config.yaml", [*overrides, "tracking.record_ids=true"])
+    if resolved.config.script is not None:
+        raise UsageError("peek: the run is of a script, whose batches only the script knows")
+    summary = json.loads((run_dir / "summary.json").read_text())
+    over = summary.get("status") != "running"
+    found = find(history(run_dir), step, resolved.config.tracking.log_every_steps if over else 0)
+    # The recipe as the run staged it.
+    sys.path.insert(0, str(run_dir / "code"))
+    config = discover(resolved)
+    data = open_data(config)
+    own = {word.partition("=")[0].removeprefix("params.") for word in overrides}
+    made = Rebuild(config, data, found, own)
+    exact = found.attempt.start.plan.order == "exact"
+    parts = made.exact() if exact else made.recorded(run_dir)
+    notes = [] if found.sure else ["the run did not log this step and may have ended before it"]
+    if refuse_contradiction(run_dir, found, parts):
+        notes.append("as recorded by the train workers")
+    recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
+    values, note = losses_of(run_dir, config, recipe, step, parts)
+    notes.append(note)
+    lines = []
+    for part, own_losses in zip(parts, values or [[] for _ in parts], strict=True):
+        columns = {n: v if isinstance(v, list) else v.numpy() for n, v in part.batch.items()}
+        for row, key in enumerate(part.keys):
+            loss = own_losses[row] if own_losses else None
+            lines.append(Line(part.rank, key, row_of(columns, row), loss))
+    return Step(lines, found.epoch, made.workers, notes, boxes_of(data.chains["train"].stages))
+
+
+def losses_of(
+    run_dir: Path, config: Any, recipe: Any, step: int, parts: list[Any]
+) -> tuple[list[list[float]] | None, str]:
+    """Laptop: the losses, part by part, and a line about them; None where there are none."""
+    from stoker.peek.losses import losses, nearest_checkpoint
+    from stoker.storage.checkpoint_store import open_store, step_of
+
+    if recipe.own_loop:
+        return None, "no losses: the recipe trains in a loop of its own"
+    store = open_store(config.checkpoint.dir or str(run_dir / "checkpoints"))
+    name = nearest_checkpoint(store, step)
+    if name is None:
+        return None, "no losses: the run has left no checkpoint"
+    try:
+        found = losses(config, recipe, store, name, parts)
+    except Exception as error:
+        return None, f"no losses: {where_raised(error)}"
+    return found, f"losses by {name}, {abs(step_of(name) - (step - 1))} steps from the weights of the step"
+
+
+def page_at(out: Path | None) -> Path:
+    """Laptop: where the page goes; refused before any work where it cannot."""
+    target = out or Path(PAGE)
+    if target.is_dir():
+        target = target / PAGE
+    if not target.parent.is_dir():
+        raise UsageError(f"--out {target}: no folder {target.parent}")
+    return target
+
+
+def boxes_of(stages: list[Any]) -> dict[str, str]:
+    """Laptop: the columns that the chain treats as boxes, with their format."""
+    return {name: stage.apply.format for stage in stages for name in getattr(stage.apply, "boxes", ())}
+
+
+def show(heads: list[str], lines: list[Line], tiles: list[Any]) -> None:
+    """Laptop: the records on the terminal, those with the greatest loss first."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
+    for head in heads:
+        console.print(head, markup=False, soft_wrap=True)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("rank", justify="right")
+    table.add_column("record", overflow="fold")
+    table.add_column("label")
+    table.add_column("loss", justify="right")
+    for line, tile in list(zip(lines, tiles, strict=True))[:SHOWN]:
+        loss = "–" if line.loss is None else f"{line.loss:.4g}"
+        table.add_row(str(line.rank), Text(line.key), Text(tile.label), loss)
+    console.print(table)
+    if len(lines) > SHOWN:
+        console.print(f"and {len(lines) - SHOWN} more in the page")

@@ -1,0 +1,112 @@
+"""Laptop: which attempt of a run trained a step, and where in its data, from events.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stoker.data.messages import DataCursor
+from stoker.errors import UsageError
+
+
+@dataclass
+class Attempt:
+    """Laptop: one start of training in a run."""
+
+    about: dict[str, Any]
+    """What the coordinator noted when it began; see `stoker.data.coordinator.cursor.about`."""
+    first_step: int = 0
+    """Optimiser steps before it."""
+    last_step: int = 0
+    """The last one that it is known to have trained."""
+    passes: list[tuple[int, int]] = field(default_factory=list)
+    """(epoch, optimiser steps in it) of its training passes that have ended."""
+    bad: dict[int, dict[str, str]] = field(default_factory=dict)
+    """Training records that it quarantined, by epoch: key → reason."""
+
+    @property
+    def start(self) -> DataCursor:
+        return DataCursor.model_validate(self.about["start"])
+
+
+class Found(NamedTuple):
+    """Laptop: a step in the history of a run."""
+
+    attempt: Attempt
+    epoch: int
+    window: int
+    """How many optimiser steps of this attempt come before it in its epoch."""
+    sure: bool
+    """Whether the run is known to have trained it."""
+    steps: int | None
+    """Optimiser steps of the attempt in the epoch; None: it has not ended."""
+    bad_before: dict[str, str] = {}  # noqa: RUF012 - of a tuple
+    """Records that other attempts quarantined in the epoch: key → reason."""
+
+
+def history(run_dir: Path) -> list[Attempt]:
+    """Laptop: the attempts of a run, in order.
+
+    Raises:
+        UsageError: the run has noted none.
+    """
+    path, found = run_dir / "events.jsonl", list[Attempt]()
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):  # the last line before a kill may be cut
+            _take(json.loads(line), found)
+    if not found:
+        raise UsageError(
+            f"{run_dir}: the run has not noted how it began (no event `attempt` in events.jsonl): it has not"
+            " begun, is a script's, or was made by an earlier version"
+        )
+    return found
+
+
+def _take(event: dict[str, Any], found: list[Attempt]) -> None:
+    kind = event["event"]
+    if kind == "attempt":
+        found.append(Attempt(event))
+    if not found:
+        return
+    attempt = found[-1]
+    if kind == "resumed":
+        attempt.first_step = attempt.last_step = event["step"]
+    elif kind == "step":
+        attempt.last_step = max(attempt.last_step, event["step"])
+    elif kind == "pass" and event["split"] == "train":
+        attempt.passes.append((event["epoch"], event["steps"]))
+        ended = attempt.first_step + sum(steps for _, steps in attempt.passes)
+        attempt.last_step = max(attempt.last_step, ended)
+    elif kind == "quarantined" and event["split"] == "train":
+        attempt.bad.setdefault(event["epoch"], {})[event["key"]] = event["reason"]
+
+
+def find(attempts: list[Attempt], step: int, unlogged: int) -> Found:
+    """Laptop: the last attempt that trained a step, and where.
+
+    Args:
+        attempts: of the run.
+        step: counted from 1, as metrics are.
+        unlogged: how many steps an attempt that has ended may have trained beyond its last known one.
+
+    Raises:
+        UsageError: nobody knows of such a step.
+    """
+    within = [a for a in attempts if a.first_step < step <= a.last_step]
+    beyond = [a for a in attempts if a.first_step < step <= a.last_step + unlogged]
+    if step < 1 or not (within or beyond):
+        last = max(attempt.last_step for attempt in attempts)
+        raise UsageError(f"--step {step}: the run is known to have trained the steps 1 to {last}")
+    attempt = (within or beyond)[-1]
+    before, epoch, ended = attempt.first_step, attempt.start.epoch, None
+    for passed, steps in attempt.passes:
+        epoch = passed
+        if step <= before + steps:
+            ended = steps
+            break
+        before, epoch = before + steps, passed + 1
+    bad = {key: reason for each in attempts for key, reason in each.bad.get(epoch, {}).items()}
+    return Found(attempt, epoch, step - before - 1, bool(within), ended, bad)

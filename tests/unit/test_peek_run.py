@@ -1,0 +1,207 @@
+"""`submit.py peek RUN --step N`: the batch that the run trained, or one line that says why there is none.
+
+The runs are made by the coordinator's own passes in this process: every block goes through its chain, and
+what each train worker takes is written down, as a run does.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from launcher.submit import app
+from stoker.config import load
+from stoker.data.coordinator.accounting import ChainCosts
+from stoker.data.coordinator.attempt import Attempt
+from stoker.data.coordinator.cursor import about
+from stoker.data.engine.passes import Passes, pack_work
+from stoker.data.engine.shards import Loaded, blocks_of
+from stoker.data.engine.suspects import Suspects
+from stoker.data.messages import ID_COLUMN, KEY_COLUMN, DataCursor
+from stoker.data.opening import open_data
+from stoker.data.sources.base import ID_MODULUS
+from stoker.errors import UsageError
+
+
+class Run:
+    """A run directory as training leaves it."""
+
+    def __init__(self, folder: Path, *, params: dict[str, Any], **sections: Any) -> None:
+        self.folder = folder / "run"
+        self.folder.mkdir()
+        job = {"name": "look", "recipe": "rows:Counting", "params": params, "seed": 5, **sections}
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(job))
+        (self.folder / "summary.json").write_text(json.dumps({"status": "succeeded"}))
+        self.step = 0
+        self.trained: dict[tuple[int, int], list[str]] = {}
+        """(step, rank) → keys."""
+
+    def log(self, event: str, **values: Any) -> None:
+        with (self.folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"event": event, **values}) + "\n")
+
+    def train(self, workers: int, steps: int | None = None, start: dict[str, Any] | None = None) -> Any:
+        """One epoch of an attempt, or the first steps of one; its place then."""
+        overrides = [
+            "tracking.record_ids=true",
+            *(f"{k}={v}" for k, v in (start or {}).get("keys", {}).items()),
+        ]
+        config = load(self.folder / "config.yaml", overrides).config
+        data = open_data(config)
+        chains = {split: pickle.dumps(chain) for split, chain in data.chains.items()}
+        passes = Passes(config, data.sources, chains)
+        plan = passes.identity(data.identity("train").text)
+        cursor = start["cursor"] if start else DataCursor(epoch=0, plan=plan)
+        self.log("attempt", **about(cursor, workers, config))
+        if start:
+            self.step = start["step"]
+            self.log("resumed", step=self.step, epoch=cursor.epoch)
+        changed = threading.Condition()
+        costs = {split: ChainCosts() for split in ("train", "val")}
+        attempt = Attempt(
+            0, workers, passes, data.totals, cursor, changed, changed, costs, self.log, None, Suspects()
+        )
+        stream = attempt.streams["train", cursor.epoch]
+        epoch = passes.plan("train", cursor.epoch, cursor)
+        loaded = Loaded(data.sources["train"], data.chains["train"])
+        shards = list(passes.shards(epoch, cursor))
+        blocks = []
+        for work in pack_work(shards, [False] * len(shards)):
+            for columns, report in blocks_of(loaded, epoch, work):
+                attempt.deliver(stream, len(blocks), report, "")
+                blocks.append(columns)
+        attempt.produced(stream)
+        assert not attempt.failure
+        begun, ids, feed = self.step, 0, 0
+        while steps is None or self.step - begun < steps:
+            window: dict[int, list[str]] = {}
+            for _ in range(config.train.accumulate_steps):
+                for rank in range(workers):
+                    portion = stream.portion(feed, rank)
+                    for part in portion.blocks if portion else []:
+                        rows = blocks[part.block]
+                        window.setdefault(rank, []).extend(rows[KEY_COLUMN][part.start : part.stop])
+                        ids += int(rows[ID_COLUMN][part.start : part.stop].sum())
+                feed += 1 if portion else 0
+            if not window:
+                break
+            self.step += 1
+            self.trained.update({(self.step, rank): list(keys) for rank, keys in window.items()})
+            self.log("step", step=self.step, epoch=cursor.epoch)
+        if steps is None:
+            self.log("pass", split="train", epoch=cursor.epoch, steps=self.step - begun)
+            return None
+        return {"cursor": stream.position(feed, ids % ID_MODULUS), "step": self.step}
+
+    def peek(self, *words: str) -> Result:
+        return CliRunner().invoke(
+            app, ["peek", str(self.folder), "--out", str(self.folder.parent / "p.html"), *words]
+        )
+
+    def rebuilt(self, step: int) -> dict[int, list[str]]:
+        from launcher.peek_run import rebuild
+
+        found: dict[int, list[str]] = {}
+        for line in rebuild(self.folder, step, []).lines:
+            found.setdefault(line.rank, []).append(line.key)
+        return found
+
+    def of_step(self, step: int) -> dict[int, list[str]]:
+        return {rank: keys for (number, rank), keys in sorted(self.trained.items()) if number == step}
+
+
+EXACT = {"order": "exact", "block_records": 16, "bad_record_budget": 0.5}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("remainder", ["drop", "pad"])
+def test_every_step_is_what_each_train_worker_took(
+    tmp_path: Path, workers: int, accumulate: int, remainder: str
+) -> None:
+    run = Run(
+        tmp_path,
+        params={"train_records": 211, "bad": [3, 77, 150], "shard": 40},
+        data={**EXACT, "remainder": remainder},
+        train={"batch_size": 8, "accumulate_steps": accumulate, "epochs": 1},
+    )
+    run.train(workers)
+    for step in [*random.Random(7).sample(range(1, run.step + 1), min(run.step, 6)), run.step]:
+        assert run.rebuilt(step) == run.of_step(step), step
+
+
+def test_a_run_that_was_resumed_on_other_train_workers(tmp_path: Path) -> None:
+    run = Run(
+        tmp_path,
+        params={"train_records": 211, "bad": [3, 77], "shard": 40},
+        data=EXACT,
+        train={"batch_size": 8, "epochs": 1},
+    )
+    place = run.train(2, steps=5)
+    beyond = run.train(2, steps=3, start=place)
+    assert beyond["step"] == 8
+    run.train(3, start=place)  # went back to the checkpoint of step 5
+    for step in range(1, run.step + 1):
+        assert run.rebuilt(step) == run.of_step(step), step
+
+
+def test_what_cannot_be_rebuilt_is_refused_in_one_line(tmp_path: Path) -> None:
+    run = Run(tmp_path, params={"train_records": 60}, train={"batch_size": 8, "epochs": 1})
+    with pytest.raises(UsageError, match="has not noted how it began"):
+        run.rebuilt(1)
+    run.train(1)
+    with pytest.raises(UsageError, match=r"set tracking\.record_ids=true"):
+        run.rebuilt(1)
+    with pytest.raises(UsageError, match="--step 40: the run is known to have trained the steps 1 to 8"):
+        run.rebuilt(40)
+    assert "--split: belongs to a job" in str(run.peek("--step", "1", "--split", "val").exception)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (
+            {"params": {"train_records": 61, "shard": 20}},
+            "the training data has changed|params.train_records",
+        ),
+        ({"params": {"train_records": 60, "shard": 30}}, "params.shard was another when the run trained"),
+        ({"seed": 6}, "seed was 5 when the checkpoint was written"),
+    ],
+)
+def test_a_batch_of_other_data_is_never_shown(tmp_path: Path, change: dict[str, Any], line: str) -> None:
+    run = Run(tmp_path, params={"train_records": 60, "shard": 20}, data=EXACT, train={"batch_size": 8})
+    run.train(1)
+    job = yaml.safe_load((run.folder / "config.yaml").read_text())
+    (run.folder / "config.yaml").write_text(yaml.safe_dump({**job, **change}))
+    with pytest.raises(UsageError, match=line):
+        run.rebuilt(2)
+
+
+def test_recorded_ids_that_say_otherwise_end_the_look(tmp_path: Path) -> None:
+    run = Run(tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1})
+    run.train(1)
+    records = run.folder / "records"
+    records.mkdir()
+    (records / "train-epoch-000-rank-0.txt").write_text("".join(f"{i}\n" for i in range(60)))
+    with pytest.raises(UsageError, match="train worker 0 recorded other records than these"):
+        run.rebuilt(2)
+
+
+def test_one_train_workers_part_on_the_screen_and_as_a_page(tmp_path: Path) -> None:
+    run = Run(tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1})
+    run.train(2)
+    result = run.peek("--step", "2", "--rank", "1")
+    assert result.exit_code == 0, result.exception
+    page = (tmp_path / "p.html").read_text()
+    assert "step 2, epoch 0, 8 records" in result.output
+    assert "no losses: the run has left no checkpoint" in result.output
+    assert all(f'<span class="n">{key}</span>' in page for key in run.trained[2, 1])
+    assert "the train workers 0 to 1" in str(run.peek("--step", "2", "--rank", "2").exception)
