@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ class Run:
         epoch = passes.plan("train", cursor.epoch, cursor)
         loaded = Loaded(data.sources["train"], data.chains["train"])
         shards = list(passes.shards(epoch, cursor))
+        if config.data.order == "any":
+            random.Random(workers).shuffle(shards)  # whichever is ready first
         blocks = []
         for work in pack_work(shards, [False] * len(shards)):
             for columns, report in blocks_of(loaded, epoch, work):
@@ -97,9 +100,18 @@ class Run:
             self.trained.update({(self.step, rank): list(keys) for rank, keys in window.items()})
             self.log("step", step=self.step, epoch=cursor.epoch)
         if steps is None:
+            self.record_ids(workers)
             self.log("pass", split="train", epoch=cursor.epoch, steps=self.step - begun)
             return None
         return {"cursor": stream.position(feed, ids % ID_MODULUS), "step": self.step}
+
+    def record_ids(self, workers: int) -> None:
+        """As `tracking.record_ids` lets a run do when an epoch ends."""
+        (self.folder / "records").mkdir()
+        for rank in range(workers):
+            keys = [key for (_, r), own in sorted(self.trained.items()) for key in own if r == rank]
+            path = self.folder / "records" / f"train-epoch-000-rank-{rank}.txt"
+            path.write_text("".join(f"{key}\n" for key in keys))
 
     def peek(self, *words: str) -> Result:
         return CliRunner().invoke(
@@ -149,8 +161,45 @@ def test_a_run_that_was_resumed_on_other_train_workers(tmp_path: Path) -> None:
     beyond = run.train(2, steps=3, start=place)
     assert beyond["step"] == 8
     run.train(3, start=place)  # went back to the checkpoint of step 5
+    shutil.rmtree(run.folder / "records")  # of one attempt, and named as if of all
     for step in range(1, run.step + 1):
         assert run.rebuilt(step) == run.of_step(step), step
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_in_any_order_what_the_run_recorded(tmp_path: Path, workers: int, accumulate: int) -> None:
+    run = Run(
+        tmp_path,
+        params={"train_records": 211, "bad": [3, 77, 150], "shard": 40},
+        data={"block_records": 16, "bad_record_budget": 0.5},
+        train={"batch_size": 8, "accumulate_steps": accumulate, "epochs": 1},
+    )
+    run.train(workers)
+    for step in range(1, run.step + 1):
+        assert run.rebuilt(step) == run.of_step(step), step
+
+
+def test_each_record_has_its_loss_by_the_nearest_checkpoint_and_the_worst_comes_first(
+    tmp_path: Path,
+) -> None:
+    import torch
+
+    from stoker.checkpoints.format import Content, save
+    from stoker.storage.checkpoint_store import open_store
+
+    run = Run(tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1})
+    run.train(1)
+    store = open_store(str(run.folder / "checkpoints"))
+    for step, weight in ((3, 1.0), (7, 9.0)):
+        weights = {"weight": torch.tensor([[weight, 0.0]]), "bias": torch.zeros(1)}
+        save(store, Content(weights, {}, {"step": step, "finite": True}))
+    result = run.peek("--step", "4")
+    assert "losses by step-00000003, 0 steps from the weights of the step" in result.output
+    keys = sorted(run.trained[4, 0], key=lambda key: -(int(key) % 3))
+    # Off by x1: record i has the loss (i % 3)².
+    rows = [line.split() for line in result.output.splitlines() if line.strip().startswith("0 ")]
+    assert [(row[1], float(row[-1])) for row in rows] == [(key, float((int(key) % 3) ** 2)) for key in keys]
 
 
 def test_what_cannot_be_rebuilt_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -158,6 +207,7 @@ def test_what_cannot_be_rebuilt_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has not noted how it began"):
         run.rebuilt(1)
     run.train(1)
+    (run.folder / "records/train-epoch-000-rank-0.txt").unlink()
     with pytest.raises(UsageError, match=r"set tracking\.record_ids=true"):
         run.rebuilt(1)
     with pytest.raises(UsageError, match="--step 40: the run is known to have trained the steps 1 to 8"):
@@ -188,9 +238,7 @@ def test_a_batch_of_other_data_is_never_shown(tmp_path: Path, change: dict[str, 
 def test_recorded_ids_that_say_otherwise_end_the_look(tmp_path: Path) -> None:
     run = Run(tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1})
     run.train(1)
-    records = run.folder / "records"
-    records.mkdir()
-    (records / "train-epoch-000-rank-0.txt").write_text("".join(f"{i}\n" for i in range(60)))
+    (run.folder / "records/train-epoch-000-rank-0.txt").write_text("".join(f"{i}\n" for i in range(60)))
     with pytest.raises(UsageError, match="train worker 0 recorded other records than these"):
         run.rebuilt(2)
 
