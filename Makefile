@@ -45,8 +45,8 @@ unit: setup
 long: setup
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m long tests/unit
 
-# Two groups of files at a time: much of it is waiting for processes.
-SLOW := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
+# Three files at a time, also on two cores: much of it is waiting for processes.
+SLOW := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
 
 integration rehearsal e2e: setup
 	@$(SLOW) tests/$@
