@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from stoker.data.preprocessing.transforms import RandomResizedCrop as RandomResizedCrop
     from stoker.data.preprocessing.transforms import Resize as Resize
     from stoker.data.preprocessing.transforms import ShrinkLarger as ShrinkLarger
+    from stoker.data.preprocessing.video import DecodeVideo as DecodeVideo
     from stoker.data.sources.base import IndexedSource as IndexedSource
     from stoker.data.sources.base import Source as Source
     from stoker.data.sources.base import StreamedSource as StreamedSource
@@ -49,6 +50,7 @@ _ROOMS = {
     "preprocessing.blur": ("GaussianBlurs",),
     "preprocessing.joint": ("DecodeMask", "Joint"),
     "preprocessing.stages": ("RecordTransform",),
+    "preprocessing.video": ("DecodeVideo",),
     "preprocessing.transforms": (
         *("CenterCrop", "CheckLabel", "DecodeImage", "Drop", "RandomHorizontalFlip", "RandomResizedCrop"),
         *("ShrinkLarger", "Resize", "Compose"),

@@ -1,0 +1,260 @@
+"""Clips of video files hold exactly the frames that were asked for, or their record is quarantined."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+
+from stoker.data import DecodeVideo
+from stoker.data.messages import BlockReport
+from stoker.data.preprocessing.chain import Chain
+from stoker.data.preprocessing.entries import as_stages
+from stoker.errors import UsageError
+
+FORMATS = {
+    "mkv": ("libx264rgb", "rgb24", {"qp": "0", "g": "12", "bf": "2"}),
+    "mp4": ("libx264rgb", "rgb24", {"qp": "0", "g": "12", "bf": "2", "x264-params": "open-gop=1"}),
+    "avi": ("ffv1", "bgr0", {}),
+    "mov": ("png", "rgb24", {}),
+    "webm": ("libvpx", "yuv420p", {}),
+    "ts": ("libx264", "yuv420p", {"g": "12", "bf": "2"}),
+}
+"""Suffix → codec, pixel format, options; the last two lose a little. x264 stores frames in another order."""
+
+
+def pictures(count: int, size: tuple[int, int] = (32, 48)) -> list[Any]:
+    """Noise that differs in each frame, below a bar that tells its number."""
+    rng = np.random.default_rng(3)
+    frames = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for _ in range(count)]
+    for i, frame in enumerate(frames):
+        frame[:8] = 4 * i
+    return frames
+
+
+def written(
+    folder: Path, frames: list[Any], suffix: str = "mkv", rate: Any = 25, moments: Any = None, turned: int = 0
+) -> bytes:
+    """A file of these frames.
+
+    Args:
+        folder: where it lies.
+        frames: rows × columns × 3.
+        suffix: of FORMATS.
+        rate: frames per second.
+        moments: of the frames, where they are not evenly spaced, in units of 1 / rate.
+        turned: degrees, counterclockwise, by which a player turns it.
+    """
+    path = folder / f"video.{suffix}"
+    codec, form, options = FORMATS[suffix]
+    faststart = {"movflags": "faststart"} if suffix in ("mp4", "mov") else {}
+    with av.open(str(path), "w", options=faststart) as container:
+        stream = container.add_stream(codec, rate=rate, options=options)
+        stream.height, stream.width = frames[0].shape[:2]
+        stream.pix_fmt = form
+        if turned:
+            stream.set_display_rotation(turned)
+        for i, pixels in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = (moments[i] if moments else i), 1 / Fraction(rate)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    return path.read_bytes()
+
+
+def run(
+    contents: list[bytes], entry: DecodeVideo, epoch: int = 0, seed: int = 5
+) -> tuple[dict[str, Any], BlockReport]:
+    records = [{"key": str(i), "mp4": content, "label": i} for i, content in enumerate(contents)]
+    return Chain(as_stages([entry]), seed=seed).run(records, epoch)
+
+
+def numbers(clips: Any) -> list[list[int]]:
+    """Of the frames, as their bars tell."""
+    return [[int(frame[:8].mean().round()) // 4 for frame in clip] for clip in clips]
+
+
+@pytest.mark.parametrize("suffix", ["mkv", "mp4", "avi", "mov"])
+def test_a_clip_holds_the_very_frames_that_were_written(tmp_path: Path, suffix: str) -> None:
+    frames = pictures(40)
+    content = written(tmp_path, frames, suffix)
+    columns, report = run([content] * 60, DecodeVideo(8))
+    assert not report.bad
+    assert columns["video"].shape == (60, 8, 32, 48, 3)
+    assert columns["video"].dtype == np.uint8
+    firsts = set()
+    for clip, (first, *_) in zip(columns["video"], numbers(columns["video"]), strict=True):
+        assert np.array_equal(clip, frames[first : first + 8])
+        firsts.add(first)
+    assert len(firsts) > 15  # before, at and behind key frames
+    assert min(firsts) < 4 and max(firsts) > 28
+
+
+def test_every_start_is_possible_and_no_other(tmp_path: Path) -> None:
+    content = written(tmp_path, pictures(10))
+    columns, _ = run([content] * 60, DecodeVideo(8))
+    assert {first for first, *_ in numbers(columns["video"])} == {0, 1, 2}
+
+
+def test_each_record_and_epoch_draws_its_own_start_and_again_the_same(tmp_path: Path) -> None:
+    contents = [written(tmp_path, pictures(40))] * 12
+    first, again, later = (run(contents, DecodeVideo(4), epoch)[0]["video"] for epoch in (0, 0, 1))
+    assert np.array_equal(first, again)
+    assert numbers(first) != numbers(later)
+
+
+def test_the_centre_is_the_same_in_every_epoch_and_may_be_cached(tmp_path: Path) -> None:
+    entry = DecodeVideo(8, start="centre")
+    columns, _ = run([written(tmp_path, pictures(40))], entry)
+    assert numbers(columns["video"]) == [list(range(16, 24))]
+    assert not entry.random
+
+
+@pytest.mark.parametrize("suffix", ["mkv", "mp4"])
+@pytest.mark.parametrize(
+    ("rate", "clip_rate", "expected"),
+    [
+        (30, 10, [0, 3, 6, 9]),
+        (60, 10, [0, 6, 12, 18]),
+        (Fraction(30000, 1001), 29.97, [0, 1, 2, 3]),
+        (24, 24, [0, 1, 2, 3]),
+        (10, 20, [0, 0, 1, 1]),
+        (25, 10, [0, 2, 5, 7]),
+    ],
+)
+def test_a_clip_has_its_rate_whatever_the_files(
+    tmp_path: Path, suffix: str, rate: Any, clip_rate: float, expected: list[int]
+) -> None:
+    columns, report = run([written(tmp_path, pictures(40), suffix, rate)] * 8, DecodeVideo(4, rate=clip_rate))
+    assert not report.bad
+    found = numbers(columns["video"])
+    assert len({first for first, *_ in found}) > 3
+    for clip in found:
+        even = [number - clip[0] for number in clip]
+        assert even == expected or (clip_rate == 20 and even in (expected, [0, 0, 1, 1])), clip
+
+
+def test_unevenly_spaced_frames_are_taken_by_the_time_at_which_they_are_shown(tmp_path: Path) -> None:
+    moments = [0, 1, 2, 3, 10, 11, 12, 20, 21, 30, 31, 32]
+    content = written(tmp_path, pictures(12), "mkv", 100, moments)
+    columns, _ = run([content] * 30, DecodeVideo(3, rate=10))
+    found = numbers(columns["video"])
+    assert [0, 4, 7] in found
+    for clip in found:
+        first = moments[clip[0]]
+        for number, wanted in zip(clip, (first, first + 10, first + 20), strict=True):
+            assert abs(moments[number] - wanted) == min(abs(moment - wanted) for moment in moments)
+
+
+def test_a_recording_that_begins_between_key_frames_begins_with_its_first_whole_picture(
+    tmp_path: Path,
+) -> None:
+    content = written(tmp_path, pictures(60), "ts")
+    begun = tmp_path / "begun.ts"
+    begun.write_bytes(content[len(content) // 10 // 188 * 188 :])
+    with av.open(str(begun)) as container:
+        there = sum(packet.size > 0 for packet in container.demux(video=0))
+    with av.open(str(begun)) as container:
+        shown = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert 50 > len(shown) < there
+    columns, report = run([begun.read_bytes()] * 60, DecodeVideo(40))
+    assert not report.bad
+    places = range(len(shown) - 39)
+    starts = [next(i for i in places if np.array_equal(clip, shown[i : i + 40])) for clip in columns["video"]]
+    assert set(starts) == set(places)
+
+
+def test_a_turned_video_is_upright_as_in_a_player(tmp_path: Path) -> None:
+    frames = pictures(9)
+    for turned in (90, 180, -90):
+        columns, _ = run([written(tmp_path, frames, "mp4", turned=turned)], DecodeVideo(9))
+        assert np.array_equal(columns["video"][0], [np.rot90(frame, turned // 90) for frame in frames])
+    columns, _ = run([written(tmp_path, frames, "mp4", turned=90)], DecodeVideo(9, size=(24, 16)))
+    assert columns["video"].shape == (1, 9, 24, 16, 3)
+
+
+def test_files_of_any_size_give_clips_of_one(tmp_path: Path) -> None:
+    flat = [np.full((64, 80, 3), 100, np.uint8)] * 9
+    contents = [written(tmp_path, pictures(9)), written(tmp_path, flat)]
+    columns, report = run(contents, DecodeVideo(8, size=(20, 24)))
+    assert not report.bad
+    assert columns["video"].shape == (2, 8, 20, 24, 3)
+    assert (columns["video"][1] == 100).all()
+
+
+def test_a_file_that_is_too_short_is_quarantined_with_its_length(tmp_path: Path) -> None:
+    enough, short = written(tmp_path, pictures(8)), written(tmp_path, pictures(7))
+    for entry, reason in (
+        (DecodeVideo(8), "too short: a clip has 8 frames, the video 7"),
+        (DecodeVideo(8, rate=25), "too short: a clip has 8 frames at the clip's rate, the video 7"),
+    ):
+        columns, report = run([enough, short], entry)
+        assert [(bad.key, bad.reason) for bad in report.bad] == [("1", f"DecodeVideo: ValueError: {reason}")]
+        assert numbers(columns["video"]) == [list(range(8))]
+
+
+@pytest.mark.parametrize("suffix", ["mkv", "mp4", "avi", "mov", "webm"])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.6, 0.9])
+def test_a_truncated_file_is_quarantined(tmp_path: Path, suffix: str, share: float) -> None:
+    content = written(tmp_path, pictures(40), suffix)
+    columns, report = run([content[: int(share * len(content))], content], DecodeVideo(4))
+    assert [bad.key for bad in report.bad] == ["0"]
+    assert "cannot be decoded" in report.bad[0].reason or "truncated" in report.bad[0].reason
+    assert len(columns["video"]) == 1
+
+
+def test_what_is_no_video_is_quarantined_with_the_reason(tmp_path: Path) -> None:
+    sound = tmp_path / "sound.wav"
+    with av.open(str(sound), "w") as container:
+        stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), format="s16", layout="mono")
+        frame.rate = 8000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+    _, report = run([b"", b"not a video at all" * 9, sound.read_bytes()], DecodeVideo(4))
+    reasons = [bad.reason for bad in report.bad]
+    assert len(reasons) == 3
+    assert all("cannot be decoded" in reason for reason in reasons[:2])
+    assert "the file holds no video" in reasons[2]
+
+
+@pytest.mark.parametrize("suffix", ["mkv", "mp4", "avi", "mov"])
+def test_damage_never_gives_a_clip_of_another_length_or_kills_the_process(
+    tmp_path: Path, suffix: str
+) -> None:
+    content, rng = written(tmp_path, pictures(40), suffix), np.random.default_rng(8)
+    damaged = []
+    for _ in range(30):
+        one = bytearray(content)
+        at = int(rng.integers(len(one) - 64))
+        one[at : at + 64] = rng.bytes(64)
+        damaged.append(bytes(one))
+    columns, report = run(damaged, DecodeVideo(8))
+    assert report.records == 30 == len(columns.get("video", ())) + len(report.bad)
+    assert 0 < len(report.bad) < 30
+    assert columns["video"].shape[1:] == (8, 32, 48, 3)
+
+
+def test_a_video_of_too_many_pixels_is_quarantined_undecoded(tmp_path: Path) -> None:
+    chain = Chain(as_stages([DecodeVideo(4)]), seed=5, max_pixels=32 * 48 - 1)
+    _, report = chain.run([{"key": "a", "mp4": written(tmp_path, pictures(9))}], 0)
+    Chain(as_stages([DecodeVideo(4)]), seed=5).run([], 0)  # the limit is the process's
+    assert "more than data.max_pixels allows" in report.bad[0].reason
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"frames": 0}, {"frames": 4, "rate": 0}, {"frames": 4, "start": "middle"}]
+)
+def test_arguments_that_make_no_clip_are_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="above 0"):
+        DecodeVideo(**arguments)
+
+
+def test_without_the_package_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'stoker\[video\]'"):
+        DecodeVideo(4)
