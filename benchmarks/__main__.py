@@ -19,6 +19,7 @@ ALL = (
     "scale",
     "start_up",
     "drop_in",
+    "shapes",
     "checkpointing",
     "cache",
 )

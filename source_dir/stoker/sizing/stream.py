@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from stoker.data.feed.feed import EpochFeed, PrefetchLimit
@@ -15,8 +15,9 @@ from stoker.data.transport.client import open_transport
 from stoker.schema import Config
 
 
-@contextmanager
-def one_pass(config: Config, source: Source, chain: list[Any], device: Any) -> Iterator[EpochFeed]:
+def one_pass(
+    config: Config, source: Source, chain: list[Any], device: Any
+) -> AbstractContextManager[EpochFeed]:
     """Laptop, connected to a cluster: a pass over `source` by coordinator, chain tasks and feed.
 
     Args:
@@ -25,13 +26,19 @@ def one_pass(config: Config, source: Source, chain: list[Any], device: Any) -> I
         chain: as a recipe's `preprocess` returns it.
         device: where batches go.
     """
-    import ray
-
     data = Data(
         sources={"train": source},
         chains={"train": Chain(as_stages(chain), config.seed)},
         totals={"train": source.count()},
     )
+    return pass_over(config, data, device)
+
+
+@contextmanager
+def pass_over(config: Config, data: Data, device: Any) -> Iterator[EpochFeed]:
+    """Laptop, connected to a cluster: one pass over the training split of opened data."""
+    import ray
+
     config = config.model_copy(update={"train": config.train.model_copy(update={"epochs": 1})})
     coordinator = start_coordinator(config, data, workers=1)
     try:
