@@ -36,9 +36,8 @@ def way() -> Iterator[Way]:
 def test_the_peer_gives_the_same_columns_with_the_same_in_them(
     way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tolerance: float
 ) -> None:
-    monkeypatch.setitem(shapes.KINDS, kind, (shapes.KINDS[kind][0], 20, 2))
+    monkeypatch.setitem(shapes.KINDS, kind, (shapes.KINDS[kind][0], 20, 2, tolerance))
     monkeypatch.setattr(shapes, "BATCH", 4)
-    monkeypatch.setattr(shapes, "TOLERANCE", tolerance)
     shapes.write(kind, tmp_path)
     folder = str(tmp_path / "data")
     recipe = shapes.recipe_of(kind)(data=folder)
