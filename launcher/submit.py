@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -13,8 +14,10 @@ if __package__ in (None, ""):
 
 import typer
 from typer.core import TyperGroup
+from typer.exceptions import TyperException
 
-from stoker.errors import UsageError
+import stoker
+from stoker.errors import UsageError, nearest
 
 EXAMPLE = "python launcher/submit.py source_dir/configs/digits.yaml"
 
@@ -41,7 +44,10 @@ class DefaultsToRun(TyperGroup):
         for flag in itertools.takewhile(lambda arg: arg != "--", args):
             if (key := flag.split("=")[0]) in REHEARSED:
                 raise UsageError(f"{key}: write rehearsal.{REHEARSED[key]} (docs/rehearsal.md)")
-        if args and args[0] not in (*self.commands, "--help"):
+        own = {option for param in self.get_params(ctx) for option in param.opts}
+        if args and args[0].split("=")[0] not in (*self.commands, *own):
+            if not ctx.resilient_parsing:
+                refuse_mistyped(args[0], list(self.commands))
             args = ["run", *args]
         if "--" in args and args[0] != "check":
             at = args.index("--")
@@ -51,18 +57,64 @@ class DefaultsToRun(TyperGroup):
         return list(super().parse_args(ctx, args))
 
 
+def refuse_mistyped(word: str, commands: list[str]) -> None:
+    """Laptop: refuse a first word that is neither a command nor anything that can be run.
+
+    Raises:
+        UsageError: with the command, or the file here, that may have been meant.
+    """
+    if not re.fullmatch(r"[a-z][a-z_-]*", word) or Path(word).exists():
+        return
+    here = [str(path) for end in ("*.y*ml", "*.py") for path in Path().glob(end)]
+    hint = nearest(word, [*commands, *here], f"commands: {', '.join(commands)}")
+    raise UsageError(f"{word}: no such command or file{hint}")
+
+
 app = typer.Typer(
     cls=DefaultsToRun,
-    add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Stoker keeps GPUs fed: one training job, on this machine or on a cluster.",
     epilog=f"Example: {EXAMPLE} train.epochs=3 --on rehearsal   (`run` may be left out; `run --help`)",
 )
 
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as in the file")]
 Option = typer.Option
+
+
+def show_version(asked: bool) -> None:
+    """Laptop: `--version`."""
+    if asked:
+        print(f"stoker {stoker.__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def start(
+    ctx: typer.Context,
+    version: Annotated[
+        bool, Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Stoker keeps GPUs fed: one training job, on this machine or on a cluster."""
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
+
+
+def keys(incomplete: str) -> list[str]:
+    """Laptop: for the shell's completion: the configuration's keys that begin like this."""
+    from stoker.config import schema_rows
+    from stoker.schema import Config
+
+    return [f"{key}=" for key, _, _ in schema_rows(Config) if key.startswith(incomplete)]
+
+
+def places(incomplete: str) -> list[str]:
+    """Laptop: for the shell's completion: what can follow `--on`."""
+    from launcher.backends import backends
+
+    return [place.name for place in backends() if place.name.startswith(incomplete)]
+
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as in the file", autocompletion=keys)]
 Given = TypeVar("Given", bound=Any)
 
 
@@ -78,7 +130,7 @@ def run(
     ctx: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="YAML file, or your script: train.py")] = None,
     overrides: Overrides = None,
-    on: Annotated[str, Option(help="local, ray, rehearsal or sagemaker")] = "local",
+    on: Annotated[str, Option(help="local, ray, rehearsal or sagemaker", autocompletion=places)] = "local",
     source_dir: Annotated[Path | None, Option(help="your own folder with recipes")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="check and show, do nothing")] = False,
     show_config: Annotated[bool, Option("--show-config", help="list every key")] = False,
@@ -242,13 +294,16 @@ def prices(
 def main() -> None:
     """Laptop: run the command line; wrong usage is one line per problem and exit code 2."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except UsageError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        problems = error.problems
+    except TyperException as error:
+        context = getattr(error, "ctx", None)
+        more = f"; see {context.command_path} --help" if context else ""
+        problems = (error.format_message().rstrip(".") + more,)
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

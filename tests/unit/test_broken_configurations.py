@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from launcher import submit
+from tests.command_line import type_command
 
 GOOD = "name: job\nrecipe: rows:Counting\n"
 
@@ -41,52 +40,34 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_clear_line_and_exit_code_2(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text, arguments, expected = CASES[case]
     path = tmp_path / "job.yaml"
     path.write_text(text)
-    code, lines = type_command([str(path), *arguments, "--dry-run"], capsys, monkeypatch)
+    code, lines, _ = type_command([str(path), *arguments, "--dry-run"], capsys)
     assert code == 2
     assert len(lines) == 1
     assert expected in lines[0]
 
 
-def test_an_absent_file_names_the_nearest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_absent_file_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "digits.yaml").write_text(GOOD)
-    code, lines = type_command([str(tmp_path / "digit.yaml")], capsys, monkeypatch)
+    code, lines, _ = type_command([str(tmp_path / "digit.yaml")], capsys)
     assert code == 2
     assert "no such configuration file; did you mean" in lines[0]
     assert "digits.yaml" in lines[0]
 
 
-def test_an_empty_file_says_how_to_go_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_file_says_how_to_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "job.yaml").write_text("")
-    code, lines = type_command([str(tmp_path / "job.yaml")], capsys, monkeypatch)
+    code, lines, _ = type_command([str(tmp_path / "job.yaml")], capsys)
     assert code == 2
     assert "the file is empty" in lines[0]
 
 
-def test_all_errors_come_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_errors_come_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "job.yaml").write_text("trian: 1\ntrain: {epochs: 0, lr: x}\n")
-    code, lines = type_command([str(tmp_path / "job.yaml"), "data.order=no"], capsys, monkeypatch)
+    code, lines, _ = type_command([str(tmp_path / "job.yaml"), "data.order=no"], capsys)
     assert code == 2
     assert len(lines) == 4
-
-
-def type_command(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> tuple[int, list[str]]:
-    """(exit code, lines on stderr) of `python launcher/submit.py …`."""
-    monkeypatch.setattr(sys, "argv", ["submit.py", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        submit.main()
-    captured = capsys.readouterr()
-    assert "Traceback" not in captured.err + captured.out
-    return int(ended.value.code or 0), captured.err.splitlines()
