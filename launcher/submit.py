@@ -291,6 +291,19 @@ def prices(
     raise typer.Exit(pricing.show(region, update))
 
 
+@app.command(epilog="Example: python launcher/submit.py doctor job.yaml")
+def doctor(
+    job: Annotated[
+        Path | None, typer.Argument(help="a job's YAML file; its instance types are asked for")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Look at this machine, and at AWS for a job: what is missing, and what to do about it."""
+    from launcher.doctor import doctor
+
+    raise typer.Exit(doctor(job, overrides or []))
+
+
 def main() -> None:
     """Laptop: run the command line; wrong usage is one line per problem and exit code 2."""
     try:

@@ -18,12 +18,22 @@ NO_CREDENTIALS = (
 
 
 @cache
-def client(service: str, region: str) -> Any:
-    """Laptop: a boto3 client that retries throttling; `AWS_ENDPOINT_URL` is honoured."""
+def client(service: str, region: str, timeout_s: float | None = None) -> Any:
+    """Laptop: a boto3 client that retries throttling; `AWS_ENDPOINT_URL` is honoured.
+
+    Args:
+        service: of AWS.
+        region: of AWS.
+        timeout_s: for one answer, without a second try; None: patient.
+    """
     import boto3
     from botocore.config import Config
 
-    config = Config(retries={"mode": "standard", "max_attempts": 8}, connect_timeout=10, read_timeout=60)
+    config = Config(
+        retries={"mode": "standard", "total_max_attempts": 1 if timeout_s else 9},
+        connect_timeout=timeout_s or 10,
+        read_timeout=timeout_s or 60,
+    )
     with readable_errors(service):
         session: Any = boto3.session.Session()  # typed by service name otherwise, one overload each
         return session.client(service, region_name=region, config=config)

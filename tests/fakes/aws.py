@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Iterator
+from unittest import mock
 
 REGION = "us-east-1"
 ROLE = "arn:aws:iam::123456789012:role/StokerJob"
+
+
+@contextlib.contextmanager
+def service_quotas(values: dict[str, float], per_page: int = 2) -> Iterator[None]:
+    """What moto's server lacks: `ListServiceQuotas`, page by page."""
+    from moto.servicequotas.responses import ServiceQuotasResponse
+
+    def list_service_quotas(self: ServiceQuotasResponse) -> str:
+        asked = json.loads(self.body)
+        assert asked["ServiceCode"] == "sagemaker"
+        start = int(asked.get("NextToken", 0))
+        rows = [{"QuotaName": name, "Value": value} for name, value in values.items()]
+        more = {"NextToken": str(start + per_page)} if start + per_page < len(rows) else {}
+        return json.dumps({"Quotas": rows[start : start + per_page], **more})
+
+    with mock.patch.object(ServiceQuotasResponse, "list_service_quotas", list_service_quotas, create=True):
+        yield
 
 
 @contextlib.contextmanager

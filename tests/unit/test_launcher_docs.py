@@ -17,7 +17,10 @@ from tests.fakes.aws import moto_server
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 REQUIREMENTS = (DOCS.parent / "source_dir" / "requirements.txt").read_text()
-WITHOUT_NARROWER_RESOURCE = {"ecr:GetAuthorizationToken", "cloudwatch:PutMetricData", "pricing:GetProducts"}
+WITHOUT_NARROWER_RESOURCE = {
+    *("ecr:GetAuthorizationToken", "cloudwatch:PutMetricData"),
+    *("pricing:GetProducts", "servicequotas:ListServiceQuotas"),
+}
 
 
 def statements(name: str) -> list[dict[str, Any]]:

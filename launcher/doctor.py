@@ -1,0 +1,248 @@
+"""Laptop: `submit.py doctor [JOB]`: what this machine, and the job's AWS account, lack. Starts nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import runpy
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from launcher import runs
+from launcher.job import source_root
+from launcher.scripts import as_overrides
+from stoker import figures
+from stoker.bootstrap import requirements
+from stoker.config import load
+from stoker.errors import UsageError
+from stoker.schema import Config
+
+PYTHONS = ((3, 11), (3, 12))
+LEAST_SHM_BYTES = 512 * 2**20
+"""With less, as in a container that nobody gave more, Ray keeps its objects on a disk."""
+LEAST_DISK_BYTES = 2 * 2**30
+FULLEST = 0.95
+"""Ray refuses to write objects to a disk that is fuller."""
+PORTS = 64
+"""About as many as a small cluster of one machine listens on."""
+DRIVER_TIMEOUT_S = 5.0
+Mark = Literal["ok", "note", "FAIL"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Laptop: one line of what was found; a `FAIL` makes the exit code 1."""
+
+    mark: Mark
+    what: str
+    found: str
+    remedy: str = ""
+
+    def line(self) -> str:
+        return f"{self.mark:<5} {self.what:<14} {self.found}{f': {self.remedy}' if self.remedy else ''}"
+
+
+def doctor(job: Path | None, overrides: list[str]) -> int:
+    """Laptop: print every finding, slow ones as they come.
+
+    Args:
+        job: a configuration, whose folders and instance types are looked at, too.
+        overrides: of single keys.
+
+    Returns:
+        0, or 1 where something must be mended first.
+
+    Raises:
+        UsageError: the configuration is wrong.
+    """
+    file, own = as_overrides(job, None)
+    config = load(file, [*own, *overrides]).config
+    failed = False
+    for check in CHECKS:
+        for finding in check(config):
+            print(finding.line(), flush=True)
+            failed |= finding.mark == "FAIL"
+    return int(failed)
+
+
+def python(config: Config) -> Iterator[Finding]:
+    """Laptop: the interpreter."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info[:2] in PYTHONS:
+        yield Finding("ok", "Python", version)
+    else:
+        yield Finding("FAIL", "Python", version, "install 3.11 or 3.12 and make the environment again")
+
+
+def packages(config: Config) -> Iterator[Finding]:
+    """Laptop: everything Stoker needs, Ray in the version that its engine was written for."""
+    absent = requirements.unsatisfied("\n".join(needed_here()))
+    ray = [line for line in absent if requirements.canonical(line).startswith("ray")]
+    version = requirements.image_pins().get("ray", "absent")
+    if ray:
+        yield Finding("FAIL", "Ray", version, f"pip install '{ray[0]}'; every host needs this version")
+    else:
+        yield Finding("ok", "Ray", version)
+    others = [line for line in absent if line not in ray]
+    if others:
+        install = " ".join(f"'{line}'" for line in others)
+        yield Finding("FAIL", "packages", f"{len(others)} absent or too old", f"pip install {install}")
+
+
+def needed_here() -> list[str]:
+    """Laptop: the requirements of the installed package, without those of extras."""
+    try:
+        lines = metadata.requires("stoker") or []
+    except metadata.PackageNotFoundError:  # a checkout that was never installed
+        lines = (source_root() / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if "extra ==" not in line]
+
+
+def torch(config: Config) -> Iterator[Finding]:
+    """Laptop: whether torch and torchvision were built for each other."""
+    pins = requirements.image_pins()
+    if not {"torch", "torchvision"} <= pins.keys():
+        return  # `packages` has said so
+    pair = f"{pins['torch']} with torchvision {pins['torchvision']}"
+    wants = [line for line in metadata.requires("torchvision") or [] if re.match(r"torch\b(?!-)", line)]
+    builds = {pins[name].partition("+")[2] for name in ("torch", "torchvision")} - {""}
+    if wrong := requirements.unsatisfied("\n".join(wants)):
+        yield Finding("FAIL", "torch", pair, f"torchvision needs {wrong[0]}; install both in one command")
+    elif len(builds) > 1:
+        yield Finding("FAIL", "torch", pair, "two builds; install both from one index, in one command")
+    else:
+        yield Finding("ok", "torch", pair)
+
+
+def cuda_of_torch() -> str | None:
+    """Laptop: the CUDA version that torch was built for, from a file: importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    cuda: str | None = runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda")
+    return cuda
+
+
+def gpus(config: Config, built_for: Callable[[], str | None] = cuda_of_torch) -> Iterator[Finding]:
+    """Laptop: NVIDIA's GPUs, and whether their driver runs this build of torch."""
+    if shutil.which("nvidia-smi") is None:
+        if Path("/dev/nvidiactl").exists():
+            yield Finding("FAIL", "GPU", "a GPU without nvidia-smi", "install the driver's utilities")
+        else:
+            yield Finding(
+                "note", "GPU", "none", "jobs train on the CPUs here; --on ray or sagemaker has GPUs"
+            )
+        return
+    try:
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        names, whole = (
+            subprocess.run(
+                command, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S, check=True
+            ).stdout
+            for command in (query, query[:1])
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stdout", "") or str(error)
+        yield Finding(
+            "FAIL", "GPU", f"nvidia-smi: {said.strip().splitlines()[0]}", "reinstall NVIDIA's driver"
+        )
+        return
+    found = [line.strip() for line in names.splitlines() if line.strip()]
+    about = f"{len(found)} × {found[0].replace(', ', ', driver ')}" if found else "none"
+    runs_up_to = re.search(r"CUDA (?:\w+ )?Version:\s*(\d+)", whole)
+    cuda = built_for()
+    if not found:
+        yield Finding("note", "GPU", "nvidia-smi lists none", "give the container its GPUs: --gpus all")
+    elif cuda is None:
+        yield Finding("FAIL", "GPU", f"{about}; torch is built without CUDA", "install a CUDA build of torch")
+    elif runs_up_to and int(runs_up_to[1]) < int(cuda.partition(".")[0]):
+        remedy = f"update the driver, or install torch for CUDA {runs_up_to[1]}"
+        yield Finding("FAIL", "GPU", f"{about}; torch is built for CUDA {cuda}", remedy)
+    else:
+        yield Finding("ok", "GPU", f"{about}, torch for CUDA {cuda}")
+
+
+def shared_memory(config: Config, folder: Path = Path("/dev/shm")) -> Iterator[Finding]:  # noqa: S108
+    """Laptop: where Ray keeps its objects on Linux."""
+    if not folder.is_dir():
+        return
+    size = shutil.disk_usage(folder).total
+    mark: Mark = "ok" if size >= LEAST_SHM_BYTES else "FAIL"
+    remedy = "" if mark == "ok" else "start the container with --shm-size=2g or more"
+    yield Finding(mark, str(folder), figures.size(size), remedy)
+
+
+def disk(config: Config) -> Iterator[Finding]:
+    """Laptop: room and permission where runs, and Ray's own files, will lie."""
+    output = Path(config.output_dir).resolve()
+    ray = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    for what, key, folder in (("results", "output_dir=…", output), ("Ray's files", "RAY_TMPDIR", ray)):
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        usage = shutil.disk_usage(there)
+        free = f"{figures.size(usage.free)} free in {folder}"
+        try:
+            runs.refuse_unwritable(folder)
+        except UsageError as error:
+            yield Finding("FAIL", what, str(error).removeprefix("output_dir: "), f"name another with {key}")
+            continue
+        if usage.free < LEAST_DISK_BYTES or usage.used > FULLEST * (usage.used + usage.free):
+            yield Finding("FAIL", what, free, f"make room there, or name another disk with {key}")
+        else:
+            yield Finding("ok", what, free)
+
+
+def ports(config: Config) -> Iterator[Finding]:
+    """Laptop: ports on loopback, and a name of this machine that leads somewhere."""
+    try:
+        with ExitStack() as sockets:
+            for _ in range(PORTS):
+                sockets.enter_context(socket.socket()).bind(("127.0.0.1", 0))
+    except OSError as error:
+        remedy = "end what holds them (ss -tlnp), or raise `ulimit -n`"
+        yield Finding("FAIL", "ports", f"not {PORTS} free on 127.0.0.1 ({error.strerror})", remedy)
+    else:
+        yield Finding("ok", "ports", "free on 127.0.0.1")
+
+
+def namespaces(config: Config) -> Iterator[Finding]:
+    """Laptop: whether `--on rehearsal` can emulate hosts here; nothing else needs it."""
+    from launcher.rehearsal.isolation import unshare_command
+
+    try:
+        yield Finding(
+            "ok", "rehearsal", f"namespaces {'as a user' if '--user' in unshare_command() else 'as root'}"
+        )
+    except UsageError as error:
+        yield Finding(
+            "note", "rehearsal", str(error).partition("; ")[0], "run as root, or allow user namespaces"
+        )
+
+
+def aws(config: Config) -> Iterator[Finding]:
+    """Laptop: identity and quotas, where the job names instance types or this machine has credentials."""
+    from launcher.sagemaker import quotas
+
+    yield from (Finding(*row) for row in quotas.findings(config))
+
+
+CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (
+    python,
+    packages,
+    torch,
+    gpus,
+    shared_memory,
+    disk,
+    ports,
+    namespaces,
+    aws,
+)
