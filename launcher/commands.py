@@ -197,11 +197,12 @@ def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str
             default = f"{redact(value, key)!r} ({resolved.origins[key]})"
         rows.append((key, kind, default, info.description or ""))
     if resolved and resolved.config.script is None:
-        from launcher.job import source_root
+        from launcher.job import beside, source_root
         from stoker.recipe import ALIASES, Recipe, load_object
 
         path = ALIASES.get(resolved.config.recipe, resolved.config.recipe)
-        recipe = load_object(path, source_dir or source_root(), "recipe", offers=Recipe)
+        source = source_dir or beside(resolved) or source_root()
+        recipe = load_object(path, source, "recipe", offers=Recipe)
         for name, info in recipe.model_fields.items():
             key = f"params.{info.alias or name}"
             default = "required" if info.is_required() else repr(info.default)

@@ -27,7 +27,7 @@ from stoker.place import COMMIT_FILE
 COMMAND = ("python", "train.py", "--config", "job.yaml")
 """What every backend runs, in the staged folder."""
 
-HIDING = ("stoker", "train.py", "job.yaml", SECRETS_FILE)
+HIDING = ("stoker", "train.py", SECRETS_FILE)
 """Names that a user's folder must not have; a script's has a folder of its own in the staged copy."""
 _ENTRY = 'from stoker.bootstrap.run import main\n\nif __name__ == "__main__":\n    main()\n'
 
@@ -67,13 +67,12 @@ class Job:
             with (folder / "requirements.txt").open("a") as file:
                 file.write("\n# what this job needs besides\n" + "".join(f"{line}\n" for line in extras))
         config = self.resolved.config
+        ignored = scripts.ignoring(Path(config.output_dir).resolve(), folder.resolve())
         if config.script is not None and self.source_dir is not None:
-            outputs = Path(config.output_dir).resolve()
-            ignored = scripts.ignoring(outputs, folder.resolve())
             self._stage_requirements(folder, self.source_dir / "requirements.txt")
             shutil.copytree(self.source_dir, folder / SCRIPT_FOLDER, ignore=ignored)
         elif self.source_dir is not None:
-            self._stage_user_source(folder, self.source_dir)
+            self._stage_user_source(folder, self.source_dir, ignored)
         else:
             for name in ("recipes", "configs"):
                 if (own / name).is_dir():
@@ -105,15 +104,15 @@ class Job:
             with (folder / "requirements.txt").open("a") as file:
                 file.write(f"\n# from {own.parent.name}/requirements.txt\n{own.read_text()}\n")
 
-    def _stage_user_source(self, folder: Path, source_dir: Path) -> None:
+    def _stage_user_source(self, folder: Path, source_dir: Path, ignored: scripts.Ignore) -> None:
         for item in sorted(source_dir.iterdir()):
             target = folder / item.name
-            if item.name in IGNORED(str(source_dir), [item.name]):
-                continue
+            if item.name == "job.yaml" or item.name in ignored(str(source_dir), [item.name]):
+                continue  # the staged job.yaml is the resolved one
             if item.name == "requirements.txt":
                 self._stage_requirements(folder, item)
             elif item.is_dir():
-                shutil.copytree(item, target, ignore=IGNORED)
+                shutil.copytree(item, target, ignore=ignored)
             else:
                 shutil.copy2(item, target)
 
@@ -146,17 +145,33 @@ def source_root() -> Path:
     return Path(stoker.__file__).parent.parent
 
 
+def beside(resolved: Resolved) -> Path | None:
+    """Laptop: the folder of the job's file if the recipe's module lies in it, else None."""
+    if resolved.file is None or ":" not in resolved.config.recipe:
+        return None
+    folder, module = resolved.file.resolve().parent, resolved.config.recipe.partition(":")[0].split(".")[0]
+    there = (folder / f"{module}.py").is_file() or (folder / module).is_dir()
+    return folder if there and folder != source_root() else None
+
+
 def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
     """Laptop: check what can be checked here and find the data that lies on this machine.
 
     A recipe parameter whose value is a relative or absolute path that exists here names local
     data. It becomes absolute for local runs; elsewhere it travels as an input channel.
 
+    Args:
+        resolved: the configuration.
+        source_dir: the user's own folder; None: that of the job's file, if the recipe or script lies there.
+
     Raises:
         UsageError: the source folder is absent or hides a file of Stoker's, or the script cannot be run.
     """
     if resolved.config.script is not None:
         resolved, source_dir = scripts.located(resolved, source_dir)
+    elif source_dir is None and (source_dir := beside(resolved)) is not None:
+        outputs = scripts.ignoring(Path(resolved.config.output_dir).resolve())
+        scripts.refuse_too_much(source_dir, resolved.config.recipe, outputs, "recipe")
     problems = []
     if source_dir is not None:
         source_dir = source_dir.resolve()

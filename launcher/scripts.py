@@ -44,21 +44,26 @@ def located(resolved: Resolved, source_dir: Path | None) -> tuple[Resolved, Path
 
     Args:
         resolved: names the script as typed.
-        source_dir: the folder that holds it; None: the one in which it lies.
+        source_dir: the folder that holds it; None: the one in which it lies, here or beside the job's file.
 
     Raises:
-        UsageError: no such script, keys that it would ignore, or too much beside it.
+        UsageError: no such script, two of the name, keys that it would ignore, or too much beside it.
     """
     refuse_foreign_keys(resolved)
     named = str(resolved.config.script)
     if source_dir is not None and not source_dir.is_dir():
         raise UsageError(f"--source-dir {source_dir}: no such folder")
-    tried = [Path(named), *([source_dir / named] if source_dir else [])]
-    path = next((path.resolve() for path in tried if path.is_file()), None)
-    if path is None:
+    folders = [Path(), *filter(None, [source_dir or (resolved.file.parent if resolved.file else None)])]
+    tried = [folder / named for folder in folders]
+    found = {path.resolve(): None for path in tried if path.is_file()}
+    if not found:
         raise UsageError(no_such_script(named, tried[-1].absolute()))
-    folder = source_dir.resolve() if source_dir else path.parent
-    if not path.is_relative_to(folder):
+    if len(found) > 1 and source_dir is None:
+        both = " and ".join(map(str, found))
+        raise UsageError(f"script: {named} could be {both}; name the folder with --source-dir")
+    folder = source_dir.resolve() if source_dir else next(iter(found)).parent
+    path = next((path for path in found if path.is_relative_to(folder)), None)
+    if path is None:
         raise UsageError(f"script: {named} does not lie in --source-dir {source_dir}")
     try:
         ast.parse(path.read_bytes(), str(path))
@@ -70,7 +75,7 @@ def located(resolved: Resolved, source_dir: Path | None) -> tuple[Resolved, Path
     return replace(resolved, config=config), folder
 
 
-def refuse_too_much(folder: Path, script: str, ignore: Ignore) -> None:
+def refuse_too_much(folder: Path, script: str, ignore: Ignore, key: str = "script") -> None:
     """Laptop: refuse a folder that would take long to travel, before it is copied.
 
     Raises:
@@ -85,7 +90,7 @@ def refuse_too_much(folder: Path, script: str, ignore: Ignore) -> None:
             size += (Path(at) / name).stat().st_size if (Path(at) / name).is_file() else 0
         if size > MOST_BYTES or files > MOST_FILES:
             raise UsageError(
-                f"script: {folder}, the folder of {script}, travels with the job and holds more than"
+                f"{key}: {folder}, the folder of {script}, travels with the job and holds more than"
                 f" {MOST_BYTES // 10**6} MB or {MOST_FILES:,} files; put the code in a folder of its own (or"
                 " name one with --source-dir), and name data in params"
             )

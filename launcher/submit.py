@@ -304,6 +304,17 @@ def doctor(
     raise typer.Exit(doctor(job, overrides or []))
 
 
+@app.command(epilog="Example: python launcher/submit.py init my-images --kind images")
+def init(
+    folder: Annotated[Path | None, typer.Argument(help="where to write it; default: here")] = None,
+    kind: Annotated[str | None, Option(help="images, text, tabular or script")] = None,
+) -> None:
+    """Write a small project that trains as it is: a job, a recipe, a test."""
+    from launcher.init import init
+
+    raise typer.Exit(init(folder, kind))
+
+
 def main() -> None:
     """Laptop: run the command line; wrong usage is one line per problem and exit code 2."""
     try:

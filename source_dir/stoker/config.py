@@ -33,6 +33,8 @@ class Resolved:
 
     config: Config
     origins: dict[str, str] = field(default_factory=dict)
+    file: Path | None = None
+    """The YAML file that was read, if any."""
 
 
 def load(path: str | Path | None, overrides: Iterable[str] = (), origin: str = "command line") -> Resolved:
@@ -76,7 +78,7 @@ def load(path: str | Path | None, overrides: Iterable[str] = (), origin: str = "
             problems.append(f"{place}: {describe(detail, Config)}")
     if problems:
         raise UsageError(*problems)
-    return Resolved(config, origins)
+    return Resolved(config, origins, Path(path) if path else None)
 
 
 def parse_value(text: str) -> Any:

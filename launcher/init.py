@@ -1,0 +1,77 @@
+"""Laptop: `submit.py init [FOLDER]`: a small project that trains as it is, and tests of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import typer
+
+from launcher.job import source_root
+from stoker.errors import UsageError, nearest
+
+PROJECTS = Path(__file__).resolve().parent / "projects"
+KINDS = {
+    "images": "image classification: a folder of images per class",
+    "text": "text classification: rows of texts and labels",
+    "tabular": "a table: columns of numbers in Parquet",
+    "script": "your own training script with stoker.DataLoader",
+}
+EXAMPLES = {"text": {"recipe.py": "recipes/text.py", "job.yaml": "configs/text.yaml"}}
+"""What a project shares with the examples in `source_dir`."""
+IGNORED = ".data/\nruns/\n__pycache__/\n"
+
+
+def init(folder: Path | None, kind: str | None) -> int:
+    """Laptop: write the project, and say how to run it; in a terminal, ask for what was not given.
+
+    Raises:
+        UsageError: no such kind, a file that is there already, or a folder that cannot be written.
+    """
+    if kind is None:
+        if not sys.stdin.isatty():
+            raise UsageError(f"--kind: say which: {', '.join(KINDS)}")
+        for name, meaning in KINDS.items():
+            print(f"  {name:<8} {meaning}")
+        kind = str(typer.prompt("What do you train on?", default="images")).strip()
+    if kind not in KINDS:
+        raise UsageError(f"--kind {kind}: no such kind (known: {', '.join(KINDS)}){nearest(kind, KINDS)}")
+    if folder is None:
+        folder = Path(typer.prompt("Folder", default=f"my-{kind}") if sys.stdin.isatty() else ".")
+    files = files_of(kind, folder)
+    write(folder, files)
+    test = next(name for name in files if name.startswith("test_"))
+    print(f"wrote {', '.join(files)} into {folder}")
+    print(f"  train  stoker {folder / 'job.yaml'}")
+    print(f"  test   pytest {folder / test}")
+    return 0
+
+
+def files_of(kind: str, folder: Path) -> dict[str, str]:
+    """Laptop: name → content of a project's files; the job has the folder's name."""
+    sources = {path.name: path for path in sorted((PROJECTS / kind).iterdir()) if path.is_file()}
+    sources |= {name: source_root() / path for name, path in EXAMPLES.get(kind, {}).items()}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in sorted(sources.items())}
+    job = re.sub(r"[^A-Za-z0-9_.-]", "-", folder.resolve().name).lstrip("_.-")[:63] or kind
+    named = re.sub(r"^name: .*", f"name: {job}", texts["job.yaml"], flags=re.MULTILINE)
+    texts["job.yaml"] = named.replace("recipes.text:", "recipe:")
+    return {**texts, ".gitignore": IGNORED}
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    """Laptop: write all files, or none where one of them is there already.
+
+    Raises:
+        UsageError: naming each that is there, or why the folder cannot be written.
+    """
+    there = [name for name in files if (folder / name).exists() or (folder / name).is_symlink()]
+    if there:
+        raise UsageError(*(f"{folder / name}: is there already; nothing was written" for name in there))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            with (folder / name).open("x", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,165 @@
+"""`submit.py init`: what it writes is sound, found where it lies, and never in the place of another file.
+
+That such a project trains: tests/e2e/test_init.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from launcher.init import KINDS
+from launcher.job import open_job
+from stoker.config import load
+from stoker.errors import UsageError
+from stoker.recipe import load_recipe
+from tests.command_line import type_command
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_project_is_checked_planned_and_staged_as_it_is(
+    kind: str, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, errors, out = type_command(["init", f"my {kind}", "--kind", kind], capsys)
+    assert (code, errors) == (0, [])
+    assert f"stoker my {kind}/job.yaml" in out
+    names = {path.name for path in (here / f"my {kind}").iterdir()}
+    assert {"job.yaml", ".gitignore"} < names and any(name.startswith("test_") for name in names)
+    for name in ("recipe", "train"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    # From outside and from inside; a run inside must not travel in its own copy.
+    for folder, file in ((here, f"my {kind}/job.yaml"), (here / f"my {kind}", "job.yaml")):
+        monkeypatch.chdir(folder)
+        monkeypatch.syspath_prepend(str(here))
+        code, errors, out = type_command([file, "--dry-run"], capsys)
+        assert (code, errors) == (0, []), errors
+        job = open_job(load(file, ["output_dir=results"]))
+        assert job.name == f"my-{kind}" and job.source_dir == here / f"my {kind}"
+        job.stage(Path("results/code"))
+        staged = {path.name for path in Path("results/code").rglob("*")}
+        assert names - {".gitignore"} <= staged and "results" not in staged
+    if kind != "script":
+        config = job.resolved.config
+        assert load_recipe(config.recipe, config.params, here / f"my {kind}")
+
+
+TESTS = """
+import sys, pytest
+for folder in sys.argv[1:]:
+    for name in [name for name in sys.modules if name in ("recipe", "train", "test_recipe", "test_train")]:
+        del sys.modules[name]
+    sys.path.insert(0, folder)
+    assert pytest.main(["-q", "-p", "no:cacheprovider", "--rootdir", folder, folder]) == 0, folder
+"""
+
+
+@pytest.mark.long
+def test_what_is_written_passes_its_own_tests_lint_and_types(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind in KINDS:
+        assert type_command(["init", kind, "--kind", kind], capsys)[0] == 0
+    project = str(ROOT / "pyproject.toml")
+    typed = ["--config-file", project, "--exclude", "none", "--cache-dir", str(ROOT / ".mypy_cache")]
+    commands = [
+        (["-m", "ruff", "check", "--config", project, "--ignore", "S101", *KINDS], here),
+        (["-m", "ruff", "format", "--check", "--config", project, *KINDS], here),
+        *((["-m", "mypy", *typed, str(here / kind)], ROOT) for kind in ("images", "script")),
+        (["-c", TESTS, *(str(here / kind) for kind in KINDS)], here),
+    ]
+    for command, folder in commands:
+        kind = here / Path(command[-1]).name
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=folder,
+            env=os.environ | {"MYPYPATH": f"{ROOT / 'source_dir'}{os.pathsep}{kind}"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, (command, done.stdout, done.stderr)
+
+
+def test_no_file_is_overwritten_and_nothing_half_written(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "recipe.py").write_text("mine")
+    (here / ".gitignore").symlink_to("nowhere")
+    code, lines, _ = type_command(["init", "--kind", "text"], capsys)
+    assert code == 2
+    assert lines == [
+        "error: recipe.py: is there already; nothing was written",
+        "error: .gitignore: is there already; nothing was written",
+    ]
+    assert {path.name for path in here.iterdir()} == {"recipe.py", ".gitignore"}
+    assert (here / "recipe.py").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["--kind", "image"],
+            "--kind image: no such kind (known: images, text, tabular, script); did you mean",
+        ),
+        ([], "--kind: say which: images, text, tabular, script"),
+        (["/proc/nothing", "--kind", "text"], "/proc/nothing: cannot be written: "),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    words: list[str], expected: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mock.patch("sys.stdin.isatty", return_value=False):
+        code, lines, _ = type_command(["init", *words], capsys)
+    assert code == 2 and len(lines) == 1 and expected in lines[0]
+    assert not list(here.iterdir())
+
+
+def test_a_terminal_is_asked(here: Path) -> None:
+    """Through a pseudo-terminal, as a user sits before it."""
+    import pty
+
+    leader, follower = pty.openpty()
+    command = [sys.executable, str(ROOT / "launcher/submit.py"), "init"]
+    process = subprocess.Popen(command, cwd=here, stdin=follower, stdout=follower, stderr=follower)
+    os.close(follower)
+    os.write(leader, b"tabular\nhomes\n")
+    assert process.wait(60) == 0
+    os.close(leader)
+    assert (here / "homes/job.yaml").read_text().startswith("name: homes\n")
+
+
+def test_a_recipe_is_found_beside_the_jobs_file(here: Path) -> None:
+    (here / "jobs").mkdir()
+    (here / "jobs/mine.yaml").write_text("recipe: rows:Counting\n")
+    job = here / "jobs/mine.yaml"
+    assert open_job(load(job)).source_dir is None
+    (here / "jobs/rows.py").touch()
+    assert open_job(load(job)).source_dir == here / "jobs"
+    (here / "other").mkdir()
+    assert open_job(load(job), here / "other").source_dir == here / "other"
+    assert open_job(load(ROOT / "source_dir/configs/audio.yaml", ["data.prepare=null"])).source_dir is None
+
+
+def test_two_scripts_of_one_name_are_not_guessed_between(here: Path) -> None:
+    (here / "jobs").mkdir()
+    (here / "jobs/job.yaml").write_text("script: train.py\n")
+    (here / "jobs/train.py").touch()
+    assert open_job(load("jobs/job.yaml")).source_dir == here / "jobs"
+    (here / "train.py").touch()
+    with pytest.raises(UsageError, match=r"train\.py could be .* name the folder with --source-dir"):
+        open_job(load("jobs/job.yaml"))
+    assert open_job(load("jobs/job.yaml"), Path("jobs")).source_dir == here / "jobs"
