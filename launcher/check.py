@@ -60,6 +60,8 @@ def check(script: Path | None, options: CheckOptions) -> int:
     rates = options.rates()
     if options.steps is not None and options.steps < LEAST_STEPS:
         raise UsageError(f"--steps: at least {LEAST_STEPS} (got {options.steps})")
+    if options.timeout <= 0:
+        raise UsageError(f"--timeout: more than 0 seconds (got {options.timeout:g})")
     path = existing(script)
     try:
         seen, sums = observe(path, options)

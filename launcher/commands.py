@@ -56,6 +56,10 @@ def run(
     refuse_meaningless(options, place)
     if config is None:
         raise UsageError("no configuration file or script given; try source_dir/configs/digits.yaml")
+    if "=" in str(config) and not config.exists():
+        raise UsageError(
+            f"{config}: no configuration file or script stands before it; write: JOB.yaml {config}"
+        )
     from launcher import runs
     from launcher.job import open_job
     from launcher.resuming import resolve

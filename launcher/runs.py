@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -75,6 +76,8 @@ def forget(run_dir: Path, latest: str | None) -> None:
         if latest and (run_dir.parent / latest).is_dir():
             link.symlink_to(latest)
     shutil.rmtree(run_dir, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        run_dir.parent.rmdir()  # it holds nothing else
 
 
 def last_lines(run: Run, word: str, timeout_s: float, most: int = 1) -> tuple[list[str], bool]:

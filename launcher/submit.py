@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import re
 import sys
@@ -315,12 +316,24 @@ def init(
     raise typer.Exit(init(folder, kind))
 
 
+def unwritable(error: OSError) -> str | None:
+    """Laptop: a folder that is full or may not be written, in one line; None: the error is another one."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
+        return None
+    place = error.filename2 or error.filename or "a file"
+    return f"{place}: {error.strerror}; make room or name another folder (output_dir=…, TMPDIR)"
+
+
 def main() -> None:
     """Laptop: run the command line; wrong usage is one line per problem and exit code 2."""
     try:
         sys.exit(app(standalone_mode=False))
     except UsageError as error:
         problems = error.problems
+    except OSError as error:
+        if (problem := unwritable(error)) is None:
+            raise
+        problems = (problem,)
     except TyperException as error:
         context = getattr(error, "ctx", None)
         more = f"; see {context.command_path} --help" if context else ""

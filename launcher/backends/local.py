@@ -104,7 +104,14 @@ def submit(request: LocalRequest) -> LocalRun:
     run_dir = request.run_dir
     new = not run_dir.exists()
     shutil.rmtree(run_dir / "code", ignore_errors=True)  # of a run that goes on
-    request.job.stage(run_dir / "code")
+    try:
+        request.job.stage(run_dir / "code")
+    except OSError as error:
+        if new:
+            runs.forget(run_dir, None)
+        # copytree's own error lists (source, copy, why), one for each file.
+        why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+        raise UsageError(f"output_dir: {run_dir} cannot be written: {why}") from None
     latest = runs.point_latest(run_dir)
     command = [sys.executable, *COMMAND[1:]]
     environment = os.environ | {

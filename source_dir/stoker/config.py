@@ -62,7 +62,9 @@ def load(path: str | Path | None, overrides: Iterable[str] = (), origin: str = "
         try:
             _put(tree, key.strip(), parse_value(value))
         except ValueError as error:
-            problems.append(f"{origin}: {key}: {redaction.REDACTED if redaction.is_secret(key) else error}")
+            problems.append(
+                f"{origin}: {key or repr(text)}: {redaction.REDACTED if redaction.is_secret(key) else error}"
+            )
         origins[key.strip()] = origin
     for keys in redaction.redacted_at(tree):
         problems.append(
@@ -129,6 +131,10 @@ def describe(detail: ErrorDetails, model: type[BaseModel], prefix: str = "") -> 
         return f"{key}: unknown key; {hint}"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message = message[:1].lower() + message[1:]
+    if detail["type"] == "string_pattern_mismatch":
+        info = _section_at(model, loc[:-1]).model_fields.get(loc[-1]) if loc else None
+        meaning = info.description if info else None
+        message = f"has the wrong form: {meaning}" if meaning else message
     if detail["type"] == "missing":
         return f"{key}: is required and has no default"
     return f"{key}: {message} (got {redaction.redact(detail['input'], loc[-1] if loc else '')!r})"
@@ -246,6 +252,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
         hint = f"; did you mean {folder / close[0]}?" if close else ""
         raise UsageError(f"{path}: no such configuration file{hint}") from None
+    except IsADirectoryError:
+        inside = sorted(path.glob("*.y*ml"))
+        hint = f"; did you mean {inside[0]}?" if inside else "; name a job's YAML file"
+        raise UsageError(f"{path}: is a folder{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read as text: {error}") from None
     try:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -34,6 +38,55 @@ CASES = {
     "an override of the wrong type": ("seed: 1", ["train.lr=fast"], "command line: train.lr: "),
     "no such place": ("seed: 1", ["--on", "sagemakr"], "--on sagemakr: no such place"),
     "no such source folder": ("seed: 1", ["--source-dir", "nowhere"], "nowhere: no such folder"),
+    "no such strategy": ("seed: 1", ["train.strategy=fdsp"], "train.strategy: has the wrong form: ddp: each"),
+    "a negative number": (
+        "seed: 1",
+        ["train.epochs=-1"],
+        "train.epochs: input should be greater than or equal",
+    ),
+    "an override without a key": ("seed: 1", ["=3"], "command line: '=3': an empty part in the key"),
+    "tabs": ("train:\n\tepochs: 3", [], "not valid YAML: line 2, column 1: found character '\\t'"),
+    "arguments without a script": ("seed: 1", ["--", "--lr", "3"], "args: only a script takes arguments"),
+    "no such option": ("seed: 1", ["--dryrun"], "No such option: --dryrun (Possible options: --dry-run)"),
+    "an option of other places": (
+        "seed: 1",
+        ["--address", "http://h:1"],
+        "--address: has no meaning with --on",
+    ),
+    "an option of old": ("seed: 1", ["--hosts", "gpu=1"], "--hosts: write rehearsal.hosts=gpu=1,cpu=2"),
+    "no address": (
+        "output_dir: /shared\nparams: {data: s3://b/x}",
+        ["--on", "ray"],
+        "--address: needed with --on ray",
+    ),
+    "an address of another kind": (
+        "output_dir: /shared\nparams: {data: s3://b/x}",
+        ["--on", "ray", "--address", "head:8265"],
+        "write http://<head>:8265",
+    ),
+    "wrong hosts": (
+        "params: {data: s3://b/x}",
+        ["--on", "rehearsal", "rehearsal.hosts=gpu"],
+        "'gpu' is not group=count",
+    ),
+    "a wrong fault": (
+        "params: {data: s3://b/x}",
+        ["--on", "rehearsal", "rehearsal.faults=explode:algo-1"],
+        "'explode:algo-1' is not action:host@20s",
+    ),
+    "an unwritable output folder": ("output_dir: /proc/x", [], "output_dir: /proc/x cannot be written"),
+    "a file as output folder": ("output_dir: /etc/passwd", [], "output_dir: /etc/passwd cannot be written"),
+    "no checkpoint to resume": ("seed: 1", ["--resume", "nowhere"], "--resume nowhere: no such folder"),
+    "a wrong folder to resume": (
+        "seed: 1",
+        ["--resume", "/proc/sys"],
+        "neither a run directory nor a folder",
+    ),
+    "no preparing function": (
+        "seed: 1",
+        ["data.prepare=recipes.digits_data:wirte"],
+        "has no wirte; did you mean write?",
+    ),
     "no such preparation": ("data: {prepare: 'recipes.none:write'}", [], "no module recipes.none"),
 }
 
@@ -71,3 +124,88 @@ def test_all_errors_come_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
     code, lines, _ = type_command([str(tmp_path / "job.yaml"), "data.order=no"], capsys)
     assert code == 2
     assert len(lines) == 4
+
+
+TYPED = {
+    "an option without a value": (["jobs/job.yaml", "--on"], "Option '--on' requires an argument"),
+    "a folder as the job": (["jobs"], "jobs: is a folder; did you mean jobs/job.yaml?"),
+    "an empty folder as the job": (["empty"], "empty: is a folder; name a job's YAML file"),
+    "an override in the job's place": (["train.epochs=3"], "write: JOB.yaml train.epochs=3"),
+    "no such script": (["nope.py"], "script: no file nope.py"),
+    "a script that is not Python": (["broken.py"], "script: broken.py is not Python"),
+    "a key that a script ignores": (["fine.py", "train.lr=3"], "train.lr: has no effect on a script"),
+    "a binary file": (["binary.yaml"], "binary.yaml: cannot be read as text"),
+    "status of no run": (["status", "nowhere"], "nowhere: no run directory, and no id"),
+    "logs of no run": (["logs", "nowhere"], "nowhere: no run directory"),
+    "stop of no run": (["stop", "nowhere"], "nowhere: no run directory"),
+    "status without a region": (["status", "sagemaker:x"], "write sagemaker:<region>/x"),
+    "status of no Ray job": (["status", "ray:foo"], "write ray:http://<head>:8265/<job>"),
+    "report of no run": (["report", "nowhere"], "nowhere: is no run directory"),
+    "report of another folder": (["report", "jobs"], "jobs: is no run directory (no summary.json in it)"),
+    "comparing nothing": (["compare", "nowhere"], "nowhere: is no run directory"),
+    "replay of no run": (["replay", "nowhere"], "nowhere: is no run directory"),
+    "size of a script": (["size", "fine.py"], "size: measures the chain of a recipe"),
+    "size of nothing": (["size", "jbos/job.yaml"], "jbos/job.yaml: no such configuration file"),
+    "a wrong speed": (["size", "jobs/job.yaml", "--gpu-samples-per-s", "fast"], "--gpu-samples-per-s fast"),
+    "a negative limit": (["size", "jobs/job.yaml", "--max-cpu-hosts", "-3"], "--max-cpu-hosts: at least 0"),
+    "checking a job": (["check", "jobs/job.yaml"], "a job's configuration; `size jobs/job.yaml`"),
+    "checking nothing": (["check"], "no script given"),
+    "too few steps": (["check", "fine.py", "--steps", "0"], "--steps: at least 10 (got 0)"),
+    "no time": (["check", "fine.py", "--timeout", "-5"], "--timeout: more than 0 seconds (got -5)"),
+    "too many words": (["status", "a", "b"], "Got unexpected extra argument(s) (b)"),
+    "a word for a number": (["check", "fine.py", "--steps", "x"], "Invalid value for '--steps'"),
+}
+
+
+@pytest.mark.parametrize("case", TYPED)
+def test_a_mistyped_command_is_one_line_and_leaves_nothing(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, expected = TYPED[case]
+    monkeypatch.chdir(tmp_path)
+    for folder in ("jobs", "empty"):
+        Path(folder).mkdir()
+    Path("jobs/job.yaml").write_text(GOOD)
+    for name, content in (("fine.py", b""), ("broken.py", b"def ("), ("binary.yaml", b"\xff\xfe\x00")):
+        Path(name).write_bytes(content)
+    before = sorted(tmp_path.rglob("*"))
+    code, lines, _ = type_command(words, capsys)
+    assert (code, len(lines)) == (2, 1), lines
+    assert expected in lines[0]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_disk_that_fails_while_the_source_is_staged_leaves_no_run(
+    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/old").mkdir(parents=True)
+    Path("runs/latest").symlink_to("old")
+    Path("job.yaml").write_text(GOOD)
+    failure = OSError(number, os.strerror(number), "x")
+    with mock.patch("shutil.copytree", side_effect=shutil.Error([("a", "b", str(failure))])):
+        code, lines, _ = type_command(["job.yaml"], capsys)
+    assert (
+        (code, len(lines)) == (2, 1) and os.strerror(number) in lines[0] and "cannot be written" in lines[0]
+    )
+    with mock.patch("shutil.copytree", side_effect=failure):
+        code, lines, _ = type_command(["job.yaml"], capsys)
+    assert (code, len(lines)) == (2, 1) and os.strerror(number) in lines[0]
+    assert {path.name for path in Path("runs").iterdir()} == {"old", "latest"}
+    assert str(Path("runs/latest").readlink()) == "old"
+
+
+def test_a_staging_folder_that_is_full_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever a place writes: here, what `--request` is to hold."""
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(GOOD)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/staged")
+    with mock.patch("launcher.commands.run", side_effect=full):
+        code, lines, _ = type_command(["job.yaml"], capsys)
+    assert code == 2
+    assert lines == [
+        "error: /tmp/staged: No space left on device; make room or name another folder (output_dir=…, TMPDIR)"
+    ]

@@ -255,6 +255,8 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
     strategies.share_buffers(model)
     model = strategies.plain(model).eval()
     sharded, spare = strategies.is_sharded(model), None
+    # Let `train`'s thread finish first: a recipe that imports another part of it meanwhile gets a KeyError.
+    import_quietly("torchmetrics.classification")
     metrics = {name: metric.to(worker.device) for name, metric in worker.recipe.metrics().items()}
     sums = torch.zeros(2, dtype=torch.float64)
     fed, draws, micro_batches = False, rng_state(worker.device), MicroBatches(worker)
