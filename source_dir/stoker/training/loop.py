@@ -31,6 +31,7 @@ from stoker.training.worker import (
     count_records,
     finite,
     import_ahead,
+    import_quietly,
     mean_over_ranks,
     reached,
     reconcile,
@@ -255,7 +256,7 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
     strategies.share_buffers(model)
     model = strategies.plain(model).eval()
     sharded, spare = strategies.is_sharded(model), None
-    # Let `train`'s thread finish first: a recipe that imports another part of it meanwhile gets a KeyError.
+    # Wait for the thread of `train_epoch`: importing another part of it meanwhile raises a KeyError.
     import_quietly("torchmetrics.classification")
     metrics = {name: metric.to(worker.device) for name, metric in worker.recipe.metrics().items()}
     sums = torch.zeros(2, dtype=torch.float64)

@@ -164,16 +164,19 @@ def finite(value: Any) -> float | None:
 
 
 def import_ahead(name: str) -> None:
-    """Train worker: import in a thread, ahead of need; a failure shows where the module is used."""
-    import contextlib
-    import importlib
+    """Train worker: import in a thread, ahead of need."""
     import threading
 
-    def load() -> None:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+    threading.Thread(target=import_quietly, args=(name,), daemon=True).start()
 
-    threading.Thread(target=load, daemon=True).start()
+
+def import_quietly(name: str) -> None:
+    """Train worker: import a module; a failure shows where the module is used."""
+    import contextlib
+    import importlib
+
+    with contextlib.suppress(Exception):
+        importlib.import_module(name)
 
 
 def tee_prints(worker: Worker) -> None:
