@@ -31,6 +31,7 @@ ARGUED = {
     "source_dir/stoker/data/sources/identity.py": (1, "a copy of an object of this very process"),
     "source_dir/stoker/data/preprocessing/probing.py": (1, "of the head of this run"),
     "source_dir/stoker/sizing/profile.py": (1, "sent by the parent process through a pipe"),
+    "source_dir/stoker/peek/rebuild.py": (1, "a copy of an object of this very process"),
 }
 """Where pickles are read, how often, and why nobody else can have written them."""
 
