@@ -1,4 +1,4 @@
-"""Anywhere: packages that only some jobs need. Loads none of them."""
+"""Anywhere: packages that only some jobs need. Imports none of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DASHBOARD = dict.fromkeys(("aiohttp_cors", "opencensus", "prometheus_client"), "
 
 
 def needed(config: Config) -> dict[str, dict[str, str]]:
-    """Anywhere: what a job needs beyond `requirements.txt`.
+    """Anywhere: the packages a job needs beyond `requirements.txt`.
 
     Returns:
         Name of the extra → module → the line for `requirements.txt`.
@@ -29,15 +29,15 @@ def needed(config: Config) -> dict[str, dict[str, str]]:
 
 
 def requirement_lines(config: Config) -> list[str]:
-    """Laptop: the lines that a staged `requirements.txt` gets for this job."""
+    """Laptop: the lines to add to the staged `requirements.txt` for this job."""
     return [line for modules in needed(config).values() for line in modules.values()]
 
 
 def refuse_missing(config: Config) -> None:
-    """Head: refuse, before any cluster forms, what this environment cannot do.
+    """Head: raise if packages for the job are not installed, before a cluster is formed.
 
     Raises:
-        UsageError: one line per extra, with what to type.
+        UsageError: one line per extra, with the pip command that installs it.
     """
     keys = {"onnx": "export: onnx", "mlflow": "tracking.mlflow.uri", "dashboard": "cluster.dashboard"}
     problems = []

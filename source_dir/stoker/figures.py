@@ -1,4 +1,4 @@
-"""Anywhere: sizes and times as people read them."""
+"""Anywhere: human-readable sizes and times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Head: the hosts of the cluster as the summary names them, and what has changed about them."""
+"""Head: the hosts of the cluster for the summary, and changes to them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stoker.tracking.summary import Host, Summary
 
 
 def hosts() -> list[Host]:
-    """Head: the hosts of the cluster as the summary names them."""
+    """Head: the cluster's live hosts as summary entries."""
     import ray
 
     found = []
@@ -32,7 +32,7 @@ def hosts() -> list[Host]:
 
 
 def host_changes(summary: Summary) -> list[dict[str, Any]]:
-    """Head: hosts lost and joined since the last look; a late one enters the summary's list."""
+    """Head: events for hosts lost or joined since the last call; adds late hosts to the summary."""
     now = {host.model_dump()["node_id"]: host for host in hosts()}
     known = {host.model_dump()["node_id"]: host for host in summary.cluster.hosts}
     told = {event["node"] for event in summary.events if event["event"] == "host_lost"}

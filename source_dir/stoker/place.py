@@ -1,4 +1,4 @@
-"""Head: where a run takes place and where its files go."""
+"""Head: the backend of a run and the folders for its files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 RUN_DIR_VARIABLE = "STOKER_RUN_DIR"
 BACKEND_VARIABLE = "STOKER_BACKEND"
 COMMIT_FILE = "job.commit"
-"""In the staged source: the git commit that it was copied from, where there was one."""
+"""In the staged source: the git commit it was copied from, if any."""
 LAUNCH_DIR_VARIABLE = "STOKER_LAUNCH_DIR"
-"""Local runs: the folder in which the command was typed; relative paths of data mean that one."""
+"""Local runs: the folder in which you ran the command; relative data paths refer to it."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Every host: an exit code and, where it is not 0, the cause in one line."""
+    """Every host: an exit code and, unless it is 0, the cause in one line."""
 
     code: int
     cause: str = ""
@@ -32,15 +32,15 @@ class Place:
     checkpoint_dir: Path
     model_dir: Path
     formed_s: float = 0.0
-    """Seconds from the start of this process until the Ray cluster stood."""
+    """Seconds from the start of this process until the Ray cluster was formed."""
     train_group: str | None = None
-    """Label of the group whose hosts train; None: wherever there is room."""
+    """Label of the group whose hosts train; None: any host with free resources."""
     expected_hosts: tuple[str, ...] = ()
-    """Names of the hosts that the job was given; empty where nobody says."""
+    """Names of the job's hosts; empty if unknown."""
 
 
 def local_place() -> Place:
-    """Head: the run directory that the launcher names in the environment, or one here."""
+    """Head: the place of a local run, from the launcher's environment variables or their defaults."""
     run_dir = Path(os.environ.get(RUN_DIR_VARIABLE) or "run").resolve()
     return Place(
         backend=os.environ.get(BACKEND_VARIABLE, "local"),

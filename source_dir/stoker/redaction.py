@@ -1,8 +1,8 @@
-"""Anywhere: what is secret in a configuration never reaches a file that a run leaves behind, or the screen.
+"""Anywhere: redact the configuration's secrets in all files of a run and on the screen.
 
 A value is secret by the name of its key (`api_token`, `DB_PASSWORD`), by its form (`AKIA…`), or by its
-place in an address (`https://user:password@host`, `?token=…`). The run itself works with the values;
-whatever is written shows `(redacted)`. Loads neither ray nor torch.
+position in a URL (`https://user:password@host`, `?token=…`). The run uses the real values; everything it
+writes shows `(redacted)`. Loads neither ray nor torch.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from urllib.parse import quote
 
 REDACTED = "(redacted)"
 SHORTEST = 6
-"""Shorter values, too, are redacted only where their key stands."""
+"""Values shorter than this are redacted only at their key, not in other text."""
 _WORDS = {"token", "password", "passwd", "passphrase", "pwd", "secret", "credential", "apikey", "accesskey"}
 _KEYS = {"api", "access", "secret", "private", "account", "auth", "signing", "encryption"}
-"""What a secret key is called before the word `key`."""
+"""Words that make a name secret when `key` follows."""
 _ORDINARY = re.compile(r"[A-Za-z _-]{,11}")
-"""Short words are not looked for in other text: `token_pooling: average` may be no secret at all."""
+"""Short words are not redacted in other text: `token_pooling: average` may not be a secret."""
 _VALUE = re.compile(
     r"((AKIA|ASIA)[A-Z0-9]{16}|gh[pousr]_\w{30,}|github_pat_\w{30,}|hf_[A-Za-z]{30,}|sk-\w{20,}|-----BEGIN)"
 )
-"""Credentials that are known by their form, whatever their key is called."""
+"""Credentials recognized by their form, whatever the name of their key."""
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _USER = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 _QUERY = re.compile(r"(?<=[?&])([\w.~-]+)=([^&#\s'\"]+)")
@@ -33,11 +33,11 @@ _known: set[str] = set()
 
 
 def is_secret(name: str, value: Any = "") -> bool:
-    """Anywhere: whether a key's name says that its value is secret.
+    """Anywhere: whether a key or its value looks secret.
 
     Args:
-        name: `hf_token`, `DB_PASSWORD`, `apiKey`, with or without its section.
-        value: numbers and flags are secret only under a name that ends so: `max_tokens: 128` is not.
+        name: the key, such as `hf_token`, `DB_PASSWORD`, `apiKey`, with or without its section.
+        value: a number is secret only if the name ends in a secret word (not `max_tokens: 128`).
     """
     words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]
     found = [word.removesuffix("s") in _WORDS or word in _WORDS for word in words]
@@ -50,7 +50,7 @@ def is_secret(name: str, value: Any = "") -> bool:
 
 
 def redacted_at(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Anywhere: where `(redacted)` stands in a configuration, as paths of keys."""
+    """Anywhere: where a configuration contains `(redacted)`, as paths of keys."""
     if isinstance(tree, Mapping):
         for key, below in tree.items():
             yield from redacted_at(below, (*path, str(key)))
@@ -62,12 +62,12 @@ def redacted_at(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
 
 
 def redact(value: Any, name: str = "", secret: bool = False) -> Any:
-    """Anywhere: the same nesting of dicts and lists, secrets replaced.
+    """Anywhere: a copy of nested dicts and lists with secrets replaced.
 
     Args:
-        value: of a configuration.
-        name: of its key.
-        secret: everything in it is.
+        value: a configuration or part of one.
+        name: the key of `value`.
+        secret: whether everything in `value` is secret.
     """
     if isinstance(value, Mapping):
         secret = secret or is_secret(name)
@@ -82,7 +82,7 @@ def redact(value: Any, name: str = "", secret: bool = False) -> Any:
 
 
 def learn(tree: Any) -> None:
-    """Anywhere: remember the secrets of a configuration, so that `scrub` finds them in any text."""
+    """Anywhere: remember a configuration's secrets, so that `scrub` can remove them from any text."""
     for text in _secrets(tree):
         if len(text) >= SHORTEST and not _ORDINARY.fullmatch(text):
             _known.update({text, quote(text, safe=""), json.dumps(text)[1:-1]})
@@ -90,7 +90,7 @@ def learn(tree: Any) -> None:
 
 
 def scrub(text: str) -> str:
-    """Anywhere: a text without the secrets that were learnt, however they got into it."""
+    """Anywhere: replace all learned secrets in a text."""
     for secret in sorted(_known, key=len, reverse=True):
         text = text.replace(secret, REDACTED)
     return text
@@ -108,12 +108,12 @@ def _in_query(name: str) -> bool:
 
 
 def _is_command(name: str, value: Iterable[Any]) -> bool:
-    """Whether a list holds a script's arguments, of which a flag names the next."""
+    """Whether a list is a script's command line, in which a flag names the next argument."""
     return name == "args" and all(isinstance(word, str) for word in value)
 
 
 def _arguments(words: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """The words of a command line: (name of the flag that a value belongs to, `--flag=` before it, value)."""
+    """Split a command line into (name of the flag that a value belongs to, `--flag=` prefix, value)."""
     flag = ""
     for word in words:
         name, sign, value = word.partition("=") if word.startswith("-") else ("", "", "")

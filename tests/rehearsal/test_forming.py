@@ -42,7 +42,7 @@ def test_odd_names_two_gpu_hosts_a_cpu_host_first_and_one_that_comes_late(rehear
         "rehearsal.cpus=1",
         "rehearsal.join_delay={algo-3: never}",
         # The late one comes when it is the only one that is missing.
-        "rehearsal.faults=['start:algo-3@/missing: Feed er.01: algo-3; here/']",
+        "rehearsal.faults=['start:algo-3@/missing: Feed er.01: algo-3; joined/']",
         "sagemaker.hyperparameters={train.lr: 0.25}",
         task_s=0.3,
         tasks=20,
@@ -76,7 +76,7 @@ def test_min_cpu_hosts_goes_on_and_takes_who_comes_later(rehearse: Rehearse) -> 
         "rehearsal.entry=container",
         "rehearsal.hosts=gpu=1,cpu=2",
         "rehearsal.join_delay={algo-2: never, algo-3: never}",
-        "rehearsal.faults=['start:algo-2@/going on without/']",
+        "rehearsal.faults=['start:algo-2@/continuing without/']",
         "cluster.join_timeout_s=3",
         "cluster.min_cpu_hosts=0",
         tasks=12,
@@ -84,6 +84,6 @@ def test_min_cpu_hosts_goes_on_and_takes_who_comes_later(rehearse: Rehearse) -> 
         until_hosts=2,
     )
     assert done.code == 0, done.run.failure_reason
-    assert "going on without cpu: algo-2, algo-3" in done.log("algo-1")
+    assert "continuing without cpu: algo-2, algo-3" in done.log("algo-1")
     assert set(done.result["tasks_by_host"]) == {"algo-1", "algo-2"}
     assert done.codes == {"algo-1": 0, "algo-2": 0, "algo-3": None}

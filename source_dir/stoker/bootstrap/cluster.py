@@ -1,4 +1,4 @@
-"""Every host: form the Ray cluster of the job, wait for its hosts, watch them."""
+"""Every host: form the job's Ray cluster, wait for its hosts and watch them."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ RAY_LOG = Path(tempfile.gettempdir()) / "stoker-ray.log"
 
 @contextmanager
 def prepared() -> Iterator[None]:
-    """Laptop: what a Ray cluster of this machine alone needs is imported from now on, beside all else."""
+    """Laptop: set up a one-machine Ray cluster's environment and start its imports in the background."""
     set_environment(secrets.token_hex(32))
-    # One machine is not preempted in part, so nobody needs to watch for that.
+    # A single machine is never preempted in part, so there is nothing to watch.
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     if not forks.POSSIBLE:
         yield
@@ -50,10 +50,10 @@ def prepared() -> Iterator[None]:
 
 
 class LocalCluster:
-    """Laptop: a Ray cluster of this machine alone, with a token of its own, which starts beside all else.
+    """Laptop: a one-machine Ray cluster with its own token. It starts in the background.
 
     Args:
-        config: `cluster`.
+        config: the configuration; only its `cluster` section is used.
     """
 
     def __init__(self, config: Config) -> None:
@@ -82,10 +82,10 @@ class LocalCluster:
             self._started.set_result(context)
         except BaseException as error:
             self._started.set_exception(error)
-        self._over.wait()  # the kernel ends Ray's daemons with the thread that started them
+        self._over.wait()  # the kernel ends Ray's daemons when the thread that started them ends
 
     def abandon(self, code: int) -> NoReturn:
-        """Laptop: end this process at once, while Ray may still be starting: nothing has been begun."""
+        """Laptop: exit at once, even while Ray is starting; there is no work to save yet."""
         import psutil
 
         sys.stdout.flush()
@@ -104,7 +104,7 @@ class LocalCluster:
         if self._config.dashboard:
             write_token(self._token_file, self._token)
             print(
-                f"dashboard: http://{context.dashboard_url}  it asks for the run's token:"
+                f"dashboard: http://{context.dashboard_url}  log in with the run's token:"
                 f" cat {self._token_file}",
                 flush=True,
             )
@@ -120,7 +120,7 @@ class LocalCluster:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """A job's process on a Ray cluster: that cluster, with the token it runs under."""
+    """A job's process on a Ray cluster: connect to that cluster with the token it runs under."""
     set_ray_train()
     import ray
 
@@ -132,38 +132,37 @@ def connected() -> Iterator[None]:
 
 
 LONGEST_TEMP_DIR = 36
-"""Characters of $TMPDIR: the path of a socket has 107 at most, of which Ray needs 70 for its own part."""
+"""Maximum length of $TMPDIR: a socket path has at most 107 characters, and Ray adds about 70."""
 
 
 def set_environment(token: str) -> None:
-    """Every host: what all Ray processes of this job must agree on; before ray is imported."""
+    """Every host: set what all Ray processes of the job must agree on. Call it before importing ray."""
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = token
     os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
     os.environ.pop("RAY_ADDRESS", None)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # A recipe that uses Ray too early shall not start a cluster of its own.
+    # Otherwise a recipe that uses Ray too early would start a second cluster.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     if len(tempfile.gettempdir()) > LONGEST_TEMP_DIR:
-        os.environ.setdefault("RAY_TMPDIR", "/tmp")  # noqa: S108 - Ray makes a folder of its own in it
+        os.environ.setdefault("RAY_TMPDIR", "/tmp")  # noqa: S108 - Ray creates a private folder in it
     set_ray_train()
     os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
-    # A stopped host must be gone at once, not after Ray's drain of half a minute.
+    # Remove a stopped host at once instead of after Ray's 30 s drain.
     os.environ["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
-    # A host whose machine vanished is declared dead after about 20 s instead of 65 s.
+    # Declare a lost machine dead after about 20 s instead of 65 s.
     os.environ.setdefault("RAY_health_check_period_ms", "2000")
     os.environ.setdefault("RAY_health_check_timeout_ms", "4000")
     os.environ.setdefault("RAY_health_check_failure_threshold", "4")
-    # Ray's default is to start a task again without end whenever it ran out of memory.
+    # By default Ray retries a task that ran out of memory forever.
     os.environ.setdefault("RAY_task_oom_retries", "8")
-    # Calls to a machine that vanished without a word would otherwise hang for seven minutes, and
-    # the tasks that ran on it with them.
+    # Without keepalive, calls to a lost machine, and the tasks that ran on it, hang for seven minutes.
     os.environ.setdefault("RAY_grpc_client_keepalive_time_ms", "15000")
     os.environ.setdefault("RAY_grpc_client_keepalive_timeout_ms", "8000")
 
 
 def write_token(file: Path, token: str) -> None:
-    """Laptop: where only this user can read it; a terminal's output is kept and passed on more easily."""
+    """Laptop: write the token to a file that only this user can read; terminal output is easily shared."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as output:
@@ -171,33 +170,33 @@ def write_token(file: Path, token: str) -> None:
 
 
 def read_token(folder: Path) -> str:
-    """Every host: the job's token, which travels with its code.
+    """Every host: read the job's token, which is shipped with its code.
 
     Raises:
-        ClusterError: there is none, or it is too short to be one.
+        ClusterError: the token is missing or too short.
     """
     file = folder / TOKEN_FILE
     try:
         token = file.read_text().strip()
     except OSError:
         raise ClusterError(
-            f"{TOKEN_FILE} is not beside train.py: the hosts share no token; launcher/submit.py "
-            f"writes it, or before an upload by hand: openssl rand -hex 32 > {TOKEN_FILE}"
+            f"{TOKEN_FILE} is missing next to train.py, so the hosts share no token; submit with "
+            f"launcher/submit.py, or before a manual upload run: openssl rand -hex 32 > {TOKEN_FILE}"
         ) from None
     if len(token) < 32:
-        raise ClusterError(f"{TOKEN_FILE}: a token of {len(token)} characters is too short")
+        raise ClusterError(f"{TOKEN_FILE}: a token of {len(token)} characters is too short; use 32 or more")
     return token
 
 
 def labels_of(topology: Topology) -> dict[str, str]:
-    """Every host: the Ray labels of this host."""
+    """Every host: this host's Ray labels."""
     labels = {"stoker.group": label(topology.group), "stoker.host": label(topology.host)}
     kind = next(group.instance_type for group in topology.groups if group.name == topology.group)
     return labels | ({"stoker.type": kind} if kind else {})
 
 
 def present_hosts(topology: Topology) -> dict[str, dict[str, Any]]:
-    """Head: host name → Ray's entry, for those of the job's hosts that are alive in the cluster."""
+    """Head: the job's hosts that are alive in the cluster, as host name → Ray node entry."""
     import ray
 
     by_label = {label(host): host for host in topology.hosts}
@@ -209,19 +208,19 @@ def present_hosts(topology: Topology) -> dict[str, dict[str, Any]]:
 def wait_for_hosts(
     topology: Topology, config: Config, started: float, check: Callable[[], None]
 ) -> list[str]:
-    """Head: until all hosts have joined, or as many as the configuration is content with.
+    """Head: wait until all hosts have joined, or after the timeout accept `cluster.min_cpu_hosts` of them.
 
     Args:
         topology: the hosts to expect.
         config: `cluster.join_timeout_s` and `cluster.min_cpu_hosts`.
-        started: `time.monotonic()` from which the time-out counts.
-        check: called often; raises to give up.
+        started: `time.monotonic()` at which the timeout starts.
+        check: called in every iteration; raises to give up.
 
     Returns:
         The names of the hosts that have joined.
 
     Raises:
-        ClusterError: hosts are absent after the time-out; they are named.
+        ClusterError: hosts are missing after the timeout; the message names them.
     """
     timeout = config.cluster.join_timeout_s
     least = config.cluster.min_cpu_hosts
@@ -239,19 +238,19 @@ def wait_for_hosts(
             trainers = [host for host in missing if topology.group_of(host) == topology.gpu_group]
             if least is not None and len(cpu_hosts) >= least and not trainers:
                 allowed = f"cluster.min_cpu_hosts is {least}"
-                say(f"going on without {absent} after {waited:.0f} s: {allowed}")
+                say(f"continuing without {absent} after {waited:.0f} s: {allowed}")
                 return list(present)
             raise ClusterError(f"hosts that did not join within {timeout:.0f} s: {absent}")
         if time.monotonic() - reported > REPORT_EVERY_S:
             reported = time.monotonic()
             there = by_group(topology, list(present)) or "none"
             so_far = f"{waited:.0f} of {timeout:.0f} s"
-            say(f"waiting for hosts, {so_far}; missing: {absent}; here: {there}")
+            say(f"waiting for hosts, {so_far}; missing: {absent}; joined: {there}")
         time.sleep(0.25)
 
 
 def by_group(topology: Topology, hosts: list[str]) -> str:
-    """Anywhere: hosts with their groups: `cpu: algo-2, algo-3`."""
+    """Anywhere: the hosts, listed by group: `cpu: algo-2, algo-3`."""
     parts = [(g.name, [host for host in g.hosts if host in hosts]) for g in topology.groups]
     return "; ".join(f"{name}: {', '.join(members)}" for name, members in parts if members)
 
@@ -259,17 +258,17 @@ def by_group(topology: Topology, hosts: list[str]) -> str:
 def reach_head(
     topology: Topology, port: int, token: str, deadline: float, check: Callable[[], None]
 ) -> tuple[str, Lifeline]:
-    """Worker host: the head's address and a connection to its process.
+    """Worker host: connect to the head; returns its address and the connection.
 
     Args:
         topology: names the head.
-        port: of the head's lifeline.
-        token: the job's.
+        port: the head's lifeline port.
+        token: the job's token.
         deadline: `time.monotonic()` at which to give up.
-        check: called often; raises to give up.
+        check: called in every iteration; raises to give up.
 
     Raises:
-        ClusterError: saying what was still missing: the name, the port, or the right token.
+        ClusterError: the head was not reached; the message says whether name, port or token failed.
     """
     started = time.monotonic()
     reported = started
@@ -285,7 +284,7 @@ def reach_head(
             problem = f"port {port} of {topology.head}: {error.strerror or error}"
         now = time.monotonic()
         if now > deadline:
-            raise ClusterError(f"the head cannot be reached after {now - started:.0f} s: {problem}")
+            raise ClusterError(f"cannot reach the head after {now - started:.0f} s: {problem}")
         if now - reported > REPORT_EVERY_S:
             reported = now
             so_far = f"{now - started:.0f} of {deadline - started:.0f} s"
@@ -295,7 +294,7 @@ def reach_head(
 
 
 def stay(lifeline: Lifeline, alive: Callable[[], bool], check: Callable[[], None]) -> Ended | None:
-    """Worker host: until the head ends (how), or until this host's own Ray does (None)."""
+    """Worker host: block until the head ends (returns how) or this host's Ray does (returns None)."""
     while True:
         check()
         ended = lifeline.poll(0.5)
@@ -306,10 +305,10 @@ def stay(lifeline: Lifeline, alive: Callable[[], bool], check: Callable[[], None
 
 
 def set_ray_train() -> None:
-    """The process that trains, and those that start such: how Ray Train is to behave."""
+    """Training processes and their parents: configure Ray Train through the environment."""
     os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
-    # Train workers stay in the job's folder, where the recipe's relative paths hold.
+    # Keep train workers in the job's folder, so that the recipe's relative paths resolve.
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
-    # The end of training is seen after half a second, and a hung train worker not only after 10 minutes.
+    # Detect the end of training within 0.5 s and a hung train worker within 2 instead of 10 minutes.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", "120")

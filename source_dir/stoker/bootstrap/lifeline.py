@@ -1,8 +1,8 @@
-"""Head and worker hosts: one TCP connection from each worker host to the head's own process.
+"""Head and worker hosts: a TCP connection from each worker host to the head's process.
 
-Ray's daemons outlive the process that started them, and notice a lost head after about a minute.
-The kernel closes this connection the moment the head's process ends, however it ends, and keepalive
-probes notice a head whose machine is gone. Both sides prove that they hold the job's token.
+Ray's daemons outlive the process that started them and take about a minute to notice a lost head. The
+kernel closes this connection as soon as the head's process ends, for any reason, and keepalive probes
+detect a lost head machine. Both sides prove that they hold the job's token.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 2, 1, 3
-"""A silent peer is given up 5 s after its last sign of life."""
+"""Together: a peer counts as lost after 5 s of silence."""
 HELLO_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Worker host: how the head ended; `code` is None when it vanished without a word."""
+    """Worker host: how the head ended; `code` is None if the connection was lost without an exit code."""
 
     code: int | None
     why: str
 
 
 class LifelineServer:
-    """Head: accepts worker hosts, tells them when Ray is ready and when the job is over."""
+    """Head: accepts worker hosts and signals when Ray is ready and when the job ends."""
 
     def __init__(self, address: str, port: int, token: str, versions: dict[str, str] | None = None) -> None:
-        """Args: versions: of the head's packages; every host compares its own before it joins."""
+        """Args: versions: the head's package versions; every host compares its own before joining."""
         self._token = token
         self._message: dict[str, object] = {"ready": True, "versions": versions or {}}
         self._lock = threading.Lock()
@@ -46,24 +46,24 @@ class LifelineServer:
         threading.Thread(target=self._accept, name="lifeline", daemon=True).start()
 
     def connected(self) -> set[str]:
-        """Head: names of the hosts that hold a connection now."""
+        """Head: names of the currently connected hosts."""
         with self._lock:
             return set(self._connections)
 
     def ready(self) -> None:
-        """Head: Ray listens; hosts may join."""
+        """Head: announce that Ray is listening and hosts may join."""
         with self._lock:
             self._ready = True
             for connection in self._connections.values():
                 _send(connection, self._message)
 
     def end(self, code: int, expected: Collection[str] = (), grace_s: float = 0) -> None:
-        """Head: the job is over; every worker host leaves now.
+        """Head: announce the end of the job, so that every worker host leaves.
 
         Args:
             code: the job's exit code.
-            expected: hosts that may still be on their way.
-            grace_s: how long to wait for these, so that they hear it too.
+            expected: hosts that may still be connecting.
+            grace_s: how long to wait for them to connect and receive the message.
         """
         deadline = time.monotonic() + grace_s
         while set(expected) - self.connected() and time.monotonic() < deadline:
@@ -128,7 +128,7 @@ class Lifeline:
         self._socket = socket.create_connection((address, port), timeout=timeout_s)
         self._buffer = b""
         self.head_versions: dict[str, str] = {}
-        """Of the head's packages, once it is ready."""
+        """The head's package versions, once it is ready."""
         try:
             _keep_alive(self._socket)
             self._socket.settimeout(HELLO_TIMEOUT_S)
@@ -148,7 +148,7 @@ class Lifeline:
             raise
 
     def wait_ready(self, timeout_s: float) -> bool | Ended:
-        """Worker host: True once the head's Ray listens, False when it took longer."""
+        """Worker host: True once Ray on the head listens, False after the timeout, `Ended` if it ended."""
         deadline = time.monotonic() + timeout_s
         while True:
             message = self._next(max(0.0, deadline - time.monotonic()))
@@ -162,7 +162,7 @@ class Lifeline:
                 return True
 
     def poll(self, timeout_s: float) -> Ended | None:
-        """Worker host: wait for the head's end, at most `timeout_s`; None where it goes on."""
+        """Worker host: wait up to `timeout_s` for the head's end; None if it is still running."""
         message = self._next(timeout_s)
         return message if isinstance(message, Ended) else None
 
@@ -180,7 +180,7 @@ class Lifeline:
             except OSError as error:
                 return Ended(None, f"the head is gone: {error.strerror or error}")
             if not data:
-                return Ended(None, "the head's process ended without a word")
+                return Ended(None, "the head's process ended without an exit code")
             self._buffer += data
         line, self._buffer = self._buffer.split(b"\n", 1)
         message: dict[str, object] = json.loads(line)

@@ -1,4 +1,4 @@
-"""Every host: each line of output names group, host and role, since log streams are not grouped."""
+"""Every host: prefix each output line with group, host and role, because log streams are not grouped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import BinaryIO, TextIO
 
 
 def prefix_output(group: str, host: str, role: str) -> None:
-    """Every host: from here on every line that this process prints starts with its origin."""
+    """Every host: from now on, prefix every line that this process prints with its origin."""
     prefix = f"[{group} {host} {role}] "
     if isinstance(sys.stdout, PrefixedStream) and isinstance(sys.stderr, PrefixedStream):
         sys.stdout.prefix = sys.stderr.prefix = prefix
@@ -22,12 +22,12 @@ def prefix_output(group: str, host: str, role: str) -> None:
 
 
 def say(text: str) -> None:
-    """Every host: one line of progress, at once."""
+    """Every host: print one line of progress and flush it."""
     print(text, flush=True)
 
 
 def say_at_once(text: str) -> None:
-    """Every host, in a signal handler: one line past all buffers and locks, which may be held."""
+    """Every host, in a signal handler: write one line, bypassing buffers and locks that may be held."""
     stream = sys.stderr
     prefix = stream.prefix if isinstance(stream, PrefixedStream) else ""
     with contextlib.suppress(OSError, ValueError):
@@ -35,7 +35,7 @@ def say_at_once(text: str) -> None:
 
 
 class PrefixedStream(io.TextIOBase):
-    """Every host: a text stream that hands on whole lines, each with a prefix."""
+    """Every host: a text stream that forwards whole lines, each with a prefix."""
 
     def __init__(self, target: TextIO, prefix: str, lock: threading.Lock | None = None) -> None:
         self._target = target
@@ -53,7 +53,7 @@ class PrefixedStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         with self._lock:
-            # A progress bar that rewrites its line would otherwise be one endless line.
+            # A progress bar that rewrites its line would otherwise become one endless line.
             *lines, self._rest = (self._rest + text).replace("\r\n", "\n").replace("\r", "\n").split("\n")
             for line in lines:
                 if line.strip():
@@ -62,11 +62,11 @@ class PrefixedStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Unfinished lines stay until their end, so that two processes never share a line."""
+        """Flush the target; partial lines stay buffered, so that two processes never share a line."""
         self._target.flush()
 
     def finish(self) -> None:
-        """Print what has not been ended by a newline."""
+        """Print the last line if it has no newline."""
         if self._rest:
             self.write("\n")
 

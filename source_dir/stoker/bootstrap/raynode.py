@@ -1,4 +1,4 @@
-"""Every host: the Ray daemons of this host, started as one process and stopped by its tree."""
+"""Every host: this host's Ray daemons, started as one process and stopped as a process tree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from stoker.bootstrap.forks import POSSIBLE, SOCKET_VARIABLE, ForkServer
 
 HOST_CPUS_VARIABLE = "STOKER_HOST_CPUS"
-"""How many CPUs this host has, where that is less than the machine shows (a rehearsal)."""
+"""This host's number of CPUs if it is smaller than the machine reports (in a rehearsal)."""
 MIN_STORE_BYTES = 80 * 2**20
 SMALL_STORE_BYTES = 512 * 2**20
 STORE_SHARE_OF_MEMORY = 0.3
@@ -30,12 +30,12 @@ Preload = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 class ClusterError(RuntimeError):
-    """Every host: the cluster cannot be formed or was lost; one line."""
+    """Every host: the cluster could not be formed or was lost. One line."""
 
 
 @dataclass(frozen=True)
 class Store:
-    """Every host: where Ray keeps objects and how much of them."""
+    """Every host: the size and location of Ray's object store."""
 
     size: int
     folder: str | None = None
@@ -43,9 +43,9 @@ class Store:
 
 
 def size_store(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> Store:  # noqa: S108
-    """Every host: the object store that fits into `/dev/shm`.
+    """Every host: size the object store to fit into `/dev/shm`.
 
-    Ray itself goes to disk without a word where shared memory is too small.
+    If shared memory is too small, Ray falls back to disk without a warning.
     """
     stat = os.statvfs(shm)
     free = int(stat.f_bavail * stat.f_frsize * 0.95)
@@ -58,19 +58,19 @@ def size_store(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> Store:  #
         text = f"object store limited to {free >> 20} MB by {shm} (wanted {wanted >> 20} MB)"
         return Store(free, warning=text if small else "")
     size = min(wanted, 512 * 2**20)
-    text = f"{shm} has only {free >> 20} MB: the object store lies on disk, which is slow"
+    text = f"{shm} has only {free >> 20} MB: the object store is on disk, which is slow"
     return Store(max(size, MIN_STORE_BYTES), tempfile.gettempdir(), text)
 
 
 def cpus_to_declare(gpus: int) -> int:
-    """Every host: CPUs for Ray's tasks: one core per GPU stays with its train worker."""
+    """Every host: CPUs for Ray's tasks; one core per GPU is reserved for its train worker."""
     declared = os.environ.get(HOST_CPUS_VARIABLE)
     cores = int(declared) if declared else len(os.sched_getaffinity(0))
     return max(1, cores - gpus)
 
 
 def count_gpus() -> int:
-    """Every host: NVIDIA devices that this host shows; without loading CUDA."""
+    """Every host: the number of NVIDIA devices, without loading CUDA."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
@@ -78,7 +78,7 @@ def address_of(interface: str) -> str:
     """Every host: the IPv4 address of a network interface, or of this host's name.
 
     Raises:
-        ClusterError: neither has one.
+        ClusterError: neither has an IPv4 address.
     """
     import fcntl
     import struct
@@ -89,19 +89,19 @@ def address_of(interface: str) -> str:
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])
         with contextlib.suppress(OSError):
             return socket.gethostbyname(socket.gethostname())
-    raise ClusterError(f"no IPv4 address on {interface} nor for {socket.gethostname()}")
+    raise ClusterError(f"no IPv4 address on {interface} or for {socket.gethostname()}")
 
 
 def probe_port(address: str, port: int, key: str) -> None:
-    """Head: fail at once where a port is taken; Ray needs 42 s to say so, and says it vaguely.
+    """Head: fail at once if a port is taken; Ray takes 42 s and reports it vaguely.
 
     Raises:
-        ClusterError: naming the port and its key.
+        ClusterError: the port is taken; the message names it and its configuration key.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            # Ray's GCS binds every interface, so a listener on any of them is in its way.
+            # Ray's GCS binds every interface, so a listener on any of them conflicts.
             probe.bind(("0.0.0.0", port))  # noqa: S104
         except OSError:
             raise ClusterError(
@@ -111,19 +111,19 @@ def probe_port(address: str, port: int, key: str) -> None:
 
 
 def free_port() -> int:
-    """Laptop: a loopback port that nobody uses now."""
+    """Laptop: a loopback port that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class RayNode:
-    """Every host: `ray start --block` in a session of its own; it ends when this process does.
+    """Every host: `ray start --block` in a separate session; it ends with this process.
 
     Args:
-        arguments: of `ray start`.
-        log: takes its output.
-        preload: modules that are imported once for all of Ray's workers here: at first, later.
+        arguments: arguments of `ray start`.
+        log: file for its output.
+        preload: modules imported once for all Ray workers on this host: (first, later).
     """
 
     def __init__(self, arguments: list[str], log: Path, preload: Preload | None = None) -> None:
@@ -137,8 +137,8 @@ class RayNode:
             environment[SOCKET_VARIABLE] = self._forks.socket
         command = [sys.executable, "-c", code, "start"]
         with log.open("wb") as output:
-            # Neither this process's pipes nor its terminal: a daemon that holds the container's
-            # output keeps the job alive after its end.
+            # Do not inherit pipes or the terminal: a daemon that holds the container's output keeps the
+            # job alive after its end.
             self._process = subprocess.Popen(
                 [*command, *arguments, "--block", "--disable-usage-stats", "--log-style=record"],
                 stdin=subprocess.DEVNULL,
@@ -150,13 +150,13 @@ class RayNode:
             )
 
     def wait_started(self, check: Callable[[], None] = lambda: None) -> None:
-        """Every host: until the daemons run.
+        """Every host: wait until the daemons run.
 
         Args:
-            check: called often; raises to give up.
+            check: called in every iteration; raises to give up.
 
         Raises:
-            ClusterError: Ray ended or took longer than `START_TIMEOUT_S`.
+            ClusterError: Ray exited or took longer than `START_TIMEOUT_S`.
         """
         deadline = time.monotonic() + START_TIMEOUT_S
         while "Ray runtime started" not in self._output():
@@ -177,7 +177,7 @@ class RayNode:
         return self._process.pid
 
     def stop(self) -> None:
-        """Every host: end the daemons and their tasks; whatever has not left in 3 s is killed."""
+        """Every host: stop the daemons and their tasks; kill what is left after 3 s."""
         import psutil
 
         tree: list[psutil.Process] = []
@@ -209,7 +209,7 @@ class RayNode:
 def arguments_for(
     *, address: str, labels: dict[str, str], cpus: int, gpus: int | None, store: Store
 ) -> list[str]:
-    """Every host: the `ray start` arguments that head and worker hosts share."""
+    """Every host: the `ray start` arguments common to head and worker hosts."""
     arguments = [
         f"--node-ip-address={address}",
         f"--num-cpus={cpus}",
@@ -225,7 +225,7 @@ def arguments_for(
 
 
 def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: also when the parent is killed
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: works even if the parent is killed
 
 
 def _holder(port: int) -> str:

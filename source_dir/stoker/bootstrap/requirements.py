@@ -1,4 +1,4 @@
-"""Every host: install what the image lacks, before anything but the standard library is used."""
+"""Every host: install packages that the image lacks; runs on the standard library alone."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ INSTALL_TIMEOUT_S = 900
 
 
 CONSTRAINTS = "constraints.txt"
-"""In the staged copy: the versions on the machine that submitted, for what the image lacks."""
+"""In the staged copy: package versions of the submitting machine, for packages that the image lacks."""
 OF_THE_IMAGE = ("torch", "torchvision", "torchaudio", "ray")
-"""Fits the image's CUDA and drivers, or every other host: no requirement may replace it."""
+"""Must match the image's CUDA and drivers, or all other hosts; requirements must not replace them."""
 
 
 class InstallError(RuntimeError):
-    """Every host: a requirement is absent and cannot be installed; one line."""
+    """Every host: a missing requirement cannot be installed. One line."""
 
 
 class ConflictError(InstallError):
-    """Every host: a requirement would replace a package of the image; one line."""
+    """Every host: a requirement would replace a package of the image. One line."""
 
 
 def ensure(folder: Path) -> list[str]:
-    """Every host: install `folder/requirements.txt` where it is not satisfied yet.
+    """Every host: install the requirements in `folder/requirements.txt` that are not satisfied yet.
 
-    A folder `wheels/` beside the file is then the only source, for a VPC without internet. Packages of
-    the image in `OF_THE_IMAGE` stay as they are; what the image lacks gets the versions of `CONSTRAINTS`, so
-    that all hosts install the same.
+    If there is a `wheels/` folder next to the file, it is the only source (for a VPC without internet).
+    Packages in `OF_THE_IMAGE` keep the image's version. Missing packages get the versions in `CONSTRAINTS`,
+    so that all hosts install the same.
 
     Returns:
-        What was absent, as written in the file; empty where nothing had to be done.
+        The missing requirements, as written in the file; empty if all were satisfied.
 
     Raises:
-        ConflictError: the file asks for another version of what belongs to the image.
+        ConflictError: the file requires another version of a package in `OF_THE_IMAGE`.
         InstallError: pip failed or took longer than `INSTALL_TIMEOUT_S`.
     """
     file = folder / "requirements.txt"
@@ -91,22 +91,22 @@ def ensure(folder: Path) -> list[str]:
 def unsatisfied(text: str) -> list[str]:
     """Every host: the lines of a requirements file that the installed packages do not satisfy.
 
-    Options (`--index-url …`) and direct references (`name @ https://…`) count by the name alone.
+    Skips options (`--index-url …`) and checks direct references (`name @ https://…`) by name only.
     """
     return [line for line, requirement in _requirements(text) if not _installed(requirement, set())]
 
 
 def image_pins() -> dict[str, str]:
-    """Every host: what the image has of `OF_THE_IMAGE`, name → version."""
+    """Every host: the installed packages of `OF_THE_IMAGE`, as name → version."""
     found = {name: _version(name) for name in OF_THE_IMAGE}
     return {name: version for name, version in found.items() if version}
 
 
 def refuse_replacements(text: str, pins: dict[str, str]) -> None:
-    """Every host: refuse a requirements file that names another version of what belongs to the image.
+    """Every host: reject a requirements file that would replace a package of the image.
 
     Raises:
-        ConflictError: naming the line and the image's version.
+        ConflictError: there is a conflict; the message names the line and the image's version.
     """
     for line, requirement in _requirements(text):
         has = pins.get(canonical(requirement.name))
@@ -118,9 +118,9 @@ def refuse_replacements(text: str, pins: dict[str, str]) -> None:
 
 
 def versions(text: str) -> dict[str, str]:
-    """Every host: the versions here of what a requirements file asks for, and of what that needs.
+    """Every host: installed versions of a requirements file's packages and their dependencies.
 
-    What torch needs differs between images for GPUs and for CPUs, and so does the part after `+`.
+    Leaves out torch's dependencies and local versions (after `+`), which differ between GPU and CPU images.
     """
     found: dict[str, str] = {}
     waiting = [requirement for _, requirement in _requirements(text)]
@@ -145,7 +145,7 @@ def versions(text: str) -> dict[str, str]:
 
 
 def difference(here: dict[str, str], on_head: dict[str, str]) -> str:
-    """Every host: how the packages here differ from the head's, in words; "" where they do not."""
+    """Every host: how this host's packages differ from the head's, as text; "" if they match."""
     texts = [
         f"{name} {here.get(name, '(absent)')} here, {on_head.get(name, '(absent)')} on the head"
         for name in sorted({*here, *on_head})
@@ -156,11 +156,13 @@ def difference(here: dict[str, str], on_head: dict[str, str]) -> str:
 
 
 def constraint_lines(text: str, given: str = "") -> list[str]:
-    """Laptop: the versions here of all that a requirements file needs, as lines of a constraints file.
+    """Laptop: lines of a constraints file that pin a requirements file to the versions installed here.
+
+    Packages in `OF_THE_IMAGE` are left out.
 
     Args:
-        text: of the requirements file.
-        given: the user's own constraints, which come first. What belongs to the image is left out.
+        text: content of the requirements file.
+        given: the user's own constraints, which take precedence.
     """
     own = {canonical(requirement.name): line for line, requirement in _requirements(given)}
     here = {name: f"{name}=={version}" for name, version in _versions_on_the_laptop(text).items()}
@@ -168,7 +170,7 @@ def constraint_lines(text: str, given: str = "") -> list[str]:
 
 
 _versions_on_the_laptop = functools.cache(versions)
-"""Nothing is installed while the launcher runs."""
+"""Cached: the installed packages do not change while the launcher runs."""
 
 
 def canonical(name: str) -> str:
@@ -177,20 +179,20 @@ def canonical(name: str) -> str:
 
 
 def _explain_conflict(output: str, pins: dict[str, str]) -> None:
-    """Raise what pip says of a package of the image, where that is why it gave up."""
+    """Raise a `ConflictError` if pip failed because of a package of the image."""
     for name, version in pins.items():
         if f"(constraint) {name}==" not in output:
             continue
         asking = [line.strip() for line in output.splitlines() if f" depends on {name}" in line]
         raise ConflictError(
             f"requirements.txt: {asking[0] if asking else 'a package needs another ' + name}, but the image's"
-            f" {name} {version} stays, which fits its drivers and the other hosts; ask for a version of the"
-            " package that goes with it, or choose another image"
+            f" {name} {version} stays, which fits its drivers and the other hosts; require a package"
+            " version that works with it, or choose another image"
         )
 
 
 def _requirements(text: str) -> list[tuple[str, Any]]:
-    """The lines of a requirements file that name a package for this machine, with what they say."""
+    """The lines of a requirements file that apply to this machine, each with its parsed requirement."""
     found = []
     for raw in text.splitlines():
         line = raw.split(" #")[0].strip()
@@ -220,7 +222,7 @@ def _installed(requirement: Any, seen: set[tuple[str, str]]) -> bool:
         return False
     if requirement.specifier and not requirement.specifier.contains(found.version, prereleases=True):
         return False
-    # `ray[data]` is satisfied only where what the extra asks for is there as well.
+    # `ray[data]` is satisfied only if the dependencies of the extra are installed as well.
     for extra in requirement.extras:
         if (requirement.name, extra) in seen:
             continue
@@ -236,6 +238,6 @@ def _installed(requirement: Any, seen: set[tuple[str, str]]) -> bool:
 def _parser() -> Any:
     try:
         module = importlib.import_module("packaging.requirements")
-    except ImportError:  # a bare image: pip always carries its own copy
+    except ImportError:  # a bare image; pip always vendors a copy
         module = importlib.import_module("pip._vendor.packaging.requirements")
     return module.Requirement

@@ -1,4 +1,4 @@
-"""Every host of a container job: what the head does, and what a worker host does."""
+"""Every host of a container job: the roles of the head and of a worker host."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from stoker.errors import DataError, UsageError
 from stoker.place import BACKEND_VARIABLE, Outcome, Place
 
 STOP_TIMEOUT_S = 100.0
-"""From SIGTERM to the end by force; SageMaker itself kills after 120 s."""
+"""From SIGTERM to the forced end; SageMaker sends SIGKILL after 120 s."""
 END_GRACE_S = 5.0
 REJOINS = 3
 
 
-class Stopped(Exception):  # noqa: N818 - not an error: someone asked for it
-    """Every host: a signal came while there was nothing to save yet."""
+class Stopped(Exception):  # noqa: N818 - a request, not an error
+    """Every host: a stop signal arrived before there was anything to save."""
 
 
-class HeadEnded(Exception):  # noqa: N818 - how every job ends
+class HeadEnded(Exception):  # noqa: N818 - not an error: every job ends like this
     """Worker host: the head ended while this host was joining."""
 
     def __init__(self, ended: Ended) -> None:
@@ -42,26 +42,26 @@ class HeadEnded(Exception):  # noqa: N818 - how every job ends
 
 
 class Stop:
-    """Every host: SIGTERM as a request that the current phase answers in its own way.
+    """Every host: turns SIGTERM into a stop request that the current phase handles.
 
     Args:
-        end_by_force: called where the driver does not answer in time.
+        end_by_force: called if the driver does not stop in time.
     """
 
     def __init__(self, end_by_force: Callable[[str], None] = lambda cause: os._exit(143)) -> None:
         self.end_by_force = end_by_force
         self.requested_at: float | None = None
         self.on_request: Callable[[str], Any] | None = None
-        """Called from the handler; None lets `check` raise instead."""
+        """Called from the signal handler; if None, `check` raises instead."""
         self.settled = False
-        """The driver has returned: there is nothing left to end by force."""
+        """Whether the driver has returned, so that nothing is left to end by force."""
 
     def install(self) -> None:
-        """Every host, main thread: again after `ray.init`, which sets a handler of its own."""
+        """Every host, main thread: install the handler. Call it again after `ray.init`, which replaces it."""
         signal.signal(signal.SIGTERM, self._handle)
 
     def check(self) -> None:
-        """Every host: raise where a stop is requested and no one else answers it."""
+        """Every host: raise `Stopped` if a stop is requested and `on_request` is not set."""
         if self.requested_at is not None and self.on_request is None:
             raise Stopped
 
@@ -83,16 +83,16 @@ class Stop:
 def run_head(
     resolved: Resolved, topology: Topology, base: Path, code: Path, stop: Stop, started: float
 ) -> Outcome:
-    """Head: start Ray, wait for the hosts, run the driver, tell every host how it ended."""
+    """Head: start Ray, wait for the hosts, run the driver and report the outcome to every host."""
     config = resolved.config
     node: RayNode | None = None
     lifeline: LifelineServer | None = None
-    outcome = Outcome(1, "the head ended without an outcome")
+    outcome = Outcome(1, "the head ended without a result")
     try:
         token = cluster.read_token(code)
         cluster.set_environment(token)
         address = raynode.address_of(topology.interface)
-        # First the line by which the other hosts hear of whatever else may fail.
+        # Open the lifeline first, so that workers learn of any later failure.
         raynode.probe_port(address, lifeline_port(config.cluster.port), "cluster.port + 1")
         lifeline = LifelineServer(address, lifeline_port(config.cluster.port), token, package_versions(code))
         raynode.probe_port(address, config.cluster.port, "cluster.port")
@@ -103,7 +103,7 @@ def run_head(
 
         node.wait_started(stop.check)
         lifeline.ready()
-        # While the hosts join: what is wrong with the recipe is known before the training.
+        # Check the recipe while the hosts join, so that problems show before training.
         driver: Any = importlib.import_module("stoker.driver")
         driver.check(resolved)
         opened = driver.open_early(resolved)
@@ -127,9 +127,9 @@ def run_head(
     except (Exception, SystemExit) as error:
         outcome = _failure(error)
     finally:
-        stop.on_request = _ignore  # too late to stop what is ending
+        stop.on_request = _ignore  # already ending
         if lifeline is not None:
-            # Hosts that are still on their way shall not wait for a head that has failed early.
+            # Give late hosts time to connect, so that they do not wait for a head that failed early.
             lifeline.end(outcome.code, set(topology.hosts[1:]), 0 if outcome.code == 0 else END_GRACE_S)
         if node is not None:
             import ray
@@ -140,10 +140,10 @@ def run_head(
 
 
 def run_worker(resolved: Resolved, topology: Topology, code: Path, stop: Stop, started: float) -> Outcome:
-    """Worker host: join, stay while the head lives, leave within seconds of its end.
+    """Worker host: join, stay until the head ends, then leave within seconds.
 
-    Its exit code is 0 once it has joined: how the job ended is the head's to say, and SageMaker
-    fails a job for any host's code.
+    Once joined, it exits with 0: SageMaker fails a job for any host's non-zero exit code, and the head's
+    code alone decides the outcome.
     """
     config = resolved.config
     deadline = started + config.cluster.join_timeout_s
@@ -157,13 +157,13 @@ def run_worker(resolved: Resolved, topology: Topology, code: Path, stop: Stop, s
             )
             ready = lifeline.wait_ready(max(1.0, deadline - time.monotonic()))
             if ready is False:
-                raise ClusterError(f"Ray on the head {topology.head} is not ready after its time-out")
+                raise ClusterError(f"Ray on the head {topology.head} was not ready before the timeout")
             if isinstance(ready, Ended):
                 return _left(ready)
             if differs := requirements.difference(package_versions(code), lifeline.head_versions):
                 raise ClusterError(
-                    f"its packages are not those of the head {topology.head}: {differs}; pin them in"
-                    f" {requirements.CONSTRAINTS} beside requirements.txt, or use one image for all hosts"
+                    f"its packages differ from those of the head {topology.head}: {differs}; pin them in"
+                    f" {requirements.CONSTRAINTS} next to requirements.txt, or use one image for all hosts"
                 )
             own = raynode.address_of(topology.interface)
             join = [f"--address={address}:{config.cluster.port}"]
@@ -174,7 +174,7 @@ def run_worker(resolved: Resolved, topology: Topology, code: Path, stop: Stop, s
                 node.wait_started(_head_lives(lifeline, stop))
                 joined += 1
                 say(f"joined the head {topology.head} after {time.monotonic() - started:.1f} s")
-                # A stop reaches every host; this one serves the head's last checkpoint first.
+                # A stop reaches every host; keep serving until the head has written its last checkpoint.
                 stop.on_request = _ignore
                 ended = cluster.stay(lifeline, _alive(node), lambda: _give_up(stop))
             finally:
@@ -183,9 +183,9 @@ def run_worker(resolved: Resolved, topology: Topology, code: Path, stop: Stop, s
             if ended is not None:
                 return _left(ended)
             if joined > REJOINS:
-                say(f"Ray ended {joined} times on this host; it stays out, the head goes on")
+                say(f"Ray ended {joined} times on this host; not joining again, the job continues without it")
                 return Outcome(0)
-            say("Ray ended on this host; joining again")
+            say("Ray ended on this host; rejoining")
             stop.on_request = None
             deadline = time.monotonic() + 60
     except HeadEnded as end:
@@ -197,13 +197,13 @@ def run_worker(resolved: Resolved, topology: Topology, code: Path, stop: Stop, s
             say(f"left: {error}")
             return Outcome(0)
         if config.cluster.min_cpu_hosts is not None:
-            say(f"did not join: {error}; cluster.min_cpu_hosts lets the head go on without it")
+            say(f"did not join: {error}; cluster.min_cpu_hosts lets the job continue without it")
             return Outcome(0)
         return Outcome(1, f"{topology.host} ({topology.group}) did not join: {error}")
 
 
 def drive(resolved: Resolved, place: Place, stop: Stop, opened: Any = None) -> Outcome:
-    """Head: run the driver; whatever user code does, an end that is not its return is a failure."""
+    """Head: run the driver; any exit other than its return, user code's included, is a failure."""
     try:
         driver: Any = importlib.import_module("stoker.driver")
         stop.on_request = driver.request_stop
@@ -219,14 +219,14 @@ def drive(resolved: Resolved, place: Place, stop: Stop, opened: Any = None) -> O
     finally:
         stop.settled = True
     if outcome.code == 143:
-        # What a script saves on its way is its own.
+        # Scripts save their own checkpoints.
         kept = "" if resolved.config.script is not None else ", with a checkpoint committed"
         return Outcome(143, f"stopped{kept}: {outcome.cause}")
     return outcome
 
 
 def container_place(base: Path, topology: Topology, formed_s: float) -> Place:
-    """Head: the folders that SageMaker keeps."""
+    """Head: the folders that SageMaker uploads to S3."""
     return Place(
         backend=os.environ.get(BACKEND_VARIABLE, "sagemaker"),
         run_dir=base / "output" / "data",
@@ -239,13 +239,13 @@ def container_place(base: Path, topology: Topology, formed_s: float) -> Place:
 
 
 def package_versions(code: Path) -> dict[str, str]:
-    """Every host: the versions of what the staged requirements ask for, which all hosts must share."""
+    """Every host: installed versions of the staged requirements; they must be the same on all hosts."""
     file = code / "requirements.txt"
     return requirements.versions(file.read_text(encoding="utf-8") if file.is_file() else "")
 
 
 def lifeline_port(ray_port: int) -> int:
-    """Every host: the port beside Ray's on which the head's own process listens."""
+    """Every host: the head's lifeline port, the one after Ray's."""
     return ray_port + 1
 
 
@@ -258,14 +258,14 @@ def _shared_arguments(resolved: Resolved, topology: Topology, address: str) -> l
         address=address,
         labels=cluster.labels_of(topology),
         cpus=raynode.cpus_to_declare(gpus),
-        # None lets Ray find them; a group that does not train must not attract train workers.
+        # None lets Ray detect GPUs; a group that does not train must not attract train workers.
         gpus=None if topology.trains else 0,
         store=store,
     )
 
 
 def _failure(error: BaseException) -> Outcome:
-    """What user code or the driver raised, as an exit code and a line that says where."""
+    """An exception of user code or the driver as an exit code and one line that says where it was raised."""
     if isinstance(error, UsageError):
         return Outcome(2, "; ".join(error.problems))
     if isinstance(error, SystemExit):
@@ -281,7 +281,7 @@ def _left(ended: Ended) -> Outcome:
 
 
 def _head_lives(lifeline: Lifeline, stop: Stop) -> Callable[[], None]:
-    """Ray itself would try to join a dead head for minutes."""
+    """A check that raises `HeadEnded`; Ray alone would try to join a dead head for minutes."""
 
     def check() -> None:
         stop.check()

@@ -1,6 +1,6 @@
-"""Every host: who am I, what do I do, how does it end. Entered by `train.py`.
+"""Every host: find this host's role, play it and exit. Called by `train.py`.
 
-Until the requirements are installed nothing but the standard library may be imported here.
+Before the requirements are installed, this module may import only the standard library.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 STARTED = time.monotonic()
 CODE = Path(__file__).resolve().parents[2]
-"""The folder of train.py, wherever the container keeps it."""
+"""The folder of train.py."""
 FAILURE_CHARACTERS = 1024
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Every host: run to the end and exit with the job's code."""
+    """Every host: run the job and exit with its exit code."""
     sys.exit(run(sys.argv[1:] if arguments is None else arguments))
 
 
 def run(arguments: list[str]) -> int:
-    """Every host: SageMaker's files decide whether this is one host of a job or a local run."""
+    """Every host: run as a host of a SageMaker job if its resourceconfig.json exists, else locally."""
     resource = base_folder() / "input" / "config" / "resourceconfig.json"
     if os.environ.get("STOKER_BACKEND") != "local" and resource.is_file():
         return run_in_container(json.loads(resource.read_text()), arguments)
@@ -88,14 +88,14 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
 
 
 def _refused(error: Exception) -> int:
-    """Laptop: say why, one line for each reason; the exit code."""
+    """Laptop: print each problem on one line; returns the exit code."""
     for problem in getattr(error, "problems", [str(error)]):
         print(f"error: {problem}", file=sys.stderr)
     return 2 if hasattr(error, "problems") else 1
 
 
 def _stop_locally(number: int, frame: Any) -> None:
-    """Laptop: the first signal asks for a checkpoint and the end, the second one ends at once."""
+    """Laptop: the first signal requests a checkpoint and a stop, the second one exits at once."""
     from stoker import driver
 
     if driver.stop_requested():
@@ -107,7 +107,7 @@ def _stop_locally(number: int, frame: Any) -> None:
 
 
 def run_in_container(resource: Mapping[str, Any], arguments: list[str]) -> int:
-    """Every host: requirements → configuration → role → exit code; a failure leaves its cause."""
+    """Every host: requirements → configuration → role → exit code; writes the cause of a failure."""
     group, host = resource.get("current_group_name"), resource.get("current_host")
     prefix_output(str(group or "all"), str(host), "start")
     _adopt_orphans()
@@ -117,7 +117,7 @@ def run_in_container(resource: Mapping[str, Any], arguments: list[str]) -> int:
         say(str(error))
         write_failure(str(error))
         return 2 if isinstance(error, requirements.ConflictError) else 1
-    except Exception as error:  # whatever it is, the job's console shall show it
+    except Exception as error:  # anything: show it in the job's console
         import traceback
 
         traceback.print_exc()
@@ -138,7 +138,7 @@ def _play(resource: Mapping[str, Any], arguments: list[str]) -> Outcome:
     if installed:
         say(f"installed {', '.join(installed)} in {time.monotonic() - STARTED:.0f} s")
 
-    # Ray's tasks shall import this job's code, whatever else is installed.
+    # Ray's tasks must import this job's code, whatever else is installed.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(CODE), *filter(None, [os.environ.get("PYTHONPATH")])])
     from stoker.bootstrap import roles
     from stoker.bootstrap.topology import TopologyError, resolve
@@ -162,10 +162,10 @@ def _play(resource: Mapping[str, Any], arguments: list[str]) -> Outcome:
 
 
 def read_configuration(arguments: list[str], hyperparameters: Mapping[str, str]) -> Resolved:
-    """Every host: job.yaml, then hyperparameters, then arguments, with the origins kept.
+    """Every host: read job.yaml, then hyperparameters, then arguments, with the origin of each value.
 
     Raises:
-        UsageError: with every problem found.
+        UsageError: lists every problem found.
     """
     from stoker.config import SECRETS_FILE, Resolved, hyperparameter_overrides, load
 
@@ -181,10 +181,10 @@ def read_configuration(arguments: list[str], hyperparameters: Mapping[str, str])
         overrides += hyperparameter_overrides(rest)
     resolved = load(path, overrides, origin="arguments")
     if os.environ.get("STOKER_BACKEND") == "local":
-        # There the staged copy lies in the run directory, which is kept and passed on.
+        # The staged copy is in the run directory, which users keep and share.
         with contextlib.suppress(OSError):
             path.with_name(SECRETS_FILE).unlink(missing_ok=True)
-    # What the launcher resolved from file and command line keeps its first origin.
+    # Values that the launcher resolved from file and command line keep their original origin.
     origins = {}
     with contextlib.suppress(OSError, ValueError):
         origins = json.loads(path.with_name("job.origins.json").read_text())
@@ -193,9 +193,9 @@ def read_configuration(arguments: list[str], hyperparameters: Mapping[str, str])
 
 
 def read_hyperparameters() -> dict[str, str]:
-    """Every host: hyperparameters.json without SageMaker's own keys; not every starter passes them.
+    """Every host: hyperparameters.json without SageMaker's own keys; not every entry passes it as arguments.
 
-    Values are strings, and JSON where an SDK wrote them; both read as YAML later.
+    Values are strings, or JSON if an SDK wrote them; both parse as YAML later.
     """
     file = base_folder() / "input" / "config" / "hyperparameters.json"
     try:
@@ -206,12 +206,12 @@ def read_hyperparameters() -> dict[str, str]:
 
 
 def base_folder() -> Path:
-    """Every host: `/opt/ml`, or what the toolkit uses in its place."""
+    """Every host: `/opt/ml`, or the toolkit's `SAGEMAKER_BASE_DIR`."""
     return Path(os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
 
 
 def write_failure(cause: str) -> None:
-    """Every host: what the console shows as the reason; a cause that stands there already stays."""
+    """Every host: write the reason that the console shows; an earlier cause is not overwritten."""
     file = base_folder() / "output" / "failure"
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +220,7 @@ def write_failure(cause: str) -> None:
 
 
 def end_by_force(cause: str) -> None:
-    """Head, any thread: the driver did not answer a stop in time."""
+    """Head, any thread: exit at once, because the driver did not stop in time."""
     write_failure(cause)
     say(cause)
     _end_leftovers()
@@ -228,7 +228,7 @@ def end_by_force(cause: str) -> None:
 
 
 def _copied_by_toolkit(arguments: list[str]) -> bool:
-    """The toolkit hands hyperparameters.json on as arguments, and "007" as 007: a copy, but worse."""
+    """Whether the arguments are the toolkit's lossy copy of hyperparameters.json ("007" becomes 007)."""
     try:
         return bool(json.loads(os.environ["SM_USER_ARGS"]) == arguments)
     except (KeyError, ValueError):
@@ -236,7 +236,7 @@ def _copied_by_toolkit(arguments: list[str]) -> bool:
 
 
 def _plain(text: str) -> str:
-    """A string that may be JSON, unwrapped: `job.yaml` with or without quotes."""
+    """Unquote a string that may be JSON: `job.yaml` with or without quotes."""
     with contextlib.suppress(ValueError):
         inner = json.loads(text)
         if isinstance(inner, str):
@@ -245,7 +245,7 @@ def _plain(text: str) -> str:
 
 
 def _adopt_orphans() -> None:
-    """A daemon whose parent ended becomes a child of this process and can be found and stopped."""
+    """Make orphaned daemons children of this process, so that they can be found and stopped."""
     import ctypes
 
     with contextlib.suppress(OSError, AttributeError):
@@ -253,7 +253,7 @@ def _adopt_orphans() -> None:
 
 
 def _end_leftovers() -> None:
-    """The job is over: no process of it may hold the container's output and keep it alive."""
+    """Kill all remaining child processes; one that holds the container's output would keep the job alive."""
     with contextlib.suppress(ImportError):
         import psutil
 

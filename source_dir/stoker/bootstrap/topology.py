@@ -1,4 +1,4 @@
-"""Every host: who am I, which groups are there, who is the head. Pure: reads nothing itself."""
+"""Every host: find this host's name, the instance groups and the head. Pure: no I/O."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 HOMOGENEOUS = "homogeneousCluster"
-"""The name that SageMaker gives to the only group of a job without instance groups."""
+"""SageMaker's name for the single group of a job without instance groups."""
 
 _GPU_TYPES = re.compile(r"^(ml\.)?(p\d|g\d|gr\d)")
 _LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
 class TopologyError(ValueError):
-    """Every host: the job's hosts and the configuration do not fit; one line."""
+    """Every host: the job's hosts do not match the configuration. One line."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Topology:
-    """Every host: the hosts of the job as all of them see them, and which of them this one is."""
+    """Every host: all hosts of the job, and which of them this one is."""
 
     host: str
     groups: tuple[Group, ...]
@@ -78,14 +78,14 @@ class Topology:
 
 
 def resolve(resource: Mapping[str, Any], gpu_group: str | None = None) -> Topology:
-    """Every host: the content of resourceconfig.json → the topology, the same on every host.
+    """Every host: build the topology from resourceconfig.json; the result is the same on every host.
 
     Args:
         resource: the parsed file.
-        gpu_group: `cluster.gpu_group`; None finds the group by its instance type.
+        gpu_group: `cluster.gpu_group`; None selects the group by instance type.
 
     Raises:
-        TopologyError: the file lacks what is needed, or no group can be chosen.
+        TopologyError: the file is incomplete, or the training group is ambiguous.
     """
     host = resource.get("current_host")
     hosts = in_order(resource.get("hosts") or ([host] if host else []))
@@ -102,12 +102,12 @@ def resolve(resource: Mapping[str, Any], gpu_group: str | None = None) -> Topolo
 
 
 def in_order(hosts: Iterable[str]) -> list[str]:
-    """Anywhere: hosts sorted as people number them: algo-2 before algo-10."""
+    """Anywhere: hosts in natural order: algo-2 before algo-10."""
     return sorted(hosts, key=_number_key)
 
 
 def has_gpu(instance_type: str) -> bool:
-    """Anywhere: whether machines of this type carry NVIDIA GPUs, by the type's family."""
+    """Anywhere: whether an instance type has NVIDIA GPUs, judged by its family."""
     return bool(_GPU_TYPES.match(instance_type))
 
 
@@ -116,10 +116,10 @@ NODE_LABEL = "ray.io/node-id"
 
 
 def label(name: str) -> str:
-    """Anywhere: a group's name as the value of the Ray label `stoker.group`.
+    """Anywhere: a name of a group or host as a valid Ray label value.
 
-    SageMaker allows any characters in a name; Ray labels do not. A name that had to be changed
-    carries a few digits of its hash, so that two names never share a label.
+    SageMaker allows characters that Ray labels do not. A changed name gets a hash suffix, so that two
+    names never share a label.
     """
     if _LABEL.fullmatch(name):
         return name

@@ -1,12 +1,12 @@
-"""Every host: Ray's worker processes are forked from one that has imported what they need.
+"""Every host: fork Ray's worker processes from a process that has already imported their modules.
 
-A Python process that imports Ray, Ray Data and PyTorch takes three to five seconds of CPU before it does
-anything, and a small job has a dozen of them. Here one process imports, beside Ray's own start, and every
-worker is its copy after 0.05 s of CPU, with the imported code in memory once.
+Importing Ray, Ray Data and PyTorch takes three to five seconds of CPU per process, and a small job has a
+dozen processes. Here a single process imports them while Ray starts. Each worker is then a fork that takes
+0.05 s of CPU and shares the imported code in memory.
 
     raylet  →  forks/worker.py (as Ray's worker program)  →  forks/server.py: fork  →  Ray's default_worker.py
 
-Where that process is not there, a worker starts as Ray starts it.
+Without that process, workers start as in plain Ray.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SOCKET_VARIABLE = "STOKER_FORKS"
-"""Names the socket of the process that forks."""
+"""Path of the fork server's socket."""
 SWITCH_VARIABLE = "STOKER_FORK_WORKERS"
 POSSIBLE = sys.platform == "linux" and os.environ.get(SWITCH_VARIABLE) != "0"
-"""Elsewhere libraries do not survive a fork; the variable is for one that does not on Linux either."""
+"""Other systems' libraries are not fork-safe; set the variable to 0 if one of yours is not on Linux."""
 HERE = Path(__file__).resolve().parent
 CHAIN = ("pyarrow.parquet", "ray.data", "stoker.data.engine.chain_worker", "PIL.Image")
-"""What chain workers import."""
+"""Modules that chain workers import."""
 TRAINING = (*CHAIN, "ray.train.torch", "stoker.data.coordinator.actor", "stoker.training.loop")
-"""What the processes of a host that trains import."""
+"""Modules that all processes of a training host import."""
 LATER = ("torch._dynamo", "timm.optim")
-"""What only train workers import."""
+"""Modules that only train workers import."""
 TRAINS_VARIABLE = "STOKER_TRAINS"
-"""Set for train workers: they are forked from the process that has imported `LATER`, too."""
+"""Set for train workers, which are forked from the process that has also imported `LATER`."""
 
 
 class ForkServer:
-    """Every host: the process from which Ray's workers on this host are forked; start it before Ray.
+    """Every host: the process from which Ray's workers on this host are forked. Start it before Ray.
 
     Args:
-        modules: what it imports before it forks, as far as there is such a module.
-        later: what only those that train need; a second process imports it meanwhile.
+        modules: modules to import before forking; missing ones are skipped.
+        later: modules that only train workers need; a second process imports them in parallel.
     """
 
     def __init__(self, modules: Iterable[str], later: Iterable[str] = ()) -> None:
         self.socket = str(Path(tempfile.mkdtemp(prefix="stoker-forks-")) / "socket")
-        """What `SOCKET_VARIABLE` is to name where Ray's daemons start."""
-        # Ray reads these once, when its library is loaded. A worker without a job is of use to any; and its
-        # raylet's end is also seen by the connection to it.
+        """Value of `SOCKET_VARIABLE` in the environment of Ray's daemons."""
+        # Ray reads these once, when its library is loaded. A worker without a job id can serve any job. The
+        # raylet's end is also detected through the connection to it.
         own = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getpid())}
-        # As Ray has it for a worker of one CPU; numerical libraries read it once, too.
+        # Ray's value for a worker with one CPU; numerical libraries read it only once, too.
         given = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        # Whoever asks PyTorch for a GPU on import must not open it for that: it would be lost to the forks.
+        # An import that asks PyTorch for a GPU must not initialize CUDA, which would then fail in the forks.
         given["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         self._process = subprocess.Popen(
             [sys.executable, str(HERE / "server.py"), self.socket, str(os.getpid()), *modules, "-", *later],
@@ -68,17 +68,17 @@ class ForkServer:
         return self._process.pid
 
     def stop(self) -> None:
-        """Every host: end it, after Ray."""
+        """Every host: kill the process. Call it after Ray has stopped."""
         self._process.kill()
         self._process.wait()
         shutil.rmtree(Path(self.socket).parent, ignore_errors=True)
 
 
 def use_forks() -> None:
-    """The process that starts Ray's daemons, before it does: workers of this host are to be forked.
+    """The process that starts Ray's daemons: patch Ray to fork this host's workers. Call it before the start.
 
-    Where no dashboard is shown, daemons that only feed it are left out, too. Ray has public settings for
-    neither. Written for Ray 2.60.
+    Without a dashboard, it also skips the daemons that only feed the dashboard. Ray has no public setting for
+    either. Written for Ray 2.60.
     """
     with contextlib.suppress(ImportError, AttributeError):
         from ray._private import node, services, utils
@@ -99,9 +99,9 @@ def use_forks() -> None:
                 values["setup_worker_path"] = str(HERE / "setup_worker.py")
                 if not self.include_dashboard:
                     self.include_log_monitor, self.no_monitor = False, True
-                    # So Ray takes itself for installed without what its dashboard needs.
+                    # Makes Ray believe that the dashboard's dependencies are not installed.
                     utils.get_dashboard_dependency_error = lambda: ImportError("not shown")
-                    # The start of the others would wait for it.
+                    # The other daemons would wait for its start.
                     node.Node.start_api_server = lambda self, **_: setattr(self, "_webui_url", "")
                     services._build_python_executable_command_memory_profileable = program
             original(self, **values)

@@ -1,7 +1,8 @@
-"""Every host: in place of Ray's dashboard agent where no dashboard is shown.
+"""Every host: replaces Ray's dashboard agent when the dashboard is off.
 
-Ray's own would import for a second of CPU, write into three files that it serves nothing, and wait. The
-raylet takes its end for a failure. It imports little, as it starts beside all else.
+Ray's agent would spend a second of CPU on imports, write to three files that it serves nothing, and wait.
+The raylet treats the agent's exit as a failure, so this one keeps running. It imports little, because it
+starts while everything else does.
 """
 
 import ctypes
@@ -15,7 +16,7 @@ NOT_SERVED = "-1"
 
 
 def main() -> None:
-    """Every host: take the command line of Ray's agent; where that was to serve something, become it."""
+    """Every host: take the command line of Ray's agent; run Ray's agent if it has something to serve."""
     given = dict(word[2:].split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word)
     if "--minimal" not in sys.argv:
         os.execv(sys.executable, [sys.executable, "-u", *sys.argv[1:]])  # noqa: S606 - Ray's own command

@@ -1,4 +1,4 @@
-"""Every host: the process that has imported, and forks; it has one thread, as a fork copies only that."""
+"""Every host: the fork server. It imports and forks, with one thread, since a fork copies only one."""
 
 import contextlib
 import ctypes
@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 TRAINING = "training"
-"""The socket, beside the first, of the process from which those that train are forked."""
+"""Name of the second socket, of the process from which train workers are forked."""
 
 
 def main(path: str, parent: int, modules: list[str], later: list[str]) -> None:
-    """Every host: import, then fork a worker for whoever asks, until the parent process ends.
+    """Every host: import the modules, then fork a worker per request until the parent process ends.
 
     Args:
-        path: of the socket.
-        parent: process id.
-        modules: imported before anybody is answered.
-        later: what only those that train need; a fork of this process imports it and serves them.
+        path: path of the socket.
+        parent: process id of the parent.
+        modules: modules to import before serving requests.
+        later: modules that only train workers need; a fork of this process imports them and serves those.
     """
     end_with(parent, Path(path).parent)
     draw_ids_from_the_system()
@@ -41,7 +41,7 @@ def main(path: str, parent: int, modules: list[str], later: list[str]) -> None:
         serve_all(training)
 
     def reap(*_: Any) -> None:
-        """Workers that have ended leave no trace; if the second server has, this one stands in."""
+        """Reap finished workers; if the second server has ended, serve its requests too."""
         with contextlib.suppress(ChildProcessError):
             while (process := os.waitpid(-1, os.WNOHANG)[0]) != 0:
                 if process == second:
@@ -54,22 +54,22 @@ def main(path: str, parent: int, modules: list[str], later: list[str]) -> None:
 
 
 def prepare(modules: list[str]) -> None:
-    """Every host: import what forks are to have."""
+    """Every host: import modules for the forks and check that forks are safe."""
     for name in modules:
         load(name)
     refuse_shared_chance()
     gc.collect()
-    gc.freeze()  # else a worker's first collection would copy all of it
+    gc.freeze()  # else a worker's first collection would copy every page
 
 
 def stand_in(path: str, training: str) -> None:
-    """Every host: let the first server be asked for those that train, too."""
+    """Every host: let the first server also fork train workers."""
     Path(training).unlink(missing_ok=True)
     Path(training).symlink_to(path)
 
 
 def serve_all(path: str) -> NoReturn:
-    """Every host: fork for whoever asks at this socket."""
+    """Every host: serve fork requests at this socket."""
     if signal.getsignal(signal.SIGCHLD) in (signal.SIG_DFL, None):
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as server:
@@ -84,17 +84,16 @@ def serve_all(path: str) -> NoReturn:
 
 
 def load(name: str) -> None:
-    """Every host: import a module, where there is one; a worker that needs it says what is wrong with it."""
+    """Every host: import a module, ignoring errors; a worker that needs it will report them."""
     with contextlib.suppress(Exception):
         importlib.import_module(name)
 
 
 def draw_ids_from_the_system() -> None:
-    """Every host: let no import draw an id from the random numbers of Ray's library.
+    """Every host: prevent imports from drawing an id from Ray's random number generator.
 
-    It takes entropy from the system with its first draw. After that, forks would draw the same ids for their
-    tasks and objects as one another, and get one another's data. A class that is decorated with `ray.remote`
-    draws one.
+    The generator seeds itself at its first draw. Forks made after that would draw identical task and object
+    ids and receive each other's data. Decorating a class with `ray.remote` draws one.
     """
     with contextlib.suppress(ImportError, AttributeError):
         import ray.actor
@@ -102,7 +101,7 @@ def draw_ids_from_the_system() -> None:
         plain = ray.actor.ActorClassID
 
         class Drawn:
-            """In place of the class of these ids, where `ray.actor` asks for a new one."""
+            """Replaces the id class in `ray.actor` and draws ids from the system."""
 
             @staticmethod
             def from_random() -> Any:
@@ -112,14 +111,14 @@ def draw_ids_from_the_system() -> None:
 
 
 def refuse_shared_chance() -> None:
-    """Every host: end, so that workers start as Ray starts them, if two forks draw the same ids."""
+    """Every host: exit if two forks draw the same ids; workers then start as in plain Ray."""
     drawn = {draw_in_a_fork() for _ in range(2)}
     if len(drawn) < 2 or b"" in drawn:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def draw_in_a_fork() -> bytes:
-    """Every host: an id as a fork of this process would draw it."""
+    """Every host: the id that a fork of this process draws."""
     from ray import ObjectID
 
     reading, writing = os.pipe()
@@ -137,7 +136,7 @@ def draw_in_a_fork() -> bytes:
 
 
 def serve(connection: socket.socket, server: socket.socket) -> None:
-    """Every host: one request: fork, and confirm it."""
+    """Every host: handle one request: fork and confirm."""
     connection.settimeout(10)
     asked, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
     try:
@@ -156,7 +155,7 @@ def serve(connection: socket.socket, server: socket.socket) -> None:
 
 
 def run(request: dict[str, Any], files: list[int], not_its_own: tuple[socket.socket, ...]) -> None:
-    """A forked worker: become what was asked for; does not return."""
+    """A forked worker: run the requested command; does not return."""
     code = 1
     try:
         for connection in not_its_own:
@@ -169,7 +168,7 @@ def run(request: dict[str, Any], files: list[int], not_its_own: tuple[socket.soc
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
-        os.setpgid(0, 0)  # Ray ends what is left of a worker's process group when the worker has ended
+        os.setpgid(0, 0)  # Ray kills what is left of a worker's process group after the worker ends
         sys.argv = request["command"]
         sys.path[0] = str(Path(sys.argv[0]).parent)
         fresh_chance()
@@ -187,14 +186,14 @@ def run(request: dict[str, Any], files: list[int], not_its_own: tuple[socket.soc
 
 
 def fresh_chance() -> None:
-    """A forked worker: its random numbers are its own, as those of a process that has just started."""
+    """A forked worker: reseed the random number generators, as in a new process."""
     random.seed()
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
 
 
 def end_with(parent: int, folder: Path) -> None:
-    """Every host: end when the process that started this one does, by force, too, and leave no file."""
+    """Every host: exit with the parent process, even if that is killed, and remove the folder."""
 
     def end(*_: Any) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -207,12 +206,12 @@ def end_with(parent: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    # Ray's workers have no use for this folder, and it has modules with common names.
+    # Ray's workers do not need this folder, and its modules have common names.
     sys.path.pop(0)
     sys.path.insert(0, "")
     middle = sys.argv.index("-")
     try:
         main(sys.argv[1], int(sys.argv[2]), sys.argv[3:middle], sys.argv[middle + 1 :])
     finally:
-        # Nobody is to wait for a socket that does not come.
+        # Otherwise workers would wait for a socket that never appears.
         shutil.rmtree(Path(sys.argv[1]).parent, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Every host: what Ray starts for a worker with an environment of its own; Ray's own takes 0.4 s of CPU.
+"""Every host: started by Ray for a worker with a runtime environment; Ray's version takes 0.4 s of CPU.
 
-It has the name of Ray's, by which the raylet knows that it may leave it out.
+The file name must match Ray's: by that name the raylet knows that it may skip it.
 """
 
 import json
@@ -13,7 +13,7 @@ CONTEXT, LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
 
 def main() -> None:
-    """Every host: set the variables and go on as `worker.py`; what is more than variables is left to Ray."""
+    """Every host: set the variables and run `worker.py`; leave any other runtime environment to Ray."""
     given = sys.argv[1:]
     context = next((json.loads(a.removeprefix(CONTEXT)) for a in given if a.startswith(CONTEXT)), None)
     if isinstance(context, dict) and is_simple(context) and given[0].endswith("/worker.py"):
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def is_simple(context: dict[str, Any]) -> bool:
-    """Every host: whether an environment consists of variables alone, with this interpreter."""
+    """Every host: whether an environment has only variables and uses this interpreter."""
     program, variables = context.get("py_executable"), context.get("env_vars") or {}
     other = [key for key, value in context.items() if value and key not in ("env_vars", "py_executable")]
     return program in (None, sys.executable) and not other and not any("$" in v for v in variables.values())

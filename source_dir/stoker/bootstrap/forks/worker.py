@@ -1,4 +1,4 @@
-"""Every host: what Ray starts as a worker: it asks for a fork and ends; so it imports little itself."""
+"""Every host: started by Ray as a worker: requests a fork and exits, so it imports little."""
 
 import json
 import os
@@ -7,13 +7,13 @@ import sys
 import time
 from pathlib import Path
 
-SOCKET_VARIABLE, TRAINS_VARIABLE = "STOKER_FORKS", "STOKER_TRAINS"  # the package's import would take longer
+SOCKET_VARIABLE, TRAINS_VARIABLE = "STOKER_FORKS", "STOKER_TRAINS"  # importing the package would take longer
 WAIT_S = 40.0
-"""For the process that imports; Ray waits for a worker for 60 s."""
+"""How long to wait for the fork server to import; Ray waits 60 s for a worker."""
 
 
 def main() -> None:
-    """Every host: have this process's command run by a fork; where there is none, run it here."""
+    """Every host: run this process's command in a fork, or here if there is no fork server."""
     ray = next(folder for entry in sys.path if (folder := Path(entry) / "ray" / "_private").is_dir())
     command = [str(ray / "workers" / "default_worker.py"), *sys.argv[1:]]
     if not forked(command):
@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def forked(command: list[str]) -> bool:
-    """Every host: whether a fork runs this command, with this process's environment, folder and output."""
+    """Every host: request a fork with this process's environment, folder and output; whether it was made."""
     path = os.environ.get(SOCKET_VARIABLE, "")
     if path and os.environ.get(TRAINS_VARIABLE):
         path = str(Path(path).parent / "training")
