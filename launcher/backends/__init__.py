@@ -1,4 +1,4 @@
-"""Laptop: the places where jobs run, one module each; a module that is put here is one more."""
+"""Laptop: the backends that run jobs, one module each; every module in this folder is registered."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from stoker.errors import UsageError, nearest
 
 
 def backends() -> Iterator[Backend]:
-    """Laptop: all of them, imported one by one."""
+    """Laptop: yield all backends, importing them one by one."""
     for module in pkgutil.iter_modules(__path__):
         found = getattr(importlib.import_module(f"{__name__}.{module.name}"), "BACKEND", None)
         if found is not None:
@@ -19,10 +19,10 @@ def backends() -> Iterator[Backend]:
 
 
 def backend(name: str) -> Backend:
-    """Laptop: the place that `--on` names.
+    """Laptop: the backend that `--on` names.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: there is no backend with that name.
     """
     names = []
     for found in backends():
@@ -33,10 +33,10 @@ def backend(name: str) -> Backend:
 
 
 def attach(run_id: str) -> Run:
-    """Laptop: the run that an id or a run directory names.
+    """Laptop: the run with a given id or run directory.
 
     Raises:
-        UsageError: there is no such run.
+        UsageError: the run does not exist.
     """
     known = list(backends())
     for found in known:

@@ -1,4 +1,4 @@
-"""Laptop: what every backend offers: `plan(job) → Request` without side effects, then `submit`."""
+"""Laptop: the interface of a backend: `plan(job) → Request` without side effects, then `submit`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Laptop: what stands on the command line beside the configuration."""
+    """Laptop: command line options that are not part of the configuration."""
 
     on: str = "local"
     source_dir: Path | None = None
@@ -28,25 +28,25 @@ class Options:
 
 @dataclass(frozen=True)
 class Resume:
-    """Laptop: from what a job goes on."""
+    """Laptop: what a job resumes from."""
 
     value: str | None = None
-    """For `checkpoint.resume`; None leaves the key as it is."""
+    """Value for `checkpoint.resume`; None leaves the key unchanged."""
     run_dir: Path | None = None
     """A run directory to continue in, instead of a new one."""
     checkpoints: tuple[Path, ...] = ()
-    """Checkpoint folders that hosts find in `/opt/ml/checkpoints`, as after a restart."""
+    """Checkpoint folders to place in the hosts' `/opt/ml/checkpoints`, as after a restart."""
 
     def overrides(self) -> list[str]:
-        """The key's new value, as typed."""
+        """The key's new value as a command line override."""
         return [] if self.value is None else [f"checkpoint.resume={self.value}"]
 
 
 class Request(Protocol):
-    """Laptop: all that a backend is about to do, as a value one can print."""
+    """Laptop: everything that a backend is about to do, as a printable value."""
 
     def render(self) -> str:
-        """The request as `--dry-run` shows it."""
+        """The request as shown by `--dry-run`."""
         ...
 
 
@@ -55,11 +55,11 @@ class Run(Protocol):
 
     @property
     def id(self) -> str:
-        """How `status`, `logs` and `stop` find the run again."""
+        """The id for `status`, `logs` and `stop`."""
         ...
 
     def status(self) -> str:
-        """running, succeeded, failed, interrupted or unknown, perhaps with a reason after a colon."""
+        """running, succeeded, failed, interrupted or unknown, optionally with a reason after a colon."""
         ...
 
     def logs(self, follow: bool = False) -> Iterator[str]:
@@ -67,7 +67,7 @@ class Run(Protocol):
         ...
 
     def wait(self) -> int:
-        """Block until the end; the job's exit code."""
+        """Block until the end; returns the job's exit code."""
         ...
 
     def stop(self) -> None:
@@ -77,33 +77,33 @@ class Run(Protocol):
 
 @runtime_checkable
 class RemoteRun(Run, Protocol):
-    """Laptop: a run that outlives this process, and what to say at its end."""
+    """Laptop: a run that outlives this process."""
 
     def closing(self) -> str:
-        """What to say after the end: outcome, cost, where the model lies."""
+        """Message after the end: outcome, cost, location of the model."""
         ...
 
     def detached(self) -> str:
-        """What to say when the user stops watching."""
+        """Message when the user stops watching."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """Laptop: a place where jobs run. Each module of this folder that has one calls it `BACKEND`."""
+    """Laptop: a place where jobs run. Each backend module in this folder defines one as `BACKEND`."""
 
     name: str
     """`--on NAME`."""
     plan: Callable[[Job, Options, Resume], Request]
-    """Check everything, without side effects; raises UsageError."""
+    """Check everything without side effects; raises UsageError."""
     submit: Callable[[Any], Run]
     """Takes the request of `plan`."""
     attach: Callable[[str], Run]
     """A run by its id; raises UsageError."""
     ids: tuple[str, ...] = ()
-    """How ids of its runs begin; empty: they are run directories of this machine."""
+    """Prefixes of its run ids; empty: its runs are run directories on this machine."""
     options: tuple[str, ...] = ()
-    """Of `Options`, those that other places have no use for."""
+    """Names of `Options` that apply to this backend but not to all others."""
     checkpoints: Literal["folders", "copies", "shared", "s3"] = "folders"
-    """What its hosts see of this machine's: folders, copies of them in `/opt/ml/checkpoints`, only what all
-    hosts share, or only `s3://`."""
+    """Which checkpoints its hosts can read: this machine's folders, copies of them in
+    `/opt/ml/checkpoints`, only folders that all hosts share, or only `s3://`."""

@@ -1,4 +1,4 @@
-"""Laptop: the job on a Ray cluster of this machine alone."""
+"""Laptop: run the job on a one-machine Ray cluster."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROCESS_FILE = "process.id"
 
 @dataclass(frozen=True)
 class LocalRequest:
-    """Laptop: the staged folder, the command and its environment."""
+    """Laptop: a local run before it is started: the job and its run directory."""
 
     job: Job
     run_dir: Path
@@ -50,7 +50,7 @@ class LocalRequest:
 
 
 class LocalRun:
-    """Laptop: the running process; its output is this terminal's."""
+    """Laptop: a running local job; its process writes to this terminal."""
 
     def __init__(
         self, run_dir: Path, process: subprocess.Popen[bytes], new: bool = False, latest: str | None = None
@@ -66,7 +66,7 @@ class LocalRun:
         yield from log_lines(self.run_dir, follow, lambda: self.process.poll() is None)
 
     def wait(self) -> int:
-        """The exit code; Ctrl-C and SIGTERM are waited for, so that a checkpoint is kept."""
+        """Block until the end, also after Ctrl-C or SIGTERM, so that a checkpoint is saved; the exit code."""
         with self._terminated_too():
             while True:
                 try:
@@ -75,12 +75,12 @@ class LocalRun:
                         runs.forget(self.run_dir, self.latest)
                     return 128 - code if code < 0 else code
                 except KeyboardInterrupt:
-                    # The terminal has sent SIGINT to the whole group: the job is stopping by itself.
+                    # The terminal sent SIGINT to the whole process group, so the job is already stopping.
                     continue
 
     @contextlib.contextmanager
     def _terminated_too(self) -> Iterator[None]:
-        """Hand SIGTERM on, which a service manager or `timeout` sends to this process alone."""
+        """Forward SIGTERM to the job, because service managers and `timeout` send it only to this process."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -95,7 +95,7 @@ class LocalRun:
 
 
 def plan(job: Job, run_dir: Path | None = None) -> LocalRequest:
-    """Laptop: where the run will lie, or an earlier run that goes on; nothing is written."""
+    """Laptop: plan a new run directory, or resume in an earlier one; writes nothing."""
     return LocalRequest(job, run_dir or runs.new_run_dir(job))
 
 
@@ -103,13 +103,13 @@ def submit(request: LocalRequest) -> LocalRun:
     """Laptop: stage the source and start the job's process."""
     run_dir = request.run_dir
     new = not run_dir.exists()
-    shutil.rmtree(run_dir / "code", ignore_errors=True)  # of a run that goes on
+    shutil.rmtree(run_dir / "code", ignore_errors=True)  # code of a resumed run
     try:
         request.job.stage(run_dir / "code")
     except OSError as error:
         if new:
             runs.forget(run_dir, None)
-        # copytree's own error lists (source, copy, why), one for each file.
+        # copytree raises a list of (source, copy, reason).
         why = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
         raise UsageError(f"output_dir: {run_dir} cannot be written: {why}") from None
     latest = runs.point_latest(run_dir)
@@ -125,14 +125,14 @@ def submit(request: LocalRequest) -> LocalRun:
 
 
 class PastRun:
-    """Laptop: a run known by its directory, started by another process."""
+    """Laptop: a run that another process started, found by its directory."""
 
     def __init__(self, run_dir: Path) -> None:
         self.id = str(run_dir)
         self.run_dir = run_dir
 
     def summary(self) -> dict[str, Any]:
-        """What the run has written of itself so far."""
+        """The run's `summary.json` so far."""
         try:
             found: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_text())
         except (OSError, ValueError):
@@ -140,14 +140,14 @@ class PastRun:
         return found if isinstance(found, dict) else {}
 
     def process_id(self) -> int | None:
-        """The process on this machine that runs it, None where it has ended."""
+        """The process id of the run on this machine; None after its end."""
         try:
             number = int((self.run_dir / PROCESS_FILE).read_text())
             os.kill(number, 0)
         except (OSError, ValueError):
             return None
         with contextlib.suppress(OSError):
-            # Numbers of processes are used again.
+            # Process ids are reused.
             command = Path(f"/proc/{number}/cmdline").read_bytes()
             return number if COMMAND[1].encode() in command else None
         return number
@@ -156,7 +156,8 @@ class PastRun:
         found = self.summary()
         status = str(found.get("status", "unknown"))
         if status in ("running", "starting") and self.process_id() is None:
-            return f"failed: it ended without a word after step {found.get('steps', 0)}; see logs/driver.log"
+            last = found.get("steps", 0)
+            return f"failed: the process exited without a result (last step: {last}); see logs/driver.log"
         parts = [status]
         if found.get("error"):
             parts.append(str(found["error"]))
@@ -179,19 +180,19 @@ class PastRun:
     def stop(self) -> None:
         number = self.process_id()
         if number is None:
-            raise UsageError(f"{self.id}: this run has ended: {self.status()}")
+            raise UsageError(f"{self.id}: this run has already ended: {self.status()}")
         os.kill(number, signal.SIGTERM)
 
 
 def attach(run_id: str) -> PastRun:
-    """Laptop: a run by its directory.
+    """Laptop: find a run by its directory.
 
     Raises:
-        UsageError: no run lies there.
+        UsageError: the folder is not a run directory.
     """
     run_dir = Path(run_id).resolve()
     if not (run_dir / "code").is_dir() and not (run_dir / "summary.json").is_file():
-        raise UsageError(f"{run_id}: no run directory, and no id of the form ray:… or sagemaker:…")
+        raise UsageError(f"{run_id}: not a run directory, nor an id of the form ray:… or sagemaker:…")
     return PastRun(run_dir)
 
 
@@ -205,7 +206,7 @@ BACKEND = Backend(
 
 
 def log_lines(run_dir: Path, follow: bool, alive: Callable[[], bool]) -> Iterator[str]:
-    """Laptop: what the run showed, line by line; with `follow` until it has ended."""
+    """Laptop: the run's console output, line by line; with `follow` until it has ended."""
     path = run_dir / "logs" / "console.log"
     while follow and not path.exists() and alive():
         time.sleep(0.2)

@@ -1,10 +1,10 @@
-"""Laptop: `--on ray`: the job through Ray Jobs on a cluster that already runs.
+"""Laptop: `--on ray`: run the job through Ray Jobs on an existing cluster.
 
     request = plan(job, address="http://head:8265")
     run = submit(request)
     for line in run.logs(follow=True): ...
 
-The cluster's token is taken from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
+The cluster's token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE
 
 POLL_S = 2.0
 STOP_WAIT_S = 120
-"""Between SIGTERM and SIGKILL; Ray's own three seconds leave no time for a checkpoint."""
+"""Between SIGTERM and SIGKILL; Ray's default of 3 s leaves no time for a checkpoint."""
 SUPPORTED_PYTHONS = ("3.11", "3.12")
 _WORDS = {
     "PENDING": "running: waiting for the cluster",
@@ -46,7 +46,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class RayRequest:
-    """Laptop: what will be sent to the job server."""
+    """Laptop: the request to the job server."""
 
     job: Job
     server: JobServer
@@ -60,7 +60,7 @@ class RayRequest:
     warnings: tuple[str, ...]
 
     def body(self, working_dir: str) -> dict[str, Any]:
-        """What is posted to `/api/jobs/`, given the URI of the uploaded source."""
+        """The body of the POST to `/api/jobs/`, given the URI of the uploaded source."""
         runtime_env: dict[str, Any] = {"working_dir": working_dir, "env_vars": self.environment}
         if self.pip:
             runtime_env["pip"] = list(self.pip)
@@ -72,7 +72,7 @@ class RayRequest:
         }
 
     def render(self) -> str:
-        """The request as JSON, then where it goes and what is uploaded."""
+        """The request as JSON, then its destination and uploads."""
         rows = [
             ("cluster", self.server.address),
             ("versions", self.versions),
@@ -92,15 +92,15 @@ class RayRequest:
             return ray_jobs.package(folder)
 
     def write(self, path: Path) -> str:
-        """Write the source as a zip file and say what a RayJob manifest needs of it.
+        """Write the source as a zip file; returns the lines for a RayJob manifest.
 
         Args:
-            path: `job.zip`; it goes where the cluster can fetch it.
+            path: `job.zip`; publish it where the cluster can fetch it.
         """
         path.write_bytes(self.package())
         variables = "".join(f"\n    {key}: {json.dumps(value)}" for key, value in self.environment.items())
         return (
-            f"# {path} goes to an address that the cluster reaches; in the RayJob (docs/ray-clusters.md):\n"
+            f"# publish {path} where the cluster can fetch it; for the RayJob (docs/ray-clusters.md):\n"
             f"entrypoint: {shlex.join(COMMAND)}\n"
             f"runtimeEnvYAML: |\n  working_dir: https://<address>/{path.name}\n  env_vars:{variables}"
         )
@@ -108,7 +108,7 @@ class RayRequest:
 
 @dataclass(frozen=True)
 class RayRun:
-    """Laptop: one job of a Ray cluster."""
+    """Laptop: one job on a Ray cluster."""
 
     server: JobServer
     submission_id: str
@@ -123,33 +123,33 @@ class RayRun:
         details = self.details()
         state = str(details.get("status"))
         if state == "FAILED":
-            # Ray appends the end of the log, which `logs` shows better.
+            # Cut off the end of the log, which Ray appends; `logs` shows it better.
             message = str(details.get("message") or "no reason given").partition(", last available")[0]
             return f"failed: {' '.join(message.split())}"
         return _WORDS.get(state, f"unknown: {state}")
 
     def details(self) -> dict[str, Any]:
-        """The job server's own description."""
+        """The job server's description of the job."""
         found: dict[str, Any] = self.server.get(f"/api/jobs/{self.submission_id}")
         return found
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        """The driver's output, line by line; with `follow` until the job's end."""
+        """The driver's output, line by line; with `follow` until the job ends."""
         shown = 0
         while True:
             ended = not self.status().startswith("running")
             text = self.server.get(f"/api/jobs/{self.submission_id}/logs").get("logs", "")
-            # An unfinished last line is shown once it is whole.
+            # Hold back an incomplete last line.
             upto = len(text) if ended or not follow else text.rfind("\n") + 1
             yield from text[shown:upto].splitlines()
             shown = max(shown, upto)
             if ended or not follow:
                 return
-            # The server sends the whole log each time: ask less often as it grows.
+            # The server sends the whole log each time, so poll less often as it grows.
             time.sleep(self.poll_s + len(text) / 2e6)
 
     def wait(self) -> int:
-        """Block until the end; the driver's exit code."""
+        """Block until the end; returns the driver's exit code."""
         while (state := self.status()).startswith("running"):
             time.sleep(self.poll_s)
         if state == "succeeded":
@@ -158,46 +158,45 @@ class RayRun:
         return 143 if state.startswith("interrupted") else int(code or 1)
 
     def stop(self) -> None:
-        """SIGTERM to the driver, then time for a checkpoint."""
+        """Send SIGTERM to the driver, which has `STOP_WAIT_S` for a checkpoint."""
         self.server.post(f"/api/jobs/{self.submission_id}/stop")
 
     def closing(self) -> str:
-        """After the end: the outcome."""
+        """Message after the end: the outcome."""
         return f"{self.submission_id}: {self.status()}"
 
     def detached(self) -> str:
-        """What to say when the user leaves: the job goes on."""
+        """Message when the user stops watching: the job continues."""
         return (
-            f"{self.submission_id} goes on without you. Come back: stoker logs -f {self.id};"
+            f"{self.submission_id} keeps running. Watch it again: stoker logs -f {self.id};"
             f" stop it: stoker stop {self.id}"
         )
 
 
 def plan(job: Job, *, address: str | None = None, offline: bool = False, install: bool = False) -> RayRequest:
-    """Laptop: job → request, with the cluster's versions checked; uploads nothing.
+    """Laptop: plan the request and check the cluster's versions; uploads nothing.
 
     Args:
         job: what to run.
-        address: the dashboard's address; default: RAY_API_SERVER_ADDRESS or RAY_ADDRESS.
-        offline: do not ask the cluster for its versions.
+        address: the dashboard's address; the default is RAY_API_SERVER_ADDRESS or RAY_ADDRESS.
+        offline: do not query the cluster's versions.
         install: let Ray install `requirements.txt` for the job on every host.
 
     Raises:
-        UsageError: with every problem, one line each.
+        UsageError: lists every problem, one line each.
     """
     problems: list[str] = []
     name = f"{job.name}-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     output = job.resolved.config.output_dir
     if not PurePosixPath(output).is_absolute():
         problems.append(
-            "output_dir: name an absolute folder that all hosts of the cluster share (got"
-            f" {output!r});"
-            " a relative one would vanish with the job's working directory"
+            f"output_dir: must be an absolute folder that all hosts of the cluster share (got {output!r});"
+            " a relative one is deleted with the job's working directory"
         )
     count, size, pip = _measure(job, install)
     if size > ray_jobs.PACKAGE_LIMIT_BYTES:
         problems.append(
-            f"--source-dir: {figures.size(size)} of source, and Ray takes at most 100 MB;"
+            f"--source-dir: {figures.size(size)} of source, but Ray accepts at most 100 MB;"
             " move data to storage that the hosts share"
         )
     server, versions, warnings = _server(address, offline, problems)
@@ -221,7 +220,7 @@ def submit(request: RayRequest) -> RayRun:
     """Laptop: upload the staged source and start the job.
 
     Raises:
-        UsageError: the cluster refused something; one line with its reason.
+        UsageError: the cluster rejected the job; one line with its reason.
     """
     uri = request.server.upload(request.package())
     request.server.post("/api/jobs/", request.body(uri))
@@ -229,7 +228,7 @@ def submit(request: RayRequest) -> RayRun:
 
 
 def attach(run_id: str) -> RayRun:
-    """Laptop: a run by `ray:http://head:8265/name`.
+    """Laptop: find a run by `ray:http://head:8265/name`.
 
     Raises:
         UsageError: the id has another form.
@@ -263,9 +262,9 @@ def _server(
         if server.token and place.scheme == "http" and place.hostname not in _LOOPBACK:
             warnings.append("the token travels unencrypted: use https or a port-forward to localhost")
         if not server.token:
-            warnings.append("no token: anyone who reaches this cluster may run code on it")
+            warnings.append("no token: anyone who can reach this cluster can run code on it")
         if offline:
-            return server, "not asked (--offline)", warnings
+            return server, "not checked (--offline)", warnings
         ray, python = server.versions()
     except UsageError as error:
         problems += error.problems
@@ -273,18 +272,17 @@ def _server(
     ours = importlib.metadata.version("ray")
     if ray != ours:
         problems.append(
-            f"--address {server.address}: Ray {ray} there and {ours} here; the job's code is"
-            " tested with"
-            f" {ours} only, use a cluster (image rayproject/ray:{ours}) of that version"
+            f"--address {server.address}: Ray {ray} there and {ours} here; the job's code is tested with"
+            f" {ours} only; use a cluster with that version (image rayproject/ray:{ours})"
         )
     if python and ".".join(python.split(".")[:2]) not in SUPPORTED_PYTHONS:
         problems.append(
             f"--address {server.address}: Python {python} there; Stoker needs"
-            f" {' or '.join(SUPPORTED_PYTHONS)}, choose another image"
+            f" {' or '.join(SUPPORTED_PYTHONS)}; choose another image"
         )
     here = platform.python_version()
     if python and python.split(".")[:2] != here.split(".")[:2]:
-        warnings.append(f"Python {python} there and {here} here: test your recipe with the former")
+        warnings.append(f"Python {python} there and {here} here: test your recipe with {python}")
     return server, f"Ray {ray}, Python {python or 'unknown'}", warnings
 
 
@@ -297,7 +295,7 @@ def _measure(job: Job, install: bool) -> tuple[int, int, tuple[str, ...]]:
     pip = tuple(
         line.strip()
         for line in lines
-        # The cluster's own Ray stays: another one could not join it.
+        # Keep the cluster's Ray: another version could not join it.
         if line.strip() and not line.lstrip().startswith(("#", "ray[", "ray="))
     )
     return len(found), sum(stat.st_size for _, _, stat in found), pip

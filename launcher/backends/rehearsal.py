@@ -1,4 +1,4 @@
-"""Laptop: run the job in emulated SageMaker hosts on this machine, before a cent is spent."""
+"""Laptop: `--on rehearsal`: run the job on emulated SageMaker hosts on this machine, at no cost."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class RehearsalRequest:
     head: str
     run_dir: Path
     checkpoints: tuple[Path, ...] = ()
-    """Checkpoint folders that the hosts find, as SageMaker brings them back after a restart."""
+    """Checkpoint folders to place on the hosts, as SageMaker restores them after a restart."""
 
     @property
     def entry(self) -> str:
         return self.job.resolved.config.rehearsal.entry
 
     def render(self) -> str:
-        """The request as `--dry-run` shows it."""
+        """The request as shown by `--dry-run`."""
         settings = self.job.resolved.config.rehearsal
         starter = {
             "toolkit": f"sagemaker-training {toolkit.VERSION} starts train.py",
@@ -67,11 +67,11 @@ class RehearsalRequest:
 
 
 def plan(job: Job, checkpoints: tuple[Path, ...] = ()) -> RehearsalRequest:
-    """Laptop: check everything that can be checked without starting a host.
+    """Laptop: plan the rehearsal and check everything that does not require starting a host.
 
     Args:
         job: what to rehearse.
-        checkpoints: of an earlier run, to go on from.
+        checkpoints: checkpoints of an earlier run to resume from.
 
     Raises:
         UsageError: every problem found in the `rehearsal` section.
@@ -84,17 +84,17 @@ def plan(job: Job, checkpoints: tuple[Path, ...] = ()) -> RehearsalRequest:
         planning.PlannedChannel(parameter, Path(source)) for parameter, source in job.data.items()
     )
     if any(channel.parameter == planning.CODE_CHANNEL for channel in channels):
-        raise UsageError("params.code: `code` is the name of the channel that carries the source")
+        raise UsageError("params.code: the channel `code` carries the source; rename the parameter")
     run_dir = runs.new_run_dir(job)
     return RehearsalRequest(job, hosts, channels, planned_faults, topology.head, run_dir, checkpoints)
 
 
 def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
-    """Laptop: build the upload, make the hosts, start them.
+    """Laptop: build the upload, create the hosts and start them.
 
     Args:
-        request: from `plan`.
-        show: print the hosts' output and the closing table while `wait` waits.
+        request: the result of `plan`.
+        show: whether `wait` prints the hosts' output and the closing table.
 
     Raises:
         UsageError: this machine cannot emulate hosts, or the toolkit cannot be installed.
@@ -103,7 +103,7 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
     train = toolkit.command(toolkit.ensure()) if request.entry == "toolkit" else None
     try:
         request.run_dir.mkdir(parents=True)
-    except FileExistsError:  # another rehearsal began in this second
+    except FileExistsError:  # another rehearsal started in the same second
         other = request.run_dir.with_name(f"{request.run_dir.name}-{os.getpid()}-{time.monotonic_ns()}")
         request = replace(request, run_dir=other)
         other.mkdir()
@@ -134,7 +134,7 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            start_new_session=True,  # Ctrl-C is this process's to answer, not the hosts'
+            start_new_session=True,  # Ctrl-C is for this process, not for the hosts
             env={**os.environ, "PYTHONPATH": str(Path(launcher.__file__).parent.parent)},
         )
     except BaseException:

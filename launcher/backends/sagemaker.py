@@ -1,7 +1,7 @@
-"""Laptop: `--on sagemaker`: one CreateTrainingJob, checked in full before anything is uploaded.
+"""Laptop: `--on sagemaker`: one CreateTrainingJob request, fully checked before anything is uploaded.
 
-request = plan(job)              # asks STS and S3 only whether accounts and buckets exist
-print(request.render())          # what --dry-run shows
+request = plan(job)              # asks STS and S3 only for the account and whether buckets exist
+print(request.render())          # as shown by --dry-run
 run = submit(request)
 for line in run.logs(follow=True): ...
 """
@@ -42,7 +42,7 @@ OFFLINE_ACCOUNT = "000000000000"
 
 @dataclass(frozen=True)
 class SageMakerRequest:
-    """Laptop: the request, what is uploaded for it, and what is worth saying before it is sent."""
+    """Laptop: the request, its uploads, and warnings."""
 
     draft: Draft
     code_files: int
@@ -59,11 +59,11 @@ class SageMakerRequest:
         return self.draft.body
 
     def to_json(self) -> str:
-        """The request as `aws sagemaker create-training-job --cli-input-json` reads it."""
+        """The request in the form of `aws sagemaker create-training-job --cli-input-json`."""
         return json.dumps(self.body, indent=2)
 
     def render(self) -> str:
-        """The request as JSON, then groups and cost, uploads, and notes."""
+        """The request as JSON, then groups and cost, uploads and notes."""
         settings = self.draft.settings
         uploads = [
             ("code", str(self.code_files), figures.size(self.code_bytes), self.draft.code_uri + "/"),
@@ -87,10 +87,10 @@ class SageMakerRequest:
         return "\n\n".join(part for part in parts if part)
 
     def write(self, path: Path) -> str:
-        """Write the request and, beside it, the source to upload; the commands that submit it.
+        """Write the request and the source to upload; returns the commands that submit it.
 
         Args:
-            path: `job.json`; the source goes into `job-code/`, or `job-sourcedir.tar.gz`.
+            path: `job.json`; the source is written to `job-code/` or `job-sourcedir.tar.gz` next to it.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         code = path.with_name(f"{path.stem}-code")
@@ -118,19 +118,19 @@ class SageMakerRequest:
         return "\n".join(shlex.join(command) for command in commands)
 
     def stage(self, folder: Path) -> None:
-        """Write the source as the hosts will see it, with a fresh Ray token."""
+        """Write the source as the hosts will see it, with a new Ray token."""
         upload.stage(self.draft.job, folder, self.draft.data_at, TOKEN_FILE)
 
 
 def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
-    """Laptop: job → request, with everything checked; uploads nothing.
+    """Laptop: build and check the request; uploads nothing.
 
     Args:
         job: what to run.
-        offline: ask AWS nothing; `sagemaker.s3_uri` must then be set.
+        offline: make no calls to AWS; requires `sagemaker.s3_uri`.
 
     Raises:
-        UsageError: with every problem, one line each.
+        UsageError: lists every problem, one line each.
     """
     settings = job.resolved.config.sagemaker
     problems: list[str] = []
@@ -143,7 +143,7 @@ def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
     if s3_uri is None:
         account = OFFLINE_ACCOUNT
         if offline:
-            problems.append("sagemaker.s3_uri: needed with --offline, s3://bucket/prefix")
+            problems.append("sagemaker.s3_uri: needed with --offline; set it to s3://bucket/prefix")
         elif not problems:
             account = _collected(problems, lambda: aws.account_id(region), OFFLINE_ACCOUNT)
         s3_uri = f"s3://sagemaker-{region or 'us-east-1'}-{account}/stoker"
@@ -159,14 +159,14 @@ def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
 
 
 def submit(request: SageMakerRequest, tell: Callable[[str], None] | None = None) -> SageMakerRun:
-    """Laptop: upload code and data, create the training job.
+    """Laptop: upload code and data, then create the training job.
 
     Args:
-        request: from `plan`.
-        tell: takes lines of progress; default: standard error.
+        request: the result of `plan`.
+        tell: receives progress lines; the default prints to standard error.
 
     Raises:
-        UsageError: AWS refused something; one line with its reason.
+        UsageError: AWS rejected a call; one line with its reason.
     """
     tell = tell or (lambda line: print(line, file=sys.stderr, flush=True))
     wanted = request.draft
@@ -188,10 +188,10 @@ def submit(request: SageMakerRequest, tell: Callable[[str], None] | None = None)
 
 
 def attach(run_id: str) -> SageMakerRun:
-    """Laptop: a run by `sagemaker:region/name`, a training job's name or its ARN.
+    """Laptop: find a run by `sagemaker:region/name`, training job name or ARN.
 
     Raises:
-        UsageError: no region is known for a bare name.
+        UsageError: only a name is given, and no region is configured.
     """
     text = run_id.removeprefix("sagemaker:")
     if text.startswith("arn:"):
@@ -201,7 +201,7 @@ def attach(run_id: str) -> SageMakerRun:
     else:
         name, region = text, aws.region_of(None) or ""
     if not region:
-        raise UsageError(f"{run_id}: no region known; write sagemaker:<region>/{name}")
+        raise UsageError(f"{run_id}: the region is unknown; write sagemaker:<region>/{name}")
     return SageMakerRun(region, name)
 
 
@@ -217,11 +217,11 @@ BACKEND = Backend(
 
 
 def model_trainer(job: Job, **options: Any) -> ModelTrainer:
-    """Laptop: the same job as a `sagemaker.train.ModelTrainer`, for notebooks and pipelines.
+    """Laptop: convert a job to a `sagemaker.train.ModelTrainer`, for notebooks and pipelines.
 
     Args:
-        job: from `launcher.job.open_job`.
-        options: handed on to `ModelTrainer`, for example `sagemaker_session`.
+        job: the result of `launcher.job.open_job`.
+        options: passed to `ModelTrainer`, for example `sagemaker_session`.
     """
     from launcher.sagemaker.sdk import model_trainer as build
 
@@ -232,7 +232,7 @@ def model_trainer(job: Job, **options: Any) -> ModelTrainer:
 
 
 def _measure(wanted: Draft, problems: list[str]) -> tuple[int, int]:
-    """Files and bytes of the staged source; also finds what should not travel in it."""
+    """Number of files and bytes of the staged source; adds to `problems` what must not be uploaded."""
     with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
         folder = Path(scratch) / "code"
         wanted.job.stage(folder, wanted.data_at)

@@ -1,4 +1,4 @@
-"""Laptop: a rehearsal on the screen: the hosts' lines in colours, and the closing table."""
+"""Laptop: shows a rehearsal on the terminal: host output in colour and a closing table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "bright_red")
 
 
 class Display:
-    """Laptop: prints to standard output; colours only on a terminal."""
+    """Laptop: prints to standard output, in colour only on a terminal."""
 
     def __init__(self, hosts: tuple[PlannedHost, ...]) -> None:
         self._console = Console(soft_wrap=True, highlight=False)
@@ -27,7 +27,7 @@ class Display:
         }
 
     def line(self, text: str) -> None:
-        """One line of a host: its origin coloured, the rest as it is."""
+        """Print one line of a host, with its origin in colour."""
         end = text.find("]") + 1
         origin = text[:end]
         colour = next((c for start, c in self._colours.items() if origin.startswith(start)), None)
@@ -37,7 +37,7 @@ class Display:
             self._console.print(Text.assemble((origin, colour), text[end:]))
 
     def closing(self, run: RehearsalRun) -> None:
-        """The table of hosts, the two figures, the failure reason."""
+        """Print the table of hosts, forming and leaving times, and the failure reason."""
         table = Table(title=f"rehearsal {run.id}: {run.status().split(':')[0]}")
         for name in ("host", "group", "type", "started", "ended", "exit code", "notes"):
             table.add_column(name)
@@ -54,12 +54,12 @@ class Display:
         self._console.print(table)
         if run.formed_after_last_host_s is not None:
             self._console.print(
-                f"cluster formed {run.formed_after_last_host_s} s after the last host's start"
+                f"cluster formed {run.formed_after_last_host_s} s after the last host started"
             )
         if run.workers_gone_s is not None:
-            self._console.print(f"worker hosts gone {run.workers_gone_s} s after the head's end")
+            self._console.print(f"worker hosts gone {run.workers_gone_s} s after the head ended")
         for clash in run.clashes:
-            self._console.print(f"clash: {clash}", style="yellow")
+            self._console.print(f"conflict: {clash}", style="yellow")
         if run.failure_reason:
             self._console.print(Text(f"FailureReason: {run.failure_reason}", style="red"))
         self._console.print(f"results: {run.run_dir}")

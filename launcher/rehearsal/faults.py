@@ -1,9 +1,9 @@
-"""Laptop and world: what shall go wrong in a rehearsal, and when. Standard library only.
+"""Laptop and world: the faults of a rehearsal and when they happen. Standard library only.
 
 kill:algo-3@20s                 20 s after the first host started
-start:algo-3@/going on/         once any host logged a line that matches; for a host with join_delay never
-term:all@formed+5s              5 s after the head has formed the cluster
-partition:algo-2@/epoch 1/+2s   2 s after any host logged a line that matches
+start:algo-3@/continuing/       when any host logs a matching line; for a host with join_delay never
+term:all@formed+5s              5 s after the cluster has formed
+partition:algo-2@/epoch 1/+2s   2 s after any host logs a matching line
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 ACTIONS = {
-    "start": "a host whose join_delay is never comes after all",
-    "kill": "the machine is lost: its link is cut, then everything on it dies",
-    "crash": "train.py alone is killed, as by the kernel when memory is short",
-    "pause": "every process of the host stops",
-    "resume": "they go on",
-    "partition": "the link is cut",
-    "heal": "the link works again",
-    "occupy": "another program listens on Ray's port",
+    "start": "start a host whose join_delay is never",
+    "kill": "lose the machine: cut its link, then kill every process on it",
+    "crash": "kill only train.py, as the kernel does when memory runs out",
+    "pause": "suspend every process of the host",
+    "resume": "resume them",
+    "partition": "cut the link",
+    "heal": "restore the link",
+    "occupy": "let another program listen on Ray's port",
     "term": "SIGTERM to the host's process 1, SIGKILL after 120 s, as StopTrainingJob does",
 }
 FORMED = "cluster formed in"
@@ -33,7 +33,7 @@ _FORM = re.compile(
 
 @dataclass
 class Fault:
-    """Laptop and world: one fault; `due_s` is set once its moment is known."""
+    """Laptop and world: one fault; `due_s` is set once its time is known."""
 
     action: str
     host: str
@@ -43,25 +43,25 @@ class Fault:
     done: bool = False
 
     def see(self, line: str, now_s: float) -> None:
-        """World: a host logged `line`; perhaps that is the moment."""
+        """World: schedule the fault if the logged `line` matches its pattern."""
         if self.due_s is None and self.pattern is not None and re.search(self.pattern, line):
             self.due_s = now_s + self.later_s
 
 
 def parse(text: str, hosts: Collection[str]) -> Fault:
-    """Laptop: a fault as written in the configuration or on the command line.
+    """Laptop: parse a fault from the configuration or the command line.
 
     Raises:
-        ValueError: in one line, with what would be right.
+        ValueError: one line that names the expected form.
     """
     found = _FORM.fullmatch(text.strip())
     if not found:
         raise ValueError(f"{text!r} is not action:host@20s, @formed+5s or @/regular expression/+5s")
     action, host = found["action"], found["host"]
     if action not in ACTIONS:
-        raise ValueError(f"{text!r}: no action {action!r}; there are {', '.join(ACTIONS)}")
+        raise ValueError(f"{text!r}: no action {action!r}; use one of {', '.join(ACTIONS)}")
     if host not in hosts and host != "all":
-        raise ValueError(f"{text!r}: no host {host!r}; there are {', '.join(hosts)} and all")
+        raise ValueError(f"{text!r}: no host {host!r}; use one of {', '.join(hosts)}, all")
     later = float(found["later"] or 0)
     if found["at"]:
         return Fault(action, host, None, later, float(found["at"]) + later)

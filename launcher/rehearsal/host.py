@@ -1,6 +1,6 @@
-"""An emulated host, process 1 in its own namespaces: make it look like a container, then become it.
+"""Emulated host, as process 1 of its namespaces: set up the container, then execute its program.
 
-Standard library only. Started by the world as `python -m launcher.rehearsal.host SPEC READY_FD`.
+Standard library only. The world starts it as `python -m launcher.rehearsal.host SPEC READY_FD`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LINK_TIMEOUT_S = 30.0
 
 
 def main() -> None:
-    """Emulated host: mounts, network, identity, then the container's own program."""
+    """Emulated host: set up network, mounts and name, then execute the container's program."""
     spec: dict[str, Any] = json.loads(sys.argv[1])
     ready = int(sys.argv[2])
     for path in spec["cgroups"]:
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _connect(spec: dict[str, Any]) -> None:
-    """Wait for the cable that the world plugs in, then configure it as eth0."""
+    """Wait for the link that the world connects, then configure it as eth0."""
     deadline = time.monotonic() + LINK_TIMEOUT_S
     while spec["link"] not in [name for _, name in socket.if_nameindex()]:
         if time.monotonic() > deadline:
@@ -67,29 +67,29 @@ def _mount(spec: dict[str, Any]) -> None:
     (folder / "tmp").mkdir(exist_ok=True)
     _keep_below_tmp(spec["kept"], folder / "tmp")
     _run("mount", "--rbind", str(folder / "tmp"), "/tmp")  # noqa: S108
-    # Only the uploaded copy may be used: what works because of this tree would fail on SageMaker.
+    # Hide the source tree: a job that depends on it instead of the upload would fail on SageMaker.
     for path in spec["masked"]:
         if Path(path).is_dir():
             _run("mount", "-t", "tmpfs", "-o", "ro,size=4k", "tmpfs", path)
-    # What the job writes outside of its own folders would be lost on SageMaker and would stay on
-    # this machine here: neither is wanted, so the rest of the machine is read-only.
-    with contextlib.suppress(subprocess.CalledProcessError):  # user namespaces may not be allowed to
+    # Files written outside the job's folders would be lost on SageMaker and left behind on this
+    # machine, so mount the rest read-only.
+    with contextlib.suppress(subprocess.CalledProcessError):  # user namespaces may not have permission
         _run("mount", "-o", "remount,bind,ro", "/")
 
 
 def _keep_below_tmp(paths: list[str], private: Path) -> None:
-    """The host's own /tmp would hide a Python environment that lies in this machine's."""
+    """Keep Python environments below /tmp visible, which the host's private /tmp would hide."""
     for path in sorted(set(paths)):
         if path.startswith("/tmp/") and Path(path).is_dir():  # noqa: S108
             target = private / Path(path).relative_to("/tmp")  # noqa: S108
-            if not target.exists():  # else it lies in one that is kept already
+            if not target.exists():  # else it is inside one that is already mounted
                 target.mkdir(parents=True)
                 _run("mount", "--bind", path, str(target))
                 _run("mount", "-o", "remount,bind,ro", str(target))
 
 
 def _mount_opt_ml(folder: Path, ml: Path) -> None:
-    """`/opt/ml` for a machine that has none: a copy of `/opt` by bind mounts, with `ml` added."""
+    """Mount `/opt/ml`; if the machine has none, over a copy of `/opt` made of bind mounts."""
     if Path("/opt/ml").is_dir():
         _run("mount", "--rbind", str(ml), "/opt/ml")
         return

@@ -1,4 +1,4 @@
-"""Laptop: whether and how this machine can make namespaces, and the CPU quotas of hosts."""
+"""Laptop: find out how this machine can create namespaces, and set the CPU quotas of hosts."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ REMOVAL_S = 5.0
 
 
 def unshare_command() -> list[str]:
-    """Laptop: the prefix that puts a program into namespaces of its own.
+    """Laptop: the command prefix that runs a program in private namespaces.
 
     Raises:
-        UsageError: this machine cannot, and why.
+        UsageError: this machine cannot create namespaces; the message says why.
     """
     instead = "; `--on local` runs the same job without emulated hosts"
     if not sys.platform.startswith("linux"):
-        raise UsageError(f"--on rehearsal needs Linux namespaces, and this is {sys.platform}{instead}")
+        raise UsageError(f"--on rehearsal needs Linux namespaces, but this is {sys.platform}{instead}")
     absent = [f"{tool} (package {package})" for tool, package in TOOLS.items() if not shutil.which(tool)]
     if absent:
         raise UsageError(f"--on rehearsal needs {', '.join(absent)}{instead}")
@@ -47,14 +47,14 @@ def unshare_command() -> list[str]:
         if done.returncode == 0:
             return command
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-    raise UsageError(f"--on rehearsal: this machine allows no namespaces ({reason}){instead}")
+    raise UsageError(f"--on rehearsal: cannot create namespaces on this machine ({reason}){instead}")
 
 
 def make_cgroups(name: str, quota: float | None) -> list[str]:
-    """Laptop: a CPU cgroup that gives its processes `quota` cores; the files to join it by.
+    """Laptop: create a CPU cgroup limited to `quota` cores; returns the files for joining it.
 
     Raises:
-        UsageError: a quota is wanted and this machine does not let us set one.
+        UsageError: a quota is set, but this machine does not allow one.
     """
     if quota is None:
         return []
@@ -73,12 +73,14 @@ def make_cgroups(name: str, quota: float | None) -> list[str]:
             folder.mkdir()
             (folder / "cpu.max").write_text(f"{int(quota * PERIOD_US)} {PERIOD_US}")
     except OSError as error:
-        raise UsageError(f"rehearsal.cpu_quota: no CPU cgroup can be made here: {error}") from None
+        raise UsageError(
+            f"rehearsal.cpu_quota: cannot create a CPU cgroup ({error}); run as root or unset it"
+        ) from None
     return [str(folder / "cgroup.procs")]
 
 
 def remove_cgroups(files: list[str]) -> None:
-    """Laptop: remove them; the kernel needs a moment until the last process has left."""
+    """Laptop: remove cgroups, retrying until the kernel has removed the last process."""
     deadline = time.monotonic() + REMOVAL_S
     for file in files:
         folder = Path(file).parent

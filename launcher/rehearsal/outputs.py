@@ -1,4 +1,4 @@
-"""Laptop: after the end, what SageMaker would send to S3 goes to the run directory."""
+"""Laptop: after a rehearsal, move what SageMaker would upload to S3 to the run directory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ FAILURE_CHARACTERS = 1024
 
 
 def collect(hosts: dict[str, Path], run_dir: Path) -> list[str]:
-    """Laptop: model, output and checkpoints of all hosts, merged as the service merges them.
+    """Laptop: merge model, output and checkpoints of all hosts, as SageMaker does.
 
     Args:
-        hosts: host name → the folder that was its `/opt/ml`.
+        hosts: host name → the folder mounted as its `/opt/ml`.
         run_dir: the run directory on this machine.
 
     Returns:
-        One line per file that two hosts wrote; the service keeps one of them, nobody says which.
+        One line per file that two hosts wrote; SageMaker keeps one of them, unspecified which.
     """
     clashes: list[str] = []
     for source, target in (
@@ -32,7 +32,7 @@ def collect(hosts: dict[str, Path], run_dir: Path) -> list[str]:
                     continue
                 name = file.relative_to(ml / source)
                 if name in writer and filecmp.cmp(file, target / name, shallow=False):
-                    continue  # each host was given the checkpoint that the job went on from
+                    continue  # the checkpoint to resume from, which every host was given
                 if name in writer:
                     clashes.append(f"{source}/{name}: written by {writer[name]} and {host}")
                     continue
@@ -43,13 +43,13 @@ def collect(hosts: dict[str, Path], run_dir: Path) -> list[str]:
 
 
 def failure_of(ml: Path) -> str:
-    """Laptop: what a host wrote to `/opt/ml/output/failure`, as much of it as the service keeps."""
+    """Laptop: what a host wrote to `/opt/ml/output/failure`, truncated as by SageMaker."""
     file = ml / "output" / "failure"
     return file.read_text(errors="replace")[:FAILURE_CHARACTERS] if file.is_file() else ""
 
 
 def keep_ray_logs(host_folder: Path, target: Path) -> None:
-    """Laptop: Ray's own logs of a host, for a run that failed."""
+    """Laptop: copy a host's Ray logs; used for failed runs."""
     logs = [path for path in (host_folder / "tmp").glob("ray/session_2*/logs") if path.is_dir()]
     for folder in logs[-1:]:
         shutil.copytree(folder, target, dirs_exist_ok=True, ignore_dangling_symlinks=True)
@@ -60,7 +60,7 @@ def keep_ray_logs(host_folder: Path, target: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Laptop: the hosts' folders. Never while anything is mounted below: it would be emptied."""
+    """Laptop: remove the hosts' folders, unless a mount below them would be emptied as well."""
     mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     prefix = f"{folder.resolve()}/"
     below = [path for path in mounted if path.startswith(prefix)]

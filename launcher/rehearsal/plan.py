@@ -1,4 +1,4 @@
-"""Laptop: from a job and its `rehearsal` section to the hosts to be made; no side effects."""
+"""Laptop: plan the hosts of a rehearsal from a job and its `rehearsal` section. No side effects."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class PlannedHost:
     instance_type: str
     address: str
     delay_s: float
-    """Seconds after the start; infinite for a host that never comes."""
+    """Seconds after the start; infinite for a host that never starts."""
 
 
 @dataclass(frozen=True)
 class PlannedChannel:
-    """Laptop: local data that every host sees as an input channel."""
+    """Laptop: local data that is mounted on every host as an input channel."""
 
     parameter: str
     source: Path
 
     @property
     def target(self) -> str:
-        """Below `/opt/ml/`; a single file lies in the channel's folder, as on SageMaker."""
+        """Path below `/opt/ml/`; a single file is placed in the channel's folder, as on SageMaker."""
         folder = f"input/data/{self.parameter}"
         return folder if self.source.is_dir() else f"{folder}/{self.source.name}"
 
@@ -56,7 +56,7 @@ class PlannedChannel:
 
 
 def plan_hosts(config: Config) -> tuple[PlannedHost, ...]:
-    """Laptop: `gpu=1,cpu=2:ml.c5.2xlarge` as hosts algo-1, algo-2, … in that order.
+    """Laptop: plan `gpu=1,cpu=2:ml.c5.2xlarge` as hosts algo-1, algo-2, … in that order.
 
     Raises:
         UsageError: every problem found.
@@ -69,7 +69,7 @@ def plan_hosts(config: Config) -> tuple[PlannedHost, ...]:
         if not found or not 1 <= int(found[2]) <= MAX_HOSTS:
             problems.append(f"rehearsal.hosts: {part!r} is not group=count or group=count:type")
         elif found[1] in [name for name, _, _ in groups]:
-            problems.append(f"rehearsal.hosts: the group {found[1]!r} stands twice")
+            problems.append(f"rehearsal.hosts: the group {found[1]!r} is listed twice")
         else:
             groups.append((found[1], int(found[2]), found[3] or ""))
     if len(groups) > MAX_GROUPS:
@@ -89,7 +89,7 @@ def plan_hosts(config: Config) -> tuple[PlannedHost, ...]:
     names = [host.name for host in hosts]
     for host in settings.join_delay:
         if host not in names:
-            problems.append(f"rehearsal.join_delay: no host {host!r}; there are {', '.join(names)}")
+            problems.append(f"rehearsal.join_delay: no host {host!r}; use one of {', '.join(names)}")
     if len(hosts) > MAX_HOSTS:
         problems.append(f"rehearsal.hosts: {len(hosts)} hosts; at most {MAX_HOSTS}")
     if problems:
@@ -98,7 +98,7 @@ def plan_hosts(config: Config) -> tuple[PlannedHost, ...]:
 
 
 def plan_faults(config: Config, hosts: tuple[PlannedHost, ...]) -> tuple[faults.Fault, ...]:
-    """Laptop: the configured faults, checked.
+    """Laptop: parse and check the configured faults.
 
     Raises:
         UsageError: every problem found.
@@ -116,7 +116,7 @@ def plan_faults(config: Config, hosts: tuple[PlannedHost, ...]) -> tuple[faults.
 
 
 def plan_topology(config: Config, hosts: tuple[PlannedHost, ...]) -> Topology:
-    """Laptop: what the hosts will find out by themselves, so that a wrong group costs no start.
+    """Laptop: resolve the topology as the hosts will, so that a wrong group is found before the start.
 
     Raises:
         UsageError: no group can train.
@@ -128,7 +128,7 @@ def plan_topology(config: Config, hosts: tuple[PlannedHost, ...]) -> Topology:
 
 
 def resource_config(hosts: tuple[PlannedHost, ...], current: PlannedHost) -> dict[str, Any]:
-    """Laptop: resourceconfig.json as SageMaker writes it, sorted as text where that is."""
+    """Laptop: resourceconfig.json in SageMaker's form, with its text-sorted host list."""
     groups = dict.fromkeys(host.group for host in hosts)
     return {
         "current_group_name": current.group,
@@ -148,7 +148,7 @@ def resource_config(hosts: tuple[PlannedHost, ...], current: PlannedHost) -> dic
 
 
 def hyperparameters(job: Job, entry: str) -> dict[str, str]:
-    """Laptop: hyperparameters.json; every value is a string that holds JSON, as SDKs write it."""
+    """Laptop: hyperparameters.json; every value is a JSON string, as SDKs write it."""
     given = {k: json.dumps(v) for k, v in job.resolved.config.sagemaker.hyperparameters.items()}
     if entry == "container":
         return given
@@ -165,7 +165,7 @@ def hyperparameters(job: Job, entry: str) -> dict[str, str]:
 
 
 def environment(job: Job, config: Config) -> dict[str, str]:
-    """Laptop: what a host's program finds; nothing of this machine's own environment."""
+    """Laptop: the environment of a host's program; nothing is inherited except PATH and LANG."""
     binaries = str(Path(sys.executable).parent)
     return {
         "PATH": f"{binaries}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -185,7 +185,7 @@ def environment(job: Job, config: Config) -> dict[str, str]:
 
 
 def rate_arguments(link_mbps: float | None) -> list[str]:
-    """Laptop: the token bucket that holds a link to its rate, for `tc qdisc add … tbf`."""
+    """Laptop: arguments of `tc qdisc add … tbf` that limit a link's rate."""
     if link_mbps is None:
         return []
     burst = max(128 * 1024, int(link_mbps * 1e6 / 8 * 0.01))  # one offloaded segment is 64 KiB
@@ -193,7 +193,7 @@ def rate_arguments(link_mbps: float | None) -> list[str]:
 
 
 def masked_folders(job: Job) -> list[str]:
-    """Laptop: source folders that hosts must not see, unless the interpreter itself lies there."""
+    """Laptop: source folders to hide from hosts, except those that contain the interpreter."""
     folders = [source_root(), *filter(None, [job.source_dir])]
     needed = [Path(sys.prefix), Path(sys.base_prefix)]
     return [

@@ -1,4 +1,4 @@
-"""Laptop: write each host's own `/opt/ml` and describe the hosts to the world."""
+"""Laptop: write each host's `/opt/ml` and the specification for the world."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from launcher.backends.rehearsal import RehearsalRequest
 
 LINGER_S = 30.0
-"""How long hosts may outlive the head before the rehearsal kills them and says so."""
+"""How long hosts may outlive the head before the rehearsal kills them and reports it."""
 STOP_GRACE_S = 120.0
 TOOLKIT_STOP_GRACE_S = 10.0
 """Under the toolkit SIGTERM does not reach train.py, so there is nothing to wait for."""
@@ -30,7 +30,7 @@ def prepare_host(
     train: list[str] | None,
     cgroups: list[str],
 ) -> dict[str, Any]:
-    """Write the host's own `/opt/ml` and /etc/hosts; what the world needs to know of it."""
+    """Write a host's `/opt/ml` and /etc/hosts; returns its specification for the world."""
     config = request.job.resolved.config
     own = folder / host.name
     ml = own / "ml"

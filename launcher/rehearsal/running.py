@@ -1,4 +1,4 @@
-"""Laptop: a rehearsal under way: its hosts' lines, its end, its verdict, its figures."""
+"""Laptop: a running rehearsal: the hosts' output, the end, the exit code, the report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HELD_LINES = 20
 
 @dataclass
 class HostResult:
-    """Laptop: what became of one host; times in seconds from the start of the rehearsal."""
+    """Laptop: the result of one host; times in seconds from the start of the rehearsal."""
 
     name: str
     group: str
@@ -34,11 +34,11 @@ class HostResult:
     exit_code: int | None = None
     notes: list[str] = field(default_factory=list)
     excused: bool = False
-    """An injected fault ended it: its exit code says nothing about the job."""
+    """An injected fault ended it, so its exit code does not count."""
 
 
 class RehearsalRun:
-    """Laptop: a rehearsal under way; it ends with this process."""
+    """Laptop: a running rehearsal; it ends with this process."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class RehearsalRun:
         hosts = request.hosts
         self.results = {h.name: HostResult(h.name, h.group, h.instance_type) for h in hosts}
         self.failure_reason = ""
-        """As DescribeTrainingJob would show it."""
+        """The FailureReason of DescribeTrainingJob."""
         self.formed_s: float | None = None
         self.clashes: list[str] = []
         self._request = request
@@ -68,7 +68,7 @@ class RehearsalRun:
         self._reader.start()
 
     def status(self) -> str:
-        """running, succeeded, failed or interrupted, with the reason of a failure."""
+        """running, succeeded, failed or interrupted, with the reason for a failure."""
         if self._code is None:
             return "running"
         if self._code == 0:
@@ -77,7 +77,7 @@ class RehearsalRun:
         return f"{word}: {self.failure_reason}" if self.failure_reason else word
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        """The hosts' lines as they come, each with its host; with `follow` until the end."""
+        """Output lines as they arrive, each prefixed with its host; with `follow` until the end."""
         while True:
             try:
                 line = self._lines.get(block=follow)
@@ -89,7 +89,7 @@ class RehearsalRun:
             yield line
 
     def wait(self) -> int:
-        """Block until the end; the job's exit code. Ctrl-C stops the hosts, a second one at once."""
+        """Block until the end; returns the job's exit code. Ctrl-C stops the hosts; twice kills them."""
         interrupted = False
         while True:
             try:
@@ -104,7 +104,7 @@ class RehearsalRun:
                 else:
                     self.stop()
                     if self._display:
-                        self._display.line("stopping all hosts; Ctrl-C again ends them at once")
+                        self._display.line("stopping all hosts; press Ctrl-C again to kill them")
                 interrupted = True
         if interrupted:
             self._code = 130
@@ -113,12 +113,12 @@ class RehearsalRun:
         return 1 if self._code is None else self._code
 
     def stop(self) -> None:
-        """SIGTERM to process 1 of every host, SIGKILL later, as StopTrainingJob does."""
+        """Send SIGTERM to process 1 of every host, later SIGKILL, as StopTrainingJob does."""
         self._command("stop")
 
     @property
     def workers_gone_s(self) -> float | None:
-        """Seconds from the head's end to that of the last other host that was still there."""
+        """Seconds from the head's end until the last worker host ended."""
         head = self.results[self._request.head]
         others = [r.ended_s for r in self.results.values() if r is not head and r.ended_s is not None]
         if head.ended_s is None or not others:
@@ -127,7 +127,7 @@ class RehearsalRun:
 
     @property
     def formed_after_last_host_s(self) -> float | None:
-        """Seconds from the last host's start to the cluster's formation."""
+        """Seconds from the last host's start until the cluster formed."""
         starts = [r.started_s for r in self.results.values() if r.started_s is not None]
         if self.formed_s is None or not starts:
             return None
@@ -185,7 +185,7 @@ class RehearsalRun:
         self._lines.put(f"{origin} -- {what} at {at:.1f} s")
 
     def _show(self, result: HostResult, line: str) -> None:
-        """Stoker's own lines at once; the toolkit's and pip's where a host fails without a word."""
+        """Show Stoker's lines at once; hold back those of the toolkit and pip until a host fails silently."""
         if line.startswith(f"[{result.group} {result.name} "):
             self._lines.put(line)
             self._spoke.add(result.name)
@@ -207,7 +207,7 @@ class RehearsalRun:
         (self.run_dir / "rehearsal.json").write_text(json.dumps(self.report(), indent=1))
 
     def report(self) -> dict[str, Any]:
-        """Laptop: the outcome as plain values, as `rehearsal.json` holds it."""
+        """Laptop: the content of `rehearsal.json`."""
         return {
             "exit_code": self._code,
             "status": self.status(),
@@ -219,7 +219,7 @@ class RehearsalRun:
         }
 
     def _verdict(self, ml: dict[str, Path]) -> int:
-        """The job's exit code: the head's, else that of a host that failed it for the service."""
+        """The job's exit code: the head's, else that of a host whose failure fails the job on SageMaker."""
         order = [self._request.head, *(name for name in self.results if name != self._request.head)]
         for name in order:
             result = self.results[name]

@@ -1,8 +1,8 @@
-"""Laptop: the real sagemaker-training toolkit, in a cache folder of its own, fetched on demand.
+"""Laptop: the real sagemaker-training toolkit, fetched on demand into a separate cache folder.
 
-Its dependencies clash with a training environment's now and then, so it is not installed there. On
-a host, the project's interpreter runs it with the cache at the end of its path: the toolkit starts
-user code with its own interpreter, and that must be the one that has Ray and torch.
+Its dependencies can conflict with those of a training environment, so it is not installed there. On a
+host, the project's interpreter runs it with the cache at the end of `sys.path`: the toolkit starts user
+code with its own interpreter, which must be the one with Ray and torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INSTALL_TIMEOUT_S = 600
 
 
 def cache_folder() -> Path:
-    """Laptop: where this toolkit version for this Python lies, or will lie."""
+    """Laptop: the cache folder for this toolkit version and this Python version."""
     root = os.environ.get("STOKER_CACHE") or os.environ.get("XDG_CACHE_HOME")
     base = Path(root).expanduser() if root else Path.home() / ".cache"
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
@@ -29,10 +29,10 @@ def cache_folder() -> Path:
 
 
 def ensure() -> Path:
-    """Laptop: the folder to append to `sys.path`; installs the toolkit where it is absent.
+    """Laptop: install the toolkit if it is missing; returns the folder to append to `sys.path`.
 
     Raises:
-        UsageError: it cannot be installed.
+        UsageError: the toolkit cannot be installed.
     """
     folder = cache_folder()
     if (folder / "complete").is_file():
@@ -56,14 +56,14 @@ def ensure() -> Path:
         if reason:
             raise UsageError(
                 f"rehearsal.entry: cannot install sagemaker-training {VERSION}: {reason[0]}; "
-                "rehearsal.entry=container needs no toolkit"
+                "rehearsal.entry=container works without it"
             )
         (folder / "complete").touch()
     return folder
 
 
 def command(folder: Path) -> list[str]:
-    """Laptop: the toolkit's `train` as a host runs it."""
+    """Laptop: the command that runs the toolkit's `train` on a host."""
     script = (
         f"import sys; sys.path.append({str(folder)!r}); from sagemaker_training.cli.train import main; main()"
     )

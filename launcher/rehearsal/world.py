@@ -1,9 +1,9 @@
-"""The world of one rehearsal: process 1 of a private set of namespaces, parent of all its hosts.
+"""World: process 1 of a rehearsal's private namespaces and parent of all its hosts.
 
-The bridge, the links, the mounts and the hosts exist only inside this process's namespaces. When it
-ends, for whatever reason, the kernel removes them all; it ends when its standard input is closed.
+The bridge, links, mounts and hosts exist only inside this process's namespaces. When it ends, for any
+reason, the kernel removes them. It ends when its standard input is closed.
 
-Standard library only. It prints events as JSON lines and reads commands (`stop`, `kill`).
+Standard library only. Prints events as JSON lines and reads commands (`stop`, `kill`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ NAMESPACES = (
     *("--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"),
     *("--propagation", "private"),
 )
-"""Of a host, and of the world itself."""
+"""Options of `unshare`, for each host and for the world itself."""
 BRIDGE = "stoker0"
 TICK_S = 0.05
 
 
 @dataclass
 class Host:
-    """World: one emulated host and what became of it."""
+    """World: one emulated host and its state."""
 
     spec: dict[str, Any]
     process: subprocess.Popen[bytes] | None = None
@@ -50,8 +50,8 @@ class Host:
         return str(self.spec["name"])
 
     def end(self) -> None:
-        """All processes of a PID namespace end with its first one."""
-        self.killed = True  # unshare does not hand on that its child was killed
+        """Kill process 1; the kernel then kills all processes of its PID namespace."""
+        self.killed = True  # unshare does not report that its child was killed
         _signal(self.init, signal.SIGKILL)
 
     @property
@@ -60,7 +60,7 @@ class Host:
 
 
 class World:
-    """World: starts the hosts, injects the faults, reports what happens."""
+    """World: starts the hosts, injects the faults and reports events."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._hosts = [Host(host) for host in spec["hosts"]]
@@ -75,7 +75,7 @@ class World:
         self._linger_until: float | None = None
 
     def run(self) -> None:
-        """World: until every host has ended."""
+        """World: run until every host has ended."""
         _run("ip", "link", "set", "lo", "up")
         _run("ip", "link", "add", BRIDGE, "type", "bridge")
         _run("ip", "link", "set", BRIDGE, "up")
@@ -100,7 +100,7 @@ class World:
         self._event("world", "over")
 
     def _nothing_to_come(self) -> bool:
-        """A host that comes late is not waited for once all others have ended."""
+        """Whether the rehearsal may end: late hosts are not awaited once all started ones have ended."""
         return any(host.finished for host in self._hosts)
 
     def _start(self, host: Host) -> None:
@@ -206,7 +206,7 @@ class World:
             if not host.running:
                 continue
             if host.kill_at is not None and now > host.kill_at:
-                self._event(host.name, "overdue", text="had not ended when its time to stop was over")
+                self._event(host.name, "overdue", text="did not stop within its grace period")
                 host.end()
                 host.kill_at = None
             if self._linger_until is not None and now > self._linger_until:
@@ -221,7 +221,7 @@ class World:
         while select.select([sys.stdin], [], [], 0)[0]:
             command = sys.stdin.readline()
             if not command or command.strip() == "kill":
-                os._exit(0)  # the launcher is gone, or wants no more
+                os._exit(0)  # the launcher is gone or asked to kill
             for host in self._hosts:
                 if command.strip() == "stop" and host.running:
                     self.do("term", host)

@@ -1,1 +1,1 @@
-"""Laptop: what `--on sagemaker` is made of; `launcher.backends.sagemaker` puts it together."""
+"""Laptop: the parts of `--on sagemaker`, which `launcher.backends.sagemaker` combines."""

@@ -1,4 +1,4 @@
-"""Laptop: boto3 clients, made when first needed, and AWS's errors in one line each."""
+"""Laptop: lazily created boto3 clients, and AWS errors as one-line messages."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from launcher.sagemaker.upload import split_uri
 from stoker.errors import UsageError
 
 NO_CREDENTIALS = (
-    "AWS: no credentials found; run `aws configure` or set AWS_PROFILE (--dry-run --offline does without)"
+    "AWS: no credentials found; run `aws configure` or set AWS_PROFILE (--dry-run --offline needs none)"
 )
 
 
 @cache
 def client(service: str, region: str, timeout_s: float | None = None) -> Any:
-    """Laptop: a boto3 client that retries throttling; `AWS_ENDPOINT_URL` is honoured.
+    """Laptop: a cached boto3 client that retries throttled calls; honours `AWS_ENDPOINT_URL`.
 
     Args:
-        service: of AWS.
-        region: of AWS.
-        timeout_s: for one answer, without a second try; None: patient.
+        service: name of the AWS service.
+        region: AWS region.
+        timeout_s: timeout of a single attempt without retries; None retries with long timeouts.
     """
     import boto3
     from botocore.config import Config
@@ -35,12 +35,12 @@ def client(service: str, region: str, timeout_s: float | None = None) -> Any:
         read_timeout=timeout_s or 60,
     )
     with readable_errors(service):
-        session: Any = boto3.session.Session()  # typed by service name otherwise, one overload each
+        session: Any = boto3.session.Session()  # Any: its stubs have one overload per service
         return session.client(service, region_name=region, config=config)
 
 
 def region_of(configured: str | None) -> str | None:
-    """Laptop: the configured region, else the environment's, else the AWS profile's."""
+    """Laptop: the region from the configuration, else the environment, else the AWS profile."""
     found = configured or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if found:
         return found
@@ -55,7 +55,7 @@ def account_id(region: str) -> str:
     """Laptop: the account whose credentials are in use.
 
     Raises:
-        UsageError: no credentials, or AWS refuses them.
+        UsageError: there are no credentials, or AWS rejects them.
     """
     sts = client("sts", region)
     with readable_errors("credentials"):
@@ -63,7 +63,7 @@ def account_id(region: str) -> str:
 
 
 def existence_problems(draft: Draft) -> Iterator[str]:
-    """Laptop: buckets and prefixes that the request names and that are not there."""
+    """Laptop: problems with the request's buckets and prefixes: missing, inaccessible, wrong region."""
     s3 = client("s3", draft.region)
     bucket, _ = split_uri(draft.s3_uri)
     with readable_errors("S3"):
@@ -75,7 +75,7 @@ def existence_problems(draft: Draft) -> Iterator[str]:
 
 @contextmanager
 def readable_errors(what: str) -> Iterator[None]:
-    """Laptop: botocore's exceptions become a `UsageError` of one line."""
+    """Laptop: convert botocore exceptions to a one-line `UsageError`."""
     from botocore.exceptions import (
         BotoCoreError,
         ClientError,
@@ -103,13 +103,13 @@ def readable_errors(what: str) -> Iterator[None]:
 
 def _remedy(code: str) -> str:
     if "AccessDenied" in code:
-        return "; docs/iam/launcher.json lists what the launcher needs"
+        return "; docs/iam/launcher.json lists the permissions that the launcher needs"
     if "Expired" in code or "InvalidClientToken" in code or "UnrecognizedClient" in code:
         return "; sign in again (`aws sso login`) or check AWS_PROFILE"
     if code == "ResourceLimitExceeded":
-        return "; ask for the quota in Service Quotas, or choose another instance type"
+        return "; request the quota in Service Quotas, or choose another instance type"
     if code == "ResourceInUse":
-        return "; a job of this name exists, submit again for a new name"
+        return "; a job with this name exists; submit again to get a new name"
     return ""
 
 
@@ -123,12 +123,14 @@ def _bucket_problem(s3: Any, bucket: str, region: str) -> Iterator[str]:
         found = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
         if status == 404:
             yield (
-                f"sagemaker.s3_uri: no bucket {bucket!r}; create it"
+                f"sagemaker.s3_uri: bucket {bucket!r} does not exist; create it"
                 f" (`aws s3 mb s3://{bucket} --region {region}`) or name another"
             )
             return
         if status == 403:
-            yield (f"sagemaker.s3_uri: no access to bucket {bucket!r}; docs/iam/launcher.json has the policy")
+            yield (
+                f"sagemaker.s3_uri: no access to bucket {bucket!r}; see docs/iam/launcher.json for the policy"
+            )
             return
         if status != 301:
             raise
@@ -136,8 +138,8 @@ def _bucket_problem(s3: Any, bucket: str, region: str) -> Iterator[str]:
         found = answer.get("BucketRegion")
     if found and found != region:
         yield (
-            f"sagemaker.s3_uri: bucket {bucket!r} is in {found}, the job in {region}; SageMaker"
-            " needs one region"
+            f"sagemaker.s3_uri: bucket {bucket!r} is in {found}, the job in {region}; use a bucket in"
+            " the job's region"
         )
 
 
@@ -151,8 +153,8 @@ def _prefix_problem(s3: Any, uri: str, key: str) -> Iterator[str]:
         code = error.response.get("Error", {}).get("Code", "")
         if code not in ("NoSuchBucket", "404", "AccessDenied", "403", "AllAccessDisabled"):
             raise
-        reason = "no such bucket" if code in ("NoSuchBucket", "404") else "no access to the bucket"
+        reason = "the bucket does not exist" if code in ("NoSuchBucket", "404") else "no access to the bucket"
         yield f"{key}: {reason} (got {uri!r})"
         return
     if not found:
-        yield f"{key}: nothing there (got {uri!r}); the channel would be an empty folder"
+        yield f"{key}: nothing there (got {uri!r}); upload the data or correct the prefix"

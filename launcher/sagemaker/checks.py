@@ -1,7 +1,7 @@
-"""Laptop: all that can be known to be wrong with a SageMaker job before anything is uploaded.
+"""Laptop: checks of a SageMaker job before anything is uploaded.
 
-Each rule is a generator of lines `key: what is wrong (got …); remedy`. They judge a `Draft`, talk
-to nobody, and all of them run, so that the user sees every problem at once.
+Each rule checks a `Draft` without network access and yields lines `key: what is wrong (got …); remedy`.
+All rules run, so that the user sees every problem at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RESERVED_VARIABLES = ("RAY_AUTH_", "RAY_ADDRESS", "RAY_DATA_AUTOLOAD_", "SM_", "
 
 
 def problems(draft: Draft) -> list[str]:
-    """Laptop: every problem of a request, the service's limits included; empty if none."""
+    """Laptop: every problem of a request, including violated service limits."""
     found = [line for rule in RULES for line in rule(draft)]
     named = {line.partition(": ")[0] for line in found}
     limits = limit_problems(draft.body, draft.keys)
@@ -32,45 +32,45 @@ def problems(draft: Draft) -> list[str]:
 
 
 def warnings(draft: Draft) -> list[str]:
-    """Laptop: what is allowed and yet worth a line under the dry run."""
+    """Laptop: notes for the dry run on valid but questionable settings."""
     settings = draft.settings
     hosts = sum(group.count for group in draft.groups)
     notes = []
     if not settings.subnets:
-        notes.append("no VPC: hosts reach the internet; sagemaker.subnets and security_groups close that")
+        notes.append(
+            "no VPC: hosts can reach the internet; set sagemaker.subnets and security_groups to prevent that"
+        )
     if settings.subnets and not settings.network_isolation:
-        notes.append("in a VPC without NAT, pip reaches no index: put a wheels/ folder into the source")
+        notes.append("in a VPC without NAT, pip cannot reach an index: put a wheels/ folder into the source")
     if hosts > 1 and not settings.encrypt_traffic:
-        notes.append("traffic between hosts is not encrypted: sagemaker.encrypt_traffic=true (slower)")
+        notes.append("traffic between hosts is not encrypted: set sagemaker.encrypt_traffic=true (slower)")
     if settings.encrypt_traffic and settings.subnets:
-        notes.append("encrypted traffic needs UDP 500 and protocol 50 (ESP) in the security group")
+        notes.append("encrypted traffic needs UDP 500 and protocol 50 (ESP) allowed in the security group")
     if settings.kms_key is None:
-        notes.append("no KMS key: S3's own encryption applies to code and model; sagemaker.kms_key")
+        notes.append(
+            "no KMS key: code and model use S3's default encryption; set sagemaker.kms_key to change that"
+        )
     if settings.spot and len(draft.groups) > 1:
-        notes.append("spot with several instance groups is not documented by AWS: try it short first")
+        notes.append("AWS does not document spot with several instance groups: try a short job first")
     return notes
 
 
 def _groups(draft: Draft) -> Iterator[str]:
     settings, groups = draft.settings, draft.groups
     if not groups:
-        yield ("sagemaker.gpu.type: no hosts asked for; name an instance type, for example ml.g5.2xlarge")
+        yield ("sagemaker.gpu.type: no hosts requested; name an instance type, for example ml.g5.2xlarge")
     if settings.groups and (settings.gpu.type or settings.cpu.type):
-        yield "sagemaker.groups: stands beside sagemaker.gpu or cpu; keep one of the two forms"
+        yield "sagemaker.groups: given together with sagemaker.gpu or cpu; keep one of the two forms"
     names = [group.name for group in groups]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"sagemaker.groups: two groups are named {name!r}; every name must differ"
     for group in groups:
         if group.count < 1:
-            yield f"{group.key}.count: at least 1 (got {group.count}); leave the group out for none"
+            yield f"{group.key}.count: at least 1 (got {group.count}); to have none, remove the group"
         if group.type.startswith("ml.trn"):
-            yield (
-                f"{group.key}.type: Trainium has no CUDA and Ray Train's loop needs it (got {group.type!r})"
-            )
+            yield (f"{group.key}.type: Trainium has no CUDA (got {group.type!r}); use a type with GPUs")
         if not group.type.startswith("ml.") and f"ml.{group.type}" in instance_types():
-            yield (
-                f"{group.key}.type: SageMaker's types begin with ml. (got {group.type!r}); ml.{group.type}"
-            )
+            yield (f"{group.key}.type: must begin with ml. (got {group.type!r}); use ml.{group.type}")
     if (
         settings.gpu.type
         and not settings.gpu.type.startswith("ml.trn")
@@ -78,12 +78,12 @@ def _groups(draft: Draft) -> Iterator[str]:
         and not prices.has_gpu(settings.gpu.type)
     ):
         yield (
-            f"sagemaker.gpu.type: {settings.gpu.type} has no GPU; to train on CPUs name it"
-            " sagemaker.cpu.type and leave gpu out"
+            f"sagemaker.gpu.type: {settings.gpu.type} has no GPU; to train on CPUs, set it as"
+            " sagemaker.cpu.type and remove gpu"
         )
     if settings.gpu.type and settings.cpu.type and prices.has_gpu(settings.cpu.type):
         yield (
-            f"sagemaker.cpu.type: {settings.cpu.type} has GPUs that would idle; take an ml.c5 or ml.m5 type"
+            f"sagemaker.cpu.type: {settings.cpu.type} has GPUs that would idle; use an ml.c5 or ml.m5 type"
         )
 
 
@@ -136,16 +136,18 @@ def _times(draft: Draft) -> Iterator[str]:
             f" (got {settings.max_wait_s}); it counts waiting and running together"
         )
     if settings.keep_alive_s and len(draft.groups) > 1:
-        yield ("sagemaker.keep_alive_s: warm pools do not exist for several instance groups; remove it")
+        yield ("sagemaker.keep_alive_s: SageMaker has no warm pools for several instance groups; remove it")
     if settings.keep_alive_s and settings.spot:
-        yield ("sagemaker.keep_alive_s: warm pools do not exist for spot instances; remove one of the two")
+        yield (
+            "sagemaker.keep_alive_s: SageMaker has no warm pools for spot instances; remove one of the two"
+        )
     if settings.keep_alive_s < 0:
         yield f"sagemaker.keep_alive_s: at least 0 (got {settings.keep_alive_s})"
     if draft.job.resolved.config.cluster.join_timeout_s >= settings.max_runtime_s:
         yield (
             "cluster.join_timeout_s: not below sagemaker.max_runtime_s"
-            f" (got {draft.job.resolved.config.cluster.join_timeout_s:g}); hosts would be awaited"
-            " until the end"
+            f" (got {draft.job.resolved.config.cluster.join_timeout_s:g}); lower it, or the job may end"
+            " waiting for hosts"
         )
 
 
@@ -154,7 +156,7 @@ def _disks(draft: Draft) -> Iterator[str]:
     with_nvme = [group.type for group in draft.groups if prices.has_nvme(group.type)]
     if settings.volume_kms_key and with_nvme:
         yield (
-            f"sagemaker.volume_kms_key: refused for {', '.join(with_nvme)}, whose NVMe disks"
+            f"sagemaker.volume_kms_key: not supported by {', '.join(with_nvme)}, whose NVMe disks"
             " are encrypted by the hardware; remove it"
         )
     if not 1 <= settings.volume_gb <= 16_384:
@@ -163,7 +165,7 @@ def _disks(draft: Draft) -> Iterator[str]:
     if need_gb > 0.9 * settings.volume_gb >= 0.9 and len(with_nvme) < len(draft.groups):
         yield (
             f"sagemaker.volume_gb: {need_gb:.0f} GB of data do not fit (got {settings.volume_gb});"
-            f" set {int(need_gb * 1.2) + 1}, or a channel with input_mode: FastFile"
+            f" set {int(need_gb * 1.2) + 1}, or use a channel with input_mode: FastFile"
         )
 
 
@@ -176,17 +178,16 @@ def _channels(draft: Draft) -> Iterator[str]:
         if name == CODE_CHANNEL:
             yield f"{key}: the channel of this name carries the source; choose another"
         if name.lower() in seen:
-            yield f"{key}: differs from {seen[name.lower()]!r} by case alone; rename one"
+            yield f"{key}: differs from {seen[name.lower()]!r} only by case; rename one"
         seen[name.lower()] = name
         if not channel.uri.startswith("s3://"):
-            yield f"{key}.uri: SageMaker reads s3:// only (got {channel.uri!r}); upload it first"
+            yield f"{key}.uri: SageMaker reads only s3:// (got {channel.uri!r}); upload the data first"
         if channel.input_mode == "Pipe":
-            yield f"{key}.input_mode: Ray Data cannot read pipes; File, or FastFile for large data"
+            yield f"{key}.input_mode: Ray Data cannot read pipes; use File, or FastFile for large data"
         if channel.distribution == "ShardedByS3Key":
             yield (
-                f"{key}.distribution: ShardedByS3Key gives each host another part, and the head"
-                " plans"
-                " the read for all; FullyReplicated"
+                f"{key}.distribution: ShardedByS3Key gives each host different files, but the head"
+                " plans the reads of all hosts; use FullyReplicated"
             )
         for group in channel.groups:
             if len(groups) < 2:
@@ -196,14 +197,14 @@ def _channels(draft: Draft) -> Iterator[str]:
                     f"{key}.groups: no such group (got {group!r}); the job has {', '.join(sorted(groups))}"
                 )
         if len(set(channel.groups)) < len(channel.groups):
-            yield f"{key}.groups: a group stands twice (got {channel.groups})"
+            yield f"{key}.groups: a group is listed twice (got {channel.groups}); remove one"
     for item in draft.data:
         if item.parameter == CODE_CHANNEL:
             yield (
                 f"params.{item.parameter}: the channel of this name carries the source; rename the parameter"
             )
         if not item.files:
-            yield f"params.{item.parameter}: the folder holds no files (got {str(item.source)!r})"
+            yield f"params.{item.parameter}: the folder contains no files (got {str(item.source)!r})"
 
 
 def _parameters(draft: Draft) -> Iterator[str]:
@@ -219,14 +220,13 @@ def _parameters(draft: Draft) -> Iterator[str]:
                 )
         elif value.startswith(("/", "./", "../", "~")):
             yield (
-                f"params.{name}: not found on this machine (got {value!r}); give a path that"
-                " exists,"
+                f"params.{name}: not found on this machine (got {value!r}); use an existing path,"
                 f" an s3:// URI, or sagemaker.channels.{name}.uri"
             )
         elif settings.network_isolation and value.startswith("s3://"):
             yield (
-                f"params.{name}: network_isolation lets no host read S3 (got {value!r});"
-                f" make it sagemaker.channels.{name}.uri"
+                f"params.{name}: with network_isolation hosts cannot read S3 (got {value!r});"
+                f" use sagemaker.channels.{name}.uri"
             )
 
 
@@ -241,13 +241,12 @@ def _secrets(draft: Draft) -> Iterator[str]:
         for name, value in entries.items():
             if is_secret(name, str(value)):
                 yield (
-                    f"sagemaker.{section}.{name}: looks like a secret, and everyone who may"
-                    " describe the"
-                    " job reads it; let the job's role read Secrets Manager instead"
+                    f"sagemaker.{section}.{name}: looks like a secret, which everyone who may describe"
+                    " the job can read; let the job read it from Secrets Manager instead"
                 )
     for name in settings.environment:
         if name.startswith(RESERVED_VARIABLES):
-            yield f"sagemaker.environment.{name}: set by Stoker or the service itself; remove it"
+            yield f"sagemaker.environment.{name}: set by Stoker or SageMaker; remove it"
 
 
 def _hyperparameters(draft: Draft) -> Iterator[str]:
@@ -257,7 +256,7 @@ def _hyperparameters(draft: Draft) -> Iterator[str]:
             yield f"{where}: set by Stoker; remove it"
         elif "'" in str(value):
             yield (
-                f"{where}: a single quote breaks SageMaker's start script (got {value!r}); put it in the file"
+                f"{where}: a single quote breaks SageMaker's start script (got {value!r}); set it in job.yaml"
             )
         elif not is_secret(key, ""):
             try:
@@ -269,26 +268,26 @@ def _hyperparameters(draft: Draft) -> Iterator[str]:
 def _names(draft: Draft) -> Iterator[str]:
     for name in draft.settings.tags:
         if name.lower().startswith("aws:"):
-            yield f"sagemaker.tags.{name}: names that begin with aws: belong to AWS; rename it"
+            yield f"sagemaker.tags.{name}: names that begin with aws: belong to AWS; rename the tag"
     for index, key in enumerate(("subnets", "security_groups")):
         prefix = ("subnet-", "sg-")[index]
         for value in getattr(draft.settings, key):
             if not value.startswith(prefix):
-                yield f"sagemaker.{key}: ids begin with {prefix} (got {value!r})"
+                yield f"sagemaker.{key}: ids must begin with {prefix} (got {value!r})"
     if draft.settings.s3_uri and not re.match(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)", draft.s3_uri):
-        yield f"sagemaker.s3_uri: s3://bucket/prefix (got {draft.settings.s3_uri!r})"
+        yield f"sagemaker.s3_uri: must be s3://bucket/prefix (got {draft.settings.s3_uri!r})"
 
 
 def _image(draft: Draft) -> Iterator[str]:
     image = draft.body["AlgorithmSpecification"].get("TrainingImage")
     key = "sagemaker.image"
     if image is None:
-        yield f"{key}: AWS keeps no default image for region {draft.region!r}; name one"
+        yield f"{key}: no default image is known for region {draft.region!r}; name one"
         return
     registry = re.match(r"(\d{12})\.dkr\.ecr[a-z-]*\.([a-z0-9-]+)\.", image)
     if registry is None:
         yield (
-            f"{key}: not an image in ECR, <account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>"
+            f"{key}: not an image in ECR; use <account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>"
             f" (got {image!r})"
         )
         return
@@ -297,9 +296,9 @@ def _image(draft: Draft) -> Iterator[str]:
             f"{key}: in region {registry[2]}, the job in {draft.region}; use the image of the job's region"
         )
     if "inference" in image:
-        yield (f"{key}: an inference image has no training toolkit (got {image!r}); take a training image")
+        yield (f"{key}: an inference image has no training toolkit (got {image!r}); use a training image")
     if "-cpu" in image and any(group.has_gpu for group in draft.groups):
-        yield (f"{key}: a CPU image, but the job has GPUs; every group shares one image, take the GPU one")
+        yield (f"{key}: a CPU image, but the job has GPUs; all groups share one image, so use the GPU one")
     python = re.search(r"py(\d)(\d{1,2})(?!\d)", image)
     if python and (int(python[1]), int(python[2])) not in PYTHONS:
         supported = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)

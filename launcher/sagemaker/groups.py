@@ -1,4 +1,4 @@
-"""Laptop: the instance groups of a job, their prices, their place in the configuration."""
+"""Laptop: the instance groups of a job, their prices and configuration keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stoker.schema import Config
 
 @dataclass(frozen=True)
 class Group:
-    """Laptop: one instance group and the configuration keys that it came from."""
+    """Laptop: one instance group and the configuration key that defines it."""
 
     name: str
     type: str
@@ -25,12 +25,12 @@ class Group:
         return prices.has_gpu(self.type)
 
     def usd_per_hour(self, known_prices: PriceList) -> float | None:
-        """Laptop: estimated $/h of the group; None where its type's price is not known."""
+        """Laptop: estimated $/h of the group; None if its price is unknown."""
         return known_prices.usd_per_hour(self.type, self.count, self.name)
 
 
 def groups_of(config: Config) -> tuple[Group, ...]:
-    """Laptop: the groups that the configuration asks for, in its order."""
+    """Laptop: the groups in the configuration, in its order."""
     settings = config.sagemaker
     found = [
         Group(name, hosts.type, hosts.count, f"sagemaker.{name}")
@@ -45,7 +45,7 @@ def groups_of(config: Config) -> tuple[Group, ...]:
 
 
 def training_group(config: Config, groups: tuple[Group, ...]) -> Group | None:
-    """Laptop: the group that trains: the one named, else the one with GPUs, else the only one."""
+    """Laptop: the group that trains: the one configured, else the only one with GPUs, else the only one."""
     if config.cluster.gpu_group:
         return next((group for group in groups if group.name == config.cluster.gpu_group), None)
     with_gpu = [group for group in groups if group.has_gpu]
@@ -55,7 +55,7 @@ def training_group(config: Config, groups: tuple[Group, ...]) -> Group | None:
 
 
 def usd_per_hour(groups: Sequence[Group], known_prices: PriceList) -> float | None:
-    """Laptop: estimated $/h of all groups; None where the price of one is not known."""
+    """Laptop: estimated $/h of all groups; None if any price is unknown."""
     each = [group.usd_per_hour(known_prices) for group in groups]
     known = [price for price in each if price is not None]
     return sum(known) if len(known) == len(each) else None

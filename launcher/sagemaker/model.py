@@ -1,7 +1,7 @@
-"""Laptop: a request against the limits of the service model that botocore ships.
+"""Laptop: check a request against the limits in botocore's service model.
 
-botocore itself checks only types, required members and minima before it sends a request; lengths,
-patterns and enums of the same model would come back as one error at a time, after the upload.
+botocore checks only types, required members and minima before it sends a request. The service reports
+violated lengths, patterns and enums one at a time, after the upload.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from stoker.errors import nearest
 
 Shapes = dict[str, dict[str, Any]]
 
-# Request path without indices → (configuration key, what a right value looks like).
+# Request path without indices → (configuration key, form of a valid value or remedy).
 REMEDIES: dict[str, tuple[str, str]] = {
     "TrainingJobName": ("name", "letters, digits and single hyphens, at most 63"),
     "RoleArn": (
@@ -61,7 +61,7 @@ REMEDIES: dict[str, tuple[str, str]] = {
 
 @cache
 def shapes() -> Shapes:
-    """Laptop: the service model's shapes, read once (about 0.1 s)."""
+    """Laptop: the shapes of the service model, loaded once (about 0.1 s)."""
     from botocore.loaders import Loader
 
     model: Shapes = Loader().load_service_model("sagemaker", "service-2")["shapes"]
@@ -69,7 +69,7 @@ def shapes() -> Shapes:
 
 
 def limit_problems(body: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:
-    """Laptop: every length, range, pattern, enum and required member that the request breaks."""
+    """Laptop: every violation of a length, range, pattern, enum or required member."""
     for path, message, value in _walk(body, "CreateTrainingJobRequest", "", shapes()):
         plain = re.sub(r"\[\d+\]", "", path)
         section, remedy = "", ""
@@ -84,7 +84,7 @@ def limit_problems(body: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:
 
 
 def instance_types() -> list[str]:
-    """Laptop: every instance type that the service model knows for training."""
+    """Laptop: all training instance types in the service model."""
     return list(shapes()["TrainingInstanceType"]["enum"])
 
 
@@ -119,12 +119,12 @@ def _string_problems(value: str, shape: dict[str, Any], path: str) -> Iterator[t
     if wrong_size:
         return
     if "enum" in shape and value not in shape["enum"]:
-        # Digits differ little between types, so the nearest by text is the best guess.
+        # Type names differ by few characters, so use a low cutoff for the nearest name.
         few = f"one of {', '.join(shape['enum'])}" if len(shape["enum"]) <= 6 else "not known to AWS"
         yield path, few + nearest(value, shape["enum"], cutoff=0.5), value
     pattern = _python_pattern(shape.get("pattern", ""))
     if pattern and not re.fullmatch(pattern, value):
-        yield path, "has a form that SageMaker refuses", value
+        yield path, "has a form that SageMaker rejects", value
 
 
 def _size_problem(
@@ -140,7 +140,7 @@ def _size_problem(
 
 
 def _python_pattern(pattern: str) -> str | None:
-    """The service's patterns are Java's; Python has no `\\p{…}`, and `\\w` is near enough."""
+    """Translate a Java pattern; Python has no `\\p{…}`, and `\\w` is close enough."""
     for java, python in (
         (r"\p{L}", r"\w"),
         (r"\p{Z}", r" "),

@@ -1,4 +1,4 @@
-"""Laptop: a request, its cost and its uploads as text."""
+"""Laptop: the cost of a job as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stoker.figures import duration
 
 
 def cost_table(groups: tuple[Group, ...], max_runtime_s: int, spot: bool, known_prices: PriceList) -> str:
-    """Laptop: groups, $/h and the most that the job can cost."""
+    """Laptop: a table of groups with $/h, and the maximum cost of the job."""
     rows = []
     for group in groups:
         known = prices.machine(group.type)
@@ -38,7 +38,7 @@ def cost_table(groups: tuple[Group, ...], max_runtime_s: int, spot: bool, known_
 
 
 def billed_table(groups: Sequence[Group], billable_s: int, known_prices: PriceList) -> str:
-    """Laptop: what each group cost, from the billable seconds that the service tells."""
+    """Laptop: the cost of each group, from the billable seconds reported by SageMaker."""
     hours = billable_s / 3600
     rows = []
     for group in groups:
@@ -52,5 +52,5 @@ def billed_table(groups: Sequence[Group], billable_s: int, known_prices: PriceLi
 
 
 def dollars(amount: float | None, digits: int = 2) -> str:
-    """Laptop: an amount without its sign; ? where the price is not known."""
+    """Laptop: an amount without the $ sign; ? if unknown."""
     return "?" if amount is None else f"{amount:,.{digits}f}"

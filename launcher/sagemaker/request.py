@@ -1,4 +1,4 @@
-"""Laptop: a job → the exact CreateTrainingJob request; pure, nothing here talks to AWS."""
+"""Laptop: build the CreateTrainingJob request of a job. Pure: no calls to AWS."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INPUT = "/opt/ml/input/data"
 CODE_CHANNEL = "code"
 CODE_FOLDER = f"{INPUT}/{CODE_CHANNEL}"
 TOKEN_FILE = ".ray-token"  # noqa: S105 - a file's name
-"""In the staged code: the Ray token of this job, for its hosts only."""
+"""In the staged code: the job's Ray token, only for its hosts."""
 
 ENTRYPOINT = ("/bin/bash", "-c", f"cd {CODE_FOLDER} && exec {' '.join(COMMAND)}")
 """`exec` makes Python process 1, so that SIGTERM reaches it."""
@@ -35,19 +35,19 @@ METRICS = {
     "val:loss": r"val/loss ([0-9.eE+-]+)",
     "val:acc1_pct": r"val/acc1 ([0-9.]+) %",
 }
-"""CloudWatch graph → where its value stands in the head's log lines (`tracking.console`)."""
+"""CloudWatch graph → pattern of its value in the head's log lines (`tracking.console`)."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Laptop: a request before it was checked.
+    """Laptop: a request that has not been checked yet.
 
     Attributes:
-        job: what will be staged; its configuration fits the hosts (`training_group` is named).
+        job: the job to stage, with the training group set in its configuration.
         body: the arguments of CreateTrainingJob.
-        keys: path in `body` → configuration key, for messages in the user's own words.
-        data: what will be uploaded as input channels.
-        data_at: recipe parameter → where its data will lie on the hosts.
+        keys: path in `body` → configuration key, for error messages.
+        data: local data to upload as input channels.
+        data_at: recipe parameter → path of its data on the hosts.
     """
 
     job: Job
@@ -70,26 +70,26 @@ class Draft:
 
 
 def default_image(region: str) -> str | None:
-    """Laptop: AWS's PyTorch training image; None where another account keeps the images."""
+    """Laptop: AWS's PyTorch training image; None for regions whose images belong to another account."""
     if not region or _OTHER_ACCOUNTS.match(region):
         return None
     return f"{IMAGE_ACCOUNT}.dkr.ecr.{region}.amazonaws.com/{IMAGE_TAG}"
 
 
 def job_name(name: str, stamp: str) -> str:
-    """Laptop: `my_job.v2` and a time stamp as a name: 63 characters, no `_` or `.`."""
+    """Laptop: a valid name from `my_job.v2` and a time stamp: at most 63 characters, no `_` or `.`."""
     words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "job"
     return f"{words[: 62 - len(stamp)].rstrip('-')}-{stamp}"
 
 
 def draft(job: Job, name: str, region: str, s3_uri: str) -> Draft:
-    """Laptop: the whole request as a value, wrong or not; `checks.problems` judges it.
+    """Laptop: build the whole request, valid or not; `checks.problems` checks it.
 
     Args:
-        job: what to run.
+        job: the job to run.
         name: the training job's name.
         region: AWS region.
-        s3_uri: `s3://bucket/prefix` below which all of this job's objects lie.
+        s3_uri: `s3://bucket/prefix` for all of this job's objects.
     """
     config = job.resolved.config
     settings = config.sagemaker
@@ -155,7 +155,7 @@ def _hyperparameters(settings: SageMakerConfig, code_uri: str, keys: dict[str, s
         found["sagemaker_program"] = COMMAND[1]
         found["sagemaker_submit_directory"] = f"{code_uri}/sourcedir.tar.gz"
     for key, value in settings.hyperparameters.items():
-        # A dot in a key ends a ModelTrainer job before any user code runs; `__` means the same.
+        # A dot in a key makes a ModelTrainer job fail before any user code runs; `__` is equivalent.
         name = key.replace(".", "__")
         found[name] = value if isinstance(value, str) else json.dumps(value)
         keys[f"HyperParameters.{name}"] = f"sagemaker.hyperparameters.{key}"
@@ -177,7 +177,7 @@ def _channels(
     for item in data:
         asked[item.parameter] = ChannelConfig.model_validate({"uri": item.uri})
         origins[item.parameter] = f"params.{item.parameter}"
-    # The service wants groups on every channel or on none.
+    # SageMaker requires groups on all channels or on none.
     by_group = any(channel.groups for channel in asked.values())
     found = []
     for index, (name, channel) in enumerate(asked.items()):
@@ -261,7 +261,7 @@ def _data_at(job: Job, data: tuple[DataUpload, ...]) -> dict[str, str]:
 
 
 def _pruned(value: Any) -> Any:
-    """Absent optional values do not stand in a request; an empty structure neither."""
+    """Remove None values and empty structures."""
     if isinstance(value, dict):
         kept = {key: _pruned(item) for key, item in value.items()}
         return {key: item for key, item in kept.items() if item is not None and item != {}}

@@ -1,4 +1,4 @@
-"""Laptop: a training job that exists: its status, its logs, its end and what it cost."""
+"""Laptop: an existing training job: status, logs, end and cost."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from stoker.errors import UsageError
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 POLL_S = 5.0
 LATE_S = 60.0
-"""CloudWatch shows lines of different hosts with different delay; so far back is read again."""
+"""How far back to re-read logs: CloudWatch delays the lines of each host differently."""
 DRAIN_S = 15.0
-"""So long after a job's end its last lines may still arrive."""
+"""How long to wait for the last lines after the job has ended."""
 
 _WORDS = {"InProgress": "running", "Completed": "succeeded", "Stopping": "running: stopping"}
 _EXIT_CODES = {"succeeded": 0, "failed": 1, "interrupted": 143}
@@ -39,10 +39,10 @@ class SageMakerRun:
         return f"sagemaker:{self.region}/{self.name}"
 
     def describe(self) -> dict[str, Any]:
-        """The service's own description.
+        """The answer of DescribeTrainingJob.
 
         Raises:
-            UsageError: no such job, or no access.
+            UsageError: the job does not exist, or access is denied.
         """
         with aws.readable_errors(f"job {self.name}"):
             found: dict[str, Any] = aws.client("sagemaker", self.region).describe_training_job(
@@ -51,22 +51,22 @@ class SageMakerRun:
         return found
 
     def status(self) -> str:
-        """running, succeeded, failed or interrupted, with the service's reason after a colon."""
+        """running, succeeded, failed or interrupted, with SageMaker's reason after a colon."""
         return status_text(self.describe())
 
     def wait(self) -> int:
-        """Block until the end; the exit code that the head's process had, as far as known."""
+        """Block until the end; returns the exit code that corresponds to the status."""
         while (state := self.status()).startswith("running"):
             time.sleep(self.poll_s)
         return _EXIT_CODES.get(state.partition(":")[0], 1)
 
     def stop(self) -> None:
-        """SIGTERM to every host, then 120 s until SIGKILL: time for a checkpoint."""
+        """Send SIGTERM to every host; SIGKILL follows after 120 s, which leaves time for a checkpoint."""
         with aws.readable_errors(f"job {self.name}"):
             aws.client("sagemaker", self.region).stop_training_job(TrainingJobName=self.name)
 
     def logs(self, follow: bool = False) -> Iterator[str]:
-        """The lines of all hosts in the order of their time, each as `[group/host] text`."""
+        """The lines of all hosts, ordered by time, each as `[group/host] text`."""
         seen: dict[str, int] = {}
         start_ms = 0
         ended_at: float | None = None
@@ -87,18 +87,18 @@ class SageMakerRun:
                 return
             if not status_text(description).startswith("running"):
                 ended_at = ended_at or time.monotonic()
-                # The last lines arrive late; the first quiet look after that is the end.
+                # The last lines arrive late: end at the first poll without new lines after a delay.
                 if not fresh and time.monotonic() - ended_at >= min(DRAIN_S, 3 * self.poll_s):
                     return
             time.sleep(self.poll_s)
 
     def closing(self) -> str:
-        """After the end: the outcome, billable time and cost by group, where the model lies."""
+        """Message after the end: outcome, billable time, cost per group, location of the model."""
         description = self.describe()
         lines = [f"{self.name}: {status_text(description)}"]
         billable_s = description.get("BillableTimeInSeconds")
         if billable_s is None and {"TrainingStartTime", "TrainingEndTime"} <= set(description):
-            # The service tells billable time some seconds after the end.
+            # SageMaker reports the billable time some seconds after the end.
             ran = description["TrainingEndTime"] - description["TrainingStartTime"]
             billable_s = round(ran.total_seconds())
         if billable_s is not None:
@@ -109,9 +109,9 @@ class SageMakerRun:
         return "\n".join(lines)
 
     def detached(self) -> str:
-        """What to say when the user leaves: the job goes on."""
+        """Message when the user stops watching: the job continues."""
         return (
-            f"{self.name} goes on without you. Come back: stoker logs -f {self.id};"
+            f"{self.name} keeps running. Watch it again: stoker logs -f {self.id};"
             f" stop it: stoker stop {self.id}"
         )
 
@@ -139,7 +139,7 @@ class SageMakerRun:
         host = match.group() if match else stream
         groups = description.get("ResourceConfig", {}).get("InstanceGroups")
         for line in event["message"].splitlines() or [""]:
-            # Streams do not tell the group; the host's own lines do, once Stoker runs there.
+            # Stream names do not contain the group, but the lines do once Stoker runs on the host.
             if origin := _ORIGIN.match(line):
                 host, line = origin["host"], origin["text"]
                 self._groups[host] = origin["group"]
@@ -148,7 +148,7 @@ class SageMakerRun:
 
 
 def status_text(description: dict[str, Any]) -> str:
-    """Laptop: DescribeTrainingJob's answer in the words of every backend."""
+    """Laptop: the status in DescribeTrainingJob's answer, in the terms common to all backends."""
     state = description.get("TrainingJobStatus", "")
     detail = description.get("SecondaryStatus", "")
     if state == "Failed":
@@ -169,7 +169,7 @@ def described_groups(description: dict[str, Any]) -> tuple[Group, ...]:
             Group(one["InstanceGroupName"], one["InstanceType"], one["InstanceCount"], "") for one in listed
         )
     if "InstanceType" not in resources:
-        raise UsageError(f"{description.get('TrainingJobName')}: the service names no hosts of this job")
+        raise UsageError(f"{description.get('TrainingJobName')}: SageMaker lists no hosts for this job")
     return (Group("all", resources["InstanceType"], resources.get("InstanceCount", 1), ""),)
 
 

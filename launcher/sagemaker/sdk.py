@@ -1,4 +1,4 @@
-"""Laptop: a planned job as the SageMaker SDK's `ModelTrainer`; needs the extra `sagemaker`."""
+"""Laptop: convert a planned job to the SageMaker SDK's `ModelTrainer`; needs the extra `sagemaker`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 def model_trainer(draft: Draft, **options: Any) -> ModelTrainer:
-    """Laptop: a checked draft → a `ModelTrainer` whose `train()` starts the same job.
+    """Laptop: convert a checked draft to a `ModelTrainer` whose `train()` starts the same job.
 
-    Local data is uploaded now, once; the source is staged now and uploaded by `train()`, below
-    `sagemaker.s3_uri`. Jobs of one trainer share its Ray token.
+    Uploads local data immediately, once, and stages the source; `train()` uploads the source below
+    `sagemaker.s3_uri`. All jobs of one trainer share a Ray token.
 
     Args:
         draft: the request, from `launcher.backends.sagemaker.plan(job).draft`.
-        options: arguments of `ModelTrainer` that replace those derived here.
+        options: arguments of `ModelTrainer` that override the derived ones.
 
     Raises:
-        UsageError: the SDK is not installed, or the job asks for what it cannot do.
+        UsageError: the SDK is not installed, or an upload failed.
     """
     try:
         from sagemaker.core import shapes
@@ -47,7 +47,7 @@ def model_trainer(draft: Draft, **options: Any) -> ModelTrainer:
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     upload.stage(draft.job, folder, draft.data_at, TOKEN_FILE)
 
-    # The SDK would upload local data too, but without instance groups, which are all or none.
+    # The SDK can upload local data, but its channels lack instance groups, which all channels need or none.
     with aws.readable_errors("upload"), upload.readable_errors():
         for item in draft.data:
             upload.upload_data(aws.client("s3", draft.region), item, settings.kms_key)
@@ -103,7 +103,7 @@ def model_trainer(draft: Draft, **options: Any) -> ModelTrainer:
 
 
 def _snake(value: Any) -> Any:
-    """The service's field names as the SDK writes them: VolumeSizeInGB → volume_size_in_gb."""
+    """Convert the API's field names to the SDK's: VolumeSizeInGB → volume_size_in_gb."""
     from sagemaker.core.utils.utils import pascal_to_snake
 
     if isinstance(value, dict):

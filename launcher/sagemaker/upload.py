@@ -1,4 +1,4 @@
-"""Laptop: what a job puts into S3: its staged code and the data that lies on this machine."""
+"""Laptop: upload a job's staged code and local data to S3."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ ARCHIVE = "sourcedir.tar.gz"
 
 @dataclass(frozen=True)
 class DataUpload:
-    """Laptop: data of this machine that becomes an input channel.
+    """Laptop: local data that becomes an input channel.
 
-    The target's name is a fingerprint of paths, sizes and times, so that a second job with the
-    same data uploads nothing.
+    The target prefix is a fingerprint of paths, sizes and modification times, so that a second job with
+    the same data uploads nothing.
     """
 
     parameter: str
@@ -38,7 +38,7 @@ class DataUpload:
 
 
 def find_data_uploads(data: Mapping[str, str], s3_uri: str) -> tuple[DataUpload, ...]:
-    """Laptop: local data, recipe parameter → path, as uploads below `s3_uri`."""
+    """Laptop: plan uploads below `s3_uri` for local data, given as recipe parameter → path."""
     found = []
     for parameter, text in sorted(data.items()):
         source = Path(text)
@@ -52,13 +52,13 @@ def find_data_uploads(data: Mapping[str, str], s3_uri: str) -> tuple[DataUpload,
 
 
 def stage(job: Job, folder: Path, data_at: dict[str, str], token_file: str) -> None:
-    """Laptop: write the staged source and, beside it, a fresh Ray token that only it holds."""
+    """Laptop: write the staged source and, into the same folder, a new Ray token."""
     job.stage(folder, data_at)
     write_private(folder / token_file, secrets.token_hex(32))
 
 
 def pack(folder: Path, archive: Path) -> None:
-    """Laptop: the staged source as the toolkit's `sourcedir.tar.gz`: files at the root."""
+    """Laptop: pack the staged source as the toolkit's `sourcedir.tar.gz`, with files at the root."""
     descriptor = os.open(archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
         for name, path, _ in files_below(folder):
@@ -66,7 +66,7 @@ def pack(folder: Path, archive: Path) -> None:
 
 
 def upload_code(s3: Any, folder: Path, code_uri: str, archive: bool, kms_key: str | None) -> None:
-    """Laptop: send the staged source, as a prefix of files or as one archive."""
+    """Laptop: upload the staged source, as single files or as one archive."""
     if not archive:
         _send_all(s3, [(path, name) for name, path, _ in files_below(folder)], code_uri, kms_key)
         return
@@ -76,9 +76,9 @@ def upload_code(s3: Any, folder: Path, code_uri: str, archive: bool, kms_key: st
 
 
 def upload_data(s3: Any, item: DataUpload, kms_key: str | None) -> bool:
-    """Laptop: send data unless a former job has; whether anything was sent.
+    """Laptop: upload data unless an earlier job has; returns whether anything was uploaded.
 
-    A manifest beside the prefix is written last: an upload that broke off is sent again.
+    A manifest next to the prefix is written last, so an interrupted upload is repeated.
     """
     bucket, prefix = split_uri(item.uri)
     manifest = prefix.rstrip("/") + ".json"
@@ -93,12 +93,12 @@ def upload_data(s3: Any, item: DataUpload, kms_key: str | None) -> bool:
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """Laptop: what an upload raises, as a `UsageError` of one line."""
+    """Laptop: convert upload errors to a one-line `UsageError`."""
     from boto3.exceptions import S3UploadFailedError
 
     try:
         yield
-    except S3UploadFailedError as error:  # wraps the error that says what went wrong
+    except S3UploadFailedError as error:  # wraps the actual error
         raise UsageError(f"AWS upload: {error}") from None
     except OSError as error:
         raise UsageError(f"upload: {error.filename}: {error.strerror}") from None
@@ -118,7 +118,7 @@ def _send_all(s3: Any, files: list[tuple[Path, str]], uri: str, kms_key: str | N
         s3.upload_file(str(path), bucket, f"{prefix}/{name}", ExtraArgs=_encryption(kms_key))
 
     with ThreadPoolExecutor(max_workers=8) as pool:
-        for _ in pool.map(send, files):  # raises what an upload raised
+        for _ in pool.map(send, files):  # re-raises upload errors
             pass
 
 

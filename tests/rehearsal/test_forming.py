@@ -28,7 +28,7 @@ def test_three_hosts_form_work_and_leave_under_the_toolkit(rehearse: Rehearse) -
     assert result["origins"]["train.lr"] == "arguments"
     assert result["origins"]["train.epochs"] == "command line"
     assert (done.run.run_dir / "model" / "weights").read_bytes() == b"w"
-    print(f"cluster formed {done.run.formed_after_last_host_s} s after the last host's start")
+    print(f"cluster formed {done.run.formed_after_last_host_s} s after the last host started")
     lines = [line for line in done.log("algo-2").splitlines() if line.startswith("[cpu algo-2 worker] ")]
     assert any("joined the head algo-1" in line for line in lines)
     assert any("leaving: the head has ended with exit code 0" in line for line in lines)

@@ -52,7 +52,7 @@ def test_install_lets_ray_install_all_but_itself() -> None:
 
 
 def test_an_open_cluster_and_an_open_token_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "anyone who reaches this cluster" in plan().render()
+    assert "anyone who can reach this cluster" in plan().render()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 64)
     shown = plan().render()
     assert "travels unencrypted" in shown and "t" * 64 not in shown + repr(plan())

@@ -44,7 +44,7 @@ def test_a_named_gpu_group_and_given_types() -> None:
     [
         ("rehearsal.hosts=gpu", "'gpu' is not group=count"),
         ("rehearsal.hosts=gpu=0", "'gpu=0' is not group=count"),
-        ("rehearsal.hosts=gpu=1,gpu=2", "stands twice"),
+        ("rehearsal.hosts=gpu=1,gpu=2", "is listed twice"),
         ("rehearsal.hosts=a=1,b=1", "no group's type is known to have GPUs"),
         ("rehearsal.hosts=a=1,b=1,c=1,d=1,e=1,gpu=1", "SageMaker allows 5"),
         ("rehearsal.join_delay={algo-9: 3}", "no host 'algo-9'"),

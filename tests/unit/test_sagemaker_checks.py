@@ -315,7 +315,7 @@ def test_data_that_is_already_in_s3_is_left_alone() -> None:
 
 def test_empty_data_and_large_data_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert any("holds no files" in line for line in refusal({"params.data": str(tmp_path / "empty")}))
+    assert any("contains no files" in line for line in refusal({"params.data": str(tmp_path / "empty")}))
     (tmp_path / "large").mkdir()
     with (tmp_path / "large" / "x.bin").open("wb") as file:
         file.truncate(3 * 10**9)  # sparse
