@@ -43,7 +43,7 @@ class LocalRequest:
                 f"stage    {self.run_dir}/code",
                 f"run      {shlex.join(COMMAND)}",
                 f"script   {command_line(config)}" if config.script else f"recipe   {config.recipe}",
-                f"data     {data or ('as the script says' if config.script else 'as the recipe says')}",
+                f"data     {data or ('set in the script' if config.script else 'set in the recipe')}",
                 f"results  {self.run_dir}",
             ]
         )

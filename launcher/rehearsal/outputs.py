@@ -60,7 +60,7 @@ def keep_ray_logs(host_folder: Path, target: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Laptop: remove the hosts' folders, unless a mount below them would be emptied as well."""
+    """Laptop: remove the hosts' folders; raises if a mount below them would be emptied as well."""
     mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     prefix = f"{folder.resolve()}/"
     below = [path for path in mounted if path.startswith(prefix)]

@@ -165,7 +165,7 @@ def hyperparameters(job: Job, entry: str) -> dict[str, str]:
 
 
 def environment(job: Job, config: Config) -> dict[str, str]:
-    """Laptop: the environment of a host's program; nothing is inherited except PATH and LANG."""
+    """Laptop: the environment of a host's program; only LANG is inherited from this machine."""
     binaries = str(Path(sys.executable).parent)
     return {
         "PATH": f"{binaries}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",

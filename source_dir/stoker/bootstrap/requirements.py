@@ -1,4 +1,4 @@
-"""Every host: install packages that the image lacks; runs on the standard library alone."""
+"""Every host: install packages that the image lacks; runs before any third-party import."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
             starting.abandon(code)
         return code
     with starting:
-        # After ray.init, which installs handlers of its own.
+        # After ray.init, which installs its own handlers.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _stop_locally)
         place = replace(local_place(), formed_s=time.monotonic() - STARTED)
