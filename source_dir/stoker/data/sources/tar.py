@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import io
 import tarfile
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from stoker.errors import UsageError
@@ -17,6 +19,8 @@ from stoker.errors import UsageError
 BLOCK = 512
 CHUNK_BYTES = 4 * 2**20
 """Read at once: every read of a stream on S3 is a request."""
+CHUNKS_AHEAD = 2
+"""Under way while one is used, so that a request's latency hides behind another's transfer."""
 MOST_ZEROS = 64 * 1024
 """Zeros at the end of an archive. Tools pad to 10 KiB; a file whose tail was never written has more."""
 
@@ -165,23 +169,73 @@ class _Tar:
         )
 
 
-def streamed(stream: Any, digest: Any = None) -> io.BufferedReader:
-    """Chain worker: a stream read in large chunks, each of which goes into the digest, too."""
-    return io.BufferedReader(_Raw(stream, digest), CHUNK_BYTES)
+def streamed(file: Any, digest: Any = None, ahead: bool = False) -> io.BufferedReader:
+    """Chain worker: a file read in large chunks, each of which goes into the digest, too.
+
+    Args:
+        file: pyarrow's; close it after what this returns.
+        digest: what hashlib gives.
+        ahead: read the next chunks in threads meanwhile, as the kernel does for local files.
+    """
+    return io.BufferedReader(_Raw(_Ahead(file) if ahead else file, digest), CHUNK_BYTES)
 
 
 class _Raw(io.RawIOBase):
-    def __init__(self, stream: Any, digest: Any) -> None:
-        self.stream, self.digest = stream, digest
+    def __init__(self, file: Any, digest: Any) -> None:
+        self.file, self.digest = file, digest
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        count: int = self.stream.readinto(buffer)
+        count: int = self.file.readinto(buffer)
         if self.digest is not None:
             self.digest.update(memoryview(buffer)[:count])
         return count
+
+    def close(self) -> None:
+        if isinstance(self.file, _Ahead):
+            self.file.close()
+        super().close()
+
+
+class _Ahead:
+    """Chain worker: has the next chunks on their way while one is used, each a request of its own."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._size = file, file.size()
+        self._threads = ThreadPoolExecutor(CHUNKS_AHEAD, thread_name_prefix="read-ahead")
+        self._asked = 0
+        self._coming: deque[Future[memoryview]] = deque()
+        self._chunk = memoryview(b"")
+        self._ask()
+
+    def _ask(self) -> None:
+        while self._asked < self._size and len(self._coming) < CHUNKS_AHEAD:
+            self._coming.append(self._threads.submit(self._read, self._asked))
+            self._asked += CHUNK_BYTES
+
+    def _read(self, at: int) -> memoryview:
+        wanted = min(CHUNK_BYTES, self._size - at)
+        chunk = self._file.read_at(wanted, at)
+        if len(chunk) != wanted:
+            raise OSError(f"{len(chunk)} of {wanted} bytes came from byte {at} on")
+        return memoryview(chunk)
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._chunk and self._coming:
+            # One that failed stays where it is: whoever reads again is told again.
+            self._chunk = self._coming[0].result()
+            self._coming.popleft()
+            self._ask()
+        count = min(len(buffer), len(self._chunk))
+        buffer[:count] = self._chunk[:count]
+        self._chunk = self._chunk[count:]
+        return count
+
+    def close(self) -> None:
+        """Wait for what is being read: nobody may close the file meanwhile."""
+        self._threads.shutdown(cancel_futures=True)
 
 
 def _text(content: bytes) -> str:

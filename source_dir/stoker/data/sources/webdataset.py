@@ -125,8 +125,11 @@ class WebDatasetSource(StreamedSource):
         naming = Naming(path)
         sha256 = hashlib.sha256() if self.sums else None
         current: Record = {}
-        with self.filesystem.open_input_stream(path) as stream:
-            for member in members(streamed(stream, sha256), path):
+        with (
+            self.filesystem.open_input_file(path) as file,
+            streamed(file, sha256, ahead=not is_local(path)) as stream,
+        ):
+            for member in members(stream, path):
                 place = naming.place(member.name)
                 if place is None:
                     continue
