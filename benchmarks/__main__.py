@@ -20,6 +20,9 @@ ALL = (
     "start_up",
     "drop_in",
     "shapes",
+    "slow_samples",
+    "heterogeneous",
+    "s3",
     "checkpointing",
     "cache",
 )

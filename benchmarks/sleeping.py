@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -238,13 +239,19 @@ def slow_receiving(seconds_per_row: float) -> Iterator[None]:
         yield
 
 
-def wake_all_slots(slots: int) -> None:
-    """Start one worker process per virtual CPU: their start is no part of the measurement."""
+def wake_all_slots(slots: int, benchmark: ModuleType | None = None) -> None:
+    """Start one worker process per virtual CPU: their start is no part of the measurement.
+
+    Args:
+        slots: virtual CPUs of all nodes.
+        benchmark: a module whose classes will be sent to them, besides this one's.
+    """
     import ray
     from ray import cloudpickle
 
-    # Worker processes cannot import this module by its name.
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    # Worker processes cannot import these modules by their names.
+    for module in filter(None, (sys.modules[__name__], benchmark)):
+        cloudpickle.register_pickle_by_value(module)
 
     @ray.remote(num_cpus=1)
     def wake() -> None:

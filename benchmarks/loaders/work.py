@@ -104,6 +104,14 @@ def rate(times: list[tuple[float, int]], total: int, window: tuple[float, float]
     return (times[last][1] - times[first][1]) / (times[last][0] - times[first][0])
 
 
+def slope(times: list[tuple[float, float]], total: int, window: tuple[float, float]) -> float:
+    """As `rate`, of batches that come in waves: the slope of a line through all of the window."""
+    import numpy as np
+
+    inside = [(at, records) for at, records in times if window[0] <= records / total <= window[1]]
+    return float(np.polyfit(*zip(*inside, strict=True), 1)[0])
+
+
 def longest_gap(times: list[tuple[float, int]]) -> float:
     """The longest time between two batches, s."""
     return max(b[0] - a[0] for a, b in pairwise(times))

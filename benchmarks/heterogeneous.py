@@ -1,0 +1,168 @@
+"""Laptop: records/s of GPU hosts and CPU hosts together where training is skipped, against stock Ray Data.
+
+The shape of Ray's own benchmark "heterogenous_fixed_size.skip_training" (ray-project/ray pull request 60458:
+GPU hosts of 48 CPUs, as many CPU hosts of 16, a train worker that drops its batches) at an eighth: two of
+each, and a core of each GPU host left to its train worker. Records sleep, which takes no CPU, so more virtual
+CPUs fit here than the machine has. Both sides run on the same nodes, in turn, by the same consumers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.harness import Measure
+from benchmarks.loaders.work import slope
+from benchmarks.sleeping import wake_all_slots
+from stoker.config import load
+from stoker.data import read_range
+from stoker.data.feed.feed import EpochFeed, PrefetchLimit
+from stoker.data.opening import Data, start_coordinator
+from stoker.data.preprocessing.chain import Chain
+from stoker.data.preprocessing.entries import as_stages
+from stoker.data.transport.client import open_transport
+from stoker.schema import Config
+from stoker.sizing.nodes import ray_nodes
+
+GPU_HOSTS, GPU_HOST_CPUS = 2, 5
+CPU_HOSTS, CPU_HOST_CPUS = 2, 2
+SLOTS = GPU_HOSTS * GPU_HOST_CPUS + CPU_HOSTS * CPU_HOST_CPUS
+RECORD_S, RECORD_BYTES = 0.05, 4_096
+TOTAL, BATCH, BLOCK_RECORDS = 6_400, 32, 16
+STOCK_BLOCKS = 200
+"""What Ray Data cuts data of usual size into at least (`DataContext.read_op_min_num_blocks`)."""
+ROUNDS = 3
+WINDOW = (0.25, 0.9)
+"""Part of the records that is measured: without the start, and without the last ones, which run alone."""
+GOAL = 1.12
+Taken = list[tuple[float, list[int]]]
+"""When each batch came, and which records it had."""
+
+
+class Sleep:
+    """Chain worker: a block of Stoker's."""
+
+    def __call__(self, columns: dict[str, Any]) -> dict[str, Any]:
+        rows = len(columns["index"])
+        time.sleep(RECORD_S * rows)
+        return {**columns, "payload": np.zeros((rows, RECORD_BYTES), dtype=np.uint8)}
+
+
+def asleep(row: dict[str, Any]) -> dict[str, Any]:
+    """Ray Data's task: a record, as its benchmark maps them."""
+    time.sleep(RECORD_S)
+    return {"index": row["id"], "payload": np.zeros(RECORD_BYTES, dtype=np.uint8)}
+
+
+class TrainWorker:
+    """GPU host: takes batches as fast as they come."""
+
+    def stock(self, shard: Any) -> Taken:
+        """Of Ray Data."""
+        return [
+            (time.time(), batch["index"].tolist()) for batch in shard.iter_torch_batches(batch_size=BATCH)
+        ]
+
+    def ours(self, coordinator: Any, rank: int, config: Config) -> Taken:
+        """Of Stoker."""
+        device = torch.device("cpu")
+        feed = EpochFeed(
+            coordinator=coordinator,
+            attempt=0,
+            rank=rank,
+            device=device,
+            transport=open_transport(coordinator, config.data, device),
+            prefetch=PrefetchLimit.of(config.data),
+            stall_timeout_s=config.data.stall_timeout_s,
+        )
+        return [(time.time(), batch["index"].tolist()) for batch in feed]
+
+
+def run() -> list[Measure]:
+    """The rows of this benchmark."""
+    found: dict[str, list[float]] = {"Stoker": [], "stock": []}
+    with ray_nodes(GPU_HOST_CPUS) as nodes:
+        for group, cpus in [("gpu", GPU_HOST_CPUS)] * (GPU_HOSTS - 1) + [("cpu", CPU_HOST_CPUS)] * CPU_HOSTS:
+            nodes.add(group, cpus)
+        wake_all_slots(SLOTS, sys.modules[__name__])
+        for number in range(ROUNDS):
+            for name, rates in found.items():
+                rates.append(measure(stoker if name == "Stoker" else stock))
+                print(f"round {number + 1}: {name}: {rates[-1]:.1f} records/s", flush=True)
+    ours, theirs = (statistics.median(rates) for rates in found.values())
+    ratio = statistics.median(a / b for a, b in zip(*found.values(), strict=True))
+    name, ideal = "GPU and CPU hosts, training skipped", SLOTS / RECORD_S
+    return [
+        Measure(name, ours, theirs, "stock Ray Data", ratio, GOAL, ratio >= GOAL, "records/s"),
+        Measure(f"{name}: the ideal", ours, ideal, "the ideal", ours / ideal, None, None, "records/s"),
+    ]
+
+
+def measure(loader: Any) -> float:
+    """Records per second of all train workers together, in the window.
+
+    Raises:
+        RuntimeError: not every record came once.
+    """
+    import ray
+
+    # The CPUs that their hosts declare are those beside a train worker's own.
+    workers = [
+        ray.remote(TrainWorker)
+        .options(num_cpus=0, label_selector={"stoker.host": f"gpu-{host}"})
+        .remote()
+        for host in range(GPU_HOSTS)
+    ]  # fmt: skip
+    try:
+        taken: list[Taken] = loader(workers)
+    finally:
+        for worker in workers:
+            ray.kill(worker)
+    batches = sorted((batch for one in taken for batch in one), key=lambda batch: batch[0])
+    indices = [index for _, some in batches for index in some]
+    if sorted(indices) != list(range(TOTAL)):
+        raise RuntimeError(f"{len(indices)} records came, {len(set(indices))} different ones, of {TOTAL}")
+    sums = np.cumsum([len(some) for _, some in batches]).tolist()
+    return slope([(at, rows) for (at, _), rows in zip(batches, sums, strict=True)], TOTAL, WINDOW)
+
+
+def stoker(workers: list[Any]) -> list[Taken]:
+    """By the real coordinator, chain workers and feeds."""
+    import ray
+
+    config = load(
+        None,
+        [
+            f"data.block_records={BLOCK_RECORDS}",
+            f"train.batch_size={BATCH}",
+            "train.epochs=1",
+            "data.stall_timeout_s=60",
+        ],
+    ).config
+    chain = Chain(as_stages([("sleep", Sleep())]), config.seed)
+    data = Data({"train": read_range(TOTAL)}, {"train": chain}, {"train": TOTAL})
+    coordinator = start_coordinator(config, data, workers=len(workers))
+    try:
+        ray.get(coordinator.begin.remote(coordinator, 0, len(workers), 0), timeout=60)
+        calls = [w.ours.remote(coordinator, rank, config) for rank, w in enumerate(workers)]
+        taken: list[Taken] = ray.get(calls, timeout=180)
+    finally:
+        ray.kill(coordinator)
+    return taken
+
+
+def stock(workers: list[Any]) -> list[Taken]:
+    """By Ray Data, split among the train workers as TorchTrainer does it."""
+    import ray
+
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    dataset = ray.data.range(TOTAL, override_num_blocks=STOCK_BLOCKS).map(asleep)
+    shards = dataset.streaming_split(len(workers), equal=True)
+    calls = [w.stock.remote(shard) for w, shard in zip(workers, shards, strict=True)]
+    taken: list[Taken] = ray.get(calls, timeout=180)
+    return taken

@@ -1,0 +1,175 @@
+"""Laptop: MB/s of tar shards that chain workers read from S3 and decode, against the rate of the link.
+
+An S3 server of our own stands behind a link of 1 Gb/s on which every answer takes 20 ms
+(`benchmarks/far_s3.py`). The link's own rate is that of plain downloads over several connections, in the same
+run. Decoding sleeps, which takes no CPU, and would do half as much again as the link brings: so who reads
+while decoding fills the link, and who reads and decodes in turn does not.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.far_s3 import BUCKET, LINK_BYTES_PER_S
+from benchmarks.harness import Measure
+from benchmarks.jobs import ROOT, environment
+from benchmarks.loaders.work import rate
+from benchmarks.sleeping import wake_all_slots
+from stoker.config import load
+from stoker.data import read_webdataset
+from stoker.data.feed.feed import EpochFeed
+from stoker.data.sources.base import ID_MODULUS, record_id
+from stoker.sizing.nodes import ray_nodes
+from stoker.sizing.stream import one_pass
+
+RECORD_BYTES, SHARD_RECORDS, SHARDS = 100_000, 400, 60
+TOTAL = SHARD_RECORDS * SHARDS
+SLOTS, BATCH = 4, 64
+DECODE_S = SLOTS * RECORD_BYTES / (1.5 * LINK_BYTES_PER_S)
+CONNECTIONS = 8
+ROUNDS, GOAL = 3, 0.9
+WINDOW = (0.25, 0.9)
+"""Part of the records that is measured: without the start, and without the last shards."""
+
+
+class Decode:
+    """Chain worker: takes its time, and a checksum of what came."""
+
+    def __call__(self, columns: dict[str, Any]) -> dict[str, Any]:
+        contents = columns.pop("bin")
+        time.sleep(DECODE_S * len(contents))
+        return {**columns, "crc": np.array([zlib.crc32(content) for content in contents], dtype=np.int64)}
+
+
+def run() -> list[Measure]:
+    """The rows of this benchmark."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        file = Path(folder) / "shard.tar"
+        crcs = write(file)
+        with served(file) as ports, ray_nodes(SLOTS):
+            wake_all_slots(SLOTS, sys.modules[__name__])
+            found: dict[str, list[float]] = {"server": [], "link": [], "Stoker": []}
+            for number in range(ROUNDS):
+                found["server"].append(downloaded(ports["server"], file.stat().st_size))
+                found["link"].append(downloaded(ports["link"], file.stat().st_size))
+                found["Stoker"].append(stoker(file.stat().st_size, crcs))
+                figures = ", ".join(f"{name} {rates[-1]:.1f}" for name, rates in found.items())
+                print(f"round {number + 1}: {figures} MB/s", flush=True)
+    ours, link, server = (statistics.median(found[name]) for name in ("Stoker", "link", "server"))
+    ratio = statistics.median(a / b for a, b in zip(found["Stoker"], found["link"], strict=True))
+    name = "tar shards from S3, 1 Gb/s, 20 ms"
+    return [
+        Measure(name, ours, link, "plain downloads", ratio, GOAL, ratio >= GOAL, "MB/s"),
+        Measure(f"  {name}: the server alone", server, link, "the link", server / link, None, None, "MB/s"),
+    ]
+
+
+def write(file: Path) -> dict[str, int]:
+    """A shard of noise; the checksum of each record by its name."""
+    noise, crcs = np.random.default_rng(0), {}
+    with tarfile.open(file, "w") as tar:
+        for number in range(SHARD_RECORDS):
+            content = noise.bytes(RECORD_BYTES)
+            member = tarfile.TarInfo(f"{number:05d}.bin")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+            crcs[f"{number:05d}"] = zlib.crc32(content)
+    return crcs
+
+
+@contextmanager
+def served(file: Path) -> Iterator[dict[str, int]]:
+    """Server and link, in processes of their own; the ports, while this process's clients use the link."""
+    command = [sys.executable, "-m", "benchmarks.far_s3", str(file), str(SHARDS)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, **pipes)
+    client = {
+        "AWS_ACCESS_KEY_ID": "benchmark",
+        "AWS_SECRET_ACCESS_KEY": "benchmark",
+        "AWS_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    try:
+        ports: dict[str, int] = json.loads(process.stdout.readline())
+        os.environ |= client | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{ports['link']}"}
+        yield ports
+    finally:
+        # Ray's token, which has come meanwhile, stays.
+        for name in (*client, "AWS_ENDPOINT_URL"):
+            os.environ.pop(name, None)
+        process.stdin.close()
+        process.wait(timeout=30)
+
+
+def downloaded(port: int, size: int) -> float:
+    """MB/s of plain downloads, several connections at once, each a whole shard after the other."""
+    each = max(SHARDS // 4 // CONNECTIONS, 1)
+    came: list[int] = []
+
+    def download() -> None:
+        connection, buffer = http.client.HTTPConnection("127.0.0.1", port), bytearray(2**20)
+        for number in range(each):
+            connection.request("GET", f"/{BUCKET}/train/{number:05d}.tar")
+            answer = connection.getresponse()
+            while count := answer.readinto(buffer):
+                came.append(count)
+        connection.close()
+
+    threads = [threading.Thread(target=download) for _ in range(CONNECTIONS)]
+    began = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    spent = time.perf_counter() - began
+    if sum(came) != each * CONNECTIONS * size:
+        raise RuntimeError(f"{sum(came)} bytes came of {each * CONNECTIONS * size}")
+    return sum(came) / spent / 1e6
+
+
+def stoker(size: int, crcs: dict[str, int]) -> float:
+    """MB/s of shards, by the real pipeline.
+
+    Raises:
+        RuntimeError: not every record came once, or one with other contents.
+    """
+    config = load(None, [f"data.block_records={BATCH}", f"train.batch_size={BATCH}"]).config
+    source = read_webdataset(f"s3://{BUCKET}", "train")
+    assert source is not None
+    source.check()
+    times: list[tuple[float, int]] = []
+    sums: list[int] = []
+    with one_pass(config, source, [("decode", Decode())], torch.device("cpu")) as stream:
+        for batch in stream:
+            sums += batch["crc"].tolist()
+            times.append((time.perf_counter(), stream.rows))
+    check(stream, sums, crcs)
+    return rate(times, TOTAL, WINDOW) * size / SHARD_RECORDS / 1e6
+
+
+def check(stream: EpochFeed, sums: list[int], crcs: dict[str, int]) -> None:
+    """Speed never comes from doing less: every record of every shard once, and the right contents."""
+    ids = sum(record_id(f"{shard:05d}.tar:{name}") for shard in range(SHARDS) for name in crcs)
+    if stream.rows != TOTAL or stream.id_sum != ids % ID_MODULUS:
+        raise RuntimeError(f"{stream.rows} records came of {TOTAL}; not every record once")
+    if Counter(sums) != dict.fromkeys(crcs.values(), SHARDS):
+        raise RuntimeError("records came with other contents")
