@@ -141,7 +141,7 @@ def stoker(workers: list[Any]) -> list[Taken]:
             f"data.block_records={BLOCK_RECORDS}",
             f"train.batch_size={BATCH}",
             "train.epochs=1",
-            "data.stall_timeout_s=60",
+            "data.stall_timeout_s=150",
         ],
     ).config
     chain = Chain(as_stages([("sleep", Sleep())]), config.seed)

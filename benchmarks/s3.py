@@ -3,7 +3,8 @@
 An S3 server of our own stands behind a link of 1 Gb/s on which every answer takes 20 ms
 (`benchmarks/far_s3.py`). The link's own rate is that of plain downloads over several connections, in the same
 run. Decoding sleeps, which takes no CPU, and would do half as much again as the link brings: so who reads
-while decoding fills the link, and who reads and decodes in turn does not.
+while decoding fills the link, and who reads and decodes in turn does not. Shuffled, a shard of at most 1,024
+records is read whole before its first record is given.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch
 from benchmarks.far_s3 import BUCKET, LINK_BYTES_PER_S
 from benchmarks.harness import Measure
 from benchmarks.jobs import ROOT, environment
-from benchmarks.loaders.work import rate
+from benchmarks.loaders.work import slope
 from benchmarks.sleeping import wake_all_slots
 from stoker.config import load
 from stoker.data import read_webdataset
@@ -41,10 +42,11 @@ from stoker.data.sources.base import ID_MODULUS, record_id
 from stoker.sizing.nodes import ray_nodes
 from stoker.sizing.stream import one_pass
 
-RECORD_BYTES, SHARD_RECORDS, SHARDS = 100_000, 400, 60
+RECORD_BYTES, SHARD_RECORDS, SHARDS = 100_000, 400, 48
 TOTAL = SHARD_RECORDS * SHARDS
 SLOTS, BATCH = 4, 64
 DECODE_S = SLOTS * RECORD_BYTES / (1.5 * LINK_BYTES_PER_S)
+ORDERS = {"in order": "false", "shuffled": "true"}
 CONNECTIONS = 8
 ROUNDS, GOAL = 3, 0.9
 WINDOW = (0.25, 0.9)
@@ -67,20 +69,31 @@ def run() -> list[Measure]:
         crcs = write(file)
         with served(file) as ports, ray_nodes(SLOTS):
             wake_all_slots(SLOTS, sys.modules[__name__])
-            found: dict[str, list[float]] = {"server": [], "link": [], "Stoker": []}
+            found: dict[str, list[float]] = {}
             for number in range(ROUNDS):
-                found["server"].append(downloaded(ports["server"], file.stat().st_size))
-                found["link"].append(downloaded(ports["link"], file.stat().st_size))
-                found["Stoker"].append(stoker(file.stat().st_size, crcs))
-                figures = ", ".join(f"{name} {rates[-1]:.1f}" for name, rates in found.items())
+                one = {port: downloaded(ports[port], file.stat().st_size) for port in ("server", "link")}
+                for order, shuffle in ORDERS.items():
+                    one[order] = stoker(file.stat().st_size, crcs, shuffle)
+                for name, rate in one.items():
+                    found.setdefault(name, []).append(rate)
+                figures = ", ".join(f"{name} {rate:.1f}" for name, rate in one.items())
                 print(f"round {number + 1}: {figures} MB/s", flush=True)
-    ours, link, server = (statistics.median(found[name]) for name in ("Stoker", "link", "server"))
-    ratio = statistics.median(a / b for a, b in zip(found["Stoker"], found["link"], strict=True))
+    return rows(found)
+
+
+def rows(found: dict[str, list[float]]) -> list[Measure]:
+    """Ours against the link; ratios are medians of the rounds'."""
     name = "tar shards from S3, 1 Gb/s, 20 ms"
-    return [
-        Measure(name, ours, link, "plain downloads", ratio, GOAL, ratio >= GOAL, "MB/s"),
-        Measure(f"  {name}: the server alone", server, link, "the link", server / link, None, None, "MB/s"),
-    ]
+    link, server = (statistics.median(found[port]) for port in ("link", "server"))
+    measures = []
+    for order in ORDERS:
+        ours = statistics.median(found[order])
+        ratio = statistics.median(a / b for a, b in zip(found[order], found["link"], strict=True))
+        measures.append(
+            Measure(f"{name}: {order}", ours, link, "plain downloads", ratio, GOAL, ratio >= GOAL, "MB/s")
+        )
+    alone = f"  {name}: the server without the link"
+    return [*measures, Measure(alone, server, link, "the link", server / link, None, None, "MB/s")]
 
 
 def write(file: Path) -> dict[str, int]:
@@ -146,13 +159,15 @@ def downloaded(port: int, size: int) -> float:
     return sum(came) / spent / 1e6
 
 
-def stoker(size: int, crcs: dict[str, int]) -> float:
+def stoker(size: int, crcs: dict[str, int], shuffle: str) -> float:
     """MB/s of shards, by the real pipeline.
 
     Raises:
         RuntimeError: not every record came once, or one with other contents.
     """
-    config = load(None, [f"data.block_records={BATCH}", f"train.batch_size={BATCH}"]).config
+    config = load(
+        None, [f"data.shuffle={shuffle}", f"data.block_records={BATCH}", f"train.batch_size={BATCH}"]
+    ).config
     source = read_webdataset(f"s3://{BUCKET}", "train")
     assert source is not None
     source.check()
@@ -163,7 +178,7 @@ def stoker(size: int, crcs: dict[str, int]) -> float:
             sums += batch["crc"].tolist()
             times.append((time.perf_counter(), stream.rows))
     check(stream, sums, crcs)
-    return rate(times, TOTAL, WINDOW) * size / SHARD_RECORDS / 1e6
+    return slope(times, TOTAL, WINDOW) * size / SHARD_RECORDS / 1e6
 
 
 def check(stream: EpochFeed, sums: list[int], crcs: dict[str, int]) -> None:
