@@ -1,14 +1,14 @@
-"""What recipes import: readers of data, transforms of records, and what own ones derive from.
+"""The API for recipes: readers of data, transforms of records, and base classes for your own.
 
 read_images(".data/flowers", "train")      class per folder, under train/ and val/
 read_parquet(".data/rows", "train")        bytes, numbers, strings, tensors
 read_webdataset(".data/shards", "train")   tar shards
 read_delta(".data/table")                  a Delta table
-read_torch(dataset)                        any map-style torch dataset
+read_torch(dataset)                        any map-style PyTorch dataset
 read_range(10_000)                         numbers, for synthetic data
-read_any(".data/flowers", "train")         whichever of the first four it is
+read_any(".data/flowers", "train")         detects which of the first four formats it is
 
-Each name is loaded when it is first used: a process that decodes JPEGs imports no Parquet.
+Names are loaded on first use, so a process that decodes JPEGs does not import Parquet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every value that crosses a process, in the order of its travel.
+"""Every value that crosses a process boundary, in order of travel.
 
 source  →  Shard, EpochPlan, Work, Claim  →  chain worker  →  BlockReport  →  coordinator
 coordinator  →  StepAssignment  →  train worker  →  DataCursor  →  checkpoint  →  coordinator
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 Record = dict[str, Any]
-"""One record: columns by name, and its identity under "key"."""
+"""One record: columns by name, plus its identity under "key"."""
 
 
 # What is read
@@ -22,19 +22,19 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shard:
-    """Head → chain worker: what one task reads, of a file or a range of indices."""
+    """Head → chain worker: the part of a file, or range of indices, that one task reads."""
 
     path: str
     start: int = 0
     stop: int = 0
     rows: int | None = None
-    """How many records it holds, where that is known without reading it."""
+    """Number of records, if known without reading it."""
     items: tuple[Any, ...] = ()
     home: str = ""
-    """Records of shards with one home come from the same part of the data in every epoch, so what a host
-    keeps of them it finds again; empty: they come from anywhere."""
+    """Shards with the same home read the same part of the data in every epoch, so a host finds their records
+    in its cache again. Empty: their records come from anywhere."""
     name: str | None = None
-    """What it is called wherever the data lies: it seeds the order of its records. None: its path."""
+    """Location-independent name that seeds the order of its records. None: use its path."""
 
     @property
     def called(self) -> str:
@@ -43,7 +43,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """Head → chain worker: all that makes one pass over one split what it is."""
+    """Head → chain worker: everything that defines one pass over one split."""
 
     seed: int
     epoch: int
@@ -52,36 +52,36 @@ class EpochPlan:
     shuffle: bool
     block_records: int
     homes: int = 0
-    """Into how many parts the records are divided, each of which is permuted by itself; 0: not at all."""
+    """Number of parts that the records are divided into and permuted within; 0: not divided."""
 
 
 class Work(NamedTuple):
     """Head → chain worker: a shard to read."""
 
     number: int
-    """Its place in the epoch's order."""
+    """Position in the epoch's order."""
     shard: Shard
     skip: int = 0
-    """Blocks of its records that were consumed before."""
+    """Number of its blocks that were already consumed."""
     store: bool = True
-    """Whether the host keeps its records, where records are kept."""
+    """Whether the host caches its records, if caching is on."""
 
 
 # What a chain worker is given
 
 
 class Care(NamedTuple):
-    """Head → chain worker: what went wrong before."""
+    """Head → chain worker: what earlier tries at this work ran into."""
 
     task: str = ""
-    """What the head calls this task."""
+    """The head's name for this task."""
     attempt: int = 0
     known: Mapping[str, str] = {}
-    """Records that are quarantined unread: key → reason."""
+    """Records to quarantine without reading them: key → reason."""
     names: bool = False
-    """Name each record before it is begun: the same work has hung before."""
+    """Report each record before starting it, because the same work has hung before."""
     last_try: bool = True
-    """What cannot be read now is bad; else the head has it read again elsewhere."""
+    """Quarantine what cannot be read now; otherwise the head retries it on another host."""
 
 
 class Claim(NamedTuple):
@@ -91,9 +91,9 @@ class Claim(NamedTuple):
     work: list[Work]
     care: Care
     wait_s: float = 0.0
-    """Wait so long before it is begun: the process has died at it."""
+    """Wait this long before starting, because the process died at this work."""
     blocks: int | None = None
-    """End after so many blocks with rows."""
+    """Stop after this many non-empty blocks."""
 
 
 class Start(NamedTuple):
@@ -101,7 +101,7 @@ class Start(NamedTuple):
 
     wait_s: float
     names: bool
-    """Whether to name each record before it is begun."""
+    """Whether to report each record before starting it."""
 
 
 # What records become
@@ -113,7 +113,7 @@ class BadRecord(NamedTuple):
     key: str
     reason: str
     passing: bool = False
-    """Whether it may well be read later, or on another host; it is bad only when that was tried."""
+    """Whether the failure may be transient; the record counts as bad only after retries elsewhere."""
 
 
 ID_COLUMN = "__id"
@@ -121,7 +121,7 @@ ID_COLUMN = "__id"
 KEY_COLUMN = "__key"
 
 HWC_SUFFIX = "__hwc"
-"""Marks an image column packed height × width × channels, which the feed views as CHW for nothing."""
+"""Marks an image column packed height × width × channels; the feed turns it into CHW without a copy."""
 
 TEXT = "text"
 
@@ -129,12 +129,12 @@ OBJECT = "object"
 
 
 class Column(NamedTuple):
-    """Every host: what a column holds for one record."""
+    """Every host: dtype and shape of a column in one record."""
 
     dtype: str
-    """NumPy's name of it; "text": strings; "object": anything, as only a batch stage can take it."""
+    """NumPy dtype name; "text": strings; "object": any object, which only a batch stage accepts."""
     shape: tuple[int, ...] = ()
-    """-1: any: of what goes to a batch stage, and the first number where batches pad the column."""
+    """-1: any length. Used before a batch stage, and as the first dimension of a padded column."""
 
     @property
     def ragged(self) -> bool:
@@ -146,11 +146,11 @@ class Column(NamedTuple):
 
 
 class Pad(NamedTuple):
-    """Every host: how a batch pads a column whose rows differ in length."""
+    """Every host: how batches pad a column whose rows differ in length."""
 
     value: float
     multiple: int = 1
-    """Of which the length of its rows is one."""
+    """Round the padded length up to a multiple of this."""
 
 
 class Schema(NamedTuple):
@@ -158,12 +158,12 @@ class Schema(NamedTuple):
 
     columns: dict[str, Column]
     record: str = ""
-    """Key of the record that they were found in."""
+    """Key of the record that the columns were found in."""
     pad: Mapping[str, Pad] = {}
     """How batches pad columns whose rows differ in length."""
 
     def difference(self, other: Schema) -> str:
-        """Every host: how rows with other columns differ; empty where they do not."""
+        """Every host: how the columns of other rows differ; empty if they match."""
         if self.columns == other.columns:
             return ""
         there = f" in record {other.record}" if other.record else ""
@@ -175,7 +175,7 @@ class Schema(NamedTuple):
         return f"column {extra!r} is {other.columns[extra]}{there}, absent in record {self.record}"
 
     def of_records(self) -> Schema:
-        """Chain worker: the columns as records have them, before they are packed."""
+        """Chain worker: the columns of the records before packing."""
         own = {
             n.removesuffix(HWC_SUFFIX): c for n, c in self.columns.items() if n not in (ID_COLUMN, KEY_COLUMN)
         }
@@ -187,7 +187,7 @@ class Schema(NamedTuple):
 
 @dataclass
 class StageCost:
-    """Chain worker: what a stage cost in one block."""
+    """Chain worker: cost of one stage for one block."""
 
     cpu_s: float = 0.0
     bytes_out: int = 0
@@ -195,16 +195,16 @@ class StageCost:
 
 @dataclass
 class BlockReport:
-    """Chain worker → coordinator: what became of the records of one block."""
+    """Chain worker → coordinator: what happened to the records of one block."""
 
     shard: int = -1
-    """Number of the shard in the epoch's order; -1: the dataset has none."""
+    """Position of the shard in the epoch's order; -1: the dataset has no shards."""
     nth: int = 0
-    """Which block of the shard's records this is, from 0."""
+    """Index of this block within the shard, from 0."""
     last: bool = False
-    """Whether the shard ends with it."""
+    """Whether this is the last block of the shard."""
     rows: int = 0
-    """Rows that leave the chain."""
+    """Rows that left the chain."""
     seconds: float = 0.0
     """Wall time of reading and preprocessing."""
     records: int = 0
@@ -214,35 +214,35 @@ class BlockReport:
     bytes_out: int = 0
     costs: dict[str, StageCost] = field(default_factory=dict)
     schemas: tuple[Schema, ...] = ()
-    """The columns before each batch stage and, last, of the block; empty where every record is bad."""
+    """Columns before each batch stage and, last, of the block; empty if every record is bad."""
     found: int = 0
-    """Records that came from the host's cache."""
+    """Records read from the host's cache."""
     kept: int = 0
-    """Records that went into it."""
+    """Records written to the host's cache."""
     kept_bytes: int = 0
 
 
 Origin = tuple[str, int]
-"""Where a block comes from: a task, and which of its blocks."""
+"""Origin of a block: a task and the index of the block within it."""
 
 
 class Told(NamedTuple):
-    """Chain worker → head: what goes with each report."""
+    """Chain worker → head: what accompanies each report."""
 
     node: str
     usage: tuple[int, int] | None = None
-    """Bytes that the host's cache holds and may hold."""
+    """Size and limit of the host's cache in bytes."""
 
 
 class Failure(NamedTuple):
-    """Chain worker → head: why it cannot do its work. An exception itself would lose where it was raised."""
+    """Chain worker → head: why it failed. Pickling an exception would lose its traceback."""
 
     text: str
-    """One line for people."""
+    """One line for the user."""
     may_pass: bool = False
-    """Whether it is worth another try, elsewhere."""
+    """Whether to retry on another host."""
     tries: int = 0
-    """How many more times at most, as far as the kind of the error tells."""
+    """Maximum number of further retries for this kind of error."""
 
 
 # What a train worker is given
@@ -256,9 +256,9 @@ class BlockSlice(NamedTuple):
     start: int
     stop: int
     node: str = ""
-    """Ray node that holds it; empty: small or unknown, so it comes through Ray."""
+    """Ray node that holds it; empty: small or unknown, fetched through Ray."""
     of: int = 0
-    """How many rows the block has by its report."""
+    """Rows in the block, according to its report."""
 
 
 class Server(NamedTuple):
@@ -272,23 +272,23 @@ class Server(NamedTuple):
 
 @dataclass
 class StepAssignment:
-    """Coordinator → train worker: rows of one step."""
+    """Coordinator → train worker: the rows of one step."""
 
     blocks: list[BlockSlice]
     padded: int = 0
     stop: str = ""
-    """Why the run shall stop after this step; empty: it goes on."""
+    """Why the run stops after this step; empty: it continues."""
     checkpoint: bool = False
-    """Whether a checkpoint shall be written after this step."""
+    """Whether to write a checkpoint after this step."""
     schema: Schema | None = None
-    """Of the split; None: there are no rows."""
+    """Schema of the split; None: there are no rows."""
 
 
 # Where a pass stands
 
 
 class CarriedAccount(BaseModel):
-    """Head: what the books of an epoch held for the records that were consumed before."""
+    """Head: account of the records of an epoch that an earlier run consumed."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -299,11 +299,11 @@ class CarriedAccount(BaseModel):
     bad: int = 0
     bad_ids: int = 0
     repeated: int = 0
-    """Records trained before the epoch began again: they are trained once more."""
+    """Records trained before the epoch restarted and therefore trained again."""
 
 
 class Plan(BaseModel):
-    """Head: what fixes the order of an epoch's records, and of which records."""
+    """Head: what determines which records an epoch has and their order."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -313,40 +313,40 @@ class Plan(BaseModel):
     block_records: int
     fingerprint: str
     unstable: str = ""
-    """Why the fingerprint does not tell whether the records are the same; empty: it does."""
+    """Why the fingerprint cannot identify the records; empty: it can."""
     homes: int = 0
-    """Into how many parts the records are divided, each of which is permuted by itself."""
+    """Number of parts that the records are divided into and permuted within."""
     bucket_by: str | None = None
-    """Column by whose length the rows of a block are ordered."""
+    """Column whose length orders the rows of a block."""
 
 
 class DataCursor(BaseModel):
-    """Head: a place inside an epoch, as a checkpoint keeps it."""
+    """Head: a position inside an epoch, as saved in a checkpoint."""
 
     model_config = ConfigDict(frozen=True)
 
     version: int = 1
     epoch: int
     rows: int = 0
-    """Rows consumed of this epoch."""
+    """Rows of this epoch consumed so far."""
     plan: Plan
     done: list[tuple[int, int]] = []
-    """Shards that are consumed: ranges first … last + 1 of their numbers in the epoch's order, sorted."""
+    """Fully consumed shards: sorted ranges first … last + 1 of positions in the epoch's order."""
     partial: dict[int, tuple[int, int]] = {}
-    """Other shards that were begun: number → (whole blocks, rows of the next block)."""
+    """Partly consumed shards: number → (whole blocks, rows of the next block)."""
     by_row: bool = False
-    """A dataset without shards: `rows` alone says where it stands."""
+    """The dataset has no shards: `rows` alone is the position."""
     again: bool = False
-    """The place cannot be found again: the epoch starts from its beginning."""
+    """The position cannot be restored: the epoch restarts from its beginning."""
     books: CarriedAccount = CarriedAccount()
     deadly: dict[str, str] = {}
-    """Training records that were quarantined because they killed their process: key → reason. A run that
-    goes on leaves them out as well, so that blocks keep their rows."""
+    """Training records quarantined because they killed their process: key → reason. A resumed run skips
+    them too, so blocks keep their rows."""
     unvalidated: int | None = None
-    """An epoch that was trained but not validated: its validation comes first."""
+    """Epoch that was trained but not validated: its validation runs first."""
 
     def begun(self, shard: int) -> tuple[int, int] | None:
-        """(whole blocks, rows of the next block) consumed of a shard; None where all of it is."""
+        """(whole blocks, rows of the next block) consumed of a shard; None if all of it is."""
         at = bisect_right(self.done, shard, key=lambda span: span[0]) - 1
         if at >= 0 and shard < self.done[at][1]:
             return None

@@ -27,13 +27,13 @@ from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe
 from stoker.schema import Config
 
 BUFFER_SHARE = 0.25
-"""Preprocessed data kept ready beyond the next two steps, as a share of the cluster's object stores."""
+"""Budget for preprocessed data beyond the next two steps, as a share of the cluster's object stores."""
 LEAST_BUFFER_BYTES = 64 * 2**20
 
 
 @dataclass
 class Data:
-    """Head: the splits of a job, opened and checked."""
+    """Head: the opened and checked splits of a job."""
 
     sources: dict[str, Any]
     chains: dict[str, Any]
@@ -41,7 +41,7 @@ class Data:
     _identities: dict[str, Identity] = field(default_factory=dict)
 
     def identity(self, split: str) -> Identity:
-        """Head: what tells whether a split holds the same records; looked at once."""
+        """Head: identity of a split's records; computed once."""
         if split not in self._identities:
             source = self.sources[split]
             known = not isinstance(source, DatasetSource)
@@ -50,10 +50,10 @@ class Data:
 
 
 def discover(resolved: Resolved) -> Config:
-    """Head: the configuration with the parameters that the recipe finds in its data.
+    """Head: the configuration, with the parameters that the recipe derives from its data.
 
     Raises:
-        UsageError: the recipe cannot find them.
+        UsageError: the recipe cannot derive them.
     """
     config = resolved.config
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
@@ -63,10 +63,10 @@ def discover(resolved: Resolved) -> Config:
 
 
 def open_data(config: Config) -> Data:
-    """Head: ask the recipe for its splits and chains and check them before training.
+    """Head: get splits and chains from the recipe and check them before training.
 
     Raises:
-        UsageError: nothing to read, damaged files, a chain that cannot be run, or columns that cannot be
+        UsageError: there is nothing to read, files are damaged, a chain cannot run, or columns cannot be
             batched.
     """
     data = open_splits(config)
@@ -96,7 +96,7 @@ def open_splits(config: Config) -> Data:
         refuse_undividable(config, recipe, pads)
     data = Data({}, {}, {})
     for split in ("train", "val"):
-        # One that splits its records by chance (torch's random_split, say) does so alike for both.
+        # Seed random splits (such as torch's random_split), so that both splits divide the records alike.
         with drawing(f"{config.seed}/recipe"):
             source = from_recipe(recipe, "read", split)
         if source is None and split == "train":
@@ -117,7 +117,7 @@ def open_splits(config: Config) -> Data:
         with drawing(f"{config.seed}/recipe"):
             stages = as_stages(from_recipe(recipe, "preprocess", split))
         prefix = 0
-        # Records that are drawn anew in every epoch are not kept; for training that is refused below.
+        # Do not cache records that differ in every epoch; for training, that is an error below.
         if keeps(config) and not data.identity(split).draws:
             prefix = prefix_length(stages)
         data.chains[split] = Chain(
@@ -157,7 +157,7 @@ def pads_of(recipe: Recipe) -> dict[str, Pad]:
     """Head and train worker: how the recipe lets batches pad columns whose rows differ in length.
 
     Raises:
-        UsageError: it is not said as it must be.
+        UsageError: the declaration is invalid.
     """
     try:
         declared = {n: p if isinstance(p, Pad) else Pad(p) for n, p in dict(recipe.pad).items()}
@@ -173,10 +173,10 @@ def pads_of(recipe: Recipe) -> dict[str, Pad]:
 
 
 def refuse_absent_pads(pads: dict[str, Pad], schemas: list[tuple[Schema, ...]]) -> None:
-    """Head: refuse padding of a column that no split has, where the columns of all are known.
+    """Head: refuse padding of a column that no split has, if the columns of all splits are known.
 
     Raises:
-        UsageError: naming it and what there is.
+        UsageError: names the column and the existing ones.
     """
     columns = [name for found in schemas if found for name in found[-1].of_records().columns]
     for name in pads:
@@ -187,19 +187,19 @@ def refuse_absent_pads(pads: dict[str, Pad], schemas: list[tuple[Schema, ...]]) 
 
 
 def keeps(config: Config) -> bool:
-    """Head: whether hosts keep records: in a run of one pass nothing is read twice."""
+    """Head: whether hosts cache records; a run of one epoch reads nothing twice."""
     return config.data.cache != "none" and config.train.epochs > 1
 
 
 def cache_note(config: Config) -> str:
-    """Head: a line where the cache that was asked for does nothing; else empty."""
+    """Head: one line if the requested cache has no effect; otherwise empty."""
     if config.data.cache != "none" and not keeps(config):
         return f"data.cache: {config.data.cache} keeps nothing in a run of one epoch"
     return ""
 
 
 def exact_note(config: Config, data: Data) -> str:
-    """Head: a line where `data.order: exact` cannot give what it promises; else empty."""
+    """Head: one line if `data.order: exact` cannot keep its promise; otherwise empty."""
     unstable = data.identity("train").unstable
     if config.data.order == "exact" and unstable:
         return (
@@ -210,7 +210,7 @@ def exact_note(config: Config, data: Data) -> str:
 
 
 def refuse_uncacheable(recipe: str, data: Data) -> None:
-    """Head: refuse a cache that could never hold anything of the training records.
+    """Head: refuse a cache that could not hold any training record.
 
     Raises:
         UsageError: reading them or the first stage of their chain is random.
@@ -224,10 +224,10 @@ def refuse_uncacheable(recipe: str, data: Data) -> None:
 
 
 def from_recipe(recipe: Recipe, method: str, *arguments: str) -> Any:
-    """Head: call a method of the user's; what it raises becomes one line that says where.
+    """Head: call a method of the user's recipe; an exception becomes one line with its location.
 
     Raises:
-        UsageError: the recipe's own, or wrapping whatever it raised.
+        UsageError: raised by the recipe, or wrapping any other exception.
     """
     try:
         return getattr(recipe, method)(*arguments)
@@ -247,17 +247,17 @@ def start_coordinator(
     first_epoch: int = 0,
     position: dict[str, Any] | None = None,
 ) -> Any:
-    """Head: the actor between Ray Data and the train workers, on this host; it produces at once.
+    """Head: start the actor between Ray Data and the train workers on this host; it produces at once.
 
     Args:
         config: the job.
         data: its opened splits.
-        workers: train workers.
+        workers: number of train workers.
         first_epoch: where training starts.
-        position: where in that epoch, from a checkpoint.
+        position: position in that epoch, from a checkpoint.
 
     Raises:
-        UsageError: the data or its order are not those of the position.
+        UsageError: the data or its order differ from those of the position.
     """
     import ray
 
@@ -302,7 +302,7 @@ def _cache(config: Config) -> CacheSpec | None:
 
 
 class Hosts:
-    """Head: the hosts that preprocess, as they are now.
+    """Head: the current preprocessing hosts.
 
     Args:
         config: `data.preprocess_on` restricts them.

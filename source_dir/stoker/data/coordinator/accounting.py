@@ -1,4 +1,4 @@
-"""Head: what became of records: read = trained + quarantined + remainder, or the run fails."""
+"""Head: the account of records: read = trained + quarantined + remainder, or the run fails."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from stoker.data.sources.base import ID_MODULUS as ID_MODULUS
 from stoker.errors import DataError
 
 LEAST_ASSUMED = 100_000
-"""Records that a pass is taken to have while nobody knows how many."""
+"""Assumed number of records of a pass while the total is unknown."""
 
 
 @dataclass
 class EpochAccount:
-    """Head: one pass over one split in one attempt."""
+    """Head: account of one pass over one split in one attempt."""
 
     split: str
     epoch: int
@@ -24,8 +24,8 @@ class EpochAccount:
     trained: int = 0
     padded: int = 0
     repeated: int = 0
-    """Records that were trained more than once in this epoch, each time beyond the first: those of an epoch
-    that began again, and padded ones."""
+    """Number of times a record was trained beyond the first in this epoch: after an epoch restarted, or as
+    padding."""
     remainder: int = 0
     read_ids: int = 0
     used_ids: int = 0
@@ -33,11 +33,11 @@ class EpochAccount:
     bad_ids: int = 0
     first_bad: BadRecord | None = None
     carried: CarriedAccount = field(default_factory=CarriedAccount)
-    """What an earlier run had counted of this epoch before this one went on in it."""
+    """Counts of this epoch from the run that it was resumed from."""
     by_node: dict[str, Counter[str]] = field(default_factory=dict)
-    """Records that came from each node, and of these what its cache held or keeps from now on."""
+    """Records from each node and, of these, those its cache held or stores from now on."""
     blocks: set[tuple[int, int]] = field(default_factory=set)
-    """(shard, number in it) of each that was taken."""
+    """(shard, block index in it) of each block counted."""
 
     def __post_init__(self) -> None:
         before = self.carried
@@ -46,7 +46,7 @@ class EpochAccount:
         self.trained, self.repeated = before.trained, before.repeated
 
     def take(self, report: BlockReport, node: str) -> bool:
-        """Take in one block that was made on a node; False where it was taken in before."""
+        """Count a block that was made on a node; False if it was already counted."""
         block = (report.shard, report.nth)
         if block in self.blocks:
             return False
@@ -64,13 +64,13 @@ class EpochAccount:
         return True
 
     def use(self, rows: int, padded: int, id_sum: int, remaining_ids: list[int]) -> None:
-        """Take in what the train workers used.
+        """Count what the train workers used.
 
         Args:
-            rows: given to them, padded ones included.
+            rows: given to them, including padded ones.
             padded: how many of these were repeated.
             id_sum: of their ids, each counted once.
-            remaining_ids: of the rows that nobody took.
+            remaining_ids: of the rows that no worker took.
         """
         self.padded, self.remainder = padded, len(remaining_ids)
         self.repeated = self.carried.repeated + padded
@@ -81,12 +81,12 @@ class EpochAccount:
         """Fail as soon as too many records are bad.
 
         Args:
-            budget: largest fraction.
-            total: records of the whole pass. None: nobody knows, so it counts as `LEAST_ASSUMED` until more
-                have been read: a few bad ones at the start say nothing of the rest.
+            budget: largest allowed fraction.
+            total: records of the whole pass. None: unknown, so assume `LEAST_ASSUMED` until more have been
+                read; a few bad records at the start prove nothing.
 
         Raises:
-            DataError: naming how many, and the first with its reason.
+            DataError: states how many are bad, and the first with its reason.
         """
         whole = max(self.read, LEAST_ASSUMED if total is None else total)
         known = f"{whole} {self.split} records"
@@ -97,10 +97,10 @@ class EpochAccount:
         """Close the epoch.
 
         Args:
-            total: records that the source has counted; None: nobody knows.
+            total: records that the source counted; None: unknown.
 
         Raises:
-            DataError: records were lost, came twice, or were exchanged.
+            DataError: records were lost, duplicated or exchanged.
         """
         if total is not None and self.read != total:
             raise DataError(
@@ -122,7 +122,7 @@ class EpochAccount:
         return self.counts()
 
     def counts(self) -> dict[str, int]:
-        """The figures of this pass as summary.json holds them."""
+        """The figures of this pass for summary.json."""
         used = "trained" if self.split == "train" else "validated"
         return {
             "epoch": self.epoch,
@@ -136,17 +136,17 @@ class EpochAccount:
 
 
 def refuse_over_budget(bad: int, whole: int, of: str, budget: float, first: BadRecord | None) -> None:
-    """Head: fail where too many records are bad.
+    """Head: fail if too many records are bad.
 
     Args:
-        bad: how many are.
-        whole: of how many.
-        of: these in words.
-        budget: largest fraction.
-        first: of them.
+        bad: number of bad records.
+        whole: number of records.
+        of: those records in words.
+        budget: largest allowed fraction.
+        first: the first bad record.
 
     Raises:
-        DataError: naming how many, and the first with its reason.
+        DataError: states how many are bad, and the first with its reason.
     """
     if bad and bad > budget * whole:
         example = f"; the first is {first.key}: {first.reason}" if first else ""
@@ -158,7 +158,7 @@ def refuse_over_budget(bad: int, whole: int, of: str, budget: float, first: BadR
 
 @dataclass
 class ChainCosts:
-    """Head: what the chain cost, over the whole run."""
+    """Head: cost of the chain over the whole run."""
 
     records: int = 0
     bytes_out: int = 0

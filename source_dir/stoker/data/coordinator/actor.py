@@ -1,8 +1,8 @@
 """Head: the actor between chain workers and train workers.
 
-It lets the passes be produced one after the other (train 0, val 0, train 1, …), hands each train worker
-its rows as references to blocks, accounts for records, and collects the run's events. Data of
-the next epoch flows as soon as the one before has been produced, so no epoch starts cold.
+It produces the passes in order (train 0, val 0, train 1, …), gives each train worker its rows as references
+to blocks, accounts for records, and collects the run's events. Production of the next epoch starts as soon as
+the previous one is produced, so no epoch starts cold.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ class Coordinator(Production):
         )
 
     def servers(self) -> tuple[bytes, dict[str, Server]]:
-        """Train worker's call: the secret of this run's block connections, and who serves, by node."""
+        """Train worker's call: the secret of this run's block connections, and block servers by node."""
         return self.agents.servers()
 
     def new_attempt(self) -> int:
-        """Train worker's call (rank 0), once per start: the number of this attempt, from 0 on."""
+        """Train worker's call (rank 0), once per start: the number of this attempt, from 0."""
         with self.changed:
             self.trainings += 1
             return self.trainings
 
     def published(self) -> str:
-        """Train worker's call (rank 0): folder or URI of the last checkpoint of this run; "" without one."""
+        """Train worker's call (rank 0): folder or URI of this run's last checkpoint; "" without one."""
         with self.changed:
             return self.last_checkpoint
 
@@ -83,19 +83,19 @@ class Coordinator(Production):
         first_epoch: int,
         position: dict[str, Any] | None = None,
     ) -> None:
-        """Start (or after a restart, start again) producing from `first_epoch` on.
+        """Start production at `first_epoch`; restart it after train workers were restarted.
 
-        The driver begins the first attempt itself, so that data flows while train workers still start.
+        The driver begins the first attempt, so that data flows while train workers still start.
 
         Args:
             me: this actor's handle.
-            attempt: its number; one that is not newer than the present one changes nothing.
-            workers: how many train workers there are.
+            attempt: its number; has no effect if not newer than the current one.
+            workers: number of train workers.
             first_epoch: where training starts.
-            position: an answer of `position`: where in the first epoch it starts.
+            position: an answer of `position`: where it starts in the first epoch.
 
         Raises:
-            UsageError: the data, the seed or the shuffling have changed since the position was taken.
+            UsageError: the data, the seed or the shuffling have changed since the position was saved.
         """
         with self.changed:
             if self.attempt is not None:
@@ -135,7 +135,7 @@ class Coordinator(Production):
         self.start_engine(me)
 
     def _start(self, first_epoch: int, saved: dict[str, Any] | None) -> DataCursor:
-        """Where training starts: at a saved place, or with an epoch."""
+        """Where training starts: at a saved position or at the start of an epoch."""
         if saved is None:
             return self._fresh(first_epoch)
         position = DataCursor.model_validate(saved)
@@ -144,13 +144,13 @@ class Coordinator(Production):
             raise ValueError(f"the position is of epoch {position.epoch}, not of {first_epoch}")
         if not position.by_row or (not position.again and self.plan.order == "exact"):
             return position
-        # In another order, the first rows would be others than those that were trained.
+        # In another order, the first rows would not be those that were trained.
         repeated = position.books.repeated + position.rows
         if position.rows:
             text = (
                 f"epoch {first_epoch} begins again: with data.order any, rows of a ray.data.Dataset have"
                 f" no fixed place, so {position.rows} records are trained once more ({repeated} repeated in"
-                " all in this epoch); data.order exact goes on where it was"
+                " all in this epoch); data.order exact resumes in place"
             )
             self._event("note", text=text)
         changes = {"books": CarriedAccount(repeated=repeated), "unvalidated": position.unvalidated}
@@ -161,7 +161,7 @@ class Coordinator(Production):
         return DataCursor(epoch=epoch, plan=self.plan, by_row=self.by_row, again=again)
 
     def _current(self, number: int) -> Attempt | None:
-        """An attempt that goes on."""
+        """The attempt with this number if it is still running."""
         attempt = self.attempt
         return attempt if attempt is not None and attempt.number == number and not attempt.over else None
 
@@ -172,7 +172,7 @@ class Coordinator(Production):
     def next(self, attempt: int, split: str, epoch: int, rank: int, step: int) -> StepAssignment | str | None:
         """Train worker's call: its rows of a step; None after the last, a text on failure.
 
-        Waits until they are there; the caller sets the deadline.
+        Waits until they are ready; the caller sets the deadline.
         """
         with self.changed:
             while (current := self._current(attempt)) is not None:
@@ -185,7 +185,7 @@ class Coordinator(Production):
             portion = stream.portion(step, rank)
             val = split == "val"
             current.pace.ask(rank, epoch, step, val)
-            # Between two steps of the optimiser only: accumulated gradients are not kept.
+            # Stop only between optimizer steps: accumulated gradients are not saved.
             if portion is not None and (val or (step + 1) % self.passes.config.train.accumulate_steps == 0):
                 portion.stop = self.stop_reason if current.stop.due(epoch, step, val) else ""
                 portion.checkpoint = not val and current.checkpoint.take(rank, epoch, step)
@@ -196,7 +196,7 @@ class Coordinator(Production):
     def ahead(
         self, attempt: int, split: str, epoch: int, rank: int, step: int, most: int
     ) -> list[StepAssignment] | str:
-        """Train worker's call: as `next`, and the steps after it, up to `most`, as far as they are there."""
+        """Train worker's call: `next` for up to `most` steps, as far as they are ready."""
         given: list[StepAssignment] = []
         with self.changed:
             for at in range(step, step + most):
@@ -211,20 +211,20 @@ class Coordinator(Production):
         return given
 
     def position(self, attempt: int, epoch: int, steps: int, id_sum: int) -> dict[str, Any]:
-        """Train worker's call: where the training pass stands, for a checkpoint.
+        """Train worker's call: position of the training pass, for a checkpoint.
 
         Args:
             attempt: the caller's attempt.
             epoch: which pass.
-            steps: how many steps of this attempt's stream of that epoch all ranks have used.
-            id_sum: over all ranks, the sum of the ids of the rows that they used in it, modulo 2**63.
+            steps: number of steps of this attempt's stream of that epoch that all ranks have used.
+            id_sum: over all ranks, the sum of the ids of the rows used in it, modulo 2**63.
 
         Returns:
-            What `begin` takes, as JSON can hold it. After the last step of an epoch whose accounts are
-            closed: the beginning of the next.
+            The JSON-compatible argument of `begin`. After the last step of an epoch whose account is closed:
+            the start of the next epoch.
 
         Raises:
-            ValueError: this attempt is over, or has not come so far.
+            ValueError: this attempt is over or has not reached that step.
         """
         with self.changed:
             current = self._current(attempt)
@@ -245,10 +245,10 @@ class Coordinator(Production):
             split: train or val.
             epoch: which pass.
             rank: the caller's rank.
-            used: rows (padded ones included), sum of their ids, rows that were padded.
+            used: rows (including padded ones), sum of their ids, number of padded rows.
 
         Returns:
-            The counts, or a text where records were lost.
+            The counts, or a text if records were lost.
         """
         with self.changed:
             current = self._current(attempt)
@@ -268,7 +268,7 @@ class Coordinator(Production):
             return stream.account.counts()
 
     def _reconcile(self, attempt: Attempt, stream: Stream, unused: list[BlockSlice]) -> None:
-        """Close the account; what nobody took is fetched first, while nobody waits for the lock."""
+        """Close the account; fetch unused rows first, while no lock is held."""
         try:
             remaining = ids_of(unused)
         except DataError as error:
@@ -289,7 +289,7 @@ class Coordinator(Production):
             self._event("stop", reason=reason)
 
     def request_checkpoint(self, attempt: int) -> None:
-        """Train worker's call: let all ranks see `StepAssignment.checkpoint` in the same step, soon."""
+        """Train worker's call: set `StepAssignment.checkpoint` for all ranks in the same step, soon."""
         with self.changed:
             current = self._current(attempt)
             if current is not None:

@@ -1,4 +1,4 @@
-"""Head: one start of training: its passes, from their production to their reconciled accounts."""
+"""Head: one start of training: its passes, from production to reconciled accounts."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from stoker.data.messages import BadRecord, BlockReport, CarriedAccount, DataCur
 from stoker.errors import DataError, SchemaError
 
 STREAMS_AHEAD = 2
-"""How many passes may be produced beyond the one that is consumed: small data would else run ahead for
-all epochs and take the CPUs from training."""
+"""How many passes may be produced beyond the consumed one. Without a limit, small data would run ahead for
+all epochs and take CPUs from training."""
 
 
 class Attempt:
     """Head: see the module. Part of the coordinator, whose lock guards it.
 
     Args:
-        number: from 0 on.
-        workers: how many train workers there are.
+        number: from 0.
+        workers: number of train workers.
         passes: what to read.
-        totals: records of each split, None where nobody knows.
+        totals: records of each split; None: unknown.
         start: where training starts.
-        changed: the coordinator's lock; notified where what is to be produced may have changed.
-        ready: of the same lock; notified where ranks may go on.
-        chain: takes what the chain costs, by split.
-        event: takes (event, values).
-        keeping: what hosts keep across epochs; None: nothing.
+        changed: of the coordinator's lock; notified when there may be something else to produce.
+        ready: of the same lock; notified when ranks may continue.
+        chain: receives chain costs, by split.
+        event: receives (event, values).
+        keeping: cache affinity of hosts; None: no cache.
         suspects: records that kill their process.
     """
 
@@ -66,9 +66,9 @@ class Attempt:
         """Whether a later attempt has begun."""
         self.pace, self.stop, self.checkpoint = Pace(), Signal(), OneTimeSignal(workers)
         self.streams: dict[tuple[str, int], Stream] = {}
-        """Passes that are produced or consumed now, in order; those before are reconciled."""
+        """Passes being produced or consumed, in order; earlier ones are reconciled."""
         self.planner: Planner | None = None
-        """What is read next; None until there are chain workers."""
+        """Decides what to read next; None until there are chain workers."""
         self._coming = self._passes(start)
         self._open()
 
@@ -81,7 +81,7 @@ class Attempt:
         return self.failure or "this attempt is over"
 
     def fail(self, reason: str) -> None:
-        """End this attempt; the first reason counts."""
+        """End this attempt; the first reason is kept."""
         with self.changed:
             self.failure = self.failure or reason
             self.changed.notify_all()
@@ -122,11 +122,11 @@ class Attempt:
             self.streams[stream.account.split, stream.account.epoch] = stream
 
     def reconcile(self, stream: Stream, remaining: list[int]) -> None:
-        """Close the account of a pass and go on to the next.
+        """Close the account of a pass and move to the next.
 
         Args:
-            stream: every rank has handed in what it used of it.
-            remaining: ids of the rows that nobody took.
+            stream: every rank has reported what it used of it.
+            remaining: ids of the rows that no worker took.
         """
         which = (stream.account.split, stream.account.epoch)
         try:
@@ -145,11 +145,11 @@ class Attempt:
         self._open()
 
     def produce(self, pool: Pool, buffer_bytes: int, numbers: count[int]) -> None:
-        """Let chain workers ask for work.
+        """Let chain workers request work.
 
         Args:
             pool: the hosts.
-            buffer_bytes: of blocks that are kept ready.
+            buffer_bytes: budget for ready blocks.
             numbers: numbers tickets.
         """
         self.planner = Planner(self, pool, buffer_bytes, numbers, Lister(self, pool))
@@ -159,7 +159,7 @@ class Attempt:
         return list(self.streams.values())
 
     def note(self, text: str) -> None:
-        """One line for people."""
+        """Emit one line for the user."""
         with self.changed:
             self.event("note", text=text)
 
@@ -174,7 +174,7 @@ class Attempt:
                 self.ready.notify_all()
 
     def produced(self, stream: Stream) -> None:
-        """A pass has given all its blocks."""
+        """A pass has delivered all its blocks."""
         with self.changed:
             stream.splitter.end()
             stream.account.check_budget(self.passes.config.data.bad_record_budget, stream.account.read)
@@ -184,12 +184,12 @@ class Attempt:
             self.ready.notify_all()
 
     def task_starts(self, split: str, task: str, retry: int) -> Start | None:
-        """A task starts that was started before: how to begin; None: not at all."""
+        """A restarted task starts: how to begin; None: do not start it."""
         try:
             start = self.suspects.starts(task, split, retry)
             deadly = self.suspects.of(split)
             if deadly and (total := self.totals[split]) is not None:
-                # Now, not when the block is there: its other records may be as bad.
+                # Check now, not when the block arrives: its other records may be just as bad.
                 budget, first = self.passes.config.data.bad_record_budget, next(iter(deadly.items()))
                 of = f"{total} {split} records"
                 refuse_over_budget(len(deadly), total, of, budget, BadRecord(*first))
@@ -199,7 +199,7 @@ class Attempt:
         return start
 
     def account(self, stream: Stream, report: BlockReport, node: str) -> bool:
-        """Take in the report of a block; False where it was taken in before."""
+        """Count the report of a block; False if it was already counted."""
         split, epoch = stream.account.split, stream.account.epoch
         if not stream.reported(report, node):
             return False

@@ -1,8 +1,8 @@
-"""Head: where a pass over the training records stands, so that another run can go on there; pure.
+"""Head: position of a training pass, so that another run can continue from there; pure.
 
-A *shard* is read by one task, in *blocks* of records; the rows of a shard arrive in its order, whatever
-the order among shards. So the place of a pass is, per shard, how many whole blocks were consumed and how
-many rows of the next one: a prefix of every shard.
+A *shard* is read by one task, in *blocks* of records; the rows of a shard arrive in its order, whatever the
+order among shards. So the position of a pass is a prefix of every shard: how many whole blocks were consumed
+and how many rows of the next one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from stoker.schema import Config
 
 
 def refuse_other_data(position: DataCursor, plan: Plan) -> None:
-    """Head: refuse to go on in other data or another order.
+    """Head: refuse to resume with other data or another order.
 
     Args:
         position: from a checkpoint.
         plan: of this run.
 
     Raises:
-        UsageError: naming what has changed.
+        UsageError: states what has changed.
     """
     if not agree(position.plan.fingerprint, plan.fingerprint):
         before, now = (p.fingerprint.partition(SEPARATOR)[0] for p in (position.plan, plan))
@@ -73,7 +73,7 @@ def about(start: DataCursor, workers: int, config: Config) -> dict[str, Any]:
 
 
 class Block(NamedTuple):
-    """Head: what the cursor needs of one block of a shard's records."""
+    """Head: what the cursor needs to know about one block of a shard's records."""
 
     rows: int
     records: int
@@ -90,25 +90,25 @@ class Trail:
     start: DataCursor
     blocks: dict[int, list[Block]] = field(default_factory=dict)
     arrived: list[tuple[int, int]] = field(default_factory=list)
-    """(shard, rows that were not skipped) of each block, as the splitter numbers them."""
+    """(shard, rows that were not skipped) of each block, numbered as in the splitter."""
     _skipped: dict[int, int] = field(default_factory=dict)
 
     def report(self, report: BlockReport) -> None:
-        """Note a block that was made, the next of its shard."""
+        """Record the next block of its shard."""
         if not self.start.by_row:
             bad = len(report.bad)
             made = Block(report.rows, report.records, report.id_sum, bad, report.bad_id_sum, report.last)
             self.blocks.setdefault(report.shard, []).append(made)
 
     def arrive(self, shard: int, rows: int) -> int:
-        """Note a block that has arrived.
+        """Record the arrival of a block.
 
         Args:
             shard: its shard.
-            rows: how many it holds.
+            rows: number of rows in it.
 
         Returns:
-            How many rows at its beginning were consumed before this start, and are to be skipped.
+            Number of leading rows to skip because they were consumed before this start.
         """
         if self.start.by_row:
             shard = -1
@@ -123,7 +123,7 @@ class Trail:
         return skip
 
     def after(self, rows: int, id_sum: int) -> DataCursor:
-        """The place after some rows.
+        """The position after some rows.
 
         Args:
             rows: consumed since this start.
@@ -172,7 +172,7 @@ class Trail:
         )
 
     def _consumed(self, rows: int) -> dict[int, int]:
-        """Rows by shard. A shard whose blocks so far gave no row counts too: its bad records are read."""
+        """Rows by shard. Includes shards whose blocks gave no row so far: their bad records are read."""
         consumed = dict.fromkeys(self.blocks, 0)
         for shard, count in self.arrived:
             taken = min(rows, count)

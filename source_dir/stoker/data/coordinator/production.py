@@ -1,4 +1,4 @@
-"""Head: the side of the coordinator to which chain workers turn."""
+"""Head: the part of the coordinator that serves chain workers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ NO_HOST_DEADLINE_S = 180.0
 
 
 class Production:
-    """Head: part of the coordinator; it lets the passes of the present attempt be produced.
+    """Head: part of the coordinator; lets the passes of the current attempt be produced.
 
     Args:
         passes: what to read.
-        totals: records of each split, None where nobody knows.
-        hosts: from train workers by node to the hosts that preprocess, as they are now.
+        totals: records of each split; None: unknown.
+        hosts: maps train workers by node to the current preprocessing hosts.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class Production:
         self.passes, self.totals, self.hosts = passes, totals, hosts
         lock = threading.RLock()
         self.changed = threading.Condition(lock)
-        """The coordinator's lock; those wait on it who decide what is produced."""
+        """The coordinator's lock; those that decide what to produce wait on it."""
         self.ready = threading.Condition(lock)
-        """The same lock; ranks wait on it for their rows, and a block wakes them if it completes a step."""
+        """The same lock; ranks wait on it for their rows, and a block that completes a step wakes them."""
         self.attempt: Attempt | None = None
         self.training: dict[int, str] = {}
         """Node of each rank."""
@@ -56,7 +56,7 @@ class Production:
         self._started = threading.Lock()
 
     def start_engine(self, me: Any) -> None:
-        """With the first attempt: start the execution that carries all; anew only where it has failed.
+        """Start the execution that carries the whole run; later attempts restart it only if it has failed.
 
         Args:
             me: this actor's handle.
@@ -65,7 +65,7 @@ class Production:
             threading.Thread(target=self._run_engine, args=(me,), name="engine", daemon=True).start()
 
     def tickets(self) -> list[int]:
-        """Ticket source's call: those that are wanted now; waits a second at most."""
+        """Ticket source's call: the tickets to issue now; waits up to one second."""
         deadline = time.monotonic() + TICKETS_WAIT_S
         with self.changed:
             while True:
@@ -76,32 +76,32 @@ class Production:
                 self.changed.wait(0.1)
 
     def claim(self, ticket: int, node: str, process: str) -> Claim | None:
-        """Chain worker's call: the work behind a ticket; None: there is none any more."""
+        """Chain worker's call: the work behind a ticket; None: there is none left."""
         with self.changed, self._ends_the_attempt():
             planner = self._planner()
             return planner.claim(ticket, node, process) if planner else None
         return None
 
     def setup(self, split: str, loaded: list[str]) -> tuple[list[Any], list[str]]:
-        """Chain worker's call: a reference of the Setup of a split, and which of those it has loaded it may
-        let go."""
+        """Chain worker's call: a reference of the Setup of a split, and which loaded splits the worker may
+        drop."""
         return [self.setups[split]], []
 
     def block_made(self, ticket: int, report: BlockReport, origin: Origin, told: Told) -> bool:
-        """Chain worker's call: a block will come; whether to go on."""
+        """Chain worker's call: a block will arrive; whether to continue."""
         with self.changed, self._ends_the_attempt():
             planner = self._planner()
             return planner.reported(ticket, report, origin, told) if planner else False
         return False
 
     def item_ended(self, ticket: int) -> None:
-        """Chain worker's call: it has given all it had."""
+        """Chain worker's call: its work is complete."""
         with self.changed, self._ends_the_attempt():
             if planner := self._planner():
                 planner.ended(ticket)
 
     def item_failed(self, ticket: int, failure: Failure) -> None:
-        """Chain worker's call: it cannot do its work."""
+        """Chain worker's call: its work failed."""
         with self.changed, self._ends_the_attempt():
             if planner := self._planner():
                 planner.failed(ticket, failure)
@@ -112,7 +112,7 @@ class Production:
 
     @contextlib.contextmanager
     def _ends_the_attempt(self) -> Iterator[None]:
-        """What is raised here is why the present attempt fails."""
+        """An exception raised inside fails the current attempt."""
         try:
             yield
         except Exception as error:
@@ -132,18 +132,18 @@ class Production:
                 threading.Thread(target=self._look, args=(engine,), name="look", daemon=True).start()
                 engine.run(self._arrived)
             finally:
-                # Before the attempt fails: what is begun then finds that the engine may be started anew.
+                # Reset before failing the attempt, so that the next attempt can restart the engine.
                 self.engine = None
                 self._started.release()
 
     def _arrived(self, origin: Origin, reference: Any) -> None:
-        """Engine's thread: a block is here."""
+        """Engine's thread: a block has arrived."""
         with self.changed, self._ends_the_attempt():
             if planner := self._planner():
                 planner.arrived(origin, reference)
 
     def _look(self, engine: Engine) -> None:
-        """Thread: what changes with time: hosts, the size of the pool, work that is late."""
+        """Thread: handle what changes with time: hosts, pool size, late work."""
         seen = time.monotonic()
         while self.engine is engine:
             with self._ends_the_attempt():
@@ -165,11 +165,11 @@ class Production:
             time.sleep(LOOK_EVERY_S)
 
     def is_idle(self, now: float) -> bool:
-        """Whether chain workers are to be ended until a new attempt begins; a run needs them to its end."""
+        """Whether to end chain workers until a new attempt begins; a run needs them to its end."""
         return False
 
     def _refuse_no_host(self, seconds: float) -> None:
-        # One that was lost may come back; without its group another does not take its place.
+        # A lost host may come back; hosts of other groups do not take over its group's work.
         data = self.passes.config.data
         deadline = min(NO_HOST_DEADLINE_S, data.stall_timeout_s)
         if seconds > deadline:
@@ -178,15 +178,15 @@ class Production:
             raise DataError(f"no host that may preprocess for {deadline:.0f} s: {which}")
 
     def ray_data_stats(self) -> tuple[str, list[Operator]]:
-        """Driver's call: what Ray Data has counted and timed, as its own text and by operator."""
+        """Driver's call: Ray Data's counters and timings, as its own text and by operator."""
         return self.engine.execution.statistics() if self.engine else ("", [])
 
     def record_begins(self, attempt: int, split: str, task: str, key: str) -> str:
-        """Chain worker's call, of one that names its records: why one shall not be begun; empty: it may."""
+        """Chain worker's call when it reports its records: why one must not be started; empty: it may."""
         with self.changed:
             return self.suspects.begins(task, split, key)
 
     def task_does(self, attempt: int, split: str, task: str, what: str) -> None:
-        """Chain worker's call, of one that names its records: what it does that is not work on one record."""
+        """Chain worker's call when it reports its records: activity other than work on one record."""
         with self.changed:
             self.suspects.does(task, what)

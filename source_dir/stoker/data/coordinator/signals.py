@@ -1,27 +1,27 @@
-"""Head: lets all train workers do something after the same step; pure.
+"""Head: makes all train workers act after the same step; pure.
 
-Train workers ask for the same steps in the same sequence, each at its own pace. What shall happen
-"soon" happens at the first step that none of them has asked for yet.
+Train workers request the same steps in the same sequence, each at its own pace. A requested action happens at
+the first step that none of them has requested yet.
 """
 
 from __future__ import annotations
 
 Step = tuple[int, bool, int]
-"""(epoch, whether of its validation, which follows its training, step of the pass)."""
+"""(epoch, whether in the validation that follows its training, step of the pass)."""
 
 
 class Pace:
-    """Head: how far each rank has asked."""
+    """Head: the latest step that each rank has requested."""
 
     def __init__(self) -> None:
         self.asked: dict[int, Step] = {}
 
     def ask(self, rank: int, epoch: int, step: int, val: bool = False) -> None:
-        """A rank asks for a step."""
+        """A rank requests a step."""
         self.asked[rank] = (epoch, val, step)
 
     def first_unasked(self) -> Step:
-        """Head: the first step that no rank has asked for; it may lie beyond its pass's end."""
+        """Head: the first step that no rank has requested; it may lie beyond the end of its pass."""
         epoch, val, step = max(self.asked.values(), default=(0, False, -1))
         return epoch, val, step + 1
 
@@ -33,17 +33,17 @@ class Signal:
         self.since: Step | None = None
 
     def request(self, pace: Pace) -> None:
-        """Ask for it; a request that is under way stays as it is."""
+        """Make the request; a pending one stays as it is."""
         if self.since is None:
             self.since = pace.first_unasked()
 
     def due(self, epoch: int, step: int, val: bool = False) -> bool:
-        """Whether a rank that is given this step shall see it."""
+        """Whether a rank that takes this step must see it."""
         return self.since is not None and (epoch, val, step) >= self.since
 
 
 class OneTimeSignal(Signal):
-    """Head: a request that every rank sees in one step, the same one."""
+    """Head: a request that every rank sees in exactly one step, the same for all."""
 
     def __init__(self, workers: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class OneTimeSignal(Signal):
         self._seen: set[int] = set()
 
     def take(self, rank: int, epoch: int, step: int) -> bool:
-        """Whether this step of this rank is the one; each step of a rank is asked about once."""
+        """Whether this step of this rank is the one; call it once per step and rank."""
         if rank in self._seen or not self.due(epoch, step):
             return False
         self._seen.add(rank)

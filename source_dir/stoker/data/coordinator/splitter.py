@@ -1,9 +1,8 @@
-"""Head: shares the rows of a stream of blocks among train workers; pure, so it can be reasoned about.
+"""Head: divides the rows of a stream of blocks among train workers; pure, so it can be reasoned about.
 
-Rows are numbered as blocks arrive. Step s takes the next workers × batch_size rows, and worker r
-takes the r-th batch_size of them. What is left at the end is shared evenly: for training, fewer rows
-than there are workers remain over (dropped, or padded with repeated rows); for validation every row
-goes to exactly one worker.
+Rows are numbered as blocks arrive. Step s takes the next workers × batch_size rows, and worker r takes the
+r-th batch_size of them. The rest at the end is divided evenly. For training, fewer rows than workers remain
+(dropped, or padded with repeated rows); for validation every row goes to exactly one worker.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 
 class Slice(NamedTuple):
-    """Rows start … stop-1 of a block, blocks counted as they arrived."""
+    """Rows start … stop-1 of a block; blocks are numbered in order of arrival."""
 
     block: int
     start: int
@@ -23,15 +22,15 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """What one worker takes in one step."""
+    """The rows of one worker in one step."""
 
     slices: tuple[Slice, ...]
     padded: int = 0
-    """How many of the rows are repeated ones."""
+    """Number of repeated rows among them."""
 
 
 class Splitter:
-    """Head: blocks in, shares out."""
+    """Head: takes blocks, returns shares."""
 
     def __init__(self, workers: int, batch_size: int, *, equal: bool, pad: bool = False) -> None:
         self.workers, self.batch_size, self.equal, self.pad = workers, batch_size, equal, pad
@@ -41,11 +40,11 @@ class Splitter:
         self.ended = False
 
     def add(self, rows: int, skip: int = 0) -> int:
-        """A block has arrived; its number.
+        """Add a block; returns its number.
 
         Args:
-            rows: how many it holds.
-            skip: how many of them, at its beginning, nobody shall get.
+            rows: number of rows in it.
+            skip: number of leading rows that no worker may get.
         """
         self.starts.append(self.rows)
         self.skipped.append(skip)
@@ -53,7 +52,7 @@ class Splitter:
         return len(self.starts) - 1
 
     def end(self) -> None:
-        """No block comes any more."""
+        """Mark the stream as ended."""
         self.ended = True
 
     @property
@@ -68,7 +67,7 @@ class Splitter:
         return range(self.rows - over, self.rows)
 
     def ready(self, step: int) -> bool:
-        """Whether `share` can answer for this step."""
+        """Whether `share` can be called for this step."""
         return self.ended or (step + 1) * self.step_rows <= self.rows
 
     def share(self, step: int, rank: int) -> Share | None:
@@ -92,7 +91,7 @@ class Splitter:
         begin, stop = first + rank * each, first + (rank + 1) * each
         own = self._slices(min(begin, self.rows), min(stop, self.rows))
         missing = each - sum(s.stop - s.start for s in own)
-        # Fewer rows than workers: the first row is repeated for those who would get none.
+        # Fewer rows than workers: repeat the first rows for workers that would get none.
         again = tuple(self._slices(first + i % left, first + i % left + 1)[0] for i in range(missing))
         return Share(own + again, padded=missing)
 
@@ -105,7 +104,7 @@ class Splitter:
         return self._stop(block) <= step * self.step_rows
 
     def may_remain(self, block: int) -> bool:
-        """Whether rows of this block could be the remainder, were this the end."""
+        """Whether this block would contain remaining rows if the stream ended now."""
         return self._stop(block) > self.rows - self.workers
 
     def _stop(self, block: int) -> int:

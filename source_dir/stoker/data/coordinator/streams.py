@@ -13,9 +13,9 @@ from stoker.data.preprocessing.blocks import columns_of
 from stoker.errors import DataError, explain
 
 SERVED_FROM_BYTES = 100 * 1024
-"""Ray keeps smaller objects with their owner, not in the shared memory of the host that made them."""
+"""Ray keeps smaller objects with their owner instead of in the shared memory of the host that made them."""
 UNUSED_ROWS_S = 120.0
-"""By then the few rows that nobody takes must be here; Ray may have to make their block again."""
+"""Deadline for fetching the few unused rows; Ray may have to recompute their block."""
 
 
 @dataclass
@@ -26,22 +26,22 @@ class Stream:
     account: EpochAccount
     total: int | None
     trail: Trail | None = None
-    """Training passes remember what came in which order, to say where they stand."""
+    """For training passes: the order of arrivals, from which the position follows."""
     schema: Schema | None = None
-    """Of the split, as agreed with the first block of the run; each block is compared with it."""
+    """Schema of the split, set by the run's first block; each block is compared with it."""
     blocks: dict[int, tuple[Any, int, str, int]] = field(default_factory=dict)
-    """Blocks that are still needed: number → (object reference, bytes, node that holds it, rows)."""
+    """Blocks still needed: number → (object reference, bytes, node that holds it, rows)."""
     steps: dict[int, int] = field(default_factory=dict)
     """Next step of each rank."""
     finished: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     reconciled: bool = False
     held_bytes: int = 0
-    """Bytes of the blocks that are still needed."""
+    """Bytes of the blocks still needed."""
     slowest: int = 0
-    """The step that the slowest rank asks for next."""
+    """The step that the slowest rank requests next."""
 
     def reported(self, report: BlockReport, node: str) -> bool:
-        """A chain worker on a node has made a block; False where that was accounted for before."""
+        """A chain worker on a node has made a block; False if it was already counted."""
         if not self.account.take(report, node):
             return False
         if self.trail is not None:
@@ -49,7 +49,7 @@ class Stream:
         return True
 
     def arrived(self, reference: Any, rows: int, size: int, node: str = "", shard: int = -1) -> None:
-        """A block is there, and its report was taken before."""
+        """A block has arrived; its report came earlier."""
         skip = self.trail.arrive(shard, rows) if self.trail is not None else 0
         if skip < rows:
             self.blocks[self.splitter.add(rows, skip)] = (reference, size, node, rows)
@@ -57,17 +57,17 @@ class Stream:
 
     @property
     def step_rows(self) -> int:
-        """Rows of one step, of all ranks."""
+        """Rows of one step over all ranks."""
         return self.splitter.step_rows
 
     @property
     def ended(self) -> bool:
-        """Whether all rows are here."""
+        """Whether all rows have arrived."""
         return self.splitter.ended
 
     @property
     def rows_ahead(self) -> int:
-        """Rows beyond what every rank has asked for."""
+        """Rows beyond what every rank has requested."""
         return self.splitter.rows - self.slowest * self.splitter.step_rows
 
     def portion(self, step: int, rank: int) -> StepAssignment | None:
@@ -82,14 +82,14 @@ class Stream:
 
     def _rows(self, part: Slice) -> BlockSlice:
         reference, size, node, rows = self.blocks[part.block]
-        # What is small travels inside Ray's own messages.
+        # Small objects travel inside Ray's own messages.
         return BlockSlice(reference, part.start, part.stop, node if size >= SERVED_FROM_BYTES else "", rows)
 
     def release(self) -> None:
         """Drop the blocks that every worker has taken."""
-        # The step before may still be under way to a worker: keep its blocks one step longer.
+        # The previous step may still be in flight to a worker: keep its blocks one step longer.
         step = self.slowest - 1
-        # In the order of their numbers: behind one that is needed, all are.
+        # Blocks are needed in the order of their numbers, so stop at the first that is needed.
         while self.blocks:
             number = next(iter(self.blocks))
             if not self.splitter.block_done(number, step) or self.splitter.may_remain(number):
@@ -97,10 +97,10 @@ class Stream:
             self.held_bytes -= self.blocks.pop(number)[1]
 
     def position(self, steps: int, id_sum: int) -> DataCursor:
-        """Where a training pass stands after some steps of this attempt.
+        """Position of a training pass after some steps of this attempt.
 
         Raises:
-            ValueError: so much has not been given out.
+            ValueError: it has not given out that many steps.
         """
         if self.trail is None or not self.splitter.ready(steps - 1):
             raise ValueError(f"{self.account.split} epoch {self.account.epoch}: step {steps} is not reached")
@@ -125,7 +125,7 @@ class Stream:
             The counts and the ids of the rows that no worker took.
 
         Raises:
-            DataError: records were lost, doubled or exchanged.
+            DataError: records were lost, duplicated or exchanged.
         """
         used = list(self.finished.values())
         rows, padded = sum(u[0] for u in used), sum(u[2] for u in used)
@@ -138,10 +138,10 @@ class Stream:
 
 
 def ids_of(rows: list[BlockSlice]) -> list[int]:
-    """Head: the record ids of some rows; asks Ray for their blocks, so no lock may be held.
+    """Head: the record ids of some rows; fetches blocks through Ray, so no lock may be held.
 
     Raises:
-        DataError: a block cannot be had.
+        DataError: a block is not available.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""CPU host: the process that preprocesses; Ray Data keeps one per CPU and gives it tickets."""
+"""CPU host: the preprocessing process. Ray Data runs one per CPU and feeds it tickets."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from stoker.errors import OverError, root_cause
 
 ANSWER_S = 120.0
 MOST_LOADED = 8
-"""Splits that stay open; a script may read through any number of loaders."""
+"""Maximum number of open splits; a script may read through any number of loaders."""
 IDLE_S = 0.2
-"""A ticket for which there is no work ends after this, so that the head is not asked without pause."""
+"""A ticket without work ends after this delay, so that workers do not poll the head continuously."""
 
 
 class ChainWorker:
-    """CPU host: see the module. It keeps source, chain and cache of each split open for the whole run.
+    """CPU host: see the module. Keeps the source, chain and cache of each split open for the whole run.
 
     Args:
-        coordinator: the actor that it asks for work, and for the Setup of a split when there is work for it.
+        coordinator: the actor that hands out work, and the Setup of each split.
     """
 
     def __init__(self, coordinator: Any) -> None:
@@ -38,9 +38,9 @@ class ChainWorker:
         self._node, self._process = context.get_node_id(), context.get_actor_id()
 
     def __call__(self, row: Any) -> Iterator[Any]:
-        """CPU host: a ticket → the blocks of its work.
+        """CPU host: turns a ticket into the blocks of its work.
 
-        Each block is reported before it is given to Ray Data: so the head knows whose it is when it comes.
+        It reports each block before yielding it to Ray Data, so the head can match the block when it arrives.
         """
         import ray
 

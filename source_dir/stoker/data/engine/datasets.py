@@ -1,5 +1,5 @@
-"""A recipe's own `ray.data.Dataset` as a source: Ray Data executes it on the head's behalf, pass by pass, and
-chain workers read its blocks."""
+"""A recipe's `ray.data.Dataset` as a source: Ray Data executes it pass by pass for the head, and chain
+workers read its blocks."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class DatasetSource(Source):
         self.dataset = dataset
 
     def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
-        """Head: none is known before it is there; `blocks` gives them."""
+        """Head: empty; shards are unknown until the dataset runs, see `blocks`."""
         return []
 
     def blocks(self, seed: int | None, exact: bool) -> Iterator[Shard]:
         """Head: execute the dataset once.
 
         Args:
-            seed: permutes its blocks; None: as they are.
-            exact: they come in the same order in every run.
+            seed: permutes its blocks; None: keep their order.
+            exact: yield them in the same order in every run.
         """
         dataset = self.dataset if seed is None else self.dataset.randomize_block_order(seed=seed)
         dataset.context.enable_progress_bars = False
@@ -51,7 +51,7 @@ class DatasetSource(Source):
                     first += rows
 
     def first_rows(self, count: int) -> list[Record]:
-        """Head or train worker: a few rows, for what needs examples."""
+        """Head or train worker: a few example rows."""
         return as_records(self.dataset.take_batch(count, batch_format="pyarrow"))
 
     def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
@@ -62,23 +62,23 @@ class DatasetSource(Source):
         yield from records if order is None else (records[i] for i in order.permutation(len(records)))
 
     def count(self) -> int | None:
-        """Head: only reading tells."""
+        """Head: None, because counting would mean reading."""
         return None
 
     def for_workers(self) -> Source:
-        """Head: chain workers get the blocks."""
+        """Head: a copy without the dataset; chain workers receive its blocks."""
         return DatasetSource(None)
 
     def fingerprint(self) -> str:
-        """Head: a pipeline does not tell its records."""
+        """Head: empty; a pipeline does not identify its records."""
         return type(self.dataset).__name__
 
 
 def as_records(block: Any) -> list[Record]:
-    """Chain worker: the rows of a block as records; those without a key get one of their content.
+    """Chain worker: the rows of a block as records; rows without a key get one from their content.
 
-    A NULL is None, and the numbers beside it stay what they are: as an array, a column of integers with a
-    NULL would be of floats.
+    NULL becomes None and the other numbers keep their type: as an array, an integer column with a NULL would
+    become float.
     """
     columns = columns_of(block)
     values: dict[str, Any] = {
@@ -103,7 +103,7 @@ def _scalar(value: Any) -> Any:
 
 
 def _key(row: dict[str, Any]) -> str:
-    """A row's own `key`, or its content: rows of a foreign dataset have no other identity."""
+    """A row's `key` column, or a hash of its content: rows of a foreign dataset have no other identity."""
     if "key" in row:
         return str(row["key"])
     content = hashlib.blake2b(digest_size=16)

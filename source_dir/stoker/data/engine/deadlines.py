@@ -1,4 +1,4 @@
-"""Head: how long work may take, for how long a host is avoided, how often a read is tried again; pure."""
+"""Head: deadlines for work, how long to avoid a host, how often to retry a read; pure."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from dataclasses import dataclass, field
 from statistics import median
 
 LEAST_SHARE, LEAST_S = 0.1, 5.0
-"""Of `data.stall_timeout_s`, and in any case: no block is late before that."""
+"""Minimum deadline of a block, as a share of `data.stall_timeout_s` and in seconds."""
 TIMES_TYPICAL = 20.0
-"""A block is late when it takes so many times what blocks of its split take."""
+"""A block is late after this multiple of the median duration of its split's blocks."""
 UNKNOWN_SHARE = 0.5
-"""Of `data.stall_timeout_s`: while no block of a split has come, nobody knows how slow its chain is."""
+"""Deadline as a share of `data.stall_timeout_s` before the first block of a split has arrived."""
 START_UP = 2.0
-"""So many times longer for the first block of a host, whose processes start and import first."""
+"""Factor for the first block of a host, which includes process start and imports."""
 GIVE_UP_SHARE, LEAST_GIVE_UP_S = 0.9, 30.0
-"""Of `data.stall_timeout_s`: then the run ends with the names, before its train workers give up without."""
+"""Share of `data.stall_timeout_s` after which the run ends and names the stuck work, before train workers
+time out without that information."""
 AVOID_S, LONGEST_AVOID_S = 120.0, 1920.0
 KNOWN = 101
-"""Blocks whose durations are remembered."""
+"""Number of block durations to remember."""
 
 
 @dataclass
@@ -37,18 +38,18 @@ class Patience:
     """Node → (until when, for how long)."""
 
     def took(self, split: str, node: str, seconds: float) -> None:
-        """A block of a split was made."""
+        """Record the duration of a block of a split."""
         self._taken.setdefault(split, deque(maxlen=KNOWN)).append(seconds)
         self._seen.add((split, node))
 
     def deadline_s(self, split: str, node: str, late: int) -> float:
-        """How long a task may give nothing while it is waited for.
+        """How long a task may take for its next result.
 
         Args:
             split: of its records.
             node: where it runs.
-            late: how often the same work was late before: slow is not stuck, so each time it gets twice as
-                long.
+            late: how often the same work was late before. Each time doubles the deadline, since slow is not
+                stuck.
         """
         taken = self._taken.get(split)
         if not taken:
@@ -58,23 +59,23 @@ class Patience:
 
     @property
     def give_up_s(self) -> float:
-        """After so long without any block of work that is waited for, the run ends."""
+        """The run ends if no awaited block arrives for this long."""
         return max(GIVE_UP_SHARE * self.stall_s, LEAST_GIVE_UP_S)
 
     def avoid(self, node: str, now: float) -> float:
-        """A host was late: for how many seconds it gets no work, each time longer."""
+        """A host was late: how many seconds it gets no work. Doubles each time."""
         _, before = self._avoided.get(node, (0.0, AVOID_S / 2))
         seconds = min(2 * before, LONGEST_AVOID_S)
         self._avoided[node] = (now + seconds, seconds)
         return seconds
 
     def avoided(self, now: float) -> set[str]:
-        """The hosts that get no work now."""
+        """Hosts that currently get no work."""
         return {node for node, (until, _) in self._avoided.items() if now < until}
 
 
 def others(nodes: Collection[str], *not_these: Collection[str]) -> set[str]:
-    """Head: the hosts besides some, or all of them where there is no other."""
+    """Head: the hosts not in any of the given sets, or all hosts if none is left."""
     left = set(nodes)
     for some in not_these:
         left = left - set(some) or left

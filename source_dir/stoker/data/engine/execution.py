@@ -2,7 +2,7 @@
 
     read tickets (head)  →  map_batches(ChainWorker), an actor per CPU  →  blocks
 
-Epochs follow each other in it without a gap, and processes stay warm from the first to the last.
+Epochs follow one another without a gap, and processes stay warm for the whole run.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
 IN_FLIGHT = 4
-"""Calls that an actor has been given at most: the next one is there when one ends."""
+"""Maximum number of calls queued per actor, so that the next one is ready when one ends."""
 BUFFERED_BLOCKS = 16
-"""Of a task, before the executor has taken the first: it looks only every 0.1 s."""
+"""Blocks that a task may buffer before the executor takes the first; the executor polls every 0.1 s."""
 TICKETS_S = 60.0
 CPUS = 0.5
-"""Of a chain worker, towards Ray: a host may take those of a lost one besides its own; how many there are is
-decided by `Pool`."""
+"""CPUs that a chain worker requests from Ray. Less than 1, so that a host can also take the workers of a lost
+host; `Pool` decides how many run."""
 
 
 class Engine:
@@ -44,9 +44,9 @@ class Engine:
     def __init__(self, coordinator: Any, pool: Pool, head: str) -> None:
         self._pool = pool
         self.ended = False
-        """Whether it was ended on purpose."""
+        """Whether it was stopped on purpose."""
         self._placed: list[str] = []
-        """Nodes of the actors that are starting, in order."""
+        """Nodes of the starting actors, in order."""
         self.execution = ray_internals.Execution(self._dataset(coordinator, head))
 
     def _dataset(self, coordinator: Any, head: str) -> Dataset:
@@ -56,7 +56,7 @@ class Engine:
         context = DataContext.get_current().copy()
         context.enable_progress_bars = False
         context.print_on_execution_start = False
-        # Everything is taken as it comes: the planner puts it in order, and bounds what is under way.
+        # Take blocks in any order: the planner orders them and bounds how many are in flight.
         context.execution_options.preserve_order = False
         context.target_max_block_size = 1
         ray_internals.buffer_blocks(context, BUFFERED_BLOCKS)
@@ -81,7 +81,7 @@ class Engine:
             )
 
     def _place(self) -> dict[str, Any]:
-        """Where the next actor starts; Ray Data's thread asks."""
+        """Options that place the next actor; called from Ray Data's thread."""
         running, starting = self._actors(), self._starting()
         self._placed = self._placed[len(self._placed) - starting :]
         gone = set(self._pool.leaving)
@@ -91,17 +91,17 @@ class Engine:
         if not node:
             return {}
         there_only = {NODE_LABEL: node}
-        # Where its host is lost, it starts again elsewhere, and makes lost blocks again.
+        # If its host is lost, the actor restarts on another one and recomputes lost blocks.
         groups = self._pool.groups
         allowed = [{"label_selector": {GROUP_LABEL: f"in({','.join(groups)})"}}] if groups else []
-        # In the worst case where it gets no work: an actor that can be placed nowhere would end the run.
+        # Last resort: anywhere, without work. An actor that cannot be placed would end the run.
         return {"label_selector": there_only, "fallback_strategy": [*allowed, {"label_selector": {}}]}
 
     def run(self, arrived: Callable[[Origin, Any], None]) -> None:
-        """Thread: as long as there are tickets: until the coordinator ends.
+        """Thread: run until the coordinator stops issuing tickets.
 
         Args:
-            arrived: takes each block, and where it comes from.
+            arrived: takes each block and its origin.
         """
         try:
             for reference in self.execution.blocks():
@@ -111,12 +111,12 @@ class Engine:
                 raise
 
     def look(self) -> None:
-        """Regularly: as many chain workers as the pool wants, where it wants them."""
+        """Called periodically: match the number and location of chain workers to the pool."""
         self._pool.workers_are(self._actors(), time.monotonic())
         self.execution.resize(max(self._pool.slots, 1), self._pool.leaving)
 
     def _actors(self) -> dict[str, str]:
-        # Ray Data asks for the first places while its execution is made.
+        # Ray Data asks for the first placements while it constructs the execution.
         return self.execution.actors() if hasattr(self, "execution") else {}
 
     def _starting(self) -> int:
@@ -124,7 +124,7 @@ class Engine:
 
 
 def ticket_source(coordinator: Any) -> Any:
-    """Head: a source of Ray Data's with one read task, which gives tickets as the coordinator issues them."""
+    """Head: a Ray Data source with one read task that yields tickets as the coordinator issues them."""
     import pyarrow as pa
     from ray.data import Datasource, ReadTask
     from ray.data.block import BlockMetadata

@@ -1,4 +1,4 @@
-"""Head: a pass in production: what is left of it, what is in work, and what waits for its turn; pure."""
+"""Head: a pass in production: work not started, in progress, and waiting for its turn; pure."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ if TYPE_CHECKING:
     from stoker.loader.attempt import LoaderPass
 
 Numbered = tuple[int, Shard, int]
-"""As `Passes.shards` gives them: number, shard, blocks to skip."""
+"""As returned by `Passes.shards`: number, shard, blocks to skip."""
 
 
 ITEM_S = 1.0
-"""Aimed-at duration of an item: long against the 0.1 s of a round of Ray Data's scheduler."""
+"""Target duration of an item: long compared with the 0.1 s round of Ray Data's scheduler."""
 SLOTS_PER_SECOND = 500
-"""With more slots than this items last longer, so that the head is asked no more often."""
+"""With more slots than this, items get longer to keep the request rate at the head constant."""
 MOST_SHARDS = 16
-"""Shards of one item at most."""
+"""Maximum number of shards per item."""
 
 
 def shards_per_item(left: int, slots: int, shard_s: float | None, single: bool) -> int:
-    """Head: as many as fill `ITEM_S`, but so that what is left still spreads over all slots.
+    """Head: as many as fill `ITEM_S`, limited so that the rest still spreads over all slots.
 
     Args:
-        left: shards that nobody has begun.
+        left: shards not started.
         slots: chain workers.
-        shard_s: what a shard takes; None where nobody knows.
+        shard_s: duration of a shard; None: unknown.
         single: see `Line`.
     """
     seconds = ITEM_S * max(1.0, slots / SLOTS_PER_SECOND)
@@ -42,31 +42,31 @@ def shards_per_item(left: int, slots: int, shard_s: float | None, single: bool) 
 
 @dataclass(eq=False)
 class Item:
-    """Head: some shards, read by one chain worker. What it has not reported can be read again elsewhere, from
-    the block on that comes next."""
+    """Head: a few shards read by one chain worker. Unreported work can move to another worker, starting at
+    the next block."""
 
     line: Line
     name: str
-    """For people, and for the questions of chain workers."""
+    """Name for messages and for calls of chain workers."""
     shards: list[Numbered]
-    """What has not been reported yet."""
+    """Shards with unreported blocks."""
     store: list[bool]
-    """For each of these, whether the host keeps its records."""
+    """For each shard, whether the host caches its records."""
     node: str = ""
     process: str = ""
     """Actor id of the chain worker."""
     seconds: float = 0.0
     tried: set[str] = field(default_factory=set)
-    """Nodes where it went wrong."""
+    """Nodes where it failed or was late."""
     failures: int = 0
     """How often it could not be read."""
     late: int = 0
-    """How often it did not answer in time."""
+    """How often it missed its deadline."""
     not_before: float = 0.0
     quiet_since: float = field(default_factory=time.monotonic)
-    """Since when its chain worker has reported nothing."""
+    """Time of the last report of its chain worker."""
     stuck_since: float = field(default_factory=time.monotonic)
-    """The same, wherever it was tried."""
+    """Time of the last report, across all workers that tried it."""
 
     def __post_init__(self) -> None:
         self.count = len(self.shards)
@@ -77,15 +77,15 @@ class Item:
         self.quiet_since = time.monotonic()
 
     def reported(self, report: BlockReport) -> list[int]:
-        """A block was made: that much is not to be read again.
+        """Mark a block as made, so that a retry skips it.
 
         Returns:
-            Shards before that of the block, of which nothing more comes.
+            Shards before that of the block, which are complete.
         """
         self.quiet_since = self.stuck_since = time.monotonic()
         at = next((n for n, shard in enumerate(self.shards) if shard[0] == report.shard), None)
         if at is None or report.nth < self.shards[at][2]:
-            return []  # made again after its process died
+            return []  # remade after its process died
         passed = [shard for shard, _, _ in self.shards[:at]]
         del self.shards[:at], self.store[:at]
         number, shard, _ = self.shards[0]
@@ -98,18 +98,18 @@ class Item:
 
 @dataclass(eq=False)
 class Ticket:
-    """Head: what a ticket was given. Ray starts it again where its process died or its blocks were lost with
-    their host: then it makes the same blocks."""
+    """Head: the work behind a ticket. If its process dies or its blocks are lost with their host, Ray
+    restarts it, and it makes the same blocks."""
 
     item: Item
     shards: list[Numbered]
     store: list[bool]
     claims: int = 0
-    """How often it was claimed: every time but the first its process had died, or blocks were lost."""
+    """How often it was claimed; each claim after the first means a dead process or lost blocks."""
     made: int = 0
-    """Blocks with rows that were reported."""
+    """Number of reported non-empty blocks."""
     limit: int | None = None
-    """So many blocks are all that it is to make: the rest was given to another."""
+    """Maximum number of blocks to make; the rest went to another ticket."""
 
 
 class Made(NamedTuple):
@@ -123,14 +123,14 @@ class Made(NamedTuple):
 
 @dataclass
 class OpenShard:
-    """Head: a shard that has been begun."""
+    """Head: a shard in progress."""
 
     due: int
-    """Which of its blocks is the next for the pass."""
+    """Index of the block that the pass takes next."""
     made: dict[int, Made | None] = field(default_factory=dict)
-    """Blocks that wait for their turn; None: reported, and not here yet."""
+    """Blocks that wait for their turn; None: reported but not arrived."""
     closed: bool = False
-    """Nothing more comes of it."""
+    """No more blocks follow."""
 
 
 @dataclass(eq=False)
@@ -140,23 +140,23 @@ class Line:
     stream: Stream | LoaderPass
     plan: EpochPlan
     coming: Future[deque[Numbered]] | None
-    """Its shards, while they are listed; None: they come one by one."""
+    """Its shards while the listing runs; None: they come one by one."""
     exact: bool
     work: deque[Numbered] = field(default_factory=deque)
-    """Shards in the order of the pass that nobody has begun."""
+    """Shards not started, in pass order."""
     turns: deque[int] = field(default_factory=deque)
-    """Numbers of the shards that have not been delivered, in order; used where the order is exact."""
+    """Numbers of undelivered shards, in order; used if the order is exact."""
     shards: dict[int, OpenShard] = field(default_factory=dict)
     delivered: set[int] = field(default_factory=set)
-    """Shards of which nothing more comes."""
+    """Completed shards."""
     under_way: int = 0
-    """Items that are in work or are to be read again."""
+    """Items in progress or queued for a retry."""
     shards_under_way: int = 0
-    """What they were begun with."""
+    """Number of shards that those items started with."""
     listing: bool = True
     """Whether more shards may come."""
     single: bool = False
-    """Whether a shard fills a chain worker by itself."""
+    """Whether one shard keeps a chain worker busy."""
 
     def listed(self) -> bool:
         """Whether shards are known."""
@@ -167,18 +167,18 @@ class Line:
         return self.coming is None
 
     def add(self, shard: Numbered) -> None:
-        """A shard more, the next in order."""
+        """Append the next shard."""
         self.work.append(shard)
         self.turns.append(shard[0])
 
     def begin(self, shards: list[Numbered]) -> None:
-        """Shards are in work from now on."""
+        """Mark shards as in progress."""
         for number, _, skip in shards:
             if number not in self.delivered:
                 self.shards.setdefault(number, OpenShard(skip))
 
     def report(self, report: BlockReport, node: str) -> bool:
-        """A block was preprocessed; False where it had been before."""
+        """Record a preprocessed block; False if it was already recorded."""
         shard = self.shards.get(report.shard)
         if shard is None or report.nth < shard.due or report.nth in shard.made:
             return False
@@ -186,19 +186,19 @@ class Line:
         return True
 
     def arrived(self, report: BlockReport, node: str, reference: Any) -> None:
-        """The block of a report is here."""
+        """The block of a report has arrived."""
         self.shards[report.shard].made[report.nth] = Made(report, node, reference)
 
     def close(self, number: int) -> None:
-        """A chain worker has read a shard to its end without a further block: an empty one, say."""
+        """Mark a shard as read to its end; it may have no further block, as when it is empty."""
         if (shard := self.shards.get(number)) is not None:
             shard.closed = True
 
     def deliverable(self, number: int) -> list[Made]:
-        """Blocks whose turn it is, in order.
+        """Blocks whose turn has come, in order.
 
         Args:
-            number: of the shard of which there is something new.
+            number: shard with something new.
         """
         if not self.exact:
             return self._of(number)
@@ -224,7 +224,7 @@ class Line:
         return found
 
     def waiting(self) -> list[BlockReport]:
-        """Of the blocks that are here and wait for their turn."""
+        """Reports of arrived blocks that wait for their turn."""
         made = [m for shard in self.shards.values() for m in shard.made.values() if m]
         return [each.report for each in made if each.reference is not None]
 

@@ -1,4 +1,4 @@
-"""Head: the shards of the passes that come next, listed in a thread: they may be many, or come slowly."""
+"""Head: lists the shards of upcoming passes in a thread, because there may be many or listing is slow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from stoker.data.coordinator.attempt import Attempt
 
 BLOCKS_AHEAD_PER_SLOT = 2
-"""Blocks of a dataset of the recipe's own that wait to be preprocessed."""
+"""Blocks of a recipe's dataset that may wait for preprocessing, per slot."""
 
 
 class Lister:
@@ -30,11 +30,11 @@ class Lister:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shards")
 
     def close(self) -> None:
-        """The attempt is over."""
+        """Stop: the attempt is over."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def open(self, lines: list[Line]) -> None:
-        """Add a line for each pass that may be produced now and has none."""
+        """Add a line for each producible pass that has none."""
         for stream in self.attempt.open_streams():
             key = (stream.account.split, stream.account.epoch)
             if key in self._begun:
@@ -50,7 +50,7 @@ class Lister:
                 self._thread.submit(self._execute, line)
 
     def _execute(self, line: Line) -> None:
-        """Thread: the blocks of a dataset of the recipe's own become shards, a few ahead of the chain."""
+        """Thread: turn the blocks of a recipe's dataset into shards, a few ahead of the chain."""
         changed = self.attempt.changed
         try:
             for shard in self.passes.blocks(line.plan):

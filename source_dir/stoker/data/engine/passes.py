@@ -1,4 +1,4 @@
-"""Head: the passes of a job: what to read in which order, and with which chain."""
+"""Head: the passes of a job: what to read, in which order, and with which chain."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Passes:
         self.config, self.sources, self.chains = config, sources, chains
         self.cache = cache
         self.kept = kept or {}
-        """Splits whose records hosts keep across epochs → what names the results that they keep."""
+        """Splits cached across epochs → cache key of their results."""
         self.schemas = {split: found for split, found in (schemas or {}).items() if found}
-        """What every block of a split must have; of the others the first block of the run says it."""
+        """Required schema of each split; for a split without one, the run's first block sets it."""
 
     def identity(self, fingerprint: str, unstable: str = "") -> Plan:
-        """What fixes the order of the training records of an epoch, and which they are.
+        """What determines which training records an epoch has and their order.
 
         Args:
             fingerprint: of the source.
-            unstable: why that does not tell its records; empty: it does.
+            unstable: why that does not identify its records; empty: it does.
         """
         data = self.config.data
         return Plan(
@@ -62,31 +62,31 @@ class Passes:
         return homes_of(self.sources[split].count(), self.config.data.block_records)
 
     def agree(self, split: str, found: tuple[Schema, ...]) -> Schema:
-        """The schema of a split, which a block must have; the caller holds the coordinator's lock.
+        """The schema that every block of a split must have; call with the coordinator's lock held.
 
         Raises:
-            SchemaError: it has another one.
+            SchemaError: the block has a different one.
         """
         agreed = self.schemas.setdefault(split, found)
         for here, there in zip(agreed, found, strict=True):
             if difference := here.difference(there):
                 raise SchemaError(
-                    f"the {split} split has blocks with different columns: {difference}; let the chain give"
-                    " every record the same"
+                    f"the {split} split has blocks with different columns: {difference}; make the chain give"
+                    " every record the same columns"
                 )
         return agreed[-1]
 
     def has_shards(self, split: str) -> bool:
-        """Whether the shards of a split are known before they are read; a `ray.data.Dataset`'s are not."""
+        """Whether the shards of a split are known before reading; those of a `ray.data.Dataset` are not."""
         return not isinstance(self.sources[split], DatasetSource)
 
     def setup(self, split: str) -> Setup:
-        """What the chain tasks of a split share."""
+        """What all chain tasks of a split share."""
         cache = self.cache if split in self.kept else None
         return Setup(self.sources[split].for_workers(), self.chains[split], cache, self.kept.get(split, ""))
 
     def plan(self, split: str, epoch: int, start: DataCursor | None) -> EpochPlan:
-        """What makes a pass what it is."""
+        """The parameters that define a pass."""
         config = self.config.data
         return EpochPlan(
             seed=self.config.seed,
@@ -94,13 +94,13 @@ class Passes:
             epoch=epoch if split == "train" else 0,
             split=split,
             shuffle=config.shuffle and split == "train",
-            # An epoch that goes on is cut as it was when it began.
+            # A resumed epoch keeps the block size and homes that it began with.
             block_records=start.plan.block_records if start else config.block_records,
             homes=start.plan.homes if start else self._homes(split),
         )
 
     def shards(self, plan: EpochPlan, start: DataCursor | None) -> deque[tuple[int, Shard, int]]:
-        """(number, shard, blocks to skip) of what is left of a pass, in its order."""
+        """(number, shard, blocks to skip) of the rest of a pass, in its order."""
         order = order_of(plan.seed, plan.epoch) if plan.shuffle else None
         left: deque[tuple[int, Shard, int]] = deque()
         source = self.sources[plan.split]
@@ -112,7 +112,7 @@ class Passes:
         return left
 
     def blocks(self, plan: EpochPlan) -> Iterator[tuple[int, Shard, int]]:
-        """As `shards`, of a dataset of the recipe's own, one by one while Ray Data executes it."""
+        """Like `shards`, for a recipe's dataset: one by one while Ray Data executes it."""
         seed = plan.seed * 100_003 + plan.epoch if plan.shuffle else None
         exact = self.config.data.order == "exact"
         for number, shard in enumerate(self.sources[plan.split].blocks(seed, exact)):
@@ -120,7 +120,7 @@ class Passes:
 
 
 def pack_work(shards: list[tuple[int, Shard, int]], store: list[bool]) -> list[Work]:
-    """Head: shards as a chain task takes them, and whether its host keeps their records."""
+    """Head: shards in the form that a chain task takes, and whether its host caches their records."""
     return [
         Work(number, shard, skip, keep) for (number, shard, skip), keep in zip(shards, store, strict=True)
     ]

@@ -1,9 +1,9 @@
 """Head: decides what chain workers do next; part of an attempt, guarded by the coordinator's lock.
 
-Ray Data carries tickets to chain workers. A worker that begins a ticket claims its work here, so what is
-read next, where, and what is read again elsewhere is decided as late as possible: by what train workers
-lack and by the host that asks. Blocks go to the pass in their order within the shard and, where `data.order`
-is exact, in the order of the shards.
+Ray Data carries tickets to chain workers. A worker that starts a ticket claims its work here, so the planner
+decides what to read next, where, and what to retry elsewhere as late as possible: by what train workers
+need and which host asks. Blocks are delivered in their order within the shard and, if `data.order` is exact,
+in the order of the shards.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     pass
 
 OPEN_PER_SLOT = 3
-"""Tickets for each slot: one in work, the others hide the scheduler's round."""
+"""Tickets per slot: one in progress, the others hide the scheduler's round."""
 LOST_TICKET_S = 20.0
-"""A ticket that nobody has claimed by then waits for a process that is not there; it is replaced."""
+"""An unclaimed ticket this old waits for a process that no longer exists; it is replaced."""
 HUNGRY_STEPS, STARVED_STEPS = 8, 2
-"""With fewer steps than this ready, hosts that train help to preprocess: as long as there is room for more
-blocks, or in any case."""
+"""With fewer ready steps than this, training hosts help to preprocess: the first if there is room for more
+blocks, the second in any case."""
 OVERFULL = 1.25
-"""Times the budget: what is in work ends after its next block."""
+"""Above this multiple of the budget, work in progress ends after its next block."""
 
 
 class Planner:
@@ -42,9 +42,9 @@ class Planner:
     Args:
         attempt: whose passes are produced.
         pool: the hosts.
-        budget_bytes: of blocks that are ready; beyond two steps nothing more is begun then.
+        budget_bytes: of ready blocks; above it and beyond two steps, nothing more starts.
         numbers: numbers tickets, over all attempts.
-        lister: lists what passes read; None: the attempt adds lines and their shards itself.
+        lister: lists what passes read; None: the attempt adds lines and their shards.
     """
 
     def __init__(
@@ -61,36 +61,37 @@ class Planner:
         self.recovery = Recovery(attempt, pool)
         self.lines: list[Line] = []
         self.again: list[Item] = []
-        """To be read again, elsewhere where that is possible."""
+        """Items to retry, on another host if possible."""
         self.active: dict[int, Item] = {}
-        """What is in work, by ticket."""
+        """Items in progress, by ticket."""
         self.working: dict[str, int] = {}
-        """The ticket that is in work at each chain worker."""
+        """Ticket in progress at each chain worker."""
         self.tickets: dict[int, Ticket] = {}
-        """What was given to each ticket of an open pass."""
+        """Work given to each ticket of an open pass."""
         self.coming: dict[Origin, tuple[Line, BlockReport, str]] = {}
-        """Reported blocks that are not here yet."""
+        """Reported blocks that have not arrived."""
         self.shard_s: dict[str, float] = {}
-        """Seconds that a shard of a split takes, smoothed."""
+        """Smoothed seconds per shard of a split."""
         self._issued: dict[int, float] = {}
-        """Tickets that nobody has claimed yet, and since when."""
+        """Unclaimed tickets and when they were issued."""
         self.early_bytes = 0
-        """Of blocks that are reported and not delivered yet."""
+        """Bytes of blocks reported but not delivered."""
         self._numbers, self._names = numbers, count()
 
     def close(self) -> None:
-        """The attempt is over."""
+        """Stop: the attempt is over."""
         if self._lister:
             self._lister.close()
 
     def look(self, now: float) -> list[str]:
-        """Regularly: begin passes, end those that have given everything, take back what is late.
+        """Called periodically: start passes, end complete ones, take back late work.
 
         Returns:
-            Chain workers whose processes are to be ended: they hang.
+            Chain workers whose processes hang and must be ended.
 
         Raises:
-            Exception: a pass cannot be listed; DataError: late work is done nowhere.
+            Exception: a pass cannot be listed.
+            DataError: late work has failed on every host.
         """
         self.pool.avoided = self.recovery.patience.avoided(now)
         if self.affinity is not None:
@@ -114,7 +115,7 @@ class Planner:
         return hung
 
     def issue(self) -> list[int]:
-        """The tickets that are wanted now."""
+        """Tickets to issue now."""
         now = time.monotonic()
         self._issued = {n: at for n, at in self._issued.items() if now - at < LOST_TICKET_S}
         room = OPEN_PER_SLOT * self.pool.slots - len(self.active)
@@ -124,7 +125,7 @@ class Planner:
         return tickets
 
     def _claimable(self, most: int, now: float) -> int:
-        """How many items could be begun now, counted up to `most`."""
+        """How many items could start now, counted up to `most`."""
         items = sum(item.not_before <= now for item in self.again)
         for line in self.startable():
             if items >= most:
@@ -134,7 +135,7 @@ class Planner:
         return items
 
     def claim(self, number: int, node: str, process: str) -> Claim | None:
-        """A chain worker begins a ticket: what it is to do; None: nothing.
+        """A chain worker starts a ticket: its work, or None if there is none.
 
         Args:
             number: of the ticket.
@@ -144,7 +145,7 @@ class Planner:
         ticket = self.tickets.get(number)
         if ticket is None:
             issued = self._issued.pop(number, None) is not None
-            # A process that has died at a ticket gets that one again, and no other before.
+            # A process that died at a ticket gets that ticket back before any other.
             item = self._next(node) if issued and process not in self.working else None
             if item is None:
                 return None
@@ -152,7 +153,7 @@ class Planner:
             self.active[number] = item
         item = ticket.item
         if number in self.active and node not in self.pool.hosts:
-            self._take_back(number, 0.0)  # it was started again where nothing may be preprocessed
+            self._take_back(number, 0.0)  # Ray restarted it on a host that may not preprocess
         if number in self.active:
             self.working.pop(item.process, None)
             item.begun(node, process)
@@ -173,7 +174,7 @@ class Planner:
         return Claim(item.line.plan, pack_work(ticket.shards, ticket.store), care, wait_s, ticket.limit)
 
     def _next(self, node: str) -> Item | None:
-        """What a host is given."""
+        """The next item for a host."""
         now = time.monotonic()
         for item in self.again:
             if item.not_before <= now and self.pool.may_work(node, item.tried):
@@ -187,7 +188,7 @@ class Planner:
         return None
 
     def startable(self) -> Iterator[Line]:
-        """Passes of which something may be begun now, the most urgent one first."""
+        """Passes that can start more work now, most urgent first."""
         return takewhile(lambda line: line.listed() and self._wanted(line), self.lines)
 
     def _begin(self, line: Line, node: str) -> Item:
@@ -196,7 +197,7 @@ class Planner:
         if self.affinity is None:
             shards, store = [work.popleft() for _ in range(most)], [False] * most
         else:
-            # In exact order, blocks that come early wait; not much further than that.
+            # In exact order, blocks that come early must wait, so limit how far ahead a host may choose.
             far = 1 if line.stream.rows_ahead < line.stream.step_rows else 2 * self.pool.slots
             look = (min(far, LOOK_AHEAD),) if self.exact else ()
             shards, store = self.affinity.take_work(split, work, node, most, *look)
@@ -218,25 +219,25 @@ class Planner:
 
     @property
     def hungry(self) -> bool:
-        """Whether so little is ready that hosts that train are to help."""
+        """Whether so little is ready that training hosts must help."""
         ready = 0.0 if self.lines else HUNGRY_STEPS
         for stream in self.attempt.open_streams():
             ready += stream.rows_ahead / stream.step_rows
             if not stream.ended:
-                break  # what is ready of later passes helps nobody who waits for this one
+                break  # ready data of later passes does not help while this one is short
         return ready < STARVED_STEPS or (ready < HUNGRY_STEPS and self._held_bytes() < self.budget_bytes / 2)
 
     def _held_bytes(self) -> int:
         return self.early_bytes + sum(int(stream.held_bytes) for stream in self.attempt.open_streams())
 
     def reported(self, number: int, report: BlockReport, origin: Origin, told: Told) -> bool:
-        """A chain worker has made a block, which comes through Ray Data; whether it is to go on.
+        """A chain worker has made a block that arrives through Ray Data; whether it continues.
 
         Args:
             number: of its ticket.
             report: of the block.
-            origin: by which its reference is known.
-            told: of the worker's host.
+            origin: identifies its reference.
+            told: about the worker's host.
         """
         ticket = self.tickets.get(number)
         if ticket is None:
@@ -252,7 +253,7 @@ class Planner:
             else:
                 self._deliver(line, report.shard)
         if number not in self.active:
-            return True  # made again; `Ticket.limit` ends it
+            return True  # remade; `Ticket.limit` ends it
         for shard in item.reported(report):
             self._close(line, shard)
         if report.rows:
@@ -264,7 +265,7 @@ class Planner:
         return True
 
     def hand_back(self, number: int) -> list[Numbered]:
-        """A ticket ends with what it has given; the shards that are left."""
+        """End a ticket after what it has delivered; returns the shards left."""
         ticket, item = self.tickets[number], self.active[number]
         ticket.limit, shards, item.shards = ticket.made, item.shards, []
         self._done(number)
@@ -278,15 +279,15 @@ class Planner:
         return line.stream.rows_ahead < 2 * line.stream.step_rows
 
     def arrived(self, origin: Origin, reference: Any) -> None:
-        """A block is here."""
+        """A block has arrived."""
         found = self.coming.pop(origin, None)
-        if found is not None:  # else it came before, or nobody wants it any more
+        if found is not None:  # otherwise a duplicate, or no longer needed
             line, report, node = found
             line.arrived(report, node, reference)
             self._deliver(line, report.shard)
 
     def leave(self, number: int) -> Item:
-        """A ticket is in work no more."""
+        """Remove a ticket from those in progress."""
         item = self.active.pop(number)
         if self.working.get(item.process) == number:
             del self.working[item.process]
@@ -303,7 +304,7 @@ class Planner:
             self.attempt.deliver(line.stream, made.reference, made.report, made.node)
 
     def ended(self, number: int) -> None:
-        """A chain worker has done its work."""
+        """A chain worker has finished its work."""
         if number in self.active:
             self._done(number)
 
@@ -319,7 +320,7 @@ class Planner:
         self.attempt.suspects.ended(item.name)
 
     def failed(self, number: int, failure: Failure) -> None:
-        """A chain worker could not do its work.
+        """A chain worker failed at its work.
 
         Raises:
             DataError: it has failed for good.
@@ -328,7 +329,7 @@ class Planner:
             self._take_back(number, self.recovery.failed(item, failure))
 
     def _take_back(self, number: int, wait_s: float) -> None:
-        """Let what a ticket has not given yet be read by another."""
+        """Requeue the undelivered part of a ticket."""
         ticket = self.tickets[number]
         ticket.limit = ticket.made
         item = ticket.item
@@ -341,6 +342,6 @@ class Planner:
         self.again.append(item)
 
     def reconciled(self, stream: Any) -> None:
-        """A pass is over: its blocks are needed no more."""
+        """A pass is over: drop its blocks."""
         self.tickets = {n: t for n, t in self.tickets.items() if t.item.line.stream is not stream}
         self.coming = {o: c for o, c in self.coming.items() if c[0].stream is not stream}

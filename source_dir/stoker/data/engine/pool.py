@@ -1,7 +1,7 @@
 """Head: which hosts preprocess, with how many chain workers each; pure.
 
-Hosts that only preprocess come first. Hosts that train help out with the CPUs that their train workers leave
-free, while too little data is ready.
+Hosts that only preprocess come first. While too little data is ready, training hosts help with the CPUs that
+their train workers leave free.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 from stoker.data.engine.deadlines import others
 
 GROW_AFTER_S, SHRINK_AFTER_S = 2.0, 20.0
-"""So long too little, or enough, has to be ready before chain workers are started on hosts that train, or
-ended there: a process takes seconds to start."""
+"""How long too little, or enough, must be ready before chain workers start, or end, on training hosts:
+starting a process takes seconds."""
 MOVE_EVERY_S = 60.0
-"""Chain workers are moved no more often: one that finds no room where it belongs starts elsewhere again."""
+"""Minimum interval between moves: a worker without room where it belongs starts elsewhere again."""
 
 
 @dataclass(frozen=True)
@@ -26,42 +26,42 @@ class ChainHost:
 
     node: str
     slots: int
-    """Chain workers that run on it at once."""
+    """Chain workers that run on it concurrently."""
     trains: bool = False
     name: str = ""
-    """What people call it."""
+    """Name for messages."""
 
 
 @dataclass
 class Pool:
-    """Head: one per run. The planner reads it; Ray Data's thread asks `place`."""
+    """Head: one per run. The planner reads it; Ray Data's thread calls `place`."""
 
     hosts: dict[str, ChainHost] = field(default_factory=dict)
     avoided: set[str] = field(default_factory=set)
-    """Nodes that did not answer in time; they get work only where there is no other."""
+    """Nodes that missed a deadline; they get work only if there is no other."""
     groups: tuple[str, ...] = ()
-    """The only groups that may preprocess; none: all may."""
+    """Groups that may preprocess; empty: all."""
     helping: bool = False
-    """Whether there are chain workers on hosts that train, too, although other hosts do nothing else."""
+    """Whether training hosts run chain workers in addition to preprocessing-only hosts."""
     hungry: bool = False
-    """Whether these have work now."""
+    """Whether chain workers on training hosts get work now."""
     wanted: dict[str, int] = field(default_factory=dict)
-    """Chain workers by node."""
+    """Wanted chain workers by node."""
     slots: int = 0
-    """Chain workers that run at once on all hosts."""
+    """Chain workers that run concurrently on all hosts."""
     leaving: list[str] = field(default_factory=list)
-    """Chain workers that are beyond what their hosts are to have: they get no more work."""
+    """Surplus chain workers of their hosts; they get no more work."""
     staffed: set[str] = field(default_factory=set)
-    """Nodes where chain workers run."""
+    """Nodes with running chain workers."""
     _first: set[str] = field(default_factory=set)
-    """Hosts that preprocess at any time: those that do nothing else, or all where there are none."""
+    """Hosts that always preprocess: the preprocessing-only hosts, or all if there are none."""
     _since: float | None = None
     """When `hungry` last changed."""
     _moved: float = -MOVE_EVERY_S
-    """When chain workers were last found to be elsewhere than wanted."""
+    """When chain workers were last found in the wrong place."""
 
     def update(self, hosts: Iterable[ChainHost], hungry: bool, now: float) -> None:
-        """The hosts there are now: some came late, some were lost.
+        """Update the live hosts: some join late, some are lost.
 
         Args:
             hosts: of the cluster.
@@ -79,7 +79,7 @@ class Pool:
         self.slots = sum(self.wanted.values())
 
     def workers_are(self, there: Mapping[str, str], now: float) -> None:
-        """The chain workers there are now: Ray starts those of a lost host again wherever there is room.
+        """Update the running chain workers: Ray restarts those of a lost host wherever there is room.
 
         Args:
             there: id → node.
@@ -97,11 +97,11 @@ class Pool:
             self.leaving, self._moved = beyond, now
 
     def may_work(self, node: str, tried: Iterable[str] = ()) -> bool:
-        """Whether a host is given work.
+        """Whether a host gets work.
 
         Args:
             node: the host.
-            tried: nodes where the work went wrong; it goes to another one if there is any.
+            tried: nodes where the work failed; it goes to another one if there is any.
         """
         working = set(self.wanted) if self.hungry else self._first
         return node in others(working, set(working) - self.staffed, self.avoided, set(tried))
@@ -110,7 +110,7 @@ class Pool:
         """The node of the next chain worker; empty: anywhere.
 
         Args:
-            there: chain workers by node, those that are starting included.
+            there: chain workers by node, including those that are starting.
         """
         wanted = self.wanted
         free = {node: there[node] / slots for node, slots in wanted.items() if there[node] < slots}
@@ -118,7 +118,7 @@ class Pool:
         return min(first, key=lambda node: (first[node], node)) if first else ""
 
     def name(self, node: str) -> str:
-        """What people call a host."""
+        """Name of a host for messages."""
         host = self.hosts.get(node)
         return host.name if host and host.name else node[:8]
 
@@ -133,12 +133,12 @@ def chain_hosts(
 ) -> list[ChainHost]:
     """Head: which hosts preprocess, and with how many slots.
 
-    A host of a cluster that Stoker formed declares the cores that are left beside its train workers'
-    (one per GPU). On any other cluster they are taken off here.
+    Hosts of a cluster that Stoker formed already declare only the cores left after those of train workers
+    (one per GPU). On any other cluster, those cores are subtracted here.
 
     Args:
-        nodes: as `ray.nodes()` gives them.
-        groups: labels of the groups that may preprocess; none: all.
+        nodes: from `ray.nodes()`.
+        groups: labels of the groups that may preprocess; empty: all.
         group_label: the Ray label that names a host's group.
         own_group: the group of this host, which trains.
         training: train workers by node, as far as they have started.

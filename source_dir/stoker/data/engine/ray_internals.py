@@ -1,6 +1,6 @@
-"""Every call that is not part of Ray's public interface, with its reason. Written for Ray 2.60.
+"""Every call that is not part of Ray's public API, with its reason. Written for Ray 2.60.
 
-tests/unit/test_rooms.py names that version: with another one, read this file again.
+tests/unit/test_rooms.py pins that version: recheck this file when it changes.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ RAY_VERSION = "2.60"
 
 
 def buffer_blocks(context: Any, blocks: int) -> None:
-    """Head: how many blocks a task may have ready before the executor takes the first.
+    """Head: how many blocks a task may buffer before the executor takes the first.
 
-    The default of 2 starves the ticket source and the chain workers alike: the executor looks every 0.1 s.
+    The default of 2 starves the ticket source and the chain workers, because the executor polls every 0.1 s.
     """
     context._max_num_blocks_in_streaming_gen_buffer = blocks
 
 
 def read_environment_again() -> None:
-    """Script, before it starts or joins a cluster: heed the token that the environment names now.
+    """Script, before it starts or joins a cluster: apply the token that is now in the environment.
 
-    Ray reads mode and token of authentication once, when its library is loaded; a script may have loaded it
-    for whatever reason before it comes to its loaders.
+    Ray reads its authentication mode and token once, when its library loads; a script may have loaded it
+    long before it creates its loaders.
     """
     from ray import _raylet
 
@@ -36,27 +36,27 @@ def read_environment_again() -> None:
 
 
 def temp_folder() -> str:
-    """Head: where Ray keeps its files, on every host of a cluster alike. Nothing public tells a task that."""
+    """Head: Ray's temporary folder, the same on every host of a cluster. No public API gives it to a task."""
     import ray
 
     return str(ray._private.worker._global_node.get_temp_dir_path())
 
 
 def origin_of(reference: Any) -> Origin:
-    """Head: the task that made a block, and which of its blocks this is, from 0.
+    """Head: the task that made a block, and the block's index within that task, from 0.
 
-    A bundle does not say which task it comes from. An object's id is its task's id and its number among the
-    objects of that task: number 1 is the generator, and each block is followed by its metadata.
+    A bundle does not name its task. An object id is its task's id plus its number among the task's objects:
+    number 1 is the generator, and each block is followed by its metadata.
     """
     index = int.from_bytes(reference.binary()[-4:], "little")
     return reference.task_id().hex(), index // 2 - 1
 
 
 def keep_blocks_whole() -> None:
-    """Chain worker, in its own process: what it yields stays one block.
+    """Chain worker, in its own process: keep what it yields as one block.
 
-    `target_max_block_size` of one byte makes Ray Data give on at once whatever is yielded, where it would
-    collect more of it first; but it would also cut what is larger.
+    A `target_max_block_size` of one byte makes Ray Data pass on each yielded block at once instead of
+    collecting more first; but it would also split larger blocks.
     """
     from ray.data._internal.output_buffer import BlockOutputBuffer
 
@@ -64,23 +64,22 @@ def keep_blocks_whole() -> None:
 
 
 class FixedCluster:
-    """Head: in place of Ray Data's autoscaler of clusters, which starts an actor to ask for hosts.
+    """Head: replaces Ray Data's cluster autoscaler, which starts an actor to request hosts.
 
-    Hosts that Stoker formed a cluster of are all there are; late ones are found by `Pool`.
+    A cluster that Stoker formed has a fixed set of hosts; `Pool` finds late ones.
     """
 
     def try_trigger_scaling(self) -> None:
-        """Nothing to ask for."""
+        """Do nothing: there are no hosts to request."""
 
     def on_executor_shutdown(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there are no hosts to release."""
 
     def get_total_resources(self) -> Any:
-        """Without bounds: the planner bounds what is under way.
+        """Unlimited: the planner bounds what is in flight.
 
-        Ray Data would reserve room in the object store for as many blocks as a task may have ready. Where
-        that is more than there is, it begins none while another operator has a task, as the ticket source
-        always has.
+        Ray Data would reserve object store memory for as many blocks as a task may buffer. If that exceeds
+        the store, it starts no task while another operator runs one, as the ticket source always does.
         """
         from ray.data import ExecutionResources
 
@@ -88,7 +87,7 @@ class FixedCluster:
 
 
 class Operator(TypedDict):
-    """Head: what Ray Data says of one of its operators; times are summed over its tasks."""
+    """Head: Ray Data's statistics of one operator; times are summed over its tasks."""
 
     name: str
     tasks: int
@@ -99,11 +98,11 @@ class Operator(TypedDict):
 
 
 class Execution:
-    """Head: an execution of a dataset whose pool of actors is steered from outside.
+    """Head: an execution of a dataset whose actor pool is controlled from outside.
 
-    Ray Data's own autoscaler looks at how many calls are in flight. It knows neither which hosts come first
-    nor what train workers lack, so it is given the size: minimum and maximum are the same at any time. It
-    would also end the first idle actor, wherever that runs, and none where all are kept busy.
+    Ray Data's autoscaler looks at the number of calls in flight. It does not know which hosts come first or
+    what train workers need, so it gets a fixed size: minimum and maximum are always equal. It would also end
+    the first idle actor, wherever that runs, and none if all are busy.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -116,7 +115,7 @@ class Execution:
         self._leaving: set[str] = set()
 
     def blocks(self) -> Iterator[Any]:
-        """Head: references of the blocks as they come, of those that have rows."""
+        """Head: references of non-empty blocks as they arrive."""
         for bundle in self._bundles:
             for entry in bundle.blocks:
                 if entry.metadata.num_rows:
@@ -138,16 +137,16 @@ class Execution:
         return {actor._actor_id.hex(): state.actor_location for actor, state in states}
 
     def pending(self) -> int:
-        """Head: actors that are starting."""
+        """Head: number of actors that are starting."""
         pool = self._pool()
         return pool.num_pending_actors() if pool else 0
 
     def resize(self, size: int, leaving: Collection[str]) -> None:
-        """Head: how many actors there are to be.
+        """Head: set the number of actors.
 
         Args:
-            size: at least 1; without those that leave.
-            leaving: ids of actors that get no more calls, and are ended when they have done theirs.
+            size: at least 1; does not include those that leave.
+            leaving: ids of actors that get no more calls and end when their calls are done.
         """
         pool = self._pool()
         if pool is None:
@@ -155,12 +154,12 @@ class Execution:
         self._leaving.clear()
         self._leaving.update(leaving)
         staying = len(pool._running_actors) + pool.num_pending_actors() - len(self._leaving)
-        # First those that are missing start, then the others are ended.
+        # Start the missing actors first, then end the others.
         size += len(self._leaving) if staying < size else 0
         pool._config = dataclasses.replace(pool._config, min_size=size, max_size=size, initial_size=size)
 
     def _steer(self, pool: Any) -> None:
-        """Let the pool heed who leaves."""
+        """Make the pool respect which actors leave."""
         rank = pool._update_rank
 
         def leaves(actor: Any) -> bool:
@@ -179,7 +178,7 @@ class Execution:
         pool._update_rank, pool._try_remove_idle_actor = update_rank, end_idle
 
     def kill(self, actor_id: str) -> None:
-        """Head: end the process of an actor that hangs; Ray starts it again with what it had to do."""
+        """Head: end the process of a hung actor; Ray restarts it and its calls."""
         import ray
 
         pool = self._pool()
@@ -188,7 +187,7 @@ class Execution:
                 ray.kill(actor, no_restart=False)
 
     def statistics(self) -> tuple[str, list[Operator]]:
-        """Head: what Ray Data has counted and timed, as its own text and by operator."""
+        """Head: Ray Data's counters and timings, as its own text and by operator."""
         summary = self._executor.get_stats().to_summary()
         stages = [*summary.parents, summary]
         operators = [
@@ -206,26 +205,26 @@ class Execution:
         return str(summary.to_string()), operators
 
     def shutdown(self) -> None:
-        """Head: end all of it."""
+        """Head: end the execution."""
         self._executor.shutdown(force=True)
 
 
 class Sampling(Execution):
-    """Laptop: an execution of a recipe's own dataset as Ray Data would carry it out, to be measured."""
+    """Laptop: an execution of a recipe's dataset as Ray Data would run it, to measure its cost."""
 
     def __init__(self, dataset: Any) -> None:
         self._executor = dataset._create_executor()
         self._bundles = dataset._build_bundle_iterator(self._executor)
 
     def cpu_per_row(self, processes: int) -> dict[str, float]:
-        """Laptop: CPU seconds that each operator spends on one row of the result.
+        """Laptop: CPU seconds that each operator spends per row of the result.
 
-        An execution that is cut short has read ahead: an operator's seconds count by its own rows, times
-        those of them that one row of the result takes.
+        An execution that is cut short has read ahead. So an operator's seconds count per row of its own
+        output, times the number of those rows that one row of the result needs.
 
         Args:
-            processes: that run tasks at a time: the first block of the first task of each is left out, as
-                it pays for the imports.
+            processes: number of concurrent tasks: the first block of the first task of each is left out,
+                because it includes the imports.
         """
         found: dict[str, float] = {}
         topology = list(self._executor._topology or ())
@@ -243,7 +242,7 @@ class Sampling(Execution):
 
 
 def _own_blocks(operator: Any) -> dict[str, list[Any]]:
-    """Statistics of the blocks that an operator made, by step; a limit or a union hands others' on."""
+    """Statistics of the blocks that an operator made, by step; limits and unions pass on others' blocks."""
     upstream = {block.exec_stats for source in operator.input_dependencies for block in _blocks(source)}
     return {
         name: [block for block in blocks if block.num_rows and block.exec_stats not in upstream | {None}]
@@ -256,19 +255,19 @@ def _blocks(operator: Any) -> list[Any]:
 
 
 def _warm(blocks: list[Any], processes: int) -> list[Any]:
-    """Without the first block of each of the first tasks, where others are left."""
+    """Drop the first block of each of the first tasks, if others are left."""
     first = {block.exec_stats.task_idx or 0: block for block in reversed(blocks)}
     cold = {id(first[task]) for task in sorted(first)[:processes]}
     return [block for block in blocks if id(block) not in cold] or blocks
 
 
 def _taken(operator: Any, source: Any) -> float:
-    """Rows of `source` for one row of `operator`."""
+    """Rows of `source` per row of `operator`."""
     metrics = operator.metrics
     if metrics.average_rows_inputs_per_task and metrics.average_rows_outputs_per_task:
         return float(metrics.average_rows_inputs_per_task / metrics.average_rows_outputs_per_task)
     own = [blocks for blocks in _own_blocks(operator).values() if blocks]
-    # A limit or a union takes rows as they are.
+    # A limit or a union passes rows on unchanged.
     took = own[-1] if own else [block for o in operator.input_dependencies for block in _blocks(o)]
     rows = sum(block.num_rows or 0 for block in took)
     return sum(block.num_rows or 0 for block in _blocks(source)) / rows if rows else 0.0

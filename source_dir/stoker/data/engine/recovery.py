@@ -1,4 +1,4 @@
-"""Head: what becomes of work that fails or is not done in time."""
+"""Head: handles work that fails or misses its deadline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stoker.errors import STATED, DataError, root_cause, where_raised
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Chain worker: an error on its way to the head."""
+    """Chain worker: convert an error into a Failure for the head."""
     cause = root_cause(error)
     if isinstance(cause, STATED):
         return Failure(str(cause).splitlines()[0])
@@ -24,7 +24,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 class Recovery:
-    """Head: part of the planner; it decides, the planner gives the work to another.
+    """Head: part of the planner. It decides; the planner reassigns the work.
 
     Args:
         attempt: whose work this is.
@@ -37,7 +37,7 @@ class Recovery:
         self.patience = Patience(self.stall_s)
 
     def what(self, split: str, shards: list[Numbered]) -> str:
-        """What people call the shards of an item."""
+        """Name of an item's shards for messages."""
         if not shards:
             return split
         names = []
@@ -47,7 +47,7 @@ class Recovery:
         return f"{split} shard {names[0]}" if len(shards) == 1 else f"{split} shards {names[0]} … {names[1]}"
 
     def failed(self, item: Item, failure: Failure) -> float:
-        """A chain worker has failed: how long to wait before the work is tried again.
+        """A chain worker has failed: how long to wait before a retry.
 
         Raises:
             DataError: it has failed for good.
@@ -68,7 +68,7 @@ class Recovery:
         """Whether work has been silent for too long.
 
         Raises:
-            DataError: wherever it was tried, and train workers have nothing left.
+            DataError: it was late on every host, and train workers have nothing left.
         """
         stream = item.line.stream
         starving = stream.rows_ahead < stream.step_rows and self.attempt.open_streams()[0] is stream
@@ -80,8 +80,8 @@ class Recovery:
         return in_work and now - item.quiet_since > self._limit_s(item, item.node)
 
     def names_records(self, item: Item, node: str) -> bool:
-        """Whether late work that a host begins now has no time left to be late there: then it names its
-        records, which takes longer."""
+        """Whether late work that starts on a host now could not be late once more before the run gives up;
+        then it reports each record, which takes longer."""
         left_s = self.patience.give_up_s - (time.monotonic() - item.stuck_since)
         return item.late > 0 and self._limit_s(item, node) > left_s
 
@@ -89,7 +89,7 @@ class Recovery:
         return self.patience.deadline_s(item.line.plan.split, node, item.late)
 
     def late(self, item: Item) -> None:
-        """Work was not done in time: avoid its host, and say so."""
+        """Work missed its deadline: avoid its host and report it."""
         now = time.monotonic()
         text = f"{self._who(item)}: no result for {now - item.quiet_since:.0f} s; {self._elsewhere(item)}"
         if others(self.pool.hosts, {item.node}) != {item.node}:
@@ -100,7 +100,7 @@ class Recovery:
         self.attempt.note(text)
 
     def _who(self, item: Item) -> str:
-        """Host, shards, and the record if it is known."""
+        """Host, shards and, if known, the record."""
         doing = self.attempt.suspects.doing(item.name)
         where = f"host {self.pool.name(item.node)}: {self.what(item.line.plan.split, item.shards)}"
         return f"{where}, {doing}" if doing else where

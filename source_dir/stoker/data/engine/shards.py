@@ -25,15 +25,15 @@ class Setup(NamedTuple):
 
     source: Source | None
     chain: bytes
-    """The Chain, pickled: unpickling it imports what its transforms need (torch, say), which only CPU
-    tasks shall pay for."""
+    """The pickled Chain. Unpickling imports what its transforms need (such as torch), a cost that only CPU
+    tasks should pay."""
     cache: CacheSpec | None = None
     key: str = ""
-    """Names what is kept of this split."""
+    """Cache key of this split."""
 
 
 class Loaded(NamedTuple):
-    """Chain worker: what a process needs of a split."""
+    """Chain worker: the per-process state of a split."""
 
     source: Any
     chain: Chain
@@ -41,10 +41,10 @@ class Loaded(NamedTuple):
 
 
 def refuse_flaky(report: BlockReport) -> None:
-    """Chain worker: have a shard read again elsewhere where a record could not be read here and now.
+    """Chain worker: retry a shard on another host if a record cannot be read here and now.
 
     Raises:
-        FlakyReadError: naming the record.
+        FlakyReadError: names the record.
     """
     for bad in report.bad:
         if bad.passing:
@@ -52,7 +52,7 @@ def refuse_flaky(report: BlockReport) -> None:
 
 
 def load(setup: Any) -> Loaded:
-    """Chain worker: open a split, for the whole run.
+    """Chain worker: open a split for the whole run.
 
     Args:
         setup: reference of its Setup.
@@ -79,10 +79,10 @@ def _cache_of(setup: Setup) -> HostCache | None:
 def blocks_of(
     loaded: Loaded, plan: EpochPlan, work: Work, guard: Guard | None = None
 ) -> Iterator[tuple[dict[str, Any], BlockReport]]:
-    """Chain worker: the blocks of a shard's records, preprocessed, each with its report.
+    """Chain worker: the preprocessed blocks of a shard, each with its report.
 
-    A quarantined record keeps its place in its block, so blocks have the same numbers and records whatever
-    a `guard` keeps out of the chain.
+    A quarantined record keeps its place in its block, so blocks keep their numbers and records whatever a
+    `guard` keeps out of the chain.
     """
     shard, order = work.shard, partial(order_within, plan, work.shard)
     started = time.perf_counter()
@@ -149,7 +149,7 @@ def run_chain(
     epoch: int,
     keep: Callable[[Record], int] | None = None,
 ) -> tuple[dict[str, Any], BlockReport]:
-    """Chain worker: one block through the chain, on one core."""
+    """Chain worker: run one block through the chain, on one core."""
     use_one_thread()
     return stages.run(block, epoch, keep)
 
@@ -162,7 +162,7 @@ def order_of(seed: int, epoch: int, what: str = "") -> Any:
 
 
 def use_one_thread() -> None:
-    """Chain worker: one task per core, so the libraries must not start threads of their own."""
+    """Chain worker: run one task per core, so libraries must not start threads of their own."""
     import sys
 
     if "torch" in sys.modules:

@@ -1,9 +1,9 @@
-"""Head: which records kill the process that works on them; pure.
+"""Head: finds records that kill the process that works on them; pure.
 
-Ray starts a task again whenever its process dies, without end, so a record that kills it would do so for
-ever. A task that was started again therefore asks here first. From its third start on it names each record
-before it begins it; the record that was begun last when the process died twice is quarantined, in all
-passes from then on. What cannot be put down to one record ends the run after a few deaths.
+Ray restarts a task whenever its process dies, without limit, so a record that kills its process would do so
+forever. A restarted task therefore reports here first. From its third start on, it reports each record before
+starting it; the record in progress at two deaths is quarantined, in all later passes too. If no single record
+is to blame, the run ends after a few deaths.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from stoker.data.messages import Start
 from stoker.errors import DataError
 
 PLAIN_STARTS = 2
-"""A task whose process has died so often names its records; sooner where its split has deadly ones."""
+"""Deaths after which a task reports each record; fewer if its split has deadly records."""
 NAMED_DEATHS = 2
-"""Deaths for which one record is to blame before it is quarantined: one may be chance."""
+"""Deaths during one record before it is quarantined: one may be chance."""
 UNNAMED_DEATHS = 6
-"""Deaths of one task for which no record is to blame before the run ends."""
+"""Deaths of one task, with no record to blame, before the run ends."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 20.0
-"""A process that is started again waits first, so that a host that is short of memory recovers; and one that
-is killed again while it waits has begun no record."""
+"""Delay before a restarted process begins, so that a host that is short of memory recovers. A process killed
+during the delay has started no record."""
 REASON = (
     f"its process died {NAMED_DEATHS} times while this record was read or preprocessed"
     " (killed for memory, or a crash in native code)"
@@ -31,17 +31,17 @@ REASON = (
 
 @dataclass
 class Suspect:
-    """Head: a task whose process has died, or which did not answer in time."""
+    """Head: a task whose process died or that missed its deadline."""
 
     deaths: int = 0
     unnamed: int = 0
-    """Deaths for which no record is to blame."""
+    """Deaths with no record to blame."""
     key: str = ""
-    """The record that it has begun; empty: none."""
+    """The record in progress; empty: none."""
     doing: str = "starting"
-    """What it was doing when it last said so."""
+    """Its last reported activity."""
     ended: bool = False
-    """It has given all it had; Ray starts it again where its blocks were lost with their host."""
+    """It is complete; Ray restarts it only if its blocks were lost with their host."""
 
 
 class Suspects:
@@ -58,12 +58,12 @@ class Suspects:
         return self.deadly.setdefault(split, {})
 
     def starts(self, task: str, split: str, retry: int) -> Start:
-        """A task starts, which has been started before or shall name its records.
+        """Handle the start of a task that was started before or must report its records.
 
         Args:
             task: its name, the same each time.
             split: of its records.
-            retry: how often it was started before; 0: never, it names its records from the beginning.
+            retry: number of earlier starts; 0: none, it reports its records from the beginning.
 
         Raises:
             DataError: its process has died too often, and no record is to blame.
@@ -84,7 +84,7 @@ class Suspects:
                 " record is to blame: look for a crash in native code in the chain, or give hosts more memory"
             )
         suspect.key, suspect.doing = "", "starting"
-        # After a single death, which is most often a lost host's, it starts at once.
+        # A single death usually means a lost host: restart at once.
         waits = suspect.unnamed + self._open_cases(split) - PLAIN_STARTS
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2**waits) if waits >= 0 else 0.0
         return Start(wait_s, suspect.deaths >= PLAIN_STARTS or bool(self.of(split)))
@@ -98,11 +98,11 @@ class Suspects:
             self.of(split)[suspect.key] = REASON
 
     def _open_cases(self, split: str) -> int:
-        """Deaths for which records of a split are to blame that are not quarantined yet."""
+        """Deaths caused by records of a split that are not quarantined yet."""
         return sum(n for (of, key), n in self._named.items() if of == split and key not in self.of(split))
 
     def begins(self, task: str, split: str, key: str) -> str:
-        """A task is about to begin a record: why it shall not; empty: it may."""
+        """A task is about to start a record: why it must not; empty: it may."""
         if reason := self.of(split).get(key):
             return reason
         self.does(task, f"at record {key}")
@@ -110,16 +110,16 @@ class Suspects:
         return ""
 
     def does(self, task: str, what: str) -> None:
-        """What a task does next that is not the work on one record."""
+        """Record an activity of a task other than work on one record."""
         suspect = self.tasks.setdefault(task, Suspect())
         suspect.key, suspect.doing = "", what
 
     def ended(self, task: str) -> None:
-        """A task has given all it had."""
+        """A task is complete."""
         if (suspect := self.tasks.get(task)) is not None:
             suspect.ended, suspect.unnamed = True, 0
 
     def doing(self, task: str) -> str:
-        """What a task was doing when it last said so; empty: it says nothing."""
+        """Last reported activity of a task; empty: it reports none."""
         suspect = self.tasks.get(task)
         return suspect.doing if suspect else ""

@@ -1,4 +1,4 @@
-"""Chain worker: names what it begins, so that the head knows it when the process has died."""
+"""Chain worker: reports each activity before it starts, so that the head knows it if the process dies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANSWER_S = 60.0
 
 
 class Witness:
-    """Chain worker: the coordinator's ear, where a task has died before. Each call waits until it was heard.
+    """Chain worker: reports to the coordinator after a task has died. Each call waits for its answer.
 
     Args:
         coordinator: the actor.
@@ -27,11 +27,11 @@ class Witness:
         self._coordinator, self._of = coordinator, (care.attempt, split, care.task)
 
     def begins(self, key: str) -> str:
-        """A record is about to begin: why it shall not; empty: it may."""
+        """A record is about to start: why it must not; empty: it may."""
         return str(self._ask("record_begins", key))
 
     def does(self, what: str) -> None:
-        """What comes next, if not the work on one record."""
+        """Report an activity other than work on one record."""
         self._ask("task_does", what)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
@@ -42,24 +42,24 @@ class Witness:
 
 
 class Guard:
-    """Chain worker: keeps quarantined records from being read and preprocessed, and names the others.
+    """Chain worker: keeps quarantined records out of reading and preprocessing, and reports the others.
 
     Args:
         known: key → reason of the quarantined ones.
-        witness: hears of each record; None: of none.
+        witness: receives each record; None: report nothing.
     """
 
     def __init__(self, known: Mapping[str, str], witness: Witness | None) -> None:
         self._known, self._witness = known, witness
 
     def refuses(self, key: str) -> str:
-        """Why a record shall not be begun; empty: it may."""
+        """Why a record must not be started; empty: it may."""
         if reason := self._known.get(key, ""):
             return reason
         return self._witness.begins(key) if self._witness else ""
 
     def read(self, source: Source, shard: Shard, order: Any) -> Iterator[Record | BadRecord]:
-        """The records of a shard; those that are quarantined are not even read, where the source can tell."""
+        """The records of a shard; skips reading quarantined ones if the source supports that."""
         listing = listing_of(source, shard)
         if listing is None:
             return source.read(shard, order)
@@ -68,12 +68,12 @@ class Guard:
     def watch(
         self, records: Iterator[Record | BadRecord], alone: Callable[[Record], Any], first: int
     ) -> Iterator[Record | BadRecord]:
-        """Let no quarantined record pass.
+        """Filter out quarantined records.
 
         Args:
             records: of a shard.
-            alone: preprocesses one record, whose result is thrown away: where each is named, it is tried by
-                itself first, so that it is known which of a block's records kills the process.
+            alone: preprocesses one record and discards the result. If records are reported, each is tried
+                alone first, to find the record of a block that kills the process.
             first: records before this one are not preprocessed.
         """
         for number in count():
@@ -90,7 +90,7 @@ class Guard:
                 yield BadRecord(key, reason)
                 continue
             if self._witness:
-                with contextlib.suppress(Exception):  # what the chain raises, it raises again
+                with contextlib.suppress(Exception):  # the chain raises it again
                     alone(copy.deepcopy(record))
             yield record
 

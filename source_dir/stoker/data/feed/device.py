@@ -1,4 +1,4 @@
-"""Train worker on a GPU: copies batches to the device in a stream of its own, before they are needed."""
+"""Train worker on a GPU: copies batches to the device ahead of time, in a separate CUDA stream."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 AHEAD = 2
-"""Batches on the device that the loop has not taken yet; more wait in the host's memory."""
+"""Number of batches on the device that the loop has not taken; more wait in host memory."""
 
 
 class DeviceCopies:
-    """Train worker: a thread that takes loaded batches in turn and starts their copies.
+    """Train worker: a thread that takes loaded batches in order and starts their copies.
 
     Args:
         device: the GPU.
-        take: gives the next loaded batch, None after the last, or raises.
+        take: returns the next loaded batch, None after the last, or raises.
     """
 
     def __init__(self, device: Any, take: Callable[[], Any]) -> None:
@@ -29,9 +29,9 @@ class DeviceCopies:
         self._room = threading.Semaphore(AHEAD)
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._copied: dict[int, Any] = {}
-        """Copy's end of each batch in the queue."""
+        """Event at the end of each queued batch's copy."""
         self._sources: deque[tuple[Any, Any]] = deque()
-        """Pinned memory that a copy still reads, with the event of its end."""
+        """Pinned memory that a copy still reads, with the event that ends it."""
         self._over = False
         threading.Thread(target=self._work, name="feed-copies", daemon=True).start()
 
@@ -48,18 +48,18 @@ class DeviceCopies:
         return item
 
     def await_copy(self, item: Any) -> None:
-        """Let the stream that computes wait for the batch's copy, not the loop."""
+        """Make the compute stream wait for the batch's copy, without blocking the loop."""
         import torch
 
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._copied.pop(id(item)))
         for value in item.columns.values():
             if isinstance(value, torch.Tensor):
-                # Its memory came from the copying stream's pool: it is free only when this one has used it.
+                # Its memory belongs to the copy stream's pool: free only after this stream has used it.
                 value.record_stream(stream)
 
     def end(self) -> None:
-        """The loop wants no more."""
+        """Stop: the loop needs no more batches."""
         self._over = True
         self._room.release()
 

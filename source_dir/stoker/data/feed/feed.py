@@ -1,4 +1,4 @@
-"""Train worker: blocks → batches on the device, ahead of time, with every step's time accounted for."""
+"""Train worker: turns blocks into batches on the device, ahead of time, and times every step."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from stoker.recipe import Batch
 from stoker.schema import DataConfig
 
 FETCHERS = 2
-"""Threads that fetch: as many steps are under way at once, over as many connections to each host."""
+"""Number of fetching threads: that many steps are in flight, over as many connections to each host."""
 LEAST_BATCHES, MOST_BATCHES = 2, 512
 ASKED_AT_ONCE = 8
-"""Steps in one call to the coordinator, where so many are wanted: a call costs about a millisecond of CPU."""
+"""Maximum steps per call to the coordinator: a call costs about a millisecond of CPU."""
 
 
 class PrefetchLimit(NamedTuple):
-    """Train worker: how much is kept ready."""
+    """Train worker: how much data to keep ready."""
 
     seconds: float
-    """Of the training's own work."""
+    """Seconds of training."""
     max_bytes: int
 
     @classmethod
     def of(cls, data: DataConfig) -> PrefetchLimit:
-        """Train worker: as configured."""
+        """Train worker: from the configuration."""
         return cls(data.prefetch_s, data.prefetch_mb * 2**20)
 
 
@@ -55,7 +55,7 @@ class Loaded:
 
 @dataclass(kw_only=True)
 class Feed(ABC):
-    """Train worker: one pass of one rank over one split. Iterate it; then read its figures."""
+    """Train worker: one pass of one rank over one split. Iterate it, then read its figures."""
 
     split: str = "train"
     epoch: int = 0
@@ -66,9 +66,9 @@ class Feed(ABC):
     id_sum: int = 0
     keys: list[str] = field(default_factory=list)
     stop: str = ""
-    """Why the run shall stop after the batch that was given last."""
+    """Why the run stops after the last batch returned."""
     checkpoint: bool = False
-    """Whether a checkpoint is asked for since the last one; who takes it clears it."""
+    """Whether a checkpoint was requested since the last one; clear it when you take it."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Batch]:
@@ -77,7 +77,7 @@ class Feed(ABC):
 
 @dataclass(kw_only=True)
 class EpochFeed(Feed):
-    """Train worker: a feed from the coordinator and the hosts that preprocess."""
+    """Train worker: a feed from the coordinator and the preprocessing hosts."""
 
     coordinator: Any
     attempt: int
@@ -92,7 +92,7 @@ class EpochFeed(Feed):
         """As `Feed`.
 
         Raises:
-            DataError: the data side failed, or gave nothing for `stall_timeout_s`.
+            DataError: the data side failed, or delivered nothing for `stall_timeout_s`.
         """
         prefetcher = Prefetcher(self)
         on_gpu = self.device.type == "cuda"
@@ -122,34 +122,34 @@ class EpochFeed(Feed):
             clock.close()
 
     def _count(self, item: Loaded) -> None:
-        """The account of this rank: each row that the loop was given."""
+        """Count the rows given to the loop in this rank's account."""
         import numpy as np
 
         portion, ids = item.portion, item.ids
         own = ids[: len(ids) - portion.padded]
         self.rows += len(ids)
         self.padded += portion.padded
-        # Sums of 64 bits wrap at a multiple of the modulus.
+        # The modulus divides 2**64, so 64-bit wrap-around does not change the sum.
         self.id_sum = (self.id_sum + int(own.view(np.uint64).sum())) % ID_MODULUS
         if self.keep_keys:
             self.keys += item.keys
-        # A step may be made of several batches, of which any may carry the request.
+        # A step may consist of several batches, any of which may carry the request.
         self.stop, self.checkpoint = portion.stop, self.checkpoint or portion.checkpoint
 
 
 class Prefetcher:
-    """Train worker: threads that ask for the steps of a pass in turn and fetch several at once."""
+    """Train worker: threads that request the steps of a pass in order and fetch several at once."""
 
     def __init__(self, owner: EpochFeed) -> None:
         self.owner = owner
         self._changed = threading.Condition()
         self._given: deque[tuple[int, StepAssignment, float]] = deque()
-        """Steps that the coordinator has given and nobody fetches yet, and since when."""
+        """Steps assigned by the coordinator but not being fetched, and since when."""
         self._loaded: dict[int, Any] = {}
         self._next = self._asked = owner.first_step
-        """The step that the loop takes next, and the one that is asked for next."""
+        """The step that the loop takes next, and the next one to request."""
         self._asking = False
-        """Whether a thread asks the coordinator for further steps now."""
+        """Whether a thread is requesting steps from the coordinator."""
         self._limit = LEAST_BATCHES + FETCHERS
         self._over = self._ended = False
         for number in range(FETCHERS):
@@ -157,10 +157,10 @@ class Prefetcher:
             threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def take(self) -> Loaded | None:
-        """The next step's batch; None after the last, or when this pass has been ended.
+        """The next step's batch; None after the last, or when this pass has ended.
 
         Raises:
-            DataError: the data side failed, or gave nothing for the stall time-out.
+            DataError: the data side failed, or delivered nothing within the stall timeout.
         """
         deadline = time.monotonic() + self.owner.stall_timeout_s
         with self._changed:
@@ -183,7 +183,7 @@ class Prefetcher:
         return loaded
 
     def resize(self, batch_bytes: int) -> None:
-        """Keep as many batches as train for `prefetch.seconds`, and as fit."""
+        """Prefetch as many batches as `prefetch.seconds` of training needs and memory allows."""
         prefetch, compute = self.owner.prefetch, self.owner.times.compute_s
         if compute <= 0:
             return
@@ -192,7 +192,7 @@ class Prefetcher:
         self._limit = max(LEAST_BATCHES, min(wanted, room, MOST_BATCHES))
 
     def end(self) -> None:
-        """The loop wants no more."""
+        """Stop: the loop needs no more batches."""
         with self._changed:
             self._over = True
             self._loaded.clear()
@@ -200,7 +200,7 @@ class Prefetcher:
         self.owner.transport.finish_pass()
 
     def _work(self) -> None:
-        """Thread: ask, fetch, put down, until the pass ends."""
+        """Thread: request, fetch and store steps until the pass ends."""
         while (given := self._next_given()) is not None:
             step, portion, since = given
             try:
@@ -212,7 +212,7 @@ class Prefetcher:
                 return
 
     def _next_given(self) -> tuple[int, StepAssignment, float] | None:
-        """A step to fetch; asks for further ones where nobody does. None where none is wanted or left."""
+        """A step to fetch; requests more if no thread does. None if none is needed or left."""
         while True:
             with self._changed:
                 while not (self._over or self._given or self._ended or self._may_ask()):
@@ -231,7 +231,7 @@ class Prefetcher:
         return not self._asking and self._room() >= min(ASKED_AT_ONCE, self._limit // 2)
 
     def _ask(self, first: int, most: int) -> None:
-        """Get further steps; no lock is held, so that the loop takes what is loaded meanwhile."""
+        """Request more steps; holds no lock, so that the loop can take loaded batches meanwhile."""
         portions: list[StepAssignment] = []
         failure: BaseException | None = None
         try:
@@ -305,7 +305,7 @@ def as_tensors(columns: dict[str, Any]) -> tuple[Batch, Any, list[str], int]:
             continue
         size += column.nbytes
         tensor = torch.from_numpy(column)
-        # A view: height × width × channels in memory is what PyTorch calls channels_last.
+        # A view: height × width × channels in memory is PyTorch's channels_last.
         hwc = name.endswith(HWC_SUFFIX)
         batch[name.removesuffix(HWC_SUFFIX)] = tensor.permute(0, 3, 1, 2) if hwc else tensor
     return batch, ids, keys, size

@@ -1,12 +1,12 @@
-"""Train worker: where the time of each step went, always measured, never waiting for the GPU.
+"""Train worker: breaks down the time of each step; always on, never waits for the GPU.
 
-The loop's wait for a batch is put down to what was happening to that batch meanwhile: it was being
-produced, was under way, was being cut, or was on its way to the device. What is not waiting is compute.
+The loop's wait for a batch is attributed to what was happening to that batch meanwhile: it was being
+produced, in transfer, being assembled, or being copied to the device. The rest of the step is compute.
 
-On a GPU the loop runs ahead of the device, so its own waits say little. Three events per step in the
-device's stream tell when the step before had ended (E), when the loop had this batch (A) and when the batch
-had been copied (B): the device was idle from E to A, waited for the copy from A to B, and computed from B to
-the next E. They are read some steps later, when they are past.
+On a GPU the loop runs ahead of the device, so its own waits say little. Three events per step in the device's
+stream record when the previous step ended (E), when the loop had this batch (A) and when the batch was copied
+(B): the device was idle from E to A, waited for the copy from A to B, and computed from B to the next E. They
+are read some steps later, when they have completed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ TERMS = STEP_TERMS
 WAITS = TERMS[:-1]
 KEPT_STEPS = 2000
 SMOOTHING = 0.2
-"""Weight of the newest step in the smoothed time of a step."""
+"""Weight of the newest step in the smoothed step time."""
 
 
 class Stamps(NamedTuple):
-    """Train worker: when a batch passed each point, `time.perf_counter()`."""
+    """Train worker: `time.perf_counter()` at which a batch passed each point."""
 
     produced: float
     """Its blocks existed."""
@@ -37,7 +37,7 @@ class Stamps(NamedTuple):
 
 
 def exposed(since: float, until: float, stamps: Stamps) -> list[float]:
-    """Train worker: a wait from `since` to `until` by WAITS; the parts add up to the whole."""
+    """Train worker: splits a wait from `since` to `until` by WAITS; the parts add up to the whole."""
     parts, at = [], since
     for end in (*stamps, until):
         end = min(max(end, at), until)
@@ -47,16 +47,16 @@ def exposed(since: float, until: float, stamps: Stamps) -> list[float]:
 
 
 def on_device(waits: list[float], idle: float, copy: float, step: float) -> list[float]:
-    """Train worker: the loop's waits as far as the device felt them, by TERMS.
+    """Train worker: the part of the loop's waits that the device felt, by TERMS.
 
     Args:
         waits: the loop's, by WAITS, s.
-        idle: from the end of the step before to the moment when the loop had the batch, s.
-        copy: the device then waited for the copy, s.
-        step: from the end of the step before to the end of this one, s.
+        idle: from the end of the previous step until the loop had the batch, s.
+        copy: how long the device then waited for the copy, s.
+        step: from the end of the previous step to the end of this one, s.
     """
     waited = sum(waits)
-    # What was idle beyond the loop's wait is the loop's own time (logging, say), not the input's.
+    # Idle time beyond the loop's wait is overhead of the loop (such as logging), not of the input.
     felt = min(idle, waited) / waited if waited > 0 else 0.0
     parts = [felt * wait for wait in waits]
     parts[-1] += copy
@@ -70,14 +70,14 @@ class StepTimes:
     terms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TERMS, 0.0))
     steps: int = 0
     first_wait_s: float = 0.0
-    """The wait for the pass's first batch, a part of `wait_s`."""
+    """The wait for the pass's first batch, part of `wait_s`."""
     fetch_s: float = 0.0
-    """The feed's threads were fetching rows, whether the loop waited for that or not."""
+    """Time in which the feed's threads fetched rows, whether or not the loop waited."""
     fetch_cpu_s: float = 0.0
-    """CPU time of these threads meanwhile."""
+    """CPU time of these threads in that time."""
     step_ms: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     compute_s: float = 0.0
-    """A step without its waits, smoothed."""
+    """Smoothed time of a step without its waits."""
     _told: dict[str, float] = field(default_factory=dict)
     _told_steps: int = 0
 
@@ -87,7 +87,7 @@ class StepTimes:
         return sum(self.terms[name] for name in WAITS)
 
     def add(self, parts: list[float]) -> None:
-        """One more step, by TERMS."""
+        """Add a step, by TERMS."""
         for name, seconds in zip(TERMS, parts, strict=True):
             self.terms[name] += seconds
         if self.steps == 0:
@@ -105,14 +105,14 @@ class StepTimes:
         return {name: round(1000 * seconds, 3) for name, seconds in means.items()}
 
     def figures(self) -> dict[str, float]:
-        """What the `pass` event holds, beside the steps' own times."""
+        """The figures of the `pass` event, in addition to the step times."""
         figures = {f"{name}_s": round(seconds, 6) for name, seconds in self.terms.items()}
         names = ("wait_s", "first_wait_s", "fetch_s", "fetch_cpu_s")
         return figures | {name: round(getattr(self, name), 6) for name in names}
 
 
 class HostClock:
-    """Train worker: times steps where the loop computes by itself, on a CPU."""
+    """Train worker: times steps if the loop itself computes, on a CPU."""
 
     def __init__(self, times: StepTimes) -> None:
         self.times = times
@@ -120,13 +120,13 @@ class HostClock:
         self._began = 0.0
 
     def waited(self, since: float, until: float, stamps: Stamps) -> None:
-        """The loop has got its next batch, for which it waited."""
+        """The loop has received the batch that it waited for."""
         *parts, handover = exposed(since, until, stamps)
         parts[-1] += handover  # there is no device to copy to
         self._waits, self._began = [*parts, 0.0], until
 
     def finished(self) -> None:
-        """The loop has done with the batch."""
+        """The loop is done with the batch."""
         if self._waits is not None:
             self.times.add([*self._waits, time.perf_counter() - self._began])
             self._waits = None
@@ -137,27 +137,27 @@ class HostClock:
 
 
 class DeviceClock:
-    """Train worker: times steps on a GPU by events in the stream that computes."""
+    """Train worker: times steps on a GPU by events in the compute stream."""
 
     def __init__(self, times: StepTimes, device: Any) -> None:
         self.times, self._device = times, device
         self._spare: list[Any] = []
         self._last: Any = None
-        """E of the step before."""
+        """E of the previous step."""
         self._open: tuple[list[float], Any, Any] | None = None
         self._pending: deque[tuple[list[float], Any, Any, Any, Any]] = deque()
 
     def waited(self, since: float, until: float, stamps: Stamps) -> None:
-        """The loop has got its next batch; the device has not waited for its copy yet."""
+        """The loop has received its next batch; the device has not waited for the copy yet."""
         self._open = (exposed(since, until, stamps), self._mark(), None)
 
     def copied(self) -> None:
-        """What comes now in the stream comes after the batch's copy."""
+        """Later work in the stream follows the batch's copy."""
         if self._open is not None:
             self._open = (self._open[0], self._open[1], self._mark())
 
     def finished(self) -> None:
-        """The loop has done with the batch: its work stands in the stream."""
+        """The loop is done with the batch: its work is in the stream."""
         if self._open is None:
             return
         end = self._mark()
@@ -185,7 +185,7 @@ class DeviceClock:
     def _read(self) -> None:
         waits, got, copied, before, end = self._pending.popleft()
         copy = got.elapsed_time(copied) / 1000
-        if before is None:  # the first step: the device had nothing else to do
+        if before is None:  # the first step: the device was idle before
             idle = sum(waits)
             step = idle + got.elapsed_time(end) / 1000
         else:

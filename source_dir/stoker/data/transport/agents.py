@@ -1,4 +1,4 @@
-"""Head: an agent on every other host, which serves blocks and says how busy the host's CPUs are."""
+"""Head: an agent on every other host that serves blocks and measures CPU utilization."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from stoker.errors import CacheError, where_raised
 
 SAMPLE_EVERY_S = 3.0
 AGENT_START_S = 60.0
-"""A host whose agent has not answered by then does without; its blocks come through Ray."""
+"""Deadline for an agent to answer; without it, the host's blocks come through Ray."""
 ANSWER_S = 5.0
 RESTARTS = 3
-"""A host whose agent dies more often does without for the rest of the run."""
+"""Number of restarts of a host's agent before the run continues without it."""
 RESTART_AFTER_S = 6.0
-"""By then the shell that removes the cache of a dead agent's host has done so."""
+"""By then the cleanup shell has removed the cache of the dead agent's host."""
 
 
 class HostAgent:
@@ -52,18 +52,18 @@ class HostAgent:
             self._server.hold(worker, reference.hex(), columns_of(block))
 
     def cpu_pct(self) -> float:
-        """Coordinator's call: how busy this host's CPUs were since the last call."""
+        """Coordinator's call: CPU utilization of this host since the last call."""
         return self._cpu.sample()
 
     def held(self) -> int:
-        """How many blocks are held for train workers."""
+        """Number of blocks held for train workers."""
         return self._server.held()
 
 
 def clean_up(cache: CacheSpec | None) -> Cleaner | None:
-    """Every host: let what the run keeps here vanish with this process."""
+    """Every host: remove the run's files on this host when this process ends."""
     if cache is not None:
-        with contextlib.suppress(CacheError):  # the chain tasks of this host say it, where there are any
+        with contextlib.suppress(CacheError):  # the host's chain workers report it, if it has any
             return Cleaner(cache.root())
     return None
 
@@ -80,7 +80,7 @@ class CpuMeter:
             psutil.cpu_percent(None)
 
     def sample(self) -> float:
-        """Percent of all CPUs since the sample before."""
+        """Percent of all CPUs since the previous sample."""
         if self._quota is None:
             import psutil
 
@@ -92,7 +92,7 @@ class CpuMeter:
 
 
 class _Quota:
-    """Every host: a container's own CPU budget, where it has one: /proc shows the whole machine there."""
+    """Every host: the CPU quota of a container, if it has one, because /proc shows the whole machine."""
 
     def __init__(self, folder: Path, cpus: float) -> None:
         self.cpus = cpus
@@ -100,7 +100,7 @@ class _Quota:
         self._file = folder / "cpu.stat" if self._v2 else folder / "cpuacct.usage"
 
     def used_s(self) -> float:
-        """CPU seconds of all processes in the budget so far."""
+        """CPU seconds of all processes under the quota so far."""
         text = self._file.read_text()
         return int(text.split()[1]) / 1e6 if self._v2 else int(text) / 1e9
 
@@ -132,16 +132,16 @@ def _own_cgroups() -> list[str]:
 
 
 class Agents:
-    """Head: keeps an agent on every host of the cluster, whenever it joins, and samples their CPUs.
+    """Head: runs an agent on every host of the cluster, whenever it joins, and samples their CPUs.
 
-    An agent that dies is started again, and that is said: without it a host's blocks come through Ray's
-    object store, its CPUs are not sampled, and its cache is gone.
+    An agent that dies is restarted with a note: without it, a host's blocks come through Ray's object store,
+    its CPUs are not sampled, and its cache is gone.
 
     Args:
-        told: takes {node: percent} every few seconds.
-        note: takes one line about an agent that died.
+        told: receives {node: percent} every few seconds.
+        note: receives one line about an agent that died.
         serve: other hosts serve their blocks to train workers.
-        cache: what hosts keep until the run ends.
+        cache: what hosts cache until the run ends.
     """
 
     def __init__(
@@ -155,14 +155,14 @@ class Agents:
         self._told, self._serve, self._cache, self._note = told, serve, cache, note
         self._deaths: Counter[str] = Counter()
         self._not_before: dict[str, float] = {}
-        """When an agent that died may be started again, by node."""
+        """When an agent that died may be restarted, by node."""
         self._cleaner = clean_up(cache)
         self._lock = threading.Lock()
         self._servers: dict[str, Server] = {}
         threading.Thread(target=self._watch, name="hosts", daemon=True).start()
 
     def servers(self) -> tuple[bytes, dict[str, Server]]:
-        """Train worker's question, through the coordinator: the run's secret, and block servers by node."""
+        """Train worker's call, through the coordinator: the run's secret, and block servers by node."""
         with self._lock:
             return self.secret, dict(self._servers) if self._serve else {}
 
@@ -198,11 +198,11 @@ class Agents:
         return ray.remote(HostAgent).options(**options).remote(self.secret, self._cache)
 
     def _bury(self, node: str, about: dict[str, Any], cause: str) -> None:
-        """An agent died: whether, and when, there will be another, and say so."""
+        """An agent died: decide whether and when to restart it, and emit a note."""
         import ray
 
         if not any(n["NodeID"] == node and n["Alive"] for n in ray.nodes()):
-            return  # with its host, which others tell of
+            return  # its host is gone too, which is reported elsewhere
         self._deaths[node] += 1
         name = about.get("Labels", {}).get("stoker.host") or about.get("NodeManagerHostname", node)
         again = self._deaths[node] <= RESTARTS
@@ -221,7 +221,7 @@ class Agents:
             return list(self._servers)
 
     def _take_in(self, starting: dict[Any, tuple[str, Any, float]]) -> dict[str, str]:
-        """Agents that have answered become servers; those that never do are left alone.
+        """Register agents that have answered as servers; give up on those past their deadline.
 
         Returns:
             Nodes whose agent died as it started, with the cause.
@@ -248,7 +248,7 @@ class Agents:
         return died
 
     def _answers(self, calls: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
-        """(what the agents say, nodes whose agent has died with the cause)."""
+        """(answers of the agents, nodes whose agent has died with the cause)."""
         import ray
 
         found: dict[str, float] = {}
@@ -264,5 +264,5 @@ class Agents:
             except ray.exceptions.ActorDiedError:
                 died[node] = "its process ended"
             except ray.exceptions.RayError:
-                continue  # perhaps it answers the next time
+                continue  # it may answer next time
         return found, died

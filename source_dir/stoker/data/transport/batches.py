@@ -1,4 +1,4 @@
-"""Coordinator and train worker: which rows make a step's batch, and the batch while it is put together."""
+"""Coordinator and train worker: which rows make up a step's batch, and the batch being assembled."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from stoker.errors import SchemaError
 
 
 class BatchBuilder:
-    """Train worker: a batch while it is put together from several blocks.
+    """Train worker: assembles a batch from several blocks.
 
     Args:
-        buffers: where its memory comes from; it is not initialised, so `finish` counts what was written.
+        buffers: source of its memory, which is not initialized, so `finish` counts what was written.
         rows: of all parts together.
         schema: of the split.
     """
@@ -24,7 +24,7 @@ class BatchBuilder:
         self.rows, self.schema, self._buffers = rows, schema, buffers
         self._filled = dict.fromkeys(schema.columns, 0)
         self._ragged: dict[str, dict[int, Ragged]] = {n: {} for n in schema.pad if n in schema.columns}
-        """Rows that differ in length, as they came, by the first one's place: padded when all are there."""
+        """Variable-length rows by position of the first one; padded when all have arrived."""
         self._columns: dict[str, Any] = {
             name: [""] * rows if column.dtype == TEXT else buffers.empty((rows, *column.shape), column.dtype)
             for name, column in schema.columns.items()
@@ -32,15 +32,15 @@ class BatchBuilder:
         }
 
     def check(self, part: BlockSlice, found: Schema, rows: int) -> None:
-        """Refuse a block that is not what its report and the split's schema say.
+        """Refuse a block that does not match its report and the split's schema.
 
         Args:
-            part: what was asked for.
-            found: the block's columns as they came.
-            rows: how many rows it has.
+            part: the requested rows.
+            found: the block's columns as received.
+            rows: its number of rows.
 
         Raises:
-            SchemaError: naming the block and what is wrong.
+            SchemaError: names the block and the difference.
         """
         if difference := self.schema.difference(found):
             raise SchemaError(f"block {part.block.hex()} has other columns than its split: {difference}")
@@ -51,24 +51,24 @@ class BatchBuilder:
             )
 
     def target(self, name: str, at: int, rows: int) -> Any:
-        """Where rows from row `at` on go; `wrote` is to be told when they are there."""
+        """Memory for rows from row `at` on; call `wrote` when they are in place."""
         return self._columns[name][at : at + rows]
 
     def wrote(self, name: str, rows: int) -> None:
-        """So many rows of a column are in place."""
+        """Count written rows of a column."""
         self._filled[name] += rows
 
     def ragged(self, name: str, at: int, offsets: Any, values: int) -> Any:
-        """Where the values of rows that differ in length go; `wrote` is to be told when they are there.
+        """Memory for the values of variable-length rows; call `wrote` when they are in place.
 
         Args:
             name: of the column.
-            at: the first row's place in the batch.
-            offsets: of the rows among their values, from 0.
-            values: how many there are.
+            at: position of the first row in the batch.
+            offsets: of the rows within their values, from 0.
+            values: number of values.
 
         Raises:
-            SchemaError: the two do not agree.
+            SchemaError: offsets and values do not agree.
         """
         refuse_bad_offsets(offsets, values)
         column = self.schema.columns[name]
@@ -80,7 +80,7 @@ class BatchBuilder:
         """Copy strings in.
 
         Raises:
-            SchemaError: something else is among them.
+            SchemaError: a value is not a string.
         """
         other = next((value for value in values if not isinstance(value, str)), "")
         if other != "":
@@ -88,10 +88,10 @@ class BatchBuilder:
         self._columns[name][at : at + len(values)] = values
 
     def take(self, part: BlockSlice, columns: dict[str, Any], at: int) -> int:
-        """Copy a part's rows out of its block; how many bytes.
+        """Copy a part's rows out of its block; returns the number of bytes.
 
         Raises:
-            SchemaError: the block is not what was reported.
+            SchemaError: the block does not match its report.
         """
         self.check(part, schema_of(columns), min(map(len, columns.values()), default=0))
         rows, size = part.stop - part.start, 0
@@ -111,7 +111,7 @@ class BatchBuilder:
         """The batch: arrays, and lists of strings.
 
         Raises:
-            SchemaError: a row that nothing wrote.
+            SchemaError: a row was never written.
         """
         for name, rows in self._filled.items():
             if rows != self.rows:

@@ -1,4 +1,4 @@
-"""Train worker: memory for batches that is allocated once, pinned on GPU hosts, and used again."""
+"""Train worker: batch memory that is allocated once, pinned on GPU hosts, and reused."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections import defaultdict, deque
 from typing import Any
 
 POOLED_FROM_BYTES = 64 * 2**10
-"""Smaller arrays are not worth keeping, unless they must be pinned."""
+"""Smaller arrays are not pooled unless they must be pinned."""
 CLASSES_PER_DOUBLING = 8
-"""Sizes are rounded up to one of these, so that at most 9 % is wasted and a batch that is a few records
-shorter fits."""
+"""Sizes are rounded up to one of these, which wastes at most 9 % and lets slightly shorter batches reuse a
+buffer."""
 
 
 class BufferPool:
-    """Train worker: gives arrays out, and takes their memory back when the last user has let go.
+    """Train worker: allocates arrays and reclaims their memory when the last user releases it.
 
-    Whoever still holds a batch, or a view of it, keeps its memory: nothing is overwritten under it. New
-    memory costs a page fault per 4 KiB, and pinning costs more; a feed that runs steadily allocates none.
+    Holding a batch, or a view of it, keeps its memory: nothing is overwritten. New memory costs a page fault
+    per 4 KiB, and pinning costs more; in steady state a feed allocates none.
     """
 
     def __init__(self, pinned: bool) -> None:
@@ -27,7 +27,7 @@ class BufferPool:
         self._free: defaultdict[int, deque[Any]] = defaultdict(deque)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Train worker: a C-ordered NumPy array, not initialised."""
+        """Train worker: an uninitialized C-ordered NumPy array."""
         import numpy as np
 
         dtype = np.dtype(dtype)
@@ -40,10 +40,10 @@ class BufferPool:
             memory = free.popleft()
         except IndexError:
             memory = self._allocate(size_class(size))
-        # Over a memoryview, not over an array: NumPy would let views of views point past this array to the
-        # memory below it, and this array's end would no longer mean that nobody uses the memory.
+        # Wrap a memoryview, not an array: otherwise NumPy lets views of views refer past this array to the
+        # memory below, and this array's finalizer would no longer mean that the memory is unused.
         array = np.frombuffer(memoryview(memory), dtype, count)
-        # Called from any thread, even in the midst of garbage collection: appending takes no lock.
+        # May be called from any thread, even during garbage collection: appending takes no lock.
         weakref.finalize(array, free.append, memory).atexit = False
         return array.reshape(shape)
 
@@ -55,6 +55,6 @@ class BufferPool:
 
 
 def size_class(size: int) -> int:
-    """Train worker: the size of the buffer that serves an array of `size` bytes."""
+    """Train worker: the buffer size for an array of `size` bytes."""
     step = CLASSES_PER_DOUBLING
     return max(4096, math.ceil(2 ** (math.ceil(math.log2(size) * step) / step)))

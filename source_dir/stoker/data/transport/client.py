@@ -1,9 +1,9 @@
-"""Train worker: how rows of blocks get here: over a socket from the host that made them, or through Ray.
+"""Train worker: fetches rows of blocks over a socket from the host that made them, or through Ray.
 
-Ray's object store brings whole blocks: its daemon on this host receives them, puts them into shared memory,
-and they are copied out again. The block server of a host (`serving.py`) sends just the rows, and the kernel
-puts them where the batch is built; docs/performance.md has what that saves. What it cannot bring, for
-whatever reason, comes through Ray, which also makes lost blocks again.
+Ray's object store transfers whole blocks: the local daemon receives them into shared memory, and they are
+copied out again. A host's block server (`server.py`) sends only the rows, and the kernel writes them into
+the batch; docs/performance.md has the savings. Whatever it cannot deliver comes through Ray, which also
+recomputes lost blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from stoker.data.transport.connections import DirectHosts, Request
 from stoker.schema import DataConfig
 
 KEPT_BLOCKS = 8
-"""Blocks of Ray's object store whose columns stay at hand: neighbouring batches lie in the same ones."""
+"""Number of decoded blocks from Ray's object store to keep, because adjacent batches share blocks."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Fetched:
     columns: dict[str, Any]
     """NumPy arrays, and lists of strings."""
     arrived: float
-    """`time.perf_counter()` when the last byte was here; what came after was cutting and copying."""
+    """`time.perf_counter()` when the last byte arrived; the rest was slicing and copying."""
 
 
 class Transport:
@@ -42,8 +42,8 @@ class Transport:
     Args:
         servers: asks the coordinator for (the run's secret, servers by node).
         pinned: batches are copied to a GPU.
-        timeout_s: deadline of what comes through Ray.
-        note: told once when a host is avoided.
+        timeout_s: deadline for blocks that come through Ray.
+        note: called once when a host is avoided.
     """
 
     def __init__(
@@ -59,18 +59,18 @@ class Transport:
         self._lock = threading.Lock()
         self.direct = DirectHosts(servers, note) if servers else None
         self.bytes_by: Counter[str] = Counter()
-        """Bytes that came "direct" and through "ray"; those of this host's own blocks count as the latter."""
+        """Bytes received "direct" and through "ray"; blocks of this host count as the latter."""
 
     def fetch(self, parts: Sequence[BlockSlice], schema: Schema) -> Fetched:
-        """Train worker: the rows of all parts, one after the other.
+        """Train worker: the rows of all parts, in order.
 
         Raises:
-            ray.exceptions.RayError: a block cannot be had at all.
-            SchemaError: a block is not as it was reported, or has other columns than its split.
+            ray.exceptions.RayError: a block is not available at all.
+            SchemaError: a block does not match its report or the columns of its split.
         """
         batch = BatchBuilder(self.buffers, sum(part.stop - part.start for part in parts), schema)
         starts = [sum(p.stop - p.start for p in parts[:i]) for i in range(len(parts))]
-        # Ask all hosts before reading from the first one.
+        # Send requests to all hosts before reading from the first.
         asked = [self.direct.ask(part) if self.direct else None for part in parts]
         left = []
         for part, at, request in zip(parts, starts, asked, strict=True):
@@ -108,13 +108,13 @@ class Transport:
         return [found[r] for r in references]
 
     def finish_pass(self) -> None:
-        """Train worker: let go of the blocks of a pass that is over."""
+        """Train worker: release the blocks of a finished pass."""
         with self._lock:
             self._ray_columns.clear()
 
 
 def open_transport(coordinator: Any, data: DataConfig, device: Any) -> Transport:
-    """Train worker: the way that blocks take to this process, for all its passes."""
+    """Train worker: open the transport of this process for all its passes."""
     import ray
 
     def servers() -> tuple[bytes, dict[str, Server]]:

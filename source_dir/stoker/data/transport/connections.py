@@ -18,31 +18,31 @@ from stoker.errors import SchemaError
 
 CONNECT_TIMEOUT_S = 5.0
 SILENCE_TIMEOUT_S = 20.0
-"""A host that sends nothing for so long is avoided."""
+"""A host that sends nothing for this long is avoided."""
 AVOID_S = 30.0
-"""For how long; meanwhile its blocks come through Ray."""
+"""How long to avoid it; meanwhile its blocks come through Ray."""
 ASK_AGAIN_S = 5.0
-"""How often to ask whether a host has a block server by now."""
+"""Minimum interval between queries for new block servers."""
 
 
 @dataclass
 class HostLink:
-    """Train worker: one host's block server as seen from here."""
+    """Train worker: client state of one host's block server."""
 
     server: Server
     idle: list[socket.socket] = field(default_factory=list)
     uses: Counter[str] = field(default_factory=Counter)
-    """Blocks that the server holds for us, and how many requests need them now."""
+    """Blocks that the server holds for this process, and the number of requests that need them."""
     done: list[str] = field(default_factory=list)
-    """Blocks that it may let go."""
+    """Blocks that the server may release."""
     latest: str = ""
-    """The block asked for last: the next batch probably needs it, too."""
+    """The last requested block, which the next batch probably needs too."""
     avoided_until: float = 0.0
 
 
 @dataclass
 class Request:
-    """Train worker: rows that a host was asked for and that are on their way."""
+    """Train worker: requested rows that are in flight."""
 
     hosts: DirectHosts
     link: HostLink
@@ -51,11 +51,11 @@ class Request:
     part: BlockSlice
 
     def receive(self, batch: BatchBuilder, at: int) -> int:
-        """Put the rows where they belong; how many bytes.
+        """Receive the rows in place; returns the number of bytes.
 
         Raises:
-            OSError: they did not come.
-            SchemaError: they are not what was asked for: no other way brings better ones.
+            OSError: they did not arrive.
+            SchemaError: they are not the requested ones, so fetching them through Ray would not help.
         """
         header = wire.receive_message(self.connection)
         if "error" in header:
@@ -94,7 +94,7 @@ class Request:
         return int(offsets.nbytes + target.nbytes)
 
     def failed(self, error: OSError) -> None:
-        """The rows must come another way."""
+        """Give up on this connection; the rows must come through Ray."""
         self.hosts.fail(self, error)
 
 
@@ -113,7 +113,7 @@ class DirectHosts:
         self._own_node: str | None = None
 
     def ask(self, part: BlockSlice) -> Request | None:
-        """Send for rows; None where they must come through Ray."""
+        """Request rows; None if they must come through Ray."""
         link = self._link(part.node)
         if link is None:
             return None
@@ -134,7 +134,7 @@ class DirectHosts:
         return Request(self, link, connection, block, part)
 
     def release(self, request: Request) -> None:
-        """The rows are here: the connection is free, and blocks behind us may go."""
+        """The rows have arrived: free the connection and release older blocks."""
         link = request.link
         with self._lock:
             link.idle.append(request.connection)
@@ -144,7 +144,7 @@ class DirectHosts:
                 link.done.append(block)
 
     def fail(self, request: Request, error: OSError) -> None:
-        """The rows did not come."""
+        """The rows did not arrive."""
         self._avoid(request.link, error, request.connection)
 
     def _link(self, node: str) -> HostLink | None:
@@ -153,7 +153,7 @@ class DirectHosts:
         now = time.monotonic()
         with self._lock:
             link = self._links.get(node)
-            # A server that failed may have been started again, at another port.
+            # A failed server may have been restarted at another port.
             if (link is None or link.avoided_until) and now >= self._ask_after:
                 self._ask_after = now + ASK_AGAIN_S
                 ask = True
@@ -191,7 +191,7 @@ class DirectHosts:
         return connection
 
     def _avoid(self, link: HostLink, error: OSError, connection: socket.socket | None) -> None:
-        """A host that failed is left alone for a while; without connections it forgets our blocks."""
+        """Avoid a failed host for a while; without connections it releases our blocks."""
         with self._lock:
             first = link.avoided_until == 0
             link.avoided_until = time.monotonic() + AVOID_S

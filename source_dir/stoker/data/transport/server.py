@@ -1,4 +1,4 @@
-"""CPU host: hands rows of this host's blocks to train workers, straight out of shared memory."""
+"""CPU host: sends rows of this host's blocks to train workers, directly from shared memory."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from stoker.data.transport import wire
 from stoker.errors import SchemaError
 
 IDLE_TIMEOUT_S = 3600.0
-"""A train worker that asks for nothing for so long is gone; it connects again if it is not."""
+"""A connection idle for this long is closed; a live train worker reconnects."""
 BLOCK_TIMEOUT_S = 15.0
-"""A request may arrive before Ray's word of the block does."""
+"""How long to wait for a block: a request may arrive before Ray delivers its reference."""
 
 
 class BlockServer:
-    """CPU host: one per host and run, in the host's agent; a thread per connection."""
+    """CPU host: one per host and run, in the host's agent; one thread per connection."""
 
     def __init__(self, address: str, secret: bytes) -> None:
         self._key = wire.run_key(secret)
         self._changed = threading.Condition()
         self._blocks: dict[tuple[bytes, str], dict[str, Any]] = {}
-        """Columns by (train worker, block): views of shared memory, which keep the block in it."""
+        """Columns by (train worker, block): views of shared memory, which pin the block there."""
         self._connections: Counter[bytes] = Counter()
         self._socket = socket.create_server((address, 0), backlog=128)
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="block-server", daemon=True).start()
 
     def hold(self, worker: bytes, block: str, columns: dict[str, Any]) -> None:
-        """CPU host: serve a block to a train worker until that says it is done with it."""
+        """CPU host: serve a block to a train worker until the worker releases it."""
         with self._changed:
             self._blocks[worker, block] = columns
             self._changed.notify_all()
 
     def held(self) -> int:
-        """CPU host: how many blocks are held."""
+        """CPU host: number of held blocks."""
         with self._changed:
             return len(self._blocks)
 
     def close(self) -> None:
-        """CPU host: let nobody in any more."""
+        """CPU host: stop accepting connections."""
         with contextlib.suppress(OSError):
             self._socket.close()
 
@@ -121,10 +121,10 @@ class BlockServer:
 def pick(
     columns: dict[str, Any], start: int, stop: int
 ) -> tuple[dict[str, Any], dict[str, Ragged], dict[str, list[str]]]:
-    """CPU host: rows of a block as contiguous arrays, as rows that differ in length, and as lists of text.
+    """CPU host: rows of a block as contiguous arrays, variable-length rows, and lists of strings.
 
     Raises:
-        SchemaError: offsets of rows that cannot be.
+        SchemaError: invalid row offsets.
     """
     import numpy as np
 
