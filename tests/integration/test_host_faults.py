@@ -85,7 +85,10 @@ def test_a_hiccup_a_hang_and_two_deadly_records_change_neither_order_nor_positio
     assert (counts["read"], counts["trained"], counts["quarantined"]) == (120, 118, 2)
     events = train.events("note")
     notes = [event["text"] for event in events]
-    assert any("Input/output error" in note and "tried there again in 1 s" in note for note in notes), notes
+    assert any(
+        "Input/output error" in note and "retrying on this host (no other available) in 1 s" in note
+        for note in notes
+    ), notes
     late = [note for note in notes if "no result for" in note]
     assert late and all(note.startswith("host ") and "train shard number" in note for note in late), notes
     train.close()

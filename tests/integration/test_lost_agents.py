@@ -26,7 +26,7 @@ def test_an_agent_that_dies_is_started_again_and_noted(nodes: RayNodes) -> None:
     assert len(found["ports"]) == 3, "three agents of one host, one after the other"
     died = [text for text in found["notes"] if "died" in text]
     assert len(died) == 2
-    assert all("the agent on host" in text and "it is started again" in text for text in died)
+    assert all("the agent on host" in text and "restarting it" in text for text in died)
     assert "its process ended" in died[0]
     assert found["rows"] == 200
     assert found["sampled"], "its CPUs, too"

@@ -70,4 +70,4 @@ def test_a_late_host_is_used_and_groups_are_a_restriction(seen: dict[str, Any]) 
     hosts = seen["hosts"]
     assert hosts["late"]
     assert set(hosts["alone"]) == {"extra-3"}
-    assert "no host that may preprocess for 6 s: data.preprocess_on names extra alone" in hosts["said"]
+    assert "no preprocessing host for 6 s: data.preprocess_on allows only extra" in hosts["said"]

@@ -229,7 +229,7 @@ def test_what_is_kept_ends_before_the_first_stage_that_draws_or_takes_batches() 
     assert prefix_length(as_stages([decode, v2.Resize(32, antialias=True), crop, v2.CenterCrop(8)])) == 2
     assert prefix_length(as_stages([decode, lambda batch: batch, v2.CenterCrop(8)])) == 1
     assert prefix_length(as_stages([decode, v2.CenterCrop(8)])) == 2
-    with pytest.raises(UsageError, match=r"first stage RandomCrop is random; set it to none, or begin"):
+    with pytest.raises(UsageError, match=r"first stage RandomCrop is random; put deterministic stages"):
         refuse_nothing_to_keep(as_stages([crop]))
     with pytest.raises(UsageError, match="chain is empty"):
         refuse_nothing_to_keep([])
@@ -246,7 +246,7 @@ def test_configurations_that_cannot_be_meant_are_refused() -> None:
 
 def test_a_host_without_room_says_so_and_what_helps(root: Path) -> None:
     root.mkdir()
-    with pytest.raises(CacheError, match=r"nothing can be kept in .* use data.cache disk or none"):
+    with pytest.raises(CacheError, match=r"nothing can be cached in .* use data.cache disk or none"):
         room(root, SPEC, reserved_bytes=2**50)
     free = shutil.disk_usage(root)
     assert room(root, CacheSpec("disk", "r"), 0) < free.free / 2

@@ -187,7 +187,7 @@ def test_a_record_without_the_column_that_buckets_is_quarantined_as_ever() -> No
 
 def test_bucketing_by_a_column_that_is_not_padded_is_refused() -> None:
     changes = {"recipe": "lengths:Lengths", "data": {"bucket_by": "index"}}
-    with pytest.raises(UsageError, match=r"data.bucket_by: 'index' is no column .* it pads: ids, pairs$"):
+    with pytest.raises(UsageError, match=r"data.bucket_by: 'index' is not a column .* it pads: ids, pairs$"):
         open_data(Config.model_validate(changes))
 
 
@@ -221,9 +221,9 @@ def _fixed(ids: Ragged) -> Any:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (_more_values, "offsets of rows run from 0 to .* the block is damaged"),
-        (_shifted, "offsets of rows run from 1 to .* the block is damaged"),
-        (_backwards, "not steadily over"),
+        (_more_values, "row offsets from 0 to .* damaged block"),
+        (_shifted, "row offsets from 1 to .* damaged block"),
+        (_backwards, "do not divide"),
         (_other_type, "column 'ids' is int64 of shape"),
         (_a_row_less, "has 4 rows, but was reported with 5"),
         (_fixed, r"column 'ids' is int32 of shape \(3,\)"),
@@ -258,7 +258,7 @@ def test_a_frame_whose_offsets_and_values_disagree_is_refused(offsets: list[int]
     columns = {"ids": Ragged(np.zeros(3, np.int32), np.array([0, 2, 3]))}
     batch = BatchBuilder(BufferPool(pinned=False), 2, schema_of(columns, pads={"ids": Pad(0)}))
     request = Request(None, None, ours, part.block.hex(), part)  # type: ignore[arg-type]
-    with pytest.raises(SchemaError, match="offsets of rows run from"):
+    with pytest.raises(SchemaError, match="row offsets from"):
         request.receive(batch, 0)
     for each in (ours, theirs):
         each.close()

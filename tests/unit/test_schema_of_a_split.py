@@ -277,7 +277,7 @@ def _no_text(columns: dict[str, Any]) -> dict[str, Any]:
         (_other_shape, r"column 'v' is float32 of shape \(3,\), float32 of shape \(2,\) in record r0"),
         (_without, "column 'v' is absent, float32 of shape"),
         (_with, "column 'more' is int64, absent in record r0"),
-        (_no_text, "column 'word' holds None, which is no text"),
+        (_no_text, "column 'word' holds None, which is not text"),
     ],
 )
 def test_a_block_that_is_not_as_reported_is_an_error_where_it_is_fetched(

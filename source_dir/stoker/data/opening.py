@@ -89,7 +89,7 @@ def open_splits(config: Config) -> Data:
     pads = pads_of(recipe)
     if config.data.bucket_by not in (None, *pads):
         raise UsageError(
-            f"data.bucket_by: {config.data.bucket_by!r} is no column that the recipe pads; it pads:"
+            f"data.bucket_by: {config.data.bucket_by!r} is not a column that the recipe pads; it pads:"
             f" {', '.join(pads) or 'none'}"
         )
     if config.data.max_tokens is not None:
@@ -194,7 +194,7 @@ def keeps(config: Config) -> bool:
 def cache_note(config: Config) -> str:
     """Head: one line if the requested cache has no effect; otherwise empty."""
     if config.data.cache != "none" and not keeps(config):
-        return f"data.cache: {config.data.cache} keeps nothing in a run of one epoch"
+        return f"data.cache: {config.data.cache} has no effect in a run of one epoch"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Head: which host keeps which part of the data across epochs, and what that saves; pure."""
+"""Head: which host caches which part of the data across epochs, and what that saves; pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from stoker.data.messages import Shard
 from stoker.figures import size
 
 LOOK_AHEAD = 256
-"""Shards from which a host is given one of its own."""
+"""Number of shards to search for one that the host caches."""
 ALL_FIT = 0.999
 
 Numbered = tuple[int, Shard, int]
-"""As `Passes.shards` gives them."""
+"""As returned by `Passes.shards`."""
 
 
 class CacheAffinity:
-    """Head: one per run; the planner asks it, the coordinator tells it, and holds its lock for that.
+    """Head: one per run; the planner queries it, the coordinator updates it with its lock held.
 
     Args:
         kind: `data.cache`.
@@ -28,29 +28,29 @@ class CacheAffinity:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.holders: dict[tuple[str, str], str] = {}
-        """Node that keeps the records of (split, home)."""
+        """Node that caches the records of (split, home)."""
         self.usage: dict[str, tuple[int, int]] = {}
-        """Bytes kept and allowed, by node."""
+        """Bytes used and allowed, by node."""
         self.told = False
 
     def holder(self, split: str, shard: Shard) -> str:
-        """The node that keeps the records of a shard; empty: none, or any."""
+        """The node that caches the records of a shard; empty: none, or any."""
         return self.holders.get((split, shard.home), "") if shard.home else ""
 
     def take_work(
         self, split: str, work: deque[Numbered], node: str, most: int, look: int = LOOK_AHEAD
     ) -> tuple[list[Numbered], list[bool]]:
-        """Take shards for a task: those that its host keeps, else what nobody does, else one of another's.
+        """Take shards for a task: first those its host caches, then unassigned ones, then another host's.
 
         Args:
             split: train or val.
-            work: what is left of the pass; at least one shard.
+            work: rest of the pass; at least one shard.
             node: the host.
-            most: shards of the task.
-            look: choose among so many of the next ones.
+            most: maximum number of shards in the task.
+            look: number of upcoming shards to choose from.
 
         Returns:
-            The shards, and for each whether the host shall keep it: not what another one keeps.
+            The shards and, for each, whether the host stores it in its cache (not if another host does).
         """
         taken: list[Numbered] = []
         store: list[bool] = []
@@ -66,7 +66,7 @@ class CacheAffinity:
         return taken, store
 
     def _best(self, split: str, work: deque[Numbered], node: str, look: int) -> tuple[int, bool]:
-        """Which shard a host is given next, and whether another host keeps it."""
+        """Index of the next shard for a host, and whether another host caches it."""
         unheld = -1
         for position, (_, shard, _) in enumerate(islice(work, look)):
             holder = self.holder(split, shard)
@@ -77,17 +77,17 @@ class CacheAffinity:
         return max(unheld, 0), unheld < 0
 
     def hosts_are(self, nodes: Collection[str]) -> None:
-        """The hosts there are now: what a lost one kept, others shall keep."""
+        """Update the live hosts; shards of lost hosts become unassigned."""
         self.holders = {home: node for home, node in self.holders.items() if node in nodes}
         self.usage = {node: usage for node, usage in self.usage.items() if node in nodes}
 
     def used(self, node: str, usage: tuple[int, int] | None) -> None:
-        """What a host's cache holds now."""
+        """Update the size and limit of a host's cache."""
         if usage is not None:
             self.usage[node] = usage
 
     def figures(self, split: str, epoch: int, by_node: Mapping[str, Counter[str]]) -> dict[str, Any]:
-        """The figures of a pass that is over, as an event holds them."""
+        """The figures of a finished pass, for an event."""
         whole = sum(by_node.values(), Counter[str]())
         hosts = {
             node: {
@@ -102,10 +102,10 @@ class CacheAffinity:
         return {"kind": self.kind, "split": split, "epoch": epoch, **figures, "hosts": hosts}
 
     def lacking(self, figures: dict[str, Any]) -> str:
-        """One line, once, where the training records did not all fit.
+        """One line, emitted once, if the training records did not all fit.
 
         Args:
-            figures: of the first training pass, as `figures` gives them.
+            figures: of the first training pass, from `figures`.
         """
         there = figures["found"] + figures["kept"]
         if figures["split"] != "train" or self.told or not figures["records"]:

@@ -1,4 +1,4 @@
-"""Every host: removes what a run keeps on it, however the run ends."""
+"""Every host: removes the files of a run, however the run ends."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 from stoker.data.cache.store import PREFIX, open_root
 
 OWNER = "owner"
-"""A file in a run's folder that its cleaner holds locked while the run goes on."""
+"""A file in the run's folder that its cleaner keeps locked during the run."""
 LEFT_AFTER_S = 600.0
-"""A folder that nobody has locked by then was left behind."""
-# Ray kills the children of a worker that ends, but not a child's child. Tasks that are about to end may
-# still write while the folder is removed.
+"""An unlocked folder of this age is left over from an earlier run."""
+# When a worker ends, Ray kills its children but not their children. Tasks that are ending may still write
+# while the folder is removed.
 _SCRIPT = """
 exec 3<&0 </dev/null
 { cat <&3 >/dev/null; for i in 1 2 3; do rm -rf -- "$1"; sleep 1; done; } &
@@ -25,13 +25,13 @@ exec 3<&0 </dev/null
 
 
 class Cleaner:
-    """Every host: one per run, in a process that lives as long as the run does.
+    """Every host: one per run, in a process that lives as long as the run.
 
-    A shell waits for the end of this process, which the kernel tells it by closing a pipe, so the folder is
-    removed after a SIGKILL, too. What even that shell could not remove, the next run's cleaner does.
+    A shell waits for this process to end, which it sees as a closed pipe, so the folder is removed even after
+    a SIGKILL. What that shell could not remove, the next run's cleaner does.
 
     Raises:
-        CacheError: the folder cannot be made.
+        CacheError: the folder cannot be created.
     """
 
     def __init__(self, root: Path) -> None:
@@ -52,7 +52,7 @@ class Cleaner:
 
 
 def sweep(parent: Path) -> None:
-    """Every host: remove the folders of runs that have ended without doing so."""
+    """Every host: remove folders that ended runs have left behind."""
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             about = folder.stat()

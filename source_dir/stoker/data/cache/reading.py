@@ -1,8 +1,8 @@
-"""What of a chain is kept across epochs, and reading shards through what a host has kept.
+"""Caches the deterministic prefix of a chain and reads shards through that cache.
 
-The first stages of a chain that draw nothing give the same result for a record in every epoch. With
-`data.cache` a host keeps these results; the rest of the chain runs on them. Keys hold the source's
-fingerprint, the split and the stages, so nothing is found that other data or another chain has left.
+The first deterministic stages of a chain give the same result for a record in every epoch. With `data.cache`
+a host stores these results and runs only the rest of the chain on them. Keys include the source's
+fingerprint, the split and the stages, so results of other data or another chain are never found.
 """
 
 from __future__ import annotations
@@ -17,31 +17,30 @@ from stoker.data.sources.base import Source, StreamedSource, digest, listing_of,
 from stoker.errors import CacheError
 
 HOME_RECORDS = 2048
-"""Records that are permuted among themselves, at least, where each host shall find its own again: about as
-many as the shuffle buffers that readers of shards use."""
+"""Minimum number of records to permute together if each host must find its own again: about the size of a
+typical shuffle buffer."""
 MOST_HOMES = 64
 
 
 def homes_of(count: int | None, block_records: int) -> int:
-    """Head: into how many parts the records of a split are divided, each of which one host keeps.
+    """Head: number of parts that the records of a split are divided into, each cached by one host.
 
-    Few records are permuted all together: then each host keeps what it comes across.
+    A small split is permuted as a whole: each host then caches the records it encounters.
     """
     homes = min(MOST_HOMES, (count or 0) // max(HOME_RECORDS, 4 * block_records))
     return homes if homes > 1 else 0
 
 
 class CachedReader:
-    """Chain worker: the records of a shard in the order of `Source.read`, those that the host has kept from
-    its cache.
+    """Chain worker: the records of a shard in the order of `Source.read`, from the cache if possible.
 
     Args:
-        source: where the others come from.
+        source: where uncached records come from.
         shard: what to read.
-        order: makes the generator that permutes the records, anew at each call.
+        order: creates the generator that permutes the records, a new one at each call.
         cache: of this host.
-        store: whether to keep what is not kept yet.
-        refuses: why a record shall not be read; empty: it may.
+        store: whether to cache records that are not cached yet.
+        refuses: why a record must not be read; empty: it may.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class CachedReader:
         items = f":{digest(shard.items)}" if shard.items else ""
         self.name = f"{shard.path}:{shard.start}:{shard.stop}{items}"
         self.seen: dict[str, None] = {}
-        """Keys in the order in which they were read."""
+        """Keys in reading order."""
         self.kept = 0
 
     def __iter__(self) -> Iterator[Record | BadRecord]:
@@ -69,7 +68,7 @@ class CachedReader:
         done = 0
         for key in self._whole():
             kept = self.cache.load(key)
-            if kept is None:  # the folder has gone meanwhile
+            if kept is None:  # the folder was removed meanwhile
                 break
             yield kept
             done += 1
@@ -82,8 +81,8 @@ class CachedReader:
                 continue
             if record["key"] in self.seen:
                 raise CacheError(
-                    f"data.cache: two records have the key {record['key']}, so one would be taken for the"
-                    " other; give each its own, or set it to none"
+                    f"data.cache: two records have the key {record['key']}, so one would be mistaken for the"
+                    " other; make keys unique or set data.cache=none"
                 )
             self.seen[record["key"]] = None
             kept = self.cache.load(record["key"])
@@ -91,7 +90,7 @@ class CachedReader:
             yield record if kept is None else kept
 
     def _whole(self) -> list[str]:
-        """The keys of the shard in the order of this pass, where all of its records are kept."""
+        """The keys of the shard in the order of this pass, if all of its records are cached."""
         if not self._arranged():
             return []
         keys = self.cache.listing(self.name)
@@ -103,8 +102,8 @@ class CachedReader:
         return self.source.arrangement(count, self.order()) if isinstance(self.source, StreamedSource) else []
 
     def _arranged(self) -> bool:
-        """Whether the source has an `arrangement`, and it is that of its `read`; a class of the user's may
-        have changed only the latter."""
+        """Whether the source has an `arrangement` that matches its `read`; a user's subclass may override
+        only the latter."""
         kind = type(self.source)
         if not isinstance(self.source, StreamedSource):
             return False
@@ -112,7 +111,7 @@ class CachedReader:
         return owners[0] is owners[1]
 
     def keep(self, record: Record) -> int:
-        """Keep a record that has passed the first stages; the bytes it takes."""
+        """Cache a record that has passed the first stages; returns the bytes it takes."""
         if not self.store:
             return 0
         size = self.cache.keep(record)
@@ -120,10 +119,10 @@ class CachedReader:
         return size
 
     def finished(self, whole: bool) -> None:
-        """The shard was read.
+        """End of the shard.
 
         Args:
-            whole: from its first record to its last, and none of them was bad.
+            whole: it was read from first to last record, and none was bad.
         """
         if not (whole and self.store and self.seen and self.kept == len(self.seen) and self._arranged()):
             return

@@ -1,8 +1,8 @@
-"""Chain worker: records that a host keeps across epochs, in shared memory or on its disk.
+"""Chain worker: records cached on a host across epochs, in shared memory or on disk.
 
-A file per record, found by the record's key, so that every task of the host finds what any of them has
-kept. Nothing is evicted: passes read all records in turn, and where these do not fit, throwing out the
-oldest would throw out what is needed soonest. What fits is kept, the rest is preprocessed again.
+One file per record, named by the record's key, so every task on the host finds what any of them has cached.
+Nothing is evicted: a pass reads all records in turn, so evicting the oldest would evict what is needed next.
+Records that do not fit are preprocessed in every epoch.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from stoker.errors import CacheError
 PREFIX = "stoker-cache-"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of the run's own is made there, for its user alone
 SPARE_SHARE = 0.1
-"""Of a host's memory or disk, what the cache leaves to everybody else."""
+"""Share of a host's memory or disk that the cache leaves to others."""
 UNASKED_SHARE = 0.5
-"""Of what is free beside that, what the cache takes where `data.cache_gb` says nothing."""
+"""Share of the remaining free space that the cache takes if `data.cache_gb` is not set."""
 PAGE = 4096
 ALIGN = 64
 MAPPED_FROM_BYTES = 1024 * 1024
-"""Larger records are mapped, so that only the pixels that a crop uses are touched; below it, reading the
-whole costs less than a map."""
+"""Records from this size on are memory-mapped, so that only the pixels that a crop uses are read; for smaller
+ones reading is cheaper than mapping."""
 
 
 class KeptRecord(dict[str, Any]):
-    """Chain worker: a record as the first, deterministic stages of the chain left it in an earlier pass."""
+    """Chain worker: a record as the deterministic prefix of the chain left it in an earlier pass."""
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """Head → every host: what is kept, and where."""
+    """Head → every host: what is cached, and where."""
 
     kind: Literal["memory", "disk"]
     run: str
-    """Names the run: nothing is shared with another one."""
+    """Names the run; runs share nothing."""
     most_bytes: int | None = None
-    """On each host; None: half of what is free there."""
+    """Per host; None: half of its free space."""
     folder: str = ""
     """For `disk`."""
 
@@ -59,15 +59,15 @@ class CacheSpec:
 
         node = ray.get_runtime_context().get_node_id()
         parent = SHARED_MEMORY if self.kind == "memory" else Path(self.folder)
-        # Several nodes of Ray may share a machine.
+        # Several Ray nodes may share a machine.
         return parent / f"{PREFIX}{self.run}-{node[:12]}"
 
 
 def open_root(root: Path) -> None:
-    """A host of the cluster: make the run's folder, for this user alone.
+    """A host of the cluster: create the run's folder, readable by this user only.
 
     Raises:
-        CacheError: it cannot be made, or is somebody else's.
+        CacheError: it cannot be created or belongs to another user.
     """
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,8 +83,8 @@ class HostCache:
 
     Args:
         root: the run's folder on this host.
-        key: names the data and the stages whose results are kept.
-        spec: what is kept.
+        key: identifies the data and the stages whose results are cached.
+        spec: what is cached.
         reserved_bytes: of memory that Ray's object store may still take.
 
     Raises:
@@ -98,15 +98,15 @@ class HostCache:
         self._on_disk = spec.kind == "disk"
         self._books = Books(root / "books", lambda: room(root, spec, reserved_bytes))
         self._off = False
-        """The folder has gone: the run is about to end, or whoever watches over it was killed."""
+        """The folder is gone: the run is about to end, or its cleaner was killed."""
 
     @property
     def usage(self) -> tuple[int, int]:
-        """Bytes kept on this host by all its tasks, and how many may be."""
+        """Bytes cached on this host by all its tasks, and the limit."""
         return self._books.read()
 
     def load(self, key: str) -> KeptRecord | None:
-        """What is kept under a record's key."""
+        """The cached record with this key."""
         content = self._content(self._path(key))
         if content is None:
             return None
@@ -114,22 +114,22 @@ class HostCache:
         return record if record["key"] == key else None
 
     def keep(self, record: Record) -> int:
-        """Keep a record; how many bytes that takes, 0 where there is no room or it is kept already."""
+        """Cache a record; returns the bytes it takes, 0 if there is no room or it is cached already."""
         path = self._path(record["key"])
         if self._off or path.exists():
             return 0
         try:
             parts = encode(record)
         except Exception as error:
-            raise CacheError(f"data.cache: record {record['key']} cannot be kept: {error}") from error
+            raise CacheError(f"data.cache: record {record['key']} cannot be cached: {error}") from error
         return self._write(path, parts)
 
     def keep_listing(self, shard: str, keys: list[str]) -> None:
-        """Keep the keys of a shard's records, as they lie in it: it need not be read any more."""
+        """Cache the keys of a shard's records in their order, so that the shard need not be read again."""
         self._write(self._path(f"shard:{shard}"), encode({"keys": keys}))
 
     def listing(self, shard: str) -> list[str] | None:
-        """The keys of a shard all of whose records are kept here."""
+        """The keys of a shard whose records are all cached here."""
         content = self._content(self._path(f"shard:{shard}"))
         return None if content is None else list(decode(content)["keys"])
 
@@ -185,7 +185,7 @@ class HostCache:
 
 
 class Books:
-    """Chain worker: how many bytes a host keeps and may keep, counted by all its processes together."""
+    """Chain worker: bytes cached on a host and their limit, shared by all its processes."""
 
     _FORM = struct.Struct("<qq")
 
@@ -196,12 +196,12 @@ class Books:
                 os.pwrite(self._file, self._FORM.pack(0, bound()), 0)
 
     def read(self) -> tuple[int, int]:
-        """Bytes taken and bytes allowed."""
+        """Bytes used and bytes allowed."""
         taken, allowed = self._FORM.unpack(os.pread(self._file, self._FORM.size, 0))
         return taken, allowed
 
     def reserve(self, size: int) -> bool:
-        """Take so many bytes, where they are left."""
+        """Reserve `size` bytes if they are left."""
         with self._locked():
             taken, allowed = self.read()
             if taken + size > allowed:
@@ -223,30 +223,30 @@ class Books:
 
 
 def room(root: Path, spec: CacheSpec, reserved_bytes: int) -> int:
-    """Chain worker: bytes that this host's cache may take.
+    """Chain worker: byte limit of this host's cache.
 
     Raises:
-        CacheError: next to nothing.
+        CacheError: there is hardly any room.
     """
     disk = shutil.disk_usage(root)
     free = disk.free - SPARE_SHARE * disk.total
     if spec.kind == "memory":
         total, available = memory()
-        # Ray's store lies in shared memory, too, and takes its pages only when it fills them.
+        # Ray's store is in shared memory too, and takes pages only as it fills them.
         free = min(disk.free, available - SPARE_SHARE * total) - reserved_bytes
     bound = int(UNASKED_SHARE * free) if spec.most_bytes is None else min(spec.most_bytes, int(free))
     if bound < PAGE:
         beside = f", {reserved_bytes >> 20} MB of it for Ray's object store" if reserved_bytes else ""
         other = "disk" if spec.kind == "memory" else "memory"
         raise CacheError(
-            f"data.cache: nothing can be kept in {root.parent} of this host: {disk.free >> 20} MB are"
+            f"data.cache: nothing can be cached in {root.parent} on this host: {disk.free >> 20} MB are"
             f" free{beside}; use data.cache {other} or none"
         )
     return bound
 
 
 def memory() -> tuple[int, int]:
-    """Every host: bytes of memory in all and available, within the container's limit where there is one."""
+    """Every host: total and available memory in bytes, within the container's limit if there is one."""
     import psutil
 
     whole = psutil.virtual_memory()
@@ -264,14 +264,14 @@ def memory() -> tuple[int, int]:
             folder = Path("/sys/fs/cgroup")
             limit = int((folder / limit_file).read_text())
             stat = dict(line.split() for line in (folder / stat_file).read_text().splitlines())
-            # Files that were read once are counted as used, and given up when somebody needs memory.
+            # The page cache of files read once counts as used, but is reclaimed under memory pressure.
             used = int((folder / used_file).read_text()) - int(stat[idle])
             total, available = min(total, limit), min(available, limit - used)
     return total, available
 
 
 def encode(record: Record) -> list[Any]:
-    """Chain worker: a record as bytes-like parts; the arrays come last, as they lie in memory."""
+    """Chain worker: a record as bytes-like parts; arrays come last, as they are in memory."""
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(dict(record))
@@ -288,7 +288,7 @@ def encode(record: Record) -> list[Any]:
 
 
 def decode(content: Any) -> Record:
-    """Chain worker: the record in what `encode` gave; its arrays are views of `content`."""
+    """Chain worker: decode the output of `encode`; arrays are views of `content`."""
     view = memoryview(content)
     count, length = struct.unpack_from("<2q", view)
     sizes = struct.unpack_from(f"<{count}q", view, 16)
@@ -305,7 +305,7 @@ def decode(content: Any) -> Record:
 
 
 class _Pickler(pickle.Pickler):
-    """Chain worker: tensors go as arrays, whose memory need not be copied."""
+    """Chain worker: pickles tensors as arrays, whose memory need not be copied."""
 
     def reducer_override(self, value: Any) -> Any:
         return as_array(value)

@@ -174,8 +174,8 @@ class Production:
         deadline = min(NO_HOST_DEADLINE_S, data.stall_timeout_s)
         if seconds > deadline:
             groups = ", ".join(data.preprocess_on)
-            which = f"data.preprocess_on names {groups} alone" if groups else "none offers CPUs to Ray"
-            raise DataError(f"no host that may preprocess for {deadline:.0f} s: {which}")
+            which = f"data.preprocess_on allows only {groups}" if groups else "no host offers CPUs to Ray"
+            raise DataError(f"no preprocessing host for {deadline:.0f} s: {which}")
 
     def ray_data_stats(self) -> tuple[str, list[Operator]]:
         """Driver's call: Ray Data's counters and timings, as its own text and by operator."""

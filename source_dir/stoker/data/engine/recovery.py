@@ -95,7 +95,7 @@ class Recovery:
         if others(self.pool.hosts, {item.node}) != {item.node}:
             seconds = self.patience.avoid(item.node, now)
             self.pool.avoided = self.patience.avoided(now)
-            text += f", and this host gets no work for {seconds:.0f} s"
+            text += f"; this host gets no work for {seconds:.0f} s"
         item.late += 1
         self.attempt.note(text)
 
@@ -107,5 +107,5 @@ class Recovery:
 
     def _elsewhere(self, item: Item) -> str:
         if others(self.pool.hosts, {item.node}) == {item.node}:
-            return "there is no other host, so it is tried there again"
-        return "it is tried on another host"
+            return "retrying on this host (no other available)"
+        return "retrying on another host"

@@ -1,4 +1,4 @@
-"""Every host: blocks of columns as the Arrow tables that Ray Data carries, and back, without copying."""
+"""Every host: converts blocks of columns to Ray Data's Arrow tables and back without copying."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 from stoker.data.preprocessing.ragged import Ragged
 
 DTYPE = b"dtype"
-"""NumPy's name of a column that Arrow would pack into bits or does not know: its bytes are carried."""
+"""NumPy dtype of a column that Arrow would pack into bits or does not support: its bytes are stored."""
 RAGGED = b"ragged"
-"""The shape of one value of a column whose rows differ in length; its lists hold the numbers of all."""
+"""Shape of one value of a variable-length column; its lists hold the numbers of all values."""
 
 
 def to_table(columns: dict[str, Any]) -> Any:
     """Chain worker: columns → a table.
 
     Args:
-        columns: arrays whose first axis counts the rows, or Ragged; arrays of objects hold text.
+        columns: arrays whose first axis is the row, or Ragged; object arrays hold strings.
 
     Returns:
-        A `pyarrow.Table` with tensor columns of a fixed shape, and lists of numbers.
+        A `pyarrow.Table` with fixed-shape tensor columns, and lists of numbers.
     """
     import numpy as np
     import pyarrow as pa
@@ -51,10 +51,10 @@ def to_table(columns: dict[str, Any]) -> Any:
 
 
 def columns_of(block: Any) -> dict[str, Any]:
-    """Every host: a block as NumPy columns, views of its memory where that is possible.
+    """Every host: a block as NumPy columns, as views of its memory if possible.
 
     Args:
-        block: made by `to_table`, or any of Ray Data's.
+        block: made by `to_table`, or any block of Ray Data.
     """
     from ray.data.block import BlockAccessor
 
@@ -79,5 +79,5 @@ def _ragged(block: Any, name: str, about: dict[bytes, bytes]) -> Ragged:
     chunks = block.column(name)
     lists = chunks.chunk(0) if chunks.num_chunks == 1 else chunks.combine_chunks()
     shape = json.loads(about[RAGGED])
-    # As they are: whoever takes rows checks the offsets against all the values.
+    # Unchecked: the code that takes rows checks the offsets against all values.
     return Ragged(lists.values.to_numpy().reshape(-1, *shape), lists.offsets.to_numpy() // math.prod(shape))

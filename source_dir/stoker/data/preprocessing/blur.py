@@ -1,4 +1,4 @@
-"""Chain worker: Gaussian blurs, neighbouring ones as one convolution."""
+"""Chain worker: Gaussian blurs; adjacent ones become one convolution."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Blur = tuple[tuple[int, ...], tuple[float, ...]]
-"""Kernel size across and down, pixels; least and greatest sigma, pixels."""
+"""Kernel size across and down in pixels; minimum and maximum sigma in pixels."""
 
 NEGLIGIBLE = 1e-8
-"""Share of a kernel's weight that may be cut off at its ends: its error is below float32's."""
+"""Share of a kernel's weight that may be cut off at its ends; the error is below float32 precision."""
 
 
 class GaussianBlurs(RecordTransform):
-    """Chain worker: torchvision's `GaussianBlur`, or several one after the other, in one convolution.
+    """Chain worker: torchvision's `GaussianBlur`, or several in sequence, in one convolution.
 
-    Each draws its sigma as torchvision does, from torch's generator seeded for the record. Kernels one
-    after the other are one kernel, their convolution; it is separable, as they are, and reflecting the
-    image at its border once is the same as doing it for each, since they are symmetric. The result
-    equals torchvision's, one blur after the other, to 1e-6 of the range of float32 images. On uint8
-    images torchvision rounds after each blur and this once, so that several may differ by 2 levels.
+    Each draws its sigma as torchvision does, from torch's generator seeded for the record. Kernels in
+    sequence equal one kernel, their convolution. It is separable like each of them, and because they are
+    symmetric, reflecting the image at its border once equals doing it for each. On float32 images the result
+    equals torchvision's blurs in sequence to 1e-6 of the range. On uint8 images torchvision rounds after each blur
+    and this class once, so several blurs may differ by 2 levels.
     """
 
     uses_random = False
@@ -37,7 +37,7 @@ class GaussianBlurs(RecordTransform):
         self.blurs = blurs
 
     def prepare(self) -> None:
-        """Chain worker: import what the first image would import otherwise."""
+        """Chain worker: import what the first image would otherwise import."""
         import cv2  # noqa: F401
         import torch  # noqa: F401
 
@@ -65,7 +65,7 @@ class GaussianBlurs(RecordTransform):
         return {**record, "image": torch.from_numpy(out).permute(2, 0, 1) if as_tensor else out}
 
     def _fits(self, array: NDArray[Any]) -> bool:
-        """Whether torchvision's reflected margins exist and the type is one that is done here."""
+        """Whether the type is supported and the image large enough for torchvision's reflected margins."""
         height, width, channels = array.shape
         inside = all(x // 2 < width and y // 2 < height for (x, y), _ in self.blurs)
         return inside and channels <= 4 and array.dtype.name in ("uint8", "float32")
@@ -97,7 +97,7 @@ class GaussianBlurs(RecordTransform):
 
 
 def kernel(steps: list[tuple[int, float]]) -> NDArray[Any]:
-    """Chain worker: the weights of Gaussian kernels (size and sigma, pixels) one after the other, float32."""
+    """Chain worker: weights of a sequence of Gaussian kernels (size and sigma, pixels), float32."""
     import numpy as np
 
     weights = np.ones(1)

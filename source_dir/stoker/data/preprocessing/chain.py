@@ -1,4 +1,4 @@
-"""Chain worker: runs a chain on a block of records and packs what comes out as columns."""
+"""Chain worker: runs a chain on a block of records and packs the results as columns."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from stoker.errors import ChainError as ChainError
 
 
 class Segment(NamedTuple):
-    """Chain worker: neighbouring stages of one kind, as they are executed."""
+    """Chain worker: adjacent stages of one kind, as they are executed."""
 
     number: int
-    """Seeds what they draw; the same whether the stages before them are kept or not."""
+    """Seeds its draws; independent of whether earlier stages are cached."""
     stages: list[Stage]
     is_prefix: bool = False
-    """Whether what they give is kept across epochs."""
+    """Whether its results are cached across epochs."""
 
 
 class Chain:
@@ -53,20 +53,20 @@ class Chain:
         self.pads = pads
         """Columns whose rows may differ in length, and how batches pad them."""
         self.bucket_by = bucket_by
-        """One of them, by whose length the rows of a block are ordered; None: they stay as they are."""
+        """Column whose length orders the rows of a block; None: keep their order."""
         self.max_tokens = max_tokens
-        """Longest row of a padded column; None: any."""
+        """Longest allowed row of a padded column; None: no limit."""
         self.stages = stages
         self.seed = seed
         self.with_keys = with_keys
         self.prefix = prefix
-        """How many stages at the beginning give what is kept across epochs; they are executed apart from
-        the others, so that a record is the same whether it was kept or not."""
+        """Number of leading stages whose results are cached across epochs. They run separately from the
+        others, so that a record is the same whether or not it was cached."""
         self.schemas: tuple[Schema, ...] = ()
-        """Those of the split, which every block must have; empty: each block says what it has."""
+        """Schemas of the split, which every block must have; empty: each block reports its own."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Chain worker: unpickling imports what the transforms need, before the first record is timed."""
+        """Chain worker: unpickling imports what the transforms need, before any record is timed."""
         self.__dict__.update(state)
         limit_pixels(self.max_pixels)
         for segment in self._segments:
@@ -84,12 +84,12 @@ class Chain:
         """Chain worker: records → columns, and the report of the block.
 
         Args:
-            records: a KeptRecord among them has passed the prefix before.
-            epoch: seeds what the stages draw.
-            keep: takes each record that has passed the prefix now; the bytes that it has kept.
+            records: a KeptRecord has already passed the prefix.
+            epoch: seeds the draws of the stages.
+            keep: takes each record that has just passed the prefix; returns the bytes cached.
 
         Raises:
-            ChainError: a batch stage raised, lost records, or the records do not fit together or into the
+            ChainError: a batch stage raised or lost records, or the records do not match each other or the
                 split's schema.
         """
         limit_pixels(self.max_pixels)
@@ -132,7 +132,7 @@ class Chain:
         return columns
 
     def _pack(self, records: list[Record], report: BlockReport, stage: str = "") -> Packed:
-        """Records as columns, which are those of the split where these are known."""
+        """Records as columns, with the schema of the split if it is known."""
         at = len(report.schemas)
         expected = self.schemas[at].of_records() if self.schemas else None
         packed = pack(records, expected, stage, self.pads)
@@ -143,7 +143,7 @@ class Chain:
 
     def _take(self, records: Iterable[Record | BadRecord], report: BlockReport) -> list[Record]:
         good: list[Record] = []
-        # Stoker's decoder looks at the header itself.
+        # Stoker's decoder checks the header.
         decodes = bool(self.stages) and isinstance(self.stages[0].apply, DecodeImage)
         started = time.thread_time()
         for record in records:
@@ -164,7 +164,7 @@ class Chain:
 
     @cached_property
     def _segments(self) -> list[Segment]:
-        """Runs of neighbouring stages of one kind, fused: record stages go record by record."""
+        """Groups of adjacent stages of one kind, fused: record stages run record by record."""
         segments = []
         for number, (per, run) in enumerate(groupby(self.stages, key=lambda stage: stage.per)):
             stages = list(run)
@@ -187,7 +187,7 @@ class Chain:
                 yield record
                 continue
             key = record["key"]
-            # Where a record is processed must not change it, so every record brings its own seed.
+            # The result must not depend on where a record is processed, so each record has its own seed.
             rng = generator(f"{self.seed}/{epoch}/{segment.number}/{key}")
             before = clock()
             stage = stages[0]
@@ -213,7 +213,7 @@ class Chain:
         if not records:
             return []
         if stage.random:
-            # By all records of the block: another one may have the same first record.
+            # Seed by all records of the block: another block may have the same first record.
             seed_globals(f"{seed}/{stage.name}/" + "\n".join(record["key"] for record in records))
         started = time.thread_time()
         try:
@@ -250,7 +250,7 @@ def _keep(records: list[Record], keep: Callable[[Record], int], report: BlockRep
 
 
 def _as_columns(out: Any) -> dict[str, Any] | None:
-    """A stage's answer as columns: preprocessors of Ray Data answer with Arrow or pandas tables."""
+    """A stage's output as columns: Ray Data preprocessors return Arrow or pandas tables."""
     if isinstance(out, dict):
         return out
     from ray.data.block import BlockAccessor
@@ -264,7 +264,7 @@ def _as_columns(out: Any) -> dict[str, Any] | None:
 
 
 def _generators(stages: list[Stage]) -> Callable[[str], Any]:
-    """From what names a record to its generator; the global ones are seeded where a stage may use them."""
+    """Maps a record's name to its generator; seeds the global generators if a stage may use them."""
     import numpy as np
 
     if not any(stage.random for stage in stages):
@@ -280,14 +280,14 @@ def _generators(stages: list[Stage]) -> Callable[[str], Any]:
             seed = record_id(text)
             if uses_torch:
                 seed_torch(seed)
-        # The numbers of default_rng(seed), at half its cost.
+        # The same numbers as default_rng(seed), at half the cost.
         return np.random.Generator(np.random.PCG64(seed))
 
     return generator
 
 
 class _NoGenerator:
-    """Chain worker: what a transform with `random = False` gets, so that it cannot draw unnoticed."""
+    """Chain worker: passed to a transform with `random = False`, so that any draw is an error."""
 
     def __getattr__(self, name: str) -> Any:
         raise TypeError(f"a transform that declares random = False asks for rng.{name}")

@@ -1,8 +1,8 @@
 """Every host: the columns of a split (one schema for all of its blocks), and records packed into them.
 
-A chain worker packs a group of records twice or more often: before each batch stage, and at the end. Each
-time the columns must be those of the split's schema. What differs ends the run; only a record that lacks a
-column, or holds None in it, is quarantined.
+A chain worker packs a group of records before each batch stage and at the end. Each time the columns must
+match the split's schema. A mismatch ends the run; only a record that lacks a column, or holds None in it, is
+quarantined.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ BATCHABLE = frozenset(
     )
     for bits in widths
 ) | {"bool"}
-"""NumPy's names of what a tensor can hold."""
+"""NumPy dtype names that a tensor can hold."""
 
 
 class Packed(NamedTuple):
     """Chain worker: records and their columns."""
 
     records: list[Record]
-    """Those that have every column."""
+    """The records that have every column."""
     columns: dict[str, Any]
     schema: Schema
     bad: list[BadRecord]
@@ -63,14 +63,14 @@ def pack(
 
     Args:
         records: at least one.
-        expected: the split's schema at this point; None: nobody has fixed it yet.
-        stage: the batch stage that takes the columns, which may be anything then; empty: they go to the
-            train workers.
-        pads: columns whose rows may differ in length, on the way to the train workers.
+        expected: the split's schema at this point; None: not fixed yet.
+        stage: the batch stage that takes the columns, which may then be anything; empty: they go to the train
+            workers.
+        pads: columns for the train workers whose rows may differ in length.
 
     Raises:
-        SchemaError: a column that cannot be batched, or whose type or shape is not the same in all records
-            or not as expected.
+        SchemaError: a column cannot be batched, or its type or shape differs between records or from the
+            expected one.
     """
     names = list(expected.columns) if expected else _names(records)
     good, bad = _complete(records, names, expected)
@@ -93,7 +93,7 @@ def schema_of(columns: dict[str, Any], record: str = "", pads: Mapping[str, Pad]
 
 
 def column_of(values: Any) -> Column:
-    """Every host: what packed values are."""
+    """Every host: dtype and shape of packed values."""
     if values.dtype == object:
         return Column(TEXT)
     return Column(_name(values.dtype), values.shape[1:])
@@ -101,7 +101,7 @@ def column_of(values: Any) -> Column:
 
 @cache
 def _name(dtype: Any) -> str:
-    name: str = dtype.name  # which NumPy puts together anew each time
+    name: str = dtype.name  # NumPy rebuilds it at each access
     return name
 
 
@@ -161,10 +161,10 @@ def _kind(
     stage: str,
     pad: Pad | None,
 ) -> Column:
-    """What all values of a column are; towards a batch stage shapes may differ, lengths where batches pad.
+    """The dtype and shape of a column; shapes may differ for a batch stage, lengths if batches pad.
 
     Raises:
-        SchemaError: they differ among each other or from what is wanted, or are nothing to train on.
+        SchemaError: values differ from each other or from the expected type, or cannot be trained on.
     """
     same = _same(values)
     kinds = [same] if same else [_describe(value) for value in values]
@@ -183,7 +183,7 @@ def _kind(
 
 
 def _refuse_pad(name: str, key: str, kind: Column, pad: Pad) -> None:
-    """Refuse to pad what has no length, or with what the column cannot hold."""
+    """Refuse to pad values without a length, or with a number that the column cannot hold."""
     import numpy as np
 
     if not kind.ragged or 0 in kind.shape:
@@ -202,7 +202,7 @@ def _refuse_pad(name: str, key: str, kind: Column, pad: Pad) -> None:
 
 
 def _same(values: list[Any]) -> Column | None:
-    """What all values are, as far as that is seen at a glance."""
+    """The common type of all values, if a cheap check finds it."""
     import numpy as np
 
     if len(set(map(type, values))) > 1:
@@ -242,7 +242,7 @@ def _stack(values: list[Any], kind: Column, name: str, keys: list[str], stage: s
             column[i] = str(value) if kind.dtype == TEXT else value
         return column
     if arrays:
-        return np.stack(values).astype(kind.dtype, copy=False)  # the machine's own byte order
+        return np.stack(values).astype(kind.dtype, copy=False)  # native byte order
     try:
         return np.array(values, dtype=kind.dtype)
     except OverflowError:
@@ -272,10 +272,10 @@ def _differs(name: str, key: str, found: Column, wanted: Column, origin: str) ->
 
 
 def leave(packed: Packed, ids: Callable[[str], int], with_keys: bool) -> dict[str, Any]:
-    """Chain worker: packed columns as they leave it: images marked by their layout, and who the rows are.
+    """Chain worker: packed columns as they leave it: images marked by their layout, plus row ids.
 
     Raises:
-        SchemaError: the chain gave a column a name that Stoker uses.
+        SchemaError: the chain named a column with a name that Stoker reserves.
     """
     import numpy as np
 

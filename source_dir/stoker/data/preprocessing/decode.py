@@ -1,9 +1,8 @@
-"""Chain worker: encoded images → arrays. Of a JPEG no more is decoded than its use needs.
+"""Chain worker: decodes images to arrays; of a JPEG, only as much as its use needs.
 
-Which decoder an image gets is told by its header. Baseline and progressive JPEG of 8 bits with one or
-three components goes through libjpeg-turbo (simplejpeg), which can leave out rows below a crop and can
-decode at half, a quarter or an eighth of the size. All else, and all that libjpeg-turbo finds fault
-with, is judged by Pillow.
+The header decides which decoder an image gets. 8-bit baseline and progressive JPEGs with one or three
+components go through libjpeg-turbo (simplejpeg), which can skip rows below a crop and decode at a half, a
+quarter or an eighth of the size. Everything else, and everything that libjpeg-turbo rejects, goes to Pillow.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ Mode = Literal["RGB", "L"]
 
 _START_OF_FRAME = range(0xC0, 0xD0)
 _NO_FRAMES = {0xC4, 0xC8, 0xCC}
-"""Markers in that range that stand for tables."""
+"""Markers in that range that introduce tables."""
 _TRANSPOSED = {5, 6, 7, 8}
-"""EXIF orientations that exchange height and width."""
+"""EXIF orientations that swap height and width."""
 _ORIGIN_STAYS = {1, 5}
 
 _KEPT_BYTES = 64 << 20
 _DAMAGE = ("premature end", "corrupt jpeg data", "inconsistent progression")
-"""Warnings of libjpeg-turbo after which pixels are wrong; Pillow would pass over them."""
+"""Warnings of libjpeg-turbo that mean wrong pixels; Pillow would ignore them."""
 _IMAGES = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
 _PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -40,16 +39,16 @@ _of_thread = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class JpegHeader:
-    """Chain worker: what a JPEG says about itself before its pixels."""
+    """Chain worker: what a JPEG header says before any pixel."""
 
     rows: int
     columns: int
     rows_at: int
-    """Where in the file the number of rows stands (two bytes)."""
+    """Byte offset of the number of rows (two bytes)."""
     sequential: bool
     """One scan from top to bottom, so that decoding may end early."""
     orientation: int
-    """EXIF: 1 as it lies, 2 to 8 mirrored or turned."""
+    """EXIF: 1 as stored, 2 to 8 mirrored or rotated."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -59,14 +58,14 @@ class JpegHeader:
 
 
 def jpeg_header(content: bytes) -> JpegHeader | None:
-    """Chain worker: the header of a JPEG that libjpeg-turbo shall decode.
+    """Chain worker: the header of a JPEG that libjpeg-turbo can decode.
 
     Returns:
-        None for what is not JPEG, has 12 bits or four components (CMYK), is arithmetic coded or
-        lossless, or is damaged: Pillow judges those.
+        None if it is not a JPEG, has 12 bits or four components (CMYK), is arithmetic coded or lossless, or
+        is damaged: Pillow handles those.
 
     Raises:
-        ValueError: it has more pixels than are allowed.
+        ValueError: it exceeds the pixel limit.
     """
     if content[:2] != b"\xff\xd8":
         return None
@@ -90,7 +89,7 @@ def jpeg_header(content: bytes) -> JpegHeader | None:
             frame = (rows, columns, at + 5, content[at + 9], marker)
         elif marker == 0xE1:
             part = content[at : at + 2 + length]
-            # The number of the tag in either byte order, or its name in XMP.
+            # Look for the tag number in either byte order, or its name in XMP.
             may_turn |= b"\x01\x12" in part or b"\x12\x01" in part or b":Orientation" in part
         at += 2 + length
     if frame is None or at + 5 > end or not frame[0] * frame[1]:
@@ -103,10 +102,10 @@ def jpeg_header(content: bytes) -> JpegHeader | None:
 
 
 def check_size(content: bytes) -> None:
-    """Chain worker: refuse an encoded image whose header tells too many pixels, whatever is to decode it.
+    """Chain worker: refuse an encoded image whose header exceeds the pixel limit, for any decoder.
 
     Raises:
-        ValueError: it does.
+        ValueError: it exceeds the limit.
     """
     from PIL import Image
 
@@ -117,15 +116,15 @@ def check_size(content: bytes) -> None:
         except Image.DecompressionBombError as error:
             raise pixels.too_large(error) from None
         except (OSError, SyntaxError):
-            return  # damaged, or no image: its decoder says so
+            return  # damaged or not an image: its decoder reports that
 
 
 def sized(record: Record | BadRecord, decodes: bool) -> Record | BadRecord:
-    """Chain worker: a record; a bad one where an encoded image in it has too many pixels.
+    """Chain worker: a record, or a bad one if an encoded image in it exceeds the pixel limit.
 
     Args:
-        record: as its source gives it.
-        decodes: the column `image` needs no look: its decoder refuses such images.
+        record: as its source returns it.
+        decodes: skip the column `image`, because its decoder checks the limit.
     """
     if isinstance(record, BadRecord):
         return record
@@ -139,7 +138,7 @@ def sized(record: Record | BadRecord, decodes: bool) -> Record | BadRecord:
 
 
 def _orientation(content: bytes) -> int:
-    """What `ImageOps.exif_transpose` would go by; 0 where Pillow fails."""
+    """The orientation that `ImageOps.exif_transpose` would use; 0 if Pillow fails."""
     from PIL import Image
 
     try:
@@ -151,10 +150,10 @@ def _orientation(content: bytes) -> int:
 
 
 def decode_image(content: bytes, mode: Mode = "RGB") -> NDArray[Any]:
-    """Chain worker: an encoded image, upright, as a uint8 array, height × width × channels.
+    """Chain worker: decode an image, upright, as a uint8 array, height × width × channels.
 
     Raises:
-        ValueError: empty, damaged, truncated, too large or no image.
+        ValueError: empty, damaged, truncated, too large or not an image.
     """
     import numpy as np
 
@@ -169,34 +168,34 @@ def decode_image(content: bytes, mode: Mode = "RGB") -> NDArray[Any]:
 def decode_part(
     content: bytes, header: JpegHeader, mode: Mode, factor: int, height: int
 ) -> tuple[NDArray[Any], int]:
-    """Chain worker: the upper part of a JPEG, made smaller, in memory that the thread's next call uses again.
+    """Chain worker: the upper part of a JPEG, scaled down, in memory that the thread's next call reuses.
 
     Args:
         content: the file.
         header: its header.
         mode: "RGB" or "L".
-        factor: 1, 2, 4 or 8: height and width are divided by it and rounded up.
-        height: how many rows of the upright, full-size picture are needed; more may come.
+        factor: 1, 2, 4 or 8: divides height and width, rounding up.
+        height: number of rows needed of the upright, full-size picture; more may be returned.
 
     Returns:
-        The array, height × width × channels, and the factor that it has, which may be less: 1 from Pillow.
+        The array, height × width × channels, and its actual factor, which may be smaller: 1 from Pillow.
 
     Raises:
         ValueError: truncated.
     """
     import numpy as np
 
-    # A broken last pixel would come first when the picture is turned, and move all the others.
+    # A partial last pixel would come first when the picture is rotated, and shift all others.
     while header.orientation not in _ORIGIN_STAYS and (header.rows % factor or header.columns % factor):
         factor //= 2
     size = -(-header.rows // factor) * -(-header.columns // factor) * (1 if mode == "L" else 3)
     buffer = getattr(_of_thread, "buffer", None)
-    # A thread that met one huge picture shall not keep its memory for ever.
+    # Do not keep the memory of one huge picture forever.
     if buffer is None or not size <= buffer.size <= max(8 * size, _KEPT_BYTES):
         buffer = _of_thread.buffer = np.empty(size, dtype=np.uint8)
     rows = header.rows
     if header.sequential and header.orientation == 1 and _ends_whole(content):
-        # The next row of blocks is needed, too: colours are interpolated between rows.
+        # Decode the next row of blocks too: colours are interpolated between rows.
         wanted = -(-height // 16) * 16 + 16
         rows = wanted if wanted < rows * 0.95 else rows
     array = _decode_jpeg(content, header, mode, factor, rows, buffer)
@@ -208,10 +207,10 @@ def decode_part(
 def _decode_jpeg(
     content: bytes, header: JpegHeader, mode: Mode, factor: int, rows: int, buffer: NDArray[Any]
 ) -> NDArray[Any] | None:
-    """The first `rows` rows as they lie in the file; None where Pillow shall judge.
+    """The first `rows` rows as stored in the file; None if Pillow must decode it.
 
-    Decoding ends early in a copy of the file whose header tells fewer rows. libjpeg-turbo then finds
-    bytes left over before the end of the image and says so, when all rows are in the buffer.
+    To end early, it decodes a copy of the file whose header gives fewer rows. Once all rows are in the
+    buffer, libjpeg-turbo warns of bytes left over before the end of the image.
     """
     import simplejpeg
 
@@ -243,12 +242,12 @@ def _ends_whole(content: bytes) -> bool:
 
 
 def upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
-    """Chain worker: a picture turned as EXIF says, like `ImageOps.exif_transpose`."""
+    """Chain worker: a picture rotated according to EXIF, like `ImageOps.exif_transpose`."""
     if orientation == 1:
         return array
     if orientation in _TRANSPOSED:
         array = array.swapaxes(0, 1)
-    # Orientation → whether rows, and whether columns, then run backwards.
+    # Orientation → whether rows, and whether columns, are reversed.
     rows, columns = {2: (0, 1), 3: (1, 1), 4: (1, 0), 5: (0, 0), 6: (0, 1), 7: (1, 1), 8: (1, 0)}[orientation]
     return array[:: -1 if rows else 1, :: -1 if columns else 1].copy()
 
@@ -257,7 +256,7 @@ def decode_with_pillow(content: bytes, mode: Mode) -> NDArray[Any]:
     """Chain worker: any image that Pillow reads, upright, as a uint8 array, height × width × channels.
 
     Raises:
-        ValueError: empty, damaged, truncated, too large or no image.
+        ValueError: empty, damaged, truncated, too large or not an image.
     """
     import numpy as np
     from PIL import Image, ImageOps, UnidentifiedImageError
@@ -278,17 +277,17 @@ def decode_with_pillow(content: bytes, mode: Mode) -> NDArray[Any]:
     except (OSError, SyntaxError) as error:
         raise ValueError(f"cannot be decoded: {error}") from None
     if image.mode.startswith("I"):
-        # Pillow clips 16-bit values when it converts; scaling keeps the picture.
+        # Pillow clips 16-bit values on conversion; scaling preserves the picture.
         image = Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
     array = np.asarray(image.convert(mode))
     return array[..., None] if array.ndim == 2 else array
 
 
 def check_png(content: bytes) -> None:
-    """Chain worker: compare the chunks of a PNG with their checksums, which Pillow does for its header only.
+    """Chain worker: check the CRCs of all PNG chunks; Pillow does that for the header only.
 
     Raises:
-        ValueError: one is wrong or missing.
+        ValueError: a CRC is wrong or missing.
     """
     at, view = len(_PNG), memoryview(content)
     kind = b""

@@ -1,4 +1,4 @@
-"""Head: what a recipe puts into its chain, as stages."""
+"""Head: turns the entries of a recipe's chain into stages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _BATCH_ONLY = {"MixUp", "CutMix"}
 
 
 def as_stages(chain: Sequence[Any]) -> list[Stage]:
-    """Head: the entries of a chain as named stages; equal names get a number.
+    """Head: the entries of a chain as named stages; repeated names get a number.
 
-    Plain torchvision transforms that Stoker executes faster are replaced by its own (see `native`).
+    Plain torchvision transforms are replaced by Stoker's if those are faster (see `native`).
 
     Raises:
-        UsageError: an entry that is none of the allowed kinds, or cannot work in a chain.
+        UsageError: an entry is not of an allowed kind, or cannot work in a chain.
     """
     if not isinstance(chain, list | tuple):
         raise UsageError(f"preprocess() must return a list, not {type(chain).__name__}")

@@ -1,7 +1,7 @@
-"""Chain worker: neighbouring stages that are done in one step, as one stage with their names joined.
+"""Chain worker: fuses adjacent stages into one stage with joined names.
 
-Such are decoding with the geometric transforms after it (the crop is then chosen before decoding),
-geometric transforms alone (one resize: of an image from the cache, say), and Gaussian blurs (one kernel).
+Fused are decoding with the geometric transforms after it (the crop is then chosen before decoding), geometric
+transforms alone (one resize, for example of a cached image), and Gaussian blurs (one kernel).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def fuse(stages: list[Stage]) -> list[Stage]:
     """Chain worker: the stages as they are executed.
 
-    CheckLabel does not look at the image: between stages that are fused it moves before them.
+    CheckLabel does not use the image: between fused stages it moves in front of them.
     """
     fused: list[Stage] = []
     run: list[Stage] = []
@@ -66,7 +66,7 @@ def _as_one(run: list[Stage]) -> list[Stage]:
 
 
 class Fused(RecordTransform):
-    """Chain worker: geometric transforms, perhaps with the decoding before them, in one step."""
+    """Chain worker: geometric transforms, optionally with the decoding before them, in one step."""
 
     def __init__(self, run: list[Stage]) -> None:
         first = run[0].apply
@@ -77,7 +77,7 @@ class Fused(RecordTransform):
         self.gives_tensor = self.parts[-1][1].gives_tensor
 
     def prepare(self) -> None:
-        """Chain worker: import what the first image would import otherwise."""
+        """Chain worker: import what the first image would otherwise import."""
         import simplejpeg  # noqa: F401
 
         for _, part in self.parts:
@@ -96,7 +96,7 @@ class Fused(RecordTransform):
                 picture = part.change(picture, rng)  # type: ignore[assignment]
             pixels = picture.pixels()
         except Exception as error:
-            # Pixels are decoded when a later transform needs them.
+            # Pixels are decoded only when a later transform needs them.
             late = self.mode and "cannot be decoded" in str(error)
             error.stage = self.first if late else name  # type: ignore[attr-defined]
             raise

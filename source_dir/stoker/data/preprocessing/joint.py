@@ -1,4 +1,4 @@
-"""Chain worker: transforms of torchvision that change an image, its masks and its boxes alike."""
+"""Chain worker: torchvision transforms that apply to an image together with its masks and boxes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 class DecodeMask(RecordTransform):
     """Chain worker: an encoded mask → its class numbers, uint8, height × width.
 
-    A palette's colours are left out: the numbers in the file are the classes. Colour images, lossy formats
-    and more than 8 bits are refused, since what they hold is no class number.
+    Palette colours are ignored: the numbers in the file are the classes. Colour images, lossy formats and
+    more than 8 bits are refused, since they hold no class numbers.
 
     Args:
-        columns: that hold masks.
+        columns: columns that hold masks.
     """
 
     random = False
@@ -44,14 +44,14 @@ class DecodeMask(RecordTransform):
 
 
 class Joint(RecordTransform):
-    """Chain worker: one transform of torchvision.transforms.v2 for an image and what belongs to it.
+    """Chain worker: one transform of torchvision.transforms.v2 for an image with its masks and boxes.
 
-    Its random numbers are drawn once for all of them, seeded by the record. Masks are resized without
-    mixing classes. The transform gets the whole record, so `v2.SanitizeBoundingBoxes` finds `labels`.
+    Random numbers are drawn once for all of them, seeded by the record. Masks are resized without mixing
+    classes. The transform gets the whole record, so `v2.SanitizeBoundingBoxes` finds `labels`.
 
     Args:
-        transform: of v2, or a `v2.Compose`.
-        masks: columns of class numbers, height × width, as large as the image.
+        transform: a v2 transform or a `v2.Compose`.
+        masks: columns of class numbers, height × width, the size of the image.
         boxes: columns of boxes, number × 4, in pixels.
         format: of the boxes: XYXY, XYWH or CXCYWH.
     """
@@ -90,14 +90,14 @@ class Joint(RecordTransform):
             if values.ndim != 2 or values.shape[1] != 4:
                 raise ValueError(f"{name} has the shape {tuple(values.shape)}; boxes are number × 4")
             parts[name] = tv_tensors.BoundingBoxes(values, format=self.format, canvas_size=size)
-        # Arrays as tensors, which is what v2 looks for under `labels`; beside an image it leaves them alone.
+        # v2 expects tensors under `labels`, and leaves plain tensors alone if there is an image.
         others = {n: _tensor(v) if isinstance(v, np.ndarray) else v for n, v in record.items()}
         out = self.transform({**others, **parts})
         return {n: v.as_subclass(torch.Tensor) if n in parts else v for n, v in out.items()}
 
 
 def _tensor(values: Any) -> Any:
-    """An array as a tensor that may be written to, which does not copy where the array may."""
+    """An array as a writable tensor, without a copy if the array is writable."""
     import numpy as np
     import torch
 

@@ -1,4 +1,4 @@
-"""Head: torchvision's transforms → Stoker's own, where these do the same work faster."""
+"""Head: replaces torchvision transforms with Stoker's, if those do the same work faster."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CUBIC = {"bilinear": False, "bicubic": True, 2: False, 3: True}
 
 
 def native(module: Any) -> ImageTransform | GaussianBlurs | None:
-    """Head: what executes a torchvision transform (v1 or v2) in its stead; None: torchvision itself.
+    """Head: Stoker's replacement for a torchvision transform (v1 or v2); None: keep torchvision's.
 
-    Only plain objects of torchvision's classes are replaced, with arguments for which the result is
-    the same: antialiased, bilinear or bicubic. Classes that a user derived from them are not.
+    Replaces only plain instances of torchvision's classes with arguments for which the result is the same:
+    antialiased, bilinear or bicubic. Subclasses by users are kept.
     """
     if not is_plain(module):
         return None
@@ -50,7 +50,7 @@ def native(module: Any) -> ImageTransform | GaussianBlurs | None:
 
 
 def _is_understood(size: Any, max_size: Any) -> bool:
-    """Whether Resize takes these, too; other combinations are torchvision's to carry out or refuse."""
+    """Whether Stoker's Resize supports these; torchvision handles or refuses other combinations."""
     sides = [size] if isinstance(size, int) else size
     if not isinstance(sides, list | tuple) or len(sides) not in (1, 2):
         return False
@@ -58,9 +58,9 @@ def _is_understood(size: Any, max_size: Any) -> bool:
 
 
 def tensors_for_others(stages: list[Stage]) -> None:
-    """Head: where a transform of the user's follows torchvision's, it gets a tensor, as from torchvision.
+    """Head: give a user's transform that follows torchvision's a tensor, as torchvision would.
 
-    Inside Stoker and at the end of a chain images are arrays, height × width × channels.
+    Inside Stoker and at the end of a chain, images are arrays, height × width × channels.
     """
     following: Any = None
     for stage in reversed(stages):

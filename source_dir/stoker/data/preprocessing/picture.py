@@ -1,8 +1,7 @@
-"""Chain worker: a picture whose crop, resize and flip are done in one step, when its pixels are asked for.
+"""Chain worker: a picture that is cropped, resized and flipped in one step when its pixels are requested.
 
-Until then it is known by its header alone. So a crop is chosen before decoding, and decoding can leave
-out what no pixel of the result needs. Resizing is torch's antialiased kernel on uint8, the one that
-torchvision calls.
+Until then only its header is read. So a crop is chosen before decoding, and decoding can skip what no pixel
+of the result needs. Resizing uses torch's antialiased uint8 kernel, the one that torchvision calls.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SPARE = 1.0
-"""A JPEG is decoded smaller (by 2, 4 or 8) only while it stays at least this many times larger than the
-result, like Pillow's `draft`. Photos of 2048×1536 then differ from a full decode by 0.5 of 255 levels on
+"""A JPEG is decoded at a reduced size (by 2, 4 or 8) only while it stays at least this many times larger than
+the result, like Pillow's `draft`. Photos of 2048×1536 then differ from a full decode by 0.5 of 255 levels on
 average and 2 in the 99th percentile; with 1.5 by 0.3 and 1.3, at 10 % more CPU time."""
 
 
 def is_hwc(shape: tuple[int, ...]) -> bool:
-    """Chain worker: whether an image array is height × width × channels, as decoders and OpenCV give it.
+    """Chain worker: whether an image array is height × width × channels, as decoders and OpenCV return it.
 
     With 1 to 4 channels first and more than 4 columns last it is channels × height × width.
     """
@@ -32,8 +31,8 @@ def open_picture(image: Any) -> Picture | TensorPicture:
     """Chain worker: a record's decoded image as a picture.
 
     Raises:
-        KeyError: there is none.
-        TypeError: it is still encoded.
+        KeyError: the record has no image.
+        TypeError: the image is still encoded.
     """
     import numpy as np
 
@@ -52,7 +51,7 @@ def open_picture(image: Any) -> Picture | TensorPicture:
 
 
 class Picture:
-    """Chain worker: a uint8 image and what is still to be done to it: crop → resize → window → flip.
+    """Chain worker: a uint8 image and its pending operations: crop → resize → window → flip.
 
     Args:
         source: encoded bytes, or an array, height × width × 1 or 3.
@@ -78,19 +77,19 @@ class Picture:
         self.box = (0, 0, height, width)
         """Top, left, height and width of the crop, in pixels of the source."""
         self.size: tuple[int, int] | None = None
-        """Height and width to which the crop is resized."""
+        """Height and width after resizing the crop."""
         self.window: tuple[int, int, int, int] | None = None
-        """Top, left, height and width of what is kept of that."""
+        """Top, left, height and width of the part of that to keep."""
         self.cubic = False
         self.flipped = False
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Height and width as the picture stands, pixels."""
+        """Current height and width, pixels."""
         return (self.window or (0, 0, *self.size))[2:] if self.size else self.box[2:]
 
     def crop(self, top: int, left: int, height: int, width: int) -> Picture:
-        """Keep a part that lies inside."""
+        """Crop to a part that lies inside."""
         if self.flipped:
             left = self.shape[1] - left - width
         if self.size:
@@ -111,10 +110,10 @@ class Picture:
     def resized_crop(
         self, box: tuple[int, int, int, int], height: int, width: int, cubic: bool = False
     ) -> Picture:
-        """Crop and resize. Of a picture much larger than the result the box is moved to a grid.
+        """Crop and resize. If the picture is much larger than the result, the box moves to a grid.
 
-        The grid has 2, 4 or 8 pixels, so that the box has whole pixels in the picture decoded smaller;
-        it depends on the sizes alone, never on whether the picture is decoded already.
+        The grid has 2, 4 or 8 pixels, so that the box has whole pixels in the reduced picture. It depends on
+        the sizes alone, never on whether the picture is decoded already.
         """
         top, left, tall, wide = box
         rows, columns = self.shape
@@ -137,10 +136,10 @@ class Picture:
         return Picture(np.pad(self.pixels(), ((top, bottom), (left, right), (0, 0))))
 
     def pixels(self) -> NDArray[Any]:
-        """Do it all.
+        """Carry out the pending operations.
 
         Returns:
-            uint8, height × width × channels, contiguous; the source itself where nothing was to be done.
+            uint8, height × width × channels, contiguous; the source itself if nothing is pending.
 
         Raises:
             ValueError: the image is truncated.
@@ -159,7 +158,7 @@ class Picture:
         return mirrored(out, in_place=True) if self.flipped else out
 
     def _resized(self, rows: int, columns: int) -> NDArray[Any]:
-        """The resized crop, as far down and to the right as the window reaches."""
+        """The resized crop, only as far down and to the right as the window reaches."""
         from stoker.data.preprocessing.resample import reach, resample
 
         top, left, tall, wide = self.box
@@ -169,7 +168,7 @@ class Picture:
         scale = (tall / rows, wide / columns)
         if self.window:
             rows, columns = self.window[0] + self.window[2], self.window[1] + self.window[3]
-            # What the last kept row and column average.
+            # Input pixels that the last kept row and column average over.
             tall = min(tall, reach(rows, scale[0], self.cubic))
             wide = min(wide, reach(columns, scale[1], self.cubic))
         if self.array is not None:
@@ -183,7 +182,7 @@ class Picture:
 
 
 def shrink(tall: int, wide: int, height: int, width: int) -> int:
-    """Chain worker: by how much a crop of tall × wide pixels may be decoded smaller for height × width."""
+    """Chain worker: factor by which a crop of tall × wide pixels may be reduced for height × width."""
     factor = 1
     while factor < 8 and min(tall / height, wide / width) >= 2 * factor * SPARE:
         factor *= 2
@@ -191,7 +190,7 @@ def shrink(tall: int, wide: int, height: int, width: int) -> int:
 
 
 def mirrored(array: NDArray[Any], in_place: bool) -> NDArray[Any]:
-    """Chain worker: an image with left and right exchanged."""
+    """Chain worker: an image mirrored left to right."""
     import cv2
 
     out = array if in_place else array.copy()
@@ -200,7 +199,7 @@ def mirrored(array: NDArray[Any], in_place: bool) -> NDArray[Any]:
 
 
 class TensorPicture:
-    """Chain worker: an image of another kind (a tensor, an array with channels first), by torchvision."""
+    """Chain worker: any other image (a tensor, an array with channels first), handled by torchvision."""
 
     def __init__(self, image: Any) -> None:
         self.image = image

@@ -1,6 +1,6 @@
-"""Chain worker: how many pixels an image may have; its header tells, before anything is decoded.
+"""Chain worker: the limit on an image's pixels, checked by its header before decoding.
 
-A PNG of 21 kB can be an image of 13,000 × 13,000 pixels, which takes gigabytes.
+A PNG of 21 kB can hold 13,000 × 13,000 pixels, which takes gigabytes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _of_process = {"most": MOST}
 
 
 def limit_pixels(most: int) -> None:
-    """Chain worker: set the limit of this process, for Stoker's decoders, Pillow and OpenCV.
+    """Chain worker: set the limit of this process for Stoker's decoders, Pillow and OpenCV.
 
-    Pillow then refuses larger images wherever it is called from: a dataset or a transform of the user's.
-    OpenCV reads its limit when it is imported.
+    Pillow then refuses larger images in users' datasets and transforms too. OpenCV reads its limit when it
+    is imported.
     """
     if _of_process.get("set") == most:
         return
@@ -29,7 +29,7 @@ def limit_pixels(most: int) -> None:
     with contextlib.suppress(ImportError):
         from PIL import Image
 
-        # Pillow refuses twice this number and warns of more than it.
+        # Pillow warns above this number and refuses above twice this number.
         Image.MAX_IMAGE_PIXELS = (most + 1) // 2
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
 
@@ -43,14 +43,14 @@ def check(width: int, height: int) -> None:
     """Chain worker: refuse an image that is too large.
 
     Raises:
-        ValueError: it has more pixels than are allowed.
+        ValueError: it exceeds the limit.
     """
     if width * height > allowed():
         raise ValueError(f"{width} × {height} = {width * height:,} pixels: {_beyond()}")
 
 
 def too_large(error: Exception) -> ValueError:
-    """Chain worker: Pillow's refusal in the words of the configuration."""
+    """Chain worker: rephrase Pillow's error in terms of the configuration."""
     return ValueError(f"{str(error).partition(' exceeds')[0]}: {_beyond()}")
 
 

@@ -1,4 +1,4 @@
-"""Head: what of a chain gives the same result in every epoch, so that hosts may keep it."""
+"""Head: the deterministic prefix of a chain, whose results hosts may cache."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from stoker.errors import UsageError
 
 
 def prefix_length(stages: list[Stage]) -> int:
-    """Head: how many stages at a chain's beginning give a record the same result in every epoch."""
+    """Head: number of leading stages that give a record the same result in every epoch."""
     for position, stage in enumerate(stages):
         if stage.random or stage.per != "record":
             return position
@@ -16,25 +16,25 @@ def prefix_length(stages: list[Stage]) -> int:
 
 
 def refuse_nothing_to_keep(stages: list[Stage]) -> None:
-    """Head: a training chain whose first stage is random leaves nothing to keep.
+    """Head: refuse a training chain whose first stage is random, because nothing could be cached.
 
     Raises:
-        UsageError: naming that stage.
+        UsageError: names that stage.
     """
     if prefix_length(stages):
         return
     if not stages:
-        raise UsageError("data.cache: the training chain is empty, there is nothing to keep; set it to none")
+        raise UsageError("data.cache: the training chain is empty, so nothing can be cached; use none")
     first = stages[0]
     why = "is random" if first.random else "works on batches"
     raise UsageError(
-        f"data.cache: nothing can be kept, for the training chain's first stage {first.name} {why}; set it"
-        " to none, or begin the chain with stages that draw nothing (random = False)"
+        f"cannot cache: the first stage {first.name} {why}; put deterministic stages (random = False) first"
+        " or set data.cache=none"
     )
 
 
 def key_of(split: str, fingerprint: str, stages: list[Stage]) -> str:
-    """Head: names the results of these stages on the data of this split."""
+    """Head: cache key for the results of these stages on the data of this split."""
     from ray import cloudpickle
 
     return digest(split, fingerprint, [stage.name for stage in stages], cloudpickle.dumps(stages))

@@ -1,4 +1,4 @@
-"""Head: the schema of each split, from the first records through its chain, before training."""
+"""Head: determines the schema of each split from its first records, before training."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from stoker.errors import SchemaError, UsageError
 
 PROBE_RECORDS = 4
 PROBE_S = 30.0
-"""Deadline; after it the run begins without, and its first block fixes the schema."""
+"""Deadline; after it the run starts anyway, and its first block fixes the schema."""
 
 
 def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records: int) -> None:
-    """Head: let the chains of a job know the columns that every block of their split must have.
+    """Head: set the schemas that every block of a split must have on the chains of a job.
 
-    With Ray connected a task on this host runs the chains, since a record may end its process; without,
-    this process does. Where nothing comes of it (the first records are bad, say, or need another host),
-    and for a `ray.data.Dataset`, the first block of the run fixes the schema.
+    If Ray is connected, a task on this host runs the chains, since a record may crash its process; otherwise
+    this process does. If that gives no schema (for example because the first records are bad or need another
+    host), and for a `ray.data.Dataset`, the first block of the run fixes it.
 
     Raises:
-        UsageError: columns that cannot be batched, or differ between the first records.
+        UsageError: columns cannot be batched, or differ between the first records.
     """
     shards = {name: next(iter(source.shards(block_records, None)), None) for name, source in sources.items()}
     wanted = {split: source for split, source in sources.items() if shards[split] is not None}
@@ -42,8 +42,7 @@ def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records
 
 
 def probe(source: Source, shard: Shard | None, chain: Chain) -> tuple[Schema, ...] | str:
-    """Head or a task there: the schemas that the first records of a shard have; a text where they cannot
-    be batched."""
+    """Head or a task there: the schemas of the first records of a shard; a text if they cannot be batched."""
     if shard is None:
         return ()
     try:
@@ -51,7 +50,7 @@ def probe(source: Source, shard: Shard | None, chain: Chain) -> tuple[Schema, ..
     except (SchemaError, UsageError) as error:
         return str(error)
     except Exception:
-        return ()  # the run says it, where it happens
+        return ()  # the run reports it where it happens
     return report.schemas
 
 

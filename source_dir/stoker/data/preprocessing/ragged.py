@@ -1,4 +1,4 @@
-"""Every host: a column whose rows differ in length, and the padded arrays that a batch holds of it."""
+"""Every host: columns whose rows differ in length, and their padded arrays in a batch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from stoker.data.sources.base import record_id
 from stoker.errors import SchemaError
 
 LENGTH_SUFFIX = "_length"
-"""Names the column of a batch that says how long each row of a padded one is."""
+"""Suffix of the batch column with the length of each row of a padded column."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Every host: rows one behind the other: row i is values[offsets[i] : offsets[i + 1]].
+    """Every host: concatenated rows: row i is values[offsets[i] : offsets[i + 1]].
 
-    Has what code that handles columns asks of an array: `dtype`, `shape` (its second number is -1),
-    `nbytes`, a length, and slices.
+    Implements what column code needs of an array: `dtype`, `shape` (its second number is -1), `nbytes`, a
+    length, and slices.
     """
 
     values: Any
@@ -29,7 +29,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: list[Any], dtype: str) -> Ragged:
-        """Chain worker: arrays that differ at most in their first dimension."""
+        """Chain worker: build from arrays that differ at most in their first dimension."""
         import numpy as np
 
         offsets = np.zeros(len(rows) + 1, np.int64)
@@ -52,10 +52,10 @@ class Ragged:
         return len(self.offsets) - 1
 
     def __getitem__(self, rows: slice) -> Ragged:
-        """Neighbouring rows; their values are views.
+        """Adjacent rows; their values are views.
 
         Raises:
-            SchemaError: its offsets cannot be.
+            SchemaError: its offsets are invalid.
         """
         refuse_bad_offsets(self.offsets, len(self.values))
         start, stop, _ = rows.indices(len(self))
@@ -64,15 +64,14 @@ class Ragged:
 
 
 def refuse_bad_offsets(offsets: Any, values: int) -> None:
-    """Every host: check where rows begin and end against the number of values there are.
+    """Every host: check row offsets against the number of values.
 
     Raises:
         SchemaError: they do not divide the values into rows.
     """
     if offsets[0] != 0 or offsets[-1] != values or (offsets[1:] < offsets[:-1]).any():
         raise SchemaError(
-            f"offsets of rows run from {offsets[0]} to {offsets[-1]} and not steadily over {values} values:"
-            " the block is damaged"
+            f"row offsets from {offsets[0]} to {offsets[-1]} do not divide {values} values: damaged block"
         )
 
 
@@ -90,13 +89,13 @@ def too_long(record: Record, pads: Mapping[str, Pad], limit: int) -> str:
 
 
 def padded(name: str, parts: list[Ragged], pad: Pad, empty: Callable[..., Any]) -> dict[str, Any]:
-    """Train worker: the rows of all parts in one array, filled up to the longest, and their lengths.
+    """Train worker: the rows of all parts in one array, padded to the longest, and their lengths.
 
     Args:
         name: of the column.
         parts: at least one.
-        pad: what fills the rows up.
-        empty: makes an array of a shape and dtype.
+        pad: fill value and multiple.
+        empty: creates an array of a shape and dtype.
     """
     import numpy as np
 
@@ -113,11 +112,11 @@ def padded(name: str, parts: list[Ragged], pad: Pad, empty: Callable[..., Any]) 
 
 
 def bucketed(records: list[Record], column: str, seed: str) -> list[Record]:
-    """Chain worker: the records of a block, those of similar length next to each other.
+    """Chain worker: the records of a block, with similar lengths next to each other.
 
-    They go up by every second length and down by the others, from a random place on. So wherever batches
-    begin, their rows are alike in length, and no length has its place in a block. The order depends on the
-    seed and the records alone: a block that is made again has the same.
+    Lengths ascend through every second one and descend through the others, starting at a random place. So
+    wherever batches begin, their rows have similar lengths, and no length has a fixed place in a block. The
+    order depends only on the seed and the records: a remade block has the same order.
     """
     import numpy as np
 

@@ -1,11 +1,11 @@
-"""What may stand in a chain, and the named stages that it becomes.
+"""What a chain may contain, and the named stages that it becomes.
 
 A chain is a list. Each entry is one of
     a `RecordTransform`                       record and random generator → record
     a torchvision transform (or Compose)      applied to `record["image"]`
     a fitted `ray.data` preprocessor          applied to a batch
     any other callable                        dict of arrays → dict of arrays, same records
-    a pair ("name", entry)                    the same under a name of one's own
+    a pair ("name", entry)                    any of these under a name of your choice
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NEVER_RANDOM = {
     *("CenterCrop", "ConvertImageDtype", "Grayscale", "Identity", "Normalize", "PILToTensor", "Pad", "RGB"),
     *("Resize", "ToDtype", "ToImage", "ToPILImage", "ToPureTensor", "ToTensor"),
 }
-"""Transforms of torchvision that draw nothing; what is not listed counts as random."""
+"""Torchvision transforms that draw nothing; any other counts as random."""
 
 
 class RecordTransform(ABC):
@@ -33,12 +33,12 @@ class RecordTransform(ABC):
     random: bool = True
     """False: the same record gives the same result in every epoch, so that it may be cached."""
     uses_random: bool = True
-    """False: draws from `rng` at most, so that the global generators (`random`, `numpy.random`, torch) need
-    not be seeded for each record."""
+    """False: draws only from `rng`, so the global generators (`random`, `numpy.random`, torch) need not be
+    seeded for each record."""
 
     @abstractmethod
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        """Chain worker: the record with its changes; an exception quarantines it."""
+        """Chain worker: the changed record; an exception quarantines it."""
 
 
 @dataclass(frozen=True)
@@ -52,20 +52,20 @@ class Stage:
     uses_torch: bool = False
     """Draws from torch's global generator."""
     random: bool = True
-    """False: draws nothing, so its result may be kept across epochs. Unknown callables count as random."""
+    """False: draws nothing, so its result may be cached across epochs. Unknown callables count as random."""
     uses_random: bool = True
     """May draw from the global generators of Python's `random`, NumPy or torch."""
     of_torchvision: bool = False
-    """Stands for a transform of torchvision, which leaves a tensor to what follows."""
+    """Replaces a torchvision transform, which returns a tensor to the next stage."""
 
 
 def is_plain(module: Any) -> bool:
-    """Head: whether an object is torchvision's own transform, not of a class that the user derived."""
+    """Head: whether an object is an instance of torchvision's own class, not of a user's subclass."""
     return type(module).__module__.startswith("torchvision.transforms")
 
 
 def may_draw(module: Any) -> bool:
-    """Head: whether a torchvision transform may draw random numbers; a derived class always may."""
+    """Head: whether a torchvision transform may draw random numbers; a subclass always may."""
     if not is_plain(module):
         return True
     if type(module).__name__ == "Compose":

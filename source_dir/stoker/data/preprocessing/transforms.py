@@ -1,8 +1,8 @@
-"""Transforms of Stoker's own for images, with torchvision's names and arguments.
+"""Stoker's image transforms, with torchvision's names and arguments.
 
-They differ from torchvision's in how they are executed: neighbours run as one stage, which chooses the
-crop from the header, decodes no more than it needs and resizes once (see `fusion`). Images stay uint8
-arrays, height × width × channels. Random numbers come from the record's generator.
+They differ from torchvision's in execution: adjacent ones run as one stage, which chooses the crop from the
+header, decodes only what it needs and resizes once (see `fusion`). Images stay uint8 arrays, height × width ×
+channels. Random numbers come from the record's generator.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ Pictured = Picture | TensorPicture
 class DecodeImage(RecordTransform):
     """Chain worker: encoded bytes in `image` → uint8 array, height × width × channels, upright.
 
-    JPEG goes through libjpeg-turbo; everything that refuses (CMYK, 16 bit, PNG, …) goes through Pillow.
-    EXIF orientation is applied. A truncated image raises.
+    JPEG goes through libjpeg-turbo; everything it refuses (CMYK, 16 bit, PNG, …) goes through Pillow. EXIF
+    orientation is applied. A truncated image raises.
 
     Args:
         mode: "RGB" or "L" (one channel).
@@ -84,7 +84,7 @@ class CheckLabel(RecordTransform):
 
 
 class Drop(RecordTransform):
-    """Chain worker: leaves columns out that are not to be trained on; a record may lack them.
+    """Chain worker: drops columns that are not used for training; a record may lack them.
 
     Args:
         columns: their names.
@@ -101,14 +101,14 @@ class Drop(RecordTransform):
 
 
 class ImageTransform(RecordTransform):
-    """Chain worker: changes the picture in `record["image"]`; neighbours are executed as one."""
+    """Chain worker: changes the picture in `record["image"]`; adjacent ones are executed as one."""
 
     uses_random = False
     gives_tensor = False
     """Leave a tensor, channels × height × width, as torchvision's transforms do."""
 
     def prepare(self) -> None:
-        """Chain worker: import what the first image would import otherwise."""
+        """Chain worker: import what the first image would otherwise import."""
         import cv2  # noqa: F401
 
         import stoker.data.preprocessing.resample  # noqa: F401
@@ -119,7 +119,7 @@ class ImageTransform(RecordTransform):
 
     @abstractmethod
     def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
-        """Chain worker: note what is to be done; pixels are computed later."""
+        """Chain worker: add the operation to the picture; pixels are computed later."""
 
 
 def tensor_of(image: Any) -> Any:
@@ -140,16 +140,16 @@ def _pair(size: int | Sequence[int]) -> tuple[int, int]:
 
 
 class RandomResizedCrop(ImageTransform):
-    """Chain worker: a random part of the image, of random shape, resized with antialiasing.
+    """Chain worker: a random part of the image with random aspect ratio, resized with antialiasing.
 
-    Area and aspect ratio are drawn as torchvision draws them; where ten draws do not fit, the largest
-    centred part of allowed shape is taken. Of a picture more than 3 times larger than the result the
-    box lies on a grid of 2, 4 or 8 pixels.
+    Area and aspect ratio are drawn as torchvision draws them; if ten draws do not fit, it takes the largest
+    centred part of an allowed shape. If the picture is more than 3 times larger than the result, the box lies
+    on a grid of 2, 4 or 8 pixels.
 
     Args:
         size: height and width of the result, pixels; a number for both.
-        scale: least and greatest share of the image's area.
-        ratio: least and greatest width / height; uniform in its logarithm.
+        scale: minimum and maximum share of the image's area.
+        ratio: minimum and maximum width / height; uniform in its logarithm.
         cubic: bicubic instead of bilinear.
     """
 
@@ -186,11 +186,11 @@ class RandomResizedCrop(ImageTransform):
 
 
 class Resize(ImageTransform):
-    """Chain worker: another size, with antialiasing.
+    """Chain worker: resizes with antialiasing.
 
     Args:
         size: height and width, pixels; a number: the shorter side, the longer one in proportion.
-        max_size: with a number for `size`: the longer side is at most this.
+        max_size: with a number for `size`: limit of the longer side.
         cubic: bicubic instead of bilinear.
     """
 
@@ -214,7 +214,7 @@ class Resize(ImageTransform):
 
 
 class ShrinkLarger(ImageTransform):
-    """Chain worker: a larger image made smaller, with antialiasing; others stay as they are.
+    """Chain worker: shrinks larger images with antialiasing; others are unchanged.
 
     Args:
         size: the shorter side of the result, pixels; the longer one in proportion.
@@ -232,7 +232,7 @@ class ShrinkLarger(ImageTransform):
 
 
 class CenterCrop(ImageTransform):
-    """Chain worker: the middle of the image; a smaller image gets black margins.
+    """Chain worker: crops the centre of the image; a smaller image gets black margins.
 
     Args:
         size: height and width, pixels; a number for both.
@@ -253,10 +253,10 @@ class CenterCrop(ImageTransform):
 
 
 class RandomHorizontalFlip(ImageTransform):
-    """Chain worker: left and right exchanged, at random.
+    """Chain worker: mirrors left and right, at random.
 
     Args:
-        p: how often, 0 to 1.
+        p: probability, 0 to 1.
     """
 
     def __init__(self, p: float = 0.5) -> None:
@@ -267,7 +267,7 @@ class RandomHorizontalFlip(ImageTransform):
 
 
 class Compose(ImageTransform):
-    """Chain worker: several, as torchvision's `Compose`."""
+    """Chain worker: several transforms in sequence, like torchvision's `Compose`."""
 
     def __init__(self, parts: Sequence[ImageTransform]) -> None:
         self.parts = list(parts)

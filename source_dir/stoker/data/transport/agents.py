@@ -207,9 +207,7 @@ class Agents:
         name = about.get("Labels", {}).get("stoker.host") or about.get("NodeManagerHostname", node)
         again = self._deaths[node] <= RESTARTS
         self._not_before[node] = time.monotonic() + RESTART_AFTER_S if again else float("inf")
-        then = (
-            "it is started again" if again else f"it died {self._deaths[node]} times and is not started again"
-        )
+        then = "restarting it" if again else f"giving up after {self._deaths[node]} deaths"
         self._note(
             f"the agent on host {name} died ({cause}); {then}. Until it answers, the host's blocks come"
             " through Ray's object store"

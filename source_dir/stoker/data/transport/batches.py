@@ -84,7 +84,7 @@ class BatchBuilder:
         """
         other = next((value for value in values if not isinstance(value, str)), "")
         if other != "":
-            raise SchemaError(f"column {name!r} holds {other!r}, which is no text")
+            raise SchemaError(f"column {name!r} holds {other!r}, which is not text")
         self._columns[name][at : at + len(values)] = values
 
     def take(self, part: BlockSlice, columns: dict[str, Any], at: int) -> int:
