@@ -131,7 +131,7 @@ def test_delta_is_told_from_a_heap_of_parquet_files(delta: Path, tmp_path: Path)
         read_parquet(str(delta), "train")
     assert len(rows_of(read_any(str(delta), "train", ["x"]))) == 10
     assert read_any(str(delta), "val") is None
-    with pytest.raises(UsageError, match="no Delta table that can be read"):
+    with pytest.raises(UsageError, match="cannot be read as a Delta table"):
         read_delta(str(tmp_path / "nowhere"))
 
 

@@ -25,8 +25,8 @@ class GaussianBlurs(RecordTransform):
     Each draws its sigma as torchvision does, from torch's generator seeded for the record. Kernels in
     sequence equal one kernel, their convolution. It is separable like each of them, and because they are
     symmetric, reflecting the image at its border once equals doing it for each. On float32 images the result
-    equals torchvision's blurs in sequence to 1e-6 of the range. On uint8 images torchvision rounds after each blur
-    and this class once, so several blurs may differ by 2 levels.
+    equals torchvision's blurs in sequence to 1e-6 of the range. On uint8 images torchvision rounds
+    after each blur and this class once, so several blurs may differ by 2 levels.
     """
 
     uses_random = False

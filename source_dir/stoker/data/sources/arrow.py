@@ -1,4 +1,4 @@
-"""Every host: Arrow columns as values of records, and where they are NULL."""
+"""Every host: values of Arrow columns, and where they are NULL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def values_of(column: Any) -> Callable[[int], Any]:
-    """Chain worker: row number → Python value or NumPy array, chosen once per column by its type."""
+    """Chain worker: row number → Python value or NumPy array; chosen once per column by its type."""
     import pyarrow as pa
 
     kind = column.type
@@ -31,11 +31,11 @@ def values_of(column: Any) -> Callable[[int], Any]:
 
 
 def mask_of(column: Any, rows: NDArray[np.int64] | None = None) -> NDArray[np.bool_] | None:
-    """Every host: which rows of a column are NULL, or hold one in a list; None where none does.
+    """Every host: which rows of a column are NULL, or are a list with a NULL; None if no row is.
 
     Args:
         column: chunked.
-        rows: those that count; None: all.
+        rows: rows to check; None: all.
     """
     import numpy as np
 

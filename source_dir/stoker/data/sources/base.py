@@ -1,6 +1,6 @@
-"""Sources: where records come from. The head plans and checks shards, chain workers read them.
+"""Sources of records. The head plans and checks shards, chain workers read them.
 
-One file per format; each has its `read_…`, which `stoker.data` offers.
+One file per format; each has its `read_…` function, which `stoker.data` exports.
 """
 
 from __future__ import annotations
@@ -24,55 +24,55 @@ class Source(ABC):
     """Head and chain worker: the records of one split."""
 
     random: bool = True
-    """False: reading draws no random numbers. Else the global generators (`random`, `numpy.random`, torch)
-    are seeded for every record, by (seed, epoch, key) where the keys are known before (`IndexedSource`)."""
+    """False: reading draws no random numbers. Otherwise the global generators (`random`, `numpy.random`,
+    torch) are seeded for each record, by (seed, epoch, key) if keys are known before (`IndexedSource`)."""
 
     def check(self) -> None:  # noqa: B027 - nothing to check is a good answer
-        """Head: look at what can be looked at before training.
+        """Head: check the data as far as possible before training.
 
         Raises:
-            UsageError: absent, empty, truncated or lacking a column, naming the file.
+            UsageError: absent, empty, truncated or without a required column; names the file.
         """
 
     @abstractmethod
     def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
-        """Head: the split cut into shards of about `records` records, permuted by `order`."""
+        """Head: divide the split into shards of about `records` records, permuted by `order`."""
 
     @abstractmethod
     def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
-        """Chain worker: the records of a shard; a record that cannot be read comes as a BadRecord.
+        """Chain worker: the records of a shard; a record that cannot be read becomes a BadRecord.
 
         Raises:
-            OSError: the way to the data failed; the head has the shard read again, elsewhere if it can.
+            OSError: accessing the data failed; the head retries the shard, on another host if possible.
         """
 
     @abstractmethod
     def count(self) -> int | None:
-        """Head: the number of records, None where only reading would tell."""
+        """Head: the number of records; None if only reading would tell."""
 
     def for_workers(self) -> Source:
-        """Head: what chain workers need for `read`; a long list of files, say, stays on the head."""
+        """Head: what chain workers need for `read`, without head-only data such as file lists."""
         return self
 
     def fingerprint(self) -> str:
-        """Head: short text that changes when other records would be read; made within about a second.
+        """Head: short text that changes if the records change; takes about a second at most.
 
-        Empty: nothing but reading tells, so a sample of the records is read (`stoker.data.sources.identity`).
+        Empty: only reading can tell, so records are sampled (`stoker.data.sources.identity`).
         """
         return ""
 
     def classes(self) -> list[str] | None:
-        """Head: names of the classes in the order of their labels, where the source knows them."""
+        """Head: class names in the order of their labels, if the source knows them."""
         return None
 
     def to_ray(self, records: int = 1024) -> Any:
-        """Anywhere, connected to Ray: the records as a `ray.data.Dataset`, for other pipelines than Stoker's.
+        """Anywhere, connected to Ray: the records as a `ray.data.Dataset`, for other pipelines.
 
         Args:
-            records: of a block, about.
+            records: approximate number per block.
 
         Returns:
-            Rows with the columns of a record. Reading a record that is damaged raises DataError.
+            Rows with the columns of a record. Reading a damaged record raises DataError.
         """
         import ray
 
@@ -88,7 +88,7 @@ class Source(ABC):
 
 
 class IndexedSource(Source):
-    """Head and chain worker: records that are known by name before they are read, each by itself."""
+    """Head and chain worker: records with keys that are known before reading, each readable alone."""
 
     @abstractmethod
     def shards(self, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Shard]:
@@ -100,27 +100,27 @@ class IndexedSource(Source):
 
 
 class StreamedSource(Source):
-    """Head and chain worker: records that are read one after the other."""
+    """Head and chain worker: records that are read sequentially."""
 
     @abstractmethod
     def arrangement(self, count: int, order: np.random.Generator | None) -> list[int]:
-        """Chain worker: in which order `read` gives the `count` records of a shard."""
+        """Chain worker: the order in which `read` returns the `count` records of a shard."""
 
 
 def listing_of(source: Source, shard: Shard) -> list[tuple[str, Shard]] | None:
-    """Chain worker: key and shard of each record; None where only reading the shard tells."""
+    """Chain worker: key and shard of each record; None if only reading the shard tells."""
     return source.listing(shard) if isinstance(source, IndexedSource) else None
 
 
 def cut_indices(n: int, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Shard]:
-    """Head: the indices 0 … n-1, permuted, in shards of `records`.
+    """Head: divide the permuted indices 0 … n-1 into shards of `records`.
 
     Args:
-        n: how many.
-        records: in a shard.
-        order: permutes them; None: as they are.
-        homes: permute within so many random parts of them that never change, and then the shards of all
-            parts; 0: permute all at once.
+        n: number of indices.
+        records: per shard.
+        order: permutes them; None: keep their order.
+        homes: permute within this many fixed random parts, then permute the shards of all parts; 0: permute
+            all indices together.
     """
     import numpy as np
 
@@ -141,7 +141,7 @@ def cut_indices(n: int, records: int, order: np.random.Generator | None, homes: 
 
 
 def digest(*parts: Any) -> str:
-    """Head: what identifies data, as 16 hexadecimal digits."""
+    """Head: an identifier of data, 16 hexadecimal digits."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
@@ -156,7 +156,7 @@ def one_by_one(
     load: Callable[[str], Record | None],
     refuses: Callable[[str], str],
 ) -> Iterator[Record | BadRecord]:
-    """Chain worker: the listed records of a shard, each read by itself unless it is refused or kept here."""
+    """Chain worker: the listed records of a shard, each read alone unless it is refused or cached here."""
     for key, alone in listing:
         if reason := refuses(key):
             yield BadRecord(key, reason)

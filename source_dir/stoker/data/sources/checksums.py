@@ -1,6 +1,6 @@
-"""Every host: data files compared with a `SHA256SUMS` file that lies beside them.
+"""Every host: verifies data files against a `SHA256SUMS` file next to them.
 
-`cd data && find . -type f ! -name SHA256SUMS -print0 | xargs -0 sha256sum > SHA256SUMS` writes one.
+Create one with `cd data && find . -type f ! -name SHA256SUMS -print0 | xargs -0 sha256sum > SHA256SUMS`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _LINE = re.compile(r"(\\?)([0-9a-fA-F]{64}) [ *](.+)")
 _ESCAPED = {r"\\": "\\", r"\n": "\n", r"\r": "\r"}
 
 _verified: set[tuple[str, str, int, int]] = set()
-"""(path, SHA-256, size, time of change) of files that this process has found good."""
+"""(path, SHA-256, size, modification time) of files that this process has verified."""
 
 
 def sums_of(root: str, files: list[Any], suffixes: tuple[str, ...]) -> dict[str, str]:
-    """Head: path → SHA-256 of the files of a split, by the SHA256SUMS in the data root or below it.
+    """Head: path → SHA-256 of the files of a split, from SHA256SUMS files in or below the data root.
 
     Args:
         root: the data root, or a single file.
@@ -32,10 +32,10 @@ def sums_of(root: str, files: list[Any], suffixes: tuple[str, ...]) -> dict[str,
         suffixes: of all data files.
 
     Returns:
-        Empty where there is no such file.
+        Empty if there is no such file.
 
     Raises:
-        UsageError: it cannot be read, names a data file that is not there, or lacks one that is.
+        UsageError: it cannot be read, lists a data file that is absent, or does not list one that exists.
     """
     if root.lower().endswith(suffixes):
         root = root.rpartition("/")[0] or "."
@@ -52,27 +52,27 @@ def sums_of(root: str, files: list[Any], suffixes: tuple[str, ...]) -> dict[str,
         with filesystem.open_input_stream(path) as stream:
             for name, value in parse(stream.read(), path).items():
                 if sums.setdefault(name, value) != value:
-                    raise UsageError(f"{path}: gives another sum of {name} than {found[0]}")
+                    raise UsageError(f"{path}: gives another sum of {name} than {found[0]}; regenerate one")
     there = {f.path for f in list_files(root, suffixes)}
     for name in sums:
         inside = name.removeprefix(top + "/").split("/")
         hidden = any(part[:1] in "._" for part in inside)
         if name.lower().endswith(suffixes) and not hidden and name not in there:
-            raise UsageError(f"{found[0]}: lists {name}, which is absent; restore it, or write the sums anew")
+            raise UsageError(f"{found[0]}: lists {name}, which is absent; restore it or regenerate the sums")
     absent = [f.path for f in files if f.path not in sums]
     if absent:
         raise UsageError(
-            f"{absent[0]}: is not in {found[0]} ({len(absent)} of {len(files)} files are not); write the sums"
-            " anew"
+            f"{absent[0]}: is not in {found[0]} ({len(absent)} of {len(files)} files are not); regenerate the"
+            " sums"
         )
     return {f.path: sums[f.path] for f in files}
 
 
 def parse(content: bytes, path: str) -> dict[str, str]:
-    """Head: the lines of a SHA256SUMS file, names made absolute.
+    """Head: parse a SHA256SUMS file; makes names absolute.
 
     Raises:
-        UsageError: a line that `sha256sum` does not write.
+        UsageError: a line is not in `sha256sum` format.
     """
     sums = {}
     folder = path.rpartition("/")[0]
@@ -85,28 +85,28 @@ def parse(content: bytes, path: str) -> dict[str, str]:
                 name = re.sub(r"\\[\\nr]", lambda part: _ESCAPED[part[0]], name)
             sums[posixpath.join(folder, posixpath.normpath(name))] = value.lower()
         elif line:
-            raise UsageError(f"{path}: line {number} is not one of sha256sum: {line[:80]!r}")
+            raise UsageError(f"{path}: line {number} is not in sha256sum format: {line[:80]!r}")
     return sums
 
 
 def compare(path: str, found: str, expected: str) -> None:
-    """Every host: refuse a file whose SHA-256 is not the one that is listed.
+    """Every host: refuse a file whose SHA-256 differs from the listed one.
 
     Raises:
-        UsageError: naming it.
+        UsageError: names the file.
     """
     if found != expected:
         raise UsageError(
             f"{path}: damaged or changed: its SHA-256 is {found[:12]}…, {NAME} says {expected[:12]}…; restore"
-            " it, or write the sums anew"
+            " it or regenerate the sums"
         )
 
 
 def verify(filesystem: Any, path: str, expected: str) -> None:
-    """Every host: read a whole file and compare it, once per process as long as it does not change.
+    """Every host: read and verify a whole file, once per process unless it changes.
 
     Raises:
-        UsageError: it is not what is listed.
+        UsageError: its SHA-256 differs from the listed one.
     """
     about = filesystem.get_file_info(path)
     state = (path, expected, about.size, about.mtime_ns)

@@ -1,5 +1,5 @@
-"""Head: a digest of what an object holds (arrays, numbers, text, and objects made of such), which is the
-same in another process, and where the data has been moved."""
+"""Head: a digest of an object's content (arrays, numbers, text, and objects made of them), which is the same
+in another process and after the data has moved."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from pathlib import PurePath
 from typing import Any
 
 MOST_ITEMS = 20_000
-"""Items of lists, dicts and objects that are looked at in all; of longer ones, some from all over."""
+"""Maximum number of items of lists, dicts and objects to hash; longer ones are sampled evenly."""
 MOST_OF_A_LIST = 4096
 MOST_BYTES = 4 * 2**20
-"""Of an array; of a larger one, parts from all over."""
+"""Maximum bytes of an array to hash; larger ones are sampled evenly."""
 PARTS = 64
 DEEPEST = 8
 SYSTEM = {"_io", "_thread", "builtins", "io", "logging", "multiprocessing", "threading", "weakref"}
-"""Modules whose objects say nothing about records."""
+"""Modules whose objects do not describe records."""
 
 
 def content_of(value: Any) -> str:
-    """Head: a digest of an object's content, made in a fraction of a second."""
+    """Head: a digest of an object's content, computed in a fraction of a second."""
     contents = Contents()
     contents.add(value)
     return contents.digest().hex()
 
 
 class Contents:
-    """Head: takes in one object after the other.
+    """Head: hashes one object after another.
 
     Args:
-        most_items: how many items to look at in all; None: all of them, and all bytes.
+        most_items: maximum number of items in total; None: all items and all bytes.
     """
 
     def __init__(self, most_items: int | None = MOST_ITEMS) -> None:
@@ -38,14 +38,14 @@ class Contents:
         self._whole = most_items is None
         self._left = most_items or 0
         self._above: list[int] = []
-        """Ids of the objects around the present one: some hold each other."""
+        """Ids of the enclosing objects, to detect reference cycles."""
 
     def digest(self) -> bytes:
-        """Of everything so far."""
+        """Digest of everything added so far."""
         return self._hash.digest()
 
     def add(self, value: Any) -> None:
-        """Take in an object."""
+        """Hash an object."""
         self._left -= 1
         kind = type(value)
         self._text(kind.__qualname__)
@@ -72,7 +72,7 @@ class Contents:
         elif hasattr(value, "tobytes") or hasattr(value, "detach"):
             self._array(value)
         elif hasattr(value, "__dict__"):
-            # What is private and no container is the object's own business: handles, counters, times.
+            # Private attributes that are not containers are internals: handles, counters, times.
             self._items(
                 [
                     (name, part)
@@ -90,7 +90,7 @@ class Contents:
             self.add(items[at])
 
     def _array(self, value: Any) -> None:
-        """An array, a tensor, an image."""
+        """Hash an array, a tensor or an image."""
         import numpy as np
 
         if hasattr(value, "detach"):
@@ -120,14 +120,14 @@ class Contents:
 
 
 def movable(text: str) -> str:
-    """Head: a text without the folder in which the data lies: of a long path the last two parts."""
+    """Head: a text without the folder of the data: of a long path, the last two parts."""
     if text.startswith("/") or "://" in text[:10]:
         return "/".join(text.rsplit("/", 2)[-2:])
     return text
 
 
 def as_array(value: Any) -> Any:
-    """Every host: how to pickle a tensor as an array; NotImplemented for all else."""
+    """Every host: how to pickle a tensor as an array; NotImplemented for anything else."""
     kind = type(value)
     if kind.__module__ == "torch" and kind.__name__ == "Tensor" and not value.requires_grad:
         with contextlib.suppress(TypeError, RuntimeError):

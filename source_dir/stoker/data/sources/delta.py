@@ -1,4 +1,4 @@
-"""Delta tables: the files of one version of the table, read as Parquet."""
+"""Delta tables: reads the files of one table version as Parquet."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from stoker.storage.filesystems import filesystem_of, join
 class DeltaSource(ParquetSource):
     """Head and chain worker: the rows of a Delta table at one version.
 
-    Partition columns come from the table's log, and columns that were added to the table later are NULL in
-    the rows of older files.
+    Partition columns come from the table's log; columns added to the table later are NULL in rows of older
+    files.
     """
 
     def __init__(self, types: dict[str, Any], *arguments: Any) -> None:
@@ -39,19 +39,19 @@ def open_delta(
     nulls: Nulls | None = None,
     data: str = "",
 ) -> DeltaSource:
-    """Head: the files of a Delta table at a version, those that the partitions rule out left away.
+    """Head: the files of a Delta table at a version, without those that the partitions rule out.
 
     Args:
         uri: the table.
         columns: of the records; None: all.
         filters: rows to keep; None: all.
         version: of the table; None: the newest.
-        nulls: what becomes of the NULLs of a column; those of others are refused.
-        data: the data root, the table itself or above it, where a SHA256SUMS may lie.
+        nulls: how to handle NULLs, by column; those of other columns are refused.
+        data: the data root, the table or a folder above it, which may hold a SHA256SUMS.
 
     Raises:
-        UsageError: deltalake is absent, no such table or version, or one that needs deletion vectors or
-            column mapping.
+        UsageError: deltalake is not installed, there is no such table or version, or the table needs deletion
+            vectors or column mapping.
     """
     try:
         import deltalake
@@ -66,17 +66,17 @@ def open_delta(
     at = uri if "://" in uri and not uri.startswith("file://") else root
     try:
         table = deltalake.DeltaTable(at, version=version, storage_options=_storage_options())
-        dataset = table.to_pyarrow_dataset()  # refuses tables whose features it cannot honour
+        dataset = table.to_pyarrow_dataset()  # refuses tables with unsupported features
         actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
         types = {field.name: field.type for field in dataset.schema}
     except Exception as error:
         text = " ".join(str(error).split())[:200]
         which = "" if version is None else f" at version {version}"
-        raise UsageError(f"{uri}: no Delta table that can be read{which}: {text}") from None
+        raise UsageError(f"{uri}: cannot be read as a Delta table{which}: {text}") from None
     if not actions:
-        raise UsageError(f"{uri}: the Delta table holds no row at version {table.version()}")
+        raise UsageError(f"{uri}: the Delta table has no rows at version {table.version()}")
     out = _ruled_out(dataset, filters)
-    # One stays in any case: the source says then that no row matches.
+    # Keep one in any case, so that the source reports that no row matches.
     actions = [action for action in actions if unquote(action["path"]) not in out] or actions[:1]
     actions.sort(key=lambda action: action["path"])
     paths = [_path_of(action["path"], root) for action in actions]
@@ -94,7 +94,7 @@ def open_delta(
 
 
 def _ruled_out(dataset: Any, filters: Filters | None) -> set[str]:
-    """Head: files that hold no matching row, by the partitions and statistics in the table's log."""
+    """Head: files without matching rows, by the partitions and statistics in the table's log."""
     from pyarrow import parquet
 
     if not filters:
@@ -103,11 +103,11 @@ def _ruled_out(dataset: Any, filters: Filters | None) -> set[str]:
         fragments = dataset.get_fragments(filter=parquet.filters_to_expression(filters))
         return set(dataset.files) - {fragment.path for fragment in fragments}
     except Exception:
-        return set()  # the source's own check names what is wrong with the filters
+        return set()  # the source's own check reports what is wrong with the filters
 
 
 def _path_of(path: str, root: str) -> str:
-    """A path of the table's log, percent-encoded and relative to the table or absolute, for pyarrow."""
+    """A path from the table's log (percent-encoded, relative to the table or absolute) for pyarrow."""
     path = unquote(path)
     if "://" in path:
         return filesystem_of(path)[1]
@@ -115,7 +115,7 @@ def _path_of(path: str, root: str) -> str:
 
 
 def _storage_options() -> dict[str, str]:
-    """Plain http is refused by default, but an endpoint of one's own often has no certificate."""
+    """Allow plain http, which is refused by default, if the endpoint uses it."""
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
     options = {"endpoint_url": endpoint} if endpoint else {}
     return options | ({"allow_http": "true"} if endpoint.startswith("http://") else {})
@@ -129,19 +129,19 @@ def read_delta(
     version: int | None = None,
     nulls: Nulls | None = None,
 ) -> Source | None:
-    """Head: a Delta table; with the extra `delta` (`pip install deltalake`).
+    """Head: read a Delta table; requires the extra `delta` (`pip install stoker[delta]`).
 
     Args:
         table: path or s3:// address of a table, or of a folder with the tables train and val.
-        split: train or val; None: the table itself, `filters` saying which of its rows.
+        split: train or val; None: the table itself, with `filters` selecting its rows.
         columns: read these columns only; default: all.
         filters: keep rows that match, [("split", "==", "train"), …]; partitions and row groups that
             cannot match are not read.
-        version: the table as it was at this version; default: as it is when the job starts.
-        nulls: what becomes of a column's NULLs, as `read_parquet` takes it.
+        version: read this version of the table; default: the version when the job starts.
+        nulls: how to handle a column's NULLs, as in `read_parquet`.
 
     Raises:
-        UsageError: no such table, version or column, or a table that needs a feature not known here.
+        UsageError: no such table, version or column, or the table needs an unsupported feature.
     """
     if split is None or is_delta_table(table):
         if split not in (None, "train"):

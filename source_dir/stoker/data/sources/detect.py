@@ -1,4 +1,4 @@
-"""Head: the reader of whatever lies in a folder."""
+"""Head: detects the reader for the data in a folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stoker.storage.filesystems import join, list_files
 
 
 def read_any(root: str, split: str, columns: list[str] | None = None) -> Source | None:
-    """Head: tar shards, Parquet, a Delta table or image folders, by what lies there.
+    """Head: read tar shards, Parquet, a Delta table or image folders, whichever the folder holds.
 
     Args:
         root: folder or URI.
@@ -21,7 +21,7 @@ def read_any(root: str, split: str, columns: list[str] | None = None) -> Source 
         columns: read these columns only; default: all. Image folders have `image` and `label`.
 
     Raises:
-        UsageError: nothing there, or nothing of the three.
+        UsageError: the folder is empty, or holds none of these formats.
     """
     if is_delta_table(root) or is_delta_table(join(root, split)):
         return read_delta(root, split, columns)

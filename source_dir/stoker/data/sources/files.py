@@ -1,4 +1,4 @@
-"""Head: which files belong to a split."""
+"""Head: finds the files of a split."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def is_delta_table(uri: str) -> bool:
 
 
 def split_folder(root: str, split: str) -> str | None:
-    """Head: the sub-folder of a split, None where the data has other splits only.
+    """Head: the sub-folder of a split; None if the data has only other splits.
 
     Raises:
-        UsageError: the data has no train split at all.
+        UsageError: the data has no train split.
     """
     list_files(root)
     there = child_folders(root)
@@ -34,10 +34,10 @@ def split_folder(root: str, split: str) -> str | None:
 
 
 def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> list[Any]:
-    """Head: the files of a split: of its folder, or with its name in front.
+    """Head: the files of a split: in its folder, or named with its prefix.
 
     Raises:
-        UsageError: nothing there for the train split.
+        UsageError: the train split has no files.
     """
     files = list_files(root, suffixes)
     if root.lower().endswith(suffixes):

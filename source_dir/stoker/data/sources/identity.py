@@ -1,8 +1,8 @@
-"""Head: whether a split still holds the records that it held when a checkpoint was written.
+"""Head: checks whether a split still holds the records that it held when a checkpoint was written.
 
-A fingerprint has a base (names, sizes, counts, a dataset's state) and digests of a sample of the content,
-each of which covers four times as much as the one before. How many there are is bound by time, so two
-fingerprints agree when their bases and the digests that both have agree.
+A fingerprint has a base (names, sizes, counts, a dataset's state) and digests of content samples, each four
+times as large as the previous one. Their number is limited by time, so two fingerprints agree if their bases
+and the digests that both have agree.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from stoker.data.sources.seeding import drawing, seed_globals, states
 
 SEPARATOR = "~"
 BUDGET_S = 0.25
-"""After this time no further, larger sample is begun: so all take about a second at most."""
+"""No larger sample starts after this time, so all samples take about a second at most."""
 BUDGET_BYTES = 64 * 2**20
 CHUNK_BYTES = 2**20
 CHUNKS = (4, 16, 64, 256, 1024, 4096, 16384)
-"""Chunks of files in one sample after the other."""
+"""Number of file chunks in each successive sample."""
 RECORDS = (2, 4, 8, 16)
-"""Records in one sample after the other, where only reading tells them."""
+"""Number of records in each successive sample, if only reading gives their content."""
 SAMPLED_PIECE = 256
-"""Records of the shards from which they are taken."""
+"""Size in records of the shards that samples are taken from."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Head: what is known of a split's records before any is trained."""
+    """Head: identity of a split's records, determined before training."""
 
     text: str
     draws: str = ""
-    """Why records may not be kept across epochs: reading draws random numbers."""
+    """Why records must not be cached across epochs: reading draws random numbers."""
     unstable: str = ""
-    """Why nobody can tell whether the records are the same: reading one twice gives two."""
+    """Why the records cannot be identified: reading one twice gives different results."""
 
 
 def agree(one: str, other: str) -> bool:
-    """Head: whether two fingerprints are of the same records, as far as both have looked."""
+    """Head: whether two fingerprints match, as far as both have sampled."""
     return all(a == b for a, b in zip(one.split(SEPARATOR), other.split(SEPARATOR), strict=False))
 
 
 def identity_of(source: Source) -> Identity:
-    """Head: a source's fingerprint; where it has none of its own, that of a sample of its records."""
+    """Head: a source's fingerprint; if it has none, that of a sample of its records."""
     text = source.fingerprint()
     if text and not source.random:
         return Identity(text)
@@ -73,7 +73,7 @@ def identity_of(source: Source) -> Identity:
 
 
 def _as_tasks_get_it(source: Source) -> Source:
-    """A copy, for reading may open files that cannot be pickled; arrays are shared, not copied."""
+    """A copy, because reading may open files that cannot be pickled; arrays are shared, not copied."""
     from ray.cloudpickle import CloudPickler
 
     from stoker.data.sources.contents import as_array
@@ -91,7 +91,7 @@ def _as_tasks_get_it(source: Source) -> Source:
 
 
 def _sample(source: Source, copied: Source) -> tuple[list[str], bool, bool]:
-    """Digests of one sample after the other, whether reading draws, and whether it differs from itself."""
+    """Digests of successive samples, whether reading draws, and whether two reads differ."""
     content, found, draws, differs = blake2b(digest_size=4), [], False, False
     shards = list(_sampled_shards(source))
     until, done = time.monotonic() + BUDGET_S, 0
@@ -111,7 +111,7 @@ def _sample(source: Source, copied: Source) -> tuple[list[str], bool, bool]:
 
 
 def _sampled_shards(source: Source) -> Iterator[tuple[Shard, int]]:
-    """Shards from all over the split, and of how many records of each to look at the first."""
+    """Shards from all over the split, and how many of the first records of each to sample."""
     shards = source.shards(SAMPLED_PIECE, None)
     count = max(1, -(-RECORDS[-1] // max(1, len(shards))))
     for number in spread(len(shards), RECORDS[-1]):
@@ -144,11 +144,11 @@ def _read(source: Source, shard: Shard, count: int, seed: str) -> list[tuple[byt
 
 
 def fingerprint_of_files(filesystem: Any, paths: list[str], sizes: list[int], about: Any) -> str:
-    """Head: the fingerprint of a source that reads files: their sizes and a sample of what stands in them,
-    which is all of it where that is little.
+    """Head: the fingerprint of a source that reads files: their sizes and a sample of their content (all of
+    it if that is small).
 
     Args:
-        filesystem: where they lie.
+        filesystem: of the files.
         paths: of the files.
         sizes: bytes of each.
         about: what else decides which records are read; names that do not change when the data moves.
@@ -187,7 +187,7 @@ def _content_of_files(filesystem: Any, paths: list[str], sizes: list[int]) -> li
 
 
 def spread(total: int, most: int) -> Iterator[int]:
-    """Head: up to `most` different ones of 0 … total - 1, always the same, from all over."""
+    """Head: up to `most` distinct numbers of 0 … total - 1, always the same, spread evenly."""
     step = max(1, int(total * 0.6180339887498949))
     while gcd(step, total) > 1:
         step += 1

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 class ImageFolderSource(IndexedSource):
     """Head and chain worker: `folder/class/file.jpg` → columns `image` (the file's bytes), `label`.
 
-    Labels count the classes in alphabetical order.
+    Labels number the classes in alphabetical order.
 
     Args:
         folder: of the split.
-        data: the data root above it, or None: the folder itself; a SHA256SUMS in either is obeyed.
+        data: the data root above it; None: the folder itself. A SHA256SUMS file in either is used.
     """
 
     random = False
@@ -52,7 +52,7 @@ class ImageFolderSource(IndexedSource):
             (path, label_of[path.split("/")[0]], *([sums[f.path]] if sums else []))
             for path, f in zip(relative, files, strict=True)
         ]
-        """Path, label and, where they are listed, SHA-256."""
+        """Path, label and, if listed, SHA-256."""
 
     def check(self) -> None:
         if len(self.names) < 2:
@@ -105,6 +105,6 @@ def _content(filesystem: Any, path: str) -> bytes:
 
 
 def read_images(root: str, split: str) -> Source | None:
-    """Head: images in a folder per class, `root/train/cat/1.jpg`; None without that split."""
+    """Head: images in one folder per class, `root/train/cat/1.jpg`; None without that split."""
     folder = split_folder(root, split)
     return ImageFolderSource(folder, root) if folder else None

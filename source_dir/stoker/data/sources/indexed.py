@@ -1,4 +1,4 @@
-"""Sources whose records have numbers: a range of them, and map-style torch datasets."""
+"""Sources with numbered records: a range of numbers, and map-style PyTorch datasets."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ class TorchSource(NumberedSource):
 
 
 def read_torch(dataset: Any, columns: tuple[str, ...] = ("image", "label")) -> Source:
-    """Head: a map-style torch dataset; tuples are named by `columns`."""
+    """Head: a map-style PyTorch dataset; `columns` names the values of tuples."""
     return TorchSource(dataset, columns)
 
 
 def read_range(n: int) -> Source:
-    """Head: `n` records that hold nothing but their `index`; the chain makes the rest."""
+    """Head: `n` records with only the column `index`; the chain makes the rest."""
     return RangeSource(n)

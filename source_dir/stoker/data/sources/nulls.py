@@ -1,9 +1,9 @@
-"""NULLs of Parquet and Delta columns: found before training, and what becomes of those that are allowed.
+"""Finds NULLs of Parquet and Delta columns before training, and applies the rules for allowed ones.
 
-read_parquet(root, split, nulls={"age": "quarantine"})   leave the record out, and book it as bad
-read_parquet(root, split, nulls={"age": "keep"})         a float: NaN; else 0, False or "", and a column
+read_parquet(root, split, nulls={"age": "quarantine"})   drop the record and count it as bad
+read_parquet(root, split, nulls={"age": "keep"})         a float: NaN; otherwise 0, False or "", and a column
                                                          age__valid, which is False there
-read_parquet(root, split, nulls={"age": 0.0})            this value instead
+read_parquet(root, split, nulls={"age": 0.0})            use this value instead
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Nulls = dict[str, Any]
 QUARANTINE, KEEP = "quarantine", "keep"
 VALID_SUFFIX = "__valid"
 READ_LIMIT_BYTES = 2**30
-"""Columns without statistics are read before training up to this size in all. Beyond it a NULL that no rule
-allows ends the run when it is read."""
+"""Columns without statistics are read before training up to this total size. Beyond it, a NULL without a rule
+ends the run when it is read."""
 
 
 @dataclass
 class Found:
-    """Head: what a file's statistics say of a column's NULLs."""
+    """Head: a column's NULLs according to a file's statistics."""
 
     nulls: int = 0
     unclear: list[int] = field(default_factory=list)
-    """Row groups of which they do not say it."""
+    """Row groups without such statistics."""
     unclear_bytes: int = 0
 
 
@@ -45,7 +45,7 @@ def in_statistics(metadata: Any, columns: Sequence[str], groups: Sequence[int]) 
     paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
     for number, path in enumerate(paths):
         name = next((c for c in columns if path == c or path.startswith(f"{c}.")), None)
-        # Of {bytes, path} structs only the bytes are read.
+        # Of {bytes, path} structs, only the bytes are read.
         if name is not None and not (path == f"{name}.path" and f"{name}.bytes" in paths):
             leaves[number] = path if path == name else name + "."
     found: dict[str, Found] = {}
@@ -58,7 +58,7 @@ def in_statistics(metadata: Any, columns: Sequence[str], groups: Sequence[int]) 
             if nulls == 0:
                 continue
             column = found.setdefault(name.removesuffix("."), Found())
-            if nulls is None or name.endswith("."):  # of lists, empty ones count as well
+            if nulls is None or name.endswith("."):  # for lists, statistics count empty ones too
                 if group not in column.unclear:
                     column.unclear.append(group)
                 column.unclear_bytes += chunk.total_compressed_size
@@ -68,14 +68,14 @@ def in_statistics(metadata: Any, columns: Sequence[str], groups: Sequence[int]) 
 
 
 def check_nulls(source: ParquetSource, columns: list[str]) -> None:
-    """Head: refuse NULLs that no rule allows, in all columns at once.
+    """Head: refuse NULLs without a rule, in all columns at once.
 
     Args:
         source: its footers are read.
         columns: of its records.
 
     Raises:
-        UsageError: a line per column.
+        UsageError: one line per column.
     """
     problems, reads = [], 0
     files = list(zip(source.paths, source.footers, strict=True))
@@ -109,14 +109,14 @@ def check_rule(column: str, rule: Any, kind: Any) -> None:
     """Head: refuse a rule that does not fit its column.
 
     Raises:
-        UsageError: naming the column, its type and what fits.
+        UsageError: names the column, its type and the valid rules.
     """
     if rule != QUARANTINE:
         stand_in(column, rule, kind)
 
 
 def stand_in(column: str, rule: Any, kind: Any) -> Any:
-    """Every host: what stands in a record for a NULL that a rule keeps or replaces.
+    """Every host: the value in a record for a NULL that a rule keeps or replaces.
 
     Raises:
         UsageError: the rule does not fit the column's type.
@@ -148,37 +148,37 @@ def stand_in(column: str, rule: Any, kind: Any) -> Any:
     if isinstance(rule, str) and (types.is_string(kind) or types.is_large_string(kind)):
         return rule
     raise UsageError(
-        f"nulls: {rule!r} does not fit column {column}, which is {kind}; write quarantine, keep or a value of"
+        f"nulls: {rule!r} does not fit column {column}, which is {kind}; use quarantine, keep or a value of"
         " that type"
     )
 
 
 def has_valid_column(rule: Any, kind: Any) -> bool:
-    """Every host: whether a column beside this one says where it was NULL."""
+    """Every host: whether an extra column marks where this one was NULL."""
     import pyarrow as pa
 
     return bool(rule == KEEP) and not pa.types.is_floating(kind)
 
 
 def refusal(column: str, counts: dict[str, int], rows: dict[str, int]) -> str:
-    """Head: the line that refuses a column's NULLs.
+    """Head: the error message for a column's NULLs.
 
     Args:
         column: its name.
-        counts: NULLs by file, of the files that hold some.
+        counts: NULLs by file, for files that hold some.
         rows: records by file.
     """
     path = next(iter(counts))
     others = f", and {sum(counts.values()) - counts[path]} in {len(counts) - 1} other file(s)"
     return (
         f"{path}: column {column} holds {counts[path]} NULL(s) in {rows[path]} rows"
-        f"{others if len(counts) > 1 else ''}; say what becomes of them,"
+        f"{others if len(counts) > 1 else ''}; handle them with"
         f' nulls={{"{column}": "quarantine"}}, "keep" or a value, or leave the column out with columns=[…]'
     )
 
 
 class Rules:
-    """Chain worker: what the NULLs of one file become.
+    """Chain worker: applies the rules to the NULLs of one file.
 
     Args:
         path: the file.
@@ -188,15 +188,15 @@ class Rules:
     def __init__(self, path: str, nulls: Nulls) -> None:
         self.path, self.nulls = path, nulls
         self.bad: dict[int, str] = {}
-        """Rows that are to be quarantined, and the column."""
+        """Rows to quarantine, and the column."""
 
     def apply(
         self, column: str, kind: Any, mask: np.ndarray[Any, Any] | None, value: Callable[[int], Any]
     ) -> dict[str, Callable[[int], Any]]:
-        """A column as records get it: name → from row number to value, its validity too.
+        """A column as seen by records: name → function from row number to value; also its validity column.
 
         Raises:
-            UsageError: it holds a NULL, and no rule allows that.
+            UsageError: it holds a NULL without a rule.
         """
         rule = self.nulls.get(column)
         if column not in self.nulls:

@@ -1,4 +1,4 @@
-"""Parquet: rows with bytes, numbers, strings or tensors; columns and filters are pushed down."""
+"""Parquet: rows with bytes, numbers, strings or tensors; pushes down columns and filters."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     import numpy as np
 
 Filters = list[tuple[str, str, Any]] | list[list[tuple[str, str, Any]]]
-"""As pandas and pyarrow write them: [("label", "<", 5), ("split", "==", "train")] are joined by AND; a
-list of such lists is joined by OR. Operators: == != < > <= >= in, not in."""
+"""As in pandas and pyarrow: [("label", "<", 5), ("split", "==", "train")] is joined by AND; a list of such
+lists by OR. Operators: == != < > <= >= in, not in."""
 
 
 @dataclass(frozen=True)
 class Footer:
-    """Head: what the end of a Parquet file tells."""
+    """Head: contents of a Parquet file's footer."""
 
     schema: Any
     groups: list[Group]
     matching: int
-    """Rows that the filters keep; all of them without filters."""
+    """Rows that match the filters; all rows without filters."""
     nulls: dict[str, Found]
     """Columns that hold NULLs, or may."""
 
@@ -44,18 +44,17 @@ class Footer:
 class ParquetSource(StreamedSource):
     """Head and chain worker: one record per row, read by row groups.
 
-    Columns of {bytes, path} structs, as Hugging Face datasets write images, give their bytes;
-    lists and Arrow tensors give NumPy arrays. A filter skips row groups by their statistics; of the
-    others its own columns are read first, and the rest only where a row matches.
+    Columns of {bytes, path} structs, as Hugging Face datasets write images, give their bytes; lists and
+    Arrow tensors give NumPy arrays. Filters skip row groups by their statistics; in the others, the filter's
+    columns are read first, and the rest only if a row matches.
 
     Args:
         files: pyarrow FileInfo of each file.
         columns: columns of the records; None: all.
         filters: rows to keep; None: all.
-        constants: per path, columns that the file does not hold and their value in all its rows.
-        nulls: what becomes of the NULLs of a column; those of others are refused.
-        sums: SHA-256 by path; every file is compared with it before its rows are given. Empty: there is
-            none.
+        constants: per path, columns that the file lacks and their value in all its rows.
+        nulls: how to handle NULLs, by column; those of other columns are refused.
+        sums: SHA-256 by path; every file is verified before its rows are returned. Empty: do not verify.
     """
 
     random = False
@@ -81,7 +80,7 @@ class ParquetSource(StreamedSource):
 
     def check(self) -> None:
         if self.sums and not is_local(self.paths[0]):
-            # One copy that every host reads; local files may be copies of the host's own.
+            # Shared storage is verified once, here; each host may have its own copy of local files.
             with ThreadPoolExecutor(16) as pool:
                 list(pool.map(self._verify, self.paths))
         self._ensure_footers()
@@ -110,7 +109,7 @@ class ParquetSource(StreamedSource):
             raise UsageError(f"{self.paths[0]}: the Parquet files hold no row{why}")
 
     def count_nulls(self, path: str, column: str, groups: list[Group]) -> int:
-        """Head: NULLs of a column among the rows that the filters keep, by reading it."""
+        """Head: number of NULLs of a column in rows that match the filters, found by reading it."""
         table = read_groups(self.filesystem, path, groups, [column])
         mask = mask_of(table[column], self._rows(path, groups))
         return 0 if mask is None else int(mask.sum())
@@ -119,7 +118,7 @@ class ParquetSource(StreamedSource):
         checksums.verify(self.filesystem, path, self.sums[path])
 
     def _whole_schema(self, path: str, schema: Any) -> dict[str, Any]:
-        """Column → its type; None for one that the file does not hold itself."""
+        """Column → its type; None for a column that the file lacks."""
         return {field.name: field.type for field in schema} | dict.fromkeys(self.constants.get(path, {}))
 
     def _ensure_footers(self) -> None:
@@ -136,7 +135,7 @@ class ParquetSource(StreamedSource):
             sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
             schema = fragment.physical_schema
             if metadata.num_rows != sum(sizes):
-                raise ValueError(f"its footer tells {metadata.num_rows} rows and row groups of {sum(sizes)}")
+                raise ValueError(f"its footer lists {metadata.num_rows} rows, its row groups {sum(sizes)}")
             nulls = in_statistics(metadata, self.columns or schema.names, range(len(sizes)))
         except Exception as error:
             text = " ".join(str(error).split())
@@ -151,7 +150,7 @@ class ParquetSource(StreamedSource):
         return Footer(schema, *self._matching(path, schema, groups), nulls)
 
     def complete(self, path: str, schema: Any) -> None:
-        """Head: add to `constants` what a file of this schema lacks; nothing here."""
+        """Head: add to `constants` what a file of this schema lacks; no-op here."""
 
     def for_workers(self) -> ParquetSource:
         slim = copy(self)
@@ -159,18 +158,18 @@ class ParquetSource(StreamedSource):
         return slim
 
     def _matching(self, path: str, schema: Any, groups: list[Group]) -> tuple[list[Group], int]:
-        """The row groups that hold matching rows, and how many rows match in all."""
+        """The row groups with matching rows, and the total number of matching rows."""
         from pyarrow import dataset, parquet
 
         constants = self.constants.get(path, {})
         known = {*schema.names, *constants}
         if not known.issuperset(self._filter_columns()):
-            return groups, sum(g.rows for g in groups)  # check() names the column
+            return groups, sum(g.rows for g in groups)  # check() reports the column
         fragment = dataset.ParquetFileFormat().make_fragment(path, self.filesystem)
         possible = {g.number for g in groups}
         own = without(self.filters, constants)
         if own:
-            # The statistics of each row group rule out most that cannot match, without reading them.
+            # Statistics rule out most row groups that cannot match, without reading them.
             kept = fragment.split_by_row_group(parquet.filters_to_expression(own), schema)
             possible = {info.id for part in kept for info in part.row_groups}
         found = []
@@ -202,7 +201,7 @@ class ParquetSource(StreamedSource):
         return parquet.filters_to_expression(self.filters)
 
     def _rows(self, path: str, groups: list[Group]) -> np.ndarray[Any, Any]:
-        """Every host: positions within these row groups, one after the other, of the rows to keep."""
+        """Every host: positions of the rows to keep within these concatenated row groups."""
         import numpy as np
         import pyarrow as pa
 
@@ -274,7 +273,7 @@ class ParquetSource(StreamedSource):
                 columns |= rules.apply(column, self.types.get(column), mask, partial(_same, constant))
         in_file = np.concatenate([np.arange(g.first_row, g.first_row + g.rows) for g in groups])
         for row in kept[self.arrangement(len(kept), order)].tolist():
-            # A row's number in its file is its identity, whatever the filters leave out.
+            # A row's number in its file is its identity, regardless of filters.
             record = {"key": f"{name}:{in_file[row]}"}
             if row in rules.bad:
                 yield BadRecord(record["key"], f"column {rules.bad[row]} is NULL")
@@ -308,10 +307,10 @@ def _same(value: Any, row: int) -> Any:
 
 
 def without(filters: Filters | None, columns: Iterable[str]) -> Filters | None:
-    """Head: the filters as far as they ask for other columns; they keep at least the same rows.
+    """Head: the part of the filters that concerns other columns; it keeps at least the same rows.
 
     Returns:
-        None where that is every row.
+        None if that is every row.
     """
     if not filters:
         return None
@@ -327,22 +326,22 @@ def read_parquet(
     filters: Filters | None = None,
     nulls: Nulls | None = None,
 ) -> Source | None:
-    """Head: Parquet files under `root/<split>/` or named `root/<split>*.parquet`.
+    """Head: read Parquet files under `root/<split>/` or named `root/<split>*.parquet`.
 
     Args:
         root: folder or URI; a single file is the train split.
         split: train or val.
         columns: read these columns only; default: all.
         filters: keep rows that match, [("label", "<", 5), …]; row groups that cannot match are not read.
-        nulls: what becomes of a column's NULLs, {"age": "quarantine"}: the record is left out and booked;
-            "keep": NaN of a float, else 0, False or "" with a column age__valid; or a value instead of them.
-            NULLs of other columns are refused before training.
+        nulls: how to handle a column's NULLs, {"age": "quarantine"}: drop and count the record; "keep": NaN
+            for floats, otherwise 0, False or "" plus a column age__valid; or a replacement value. NULLs of
+            other columns are refused before training.
 
     Raises:
-        UsageError: nothing there, or a Delta table, whose old files are not to be read.
+        UsageError: no files, or a Delta table, whose old files must not be read.
     """
     if is_delta_table(root):
-        raise UsageError(f"{root}: is a Delta table, some of its files may be old; read it with read_delta")
+        raise UsageError(f"{root}: is a Delta table, so some files may be outdated; read it with read_delta")
     files = split_files(root, split, PARQUET_SUFFIXES)
     sums = sums_of(root, files, PARQUET_SUFFIXES) if files else None
     return ParquetSource(files, columns, filters, nulls=nulls, sums=sums) if files else None

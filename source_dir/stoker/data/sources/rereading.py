@@ -1,4 +1,4 @@
-"""Chain worker: a record is read again before it counts as bad, for mounts hiccup and connections break."""
+"""Chain worker: retries reads, because mounts and connections fail briefly."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from typing import TypeVar
 from stoker.data.messages import BadRecord
 
 WAITS_S = (0.1, 0.5)
-"""Before the second and the third try."""
+"""Delays before the second and the third try."""
 
 T = TypeVar("T")
 
 
 def read_again(key: str, read: Callable[[], T], rewind: Callable[[], None] | None = None) -> T | BadRecord:
-    """Chain worker: what `read` gives; where it raises, it is called again, after a moment.
+    """Chain worker: call `read`; if it raises, retry after a moment.
 
-    An OSError of a file system or connection is tried three times and may be worth another host; whatever
-    else is raised (a damaged file, a file that is not there, a mistake in the user's code) twice.
+    An OSError of a file system or connection is tried three times and may then be retried on another host;
+    anything else (a damaged or missing file, an error in the user's code) is tried twice.
 
     Args:
         key: of the record.
         read: reads it.
-        rewind: called before it is read again, as `generators` gives it: what it draws shall not depend on
-            how often it was tried.
+        rewind: called before a retry, from `generators`: draws must not depend on the number of tries.
     """
     for number, wait_s in enumerate((*WAITS_S, 0.0), start=1):
         try:
@@ -47,7 +46,7 @@ def read_again(key: str, read: Callable[[], T], rewind: Callable[[], None] | Non
 
 
 def generators() -> Callable[[], None]:
-    """Chain worker: what puts the global random generators back to where they stand now."""
+    """Chain worker: a function that resets the global random generators to their current state."""
     import numpy as np
 
     python, numpy, torch = random.getstate(), np.random.get_state(), sys.modules.get("torch")
@@ -63,28 +62,28 @@ def generators() -> Callable[[], None]:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Chain worker: whether an error says something about the way to the data rather than about the data."""
+    """Chain worker: whether an error concerns access to the data rather than the data."""
     if not isinstance(error, OSError) or isinstance(error, PERMANENT):
         return False
-    # Pillow says with an OSError that an image is damaged.
+    # Pillow reports a damaged image as an OSError.
     frames = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
     return error.errno is not None or not (frames and "PIL" in Path(frames[-1]).parts)
 
 
 REREAD_WAITS_S = (1.0, 4.0, 16.0)
-"""Before a shard that could not be read is tried again, elsewhere where that is possible."""
+"""Delays before retrying a shard that could not be read, on another host if possible."""
 
 
 PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""What a second look may still find, as with a file system that is just being mounted, but a third not."""
+"""Errors worth one retry (the file system may still be mounting), but not more."""
 
 
 def reread_wait_s(error: BaseException, tries: int) -> float | None:
-    """Head: how long to wait before work that failed is tried again; None: it has failed for good.
+    """Head: how long to wait before retrying failed work; None: it has failed for good.
 
     Args:
-        error: why.
-        tries: how often it has been tried again already.
+        error: the cause.
+        tries: number of retries so far.
     """
     most = 1 if isinstance(error, PERMANENT) else len(REREAD_WAITS_S)
     return REREAD_WAITS_S[tries] if tries < most else None

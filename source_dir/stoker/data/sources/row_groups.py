@@ -1,4 +1,4 @@
-"""Every host: row groups of a Parquet file, read with the checksums of their pages."""
+"""Every host: reads row groups of a Parquet file and verifies page checksums."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Group(NamedTuple):
 
 
 def read_groups(filesystem: Any, path: str, groups: list[Group], columns: list[str] | None) -> Any:
-    """Every host: row groups as a table; pages that carry a checksum are compared with it.
+    """Every host: row groups as a table; verifies pages that have a checksum.
 
     Raises:
-        UsageError: the file does not hold what its footer tells.
+        UsageError: the file does not match its footer.
         OSError: it cannot be read, or a checksum is wrong.
     """
     import pyarrow as pa

@@ -1,5 +1,5 @@
-"""Every host: seeds the global random generators, so that what users' code draws depends on (seed, epoch,
-record) alone: not on the process that runs it, nor on what that process did before."""
+"""Every host: seeds the global random generators, so that draws in users' code depend only on (seed, epoch,
+record): not on the process or on what it did before."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 def seed_globals(text: str) -> int:
-    """Every host: seed the generators of `random`, NumPy and torch; the seed.
+    """Every host: seed the generators of `random`, NumPy and torch; returns the seed.
 
-    Seven microseconds in all. torch, where it is not loaded, is seeded as soon as it is.
+    Takes seven microseconds. If torch is not loaded, it is seeded when it is.
 
     Args:
-        text: what the draws shall depend on.
+        text: what the draws depend on.
     """
     import numpy as np
 
@@ -47,12 +47,12 @@ def seed_torch(seed: int) -> None:
 
 
 class _WhenLoaded(MetaPathFinder):
-    """Seeds torch where users' code is the first to import it."""
+    """Seeds torch when users' code is the first to import it."""
 
     seed = 0
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Called by Python's import."""
+        """Called by Python's import system."""
         if name != "torch":
             return None
         _forget_torch()
@@ -77,12 +77,12 @@ def _forget_torch() -> None:
 
 
 def seeded(records: Iterable[T], keys: Iterable[str] | None, text: str) -> Iterator[T]:
-    """Chain worker: what a reader yields, the global generators seeded before it makes each item.
+    """Chain worker: the items of a reader, with the global generators seeded before each item is made.
 
     Args:
         records: a generator that makes one item at a time.
-        keys: of these items, where they are known before; None: items are told apart by their number.
-        text: seed and epoch; where `keys` is None also what names the shard.
+        keys: of these items, if known in advance; None: identify items by their number.
+        text: seed and epoch; if `keys` is None, also the shard.
     """
     reader = iter(records)
     names = map(str, range(sys.maxsize)) if keys is None else chain(keys, repeat("end"))
@@ -97,7 +97,7 @@ def seeded(records: Iterable[T], keys: Iterable[str] | None, text: str) -> Itera
 
 @contextmanager
 def drawing(text: str) -> Iterator[None]:
-    """Head: seed the global generators for users' code that runs here, and put them back afterwards."""
+    """Head: seed the global generators for users' code that runs here, and restore them afterwards."""
     before = states()
     seed_globals(text)
     try:
@@ -108,7 +108,7 @@ def drawing(text: str) -> Iterator[None]:
 
 
 def states() -> dict[str, Any]:
-    """Every host: the states of the global generators in plain types, torch's where it is loaded."""
+    """Every host: the states of the global generators as plain types; torch's only if it is loaded."""
     import numpy as np
 
     state: Any = np.random.get_state()
@@ -121,7 +121,7 @@ def states() -> dict[str, Any]:
 
 
 def put_back(found: dict[str, Any]) -> None:
-    """Every host: set the global generators to an answer of `states`."""
+    """Every host: restore the global generators to a result of `states`."""
     import numpy as np
 
     random.setstate(found["random"])

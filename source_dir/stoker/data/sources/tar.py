@@ -1,8 +1,8 @@
-"""Chain worker and head: a strict tar reader that finds damage where `tarfile` stops without a word.
+"""Chain worker and head: a strict tar reader that finds damage where `tarfile` stops silently.
 
-Formats: ustar, GNU (long names) and PAX. The checksum of every header is verified, the archive must end with
-two zero blocks, and nothing but zeros may follow them. Names beyond a header's 100 characters and the
-contents of members carry no checksum in a tar; only a `SHA256SUMS` file protects those.
+Formats: ustar, GNU (long names) and PAX. It verifies the checksum of every header; the archive must end with
+two zero blocks, followed only by zeros. Names beyond a header's 100 characters and the contents of members
+have no checksum in a tar; only a `SHA256SUMS` file protects those.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from stoker.errors import UsageError
 
 BLOCK = 512
 CHUNK_BYTES = 4 * 2**20
-"""Read at once: every read of a stream on S3 is a request."""
+"""Size of one read: every read of a stream on S3 is a request."""
 CHUNKS_AHEAD = 2
-"""Under way while one is used, so that a request's latency hides behind another's transfer."""
+"""Requests in flight while one chunk is used, to hide latency behind transfer."""
 MOST_ZEROS = 64 * 1024
-"""Zeros at the end of an archive. Tools pad to 10 KiB; a file whose tail was never written has more."""
+"""Maximum number of zeros at the end of an archive. Tools pad to 10 KiB; a partly written file has more."""
 
 _REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _PAX = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
@@ -38,19 +38,19 @@ class Member(NamedTuple):
 
     name: str
     content: bytes
-    """Empty where only names are asked for."""
+    """Empty if only names are requested."""
 
 
 def members(file: Any, path: str, contents: bool = True) -> Iterator[Member]:
-    """Chain worker and head: the regular files of an archive, in order; folders are left out.
+    """Chain worker and head: the regular files of an archive, in order, without folders.
 
     Args:
-        file: what to read; without `contents` it must be able to seek.
+        file: what to read; without `contents` it must be seekable.
         path: names it in errors.
-        contents: read the members, too.
+        contents: read the members too.
 
     Raises:
-        UsageError: the archive is damaged or cut short, more follows its end, or a member is neither a
+        UsageError: the archive is damaged or truncated, data follows its end, or a member is neither a
             regular file nor a folder.
     """
     tar = _Tar(file, path)
@@ -58,13 +58,13 @@ def members(file: Any, path: str, contents: bool = True) -> Iterator[Member]:
     while (header := tar.header()) is not None:
         size = int(extra["size"]) if "size" in extra else header.size
         if size < 0:
-            raise tar.damaged(tar.start, f"it tells a size of {size} bytes")
+            raise tar.damaged(tar.start, f"its header gives a size of {size} bytes")
         if header.type in _PAX:
             extra |= tar.pax(size)
         elif header.type == tarfile.GNUTYPE_LONGNAME:
             extra["path"] = _text(tar.content(size).rstrip(b"\0"))
         elif header.type == tarfile.GNUTYPE_LONGLINK:
-            tar.content(size)  # the name of a link's target; the link itself is refused
+            tar.content(size)  # the name of a link's target; the link is refused below
         elif header.type == tarfile.XGLTYPE:
             if {"path", "size"} & tar.pax(size).keys():
                 raise UsageError(f"{path}: the global PAX header at byte {tar.start} renames members")
@@ -87,10 +87,10 @@ class _Tar:
     def __init__(self, file: Any, path: str) -> None:
         self.file, self.path = file, path
         self.start = self.at = 0
-        """Where the last header begins, and where the next byte is read."""
+        """Offsets of the last header and of the next byte to read."""
 
     def header(self) -> tarfile.TarInfo | None:
-        """The next header; None at the end, where everything that follows has been looked at."""
+        """The next header; None at the end, after checking everything that follows."""
         self.start = self.at
         block = self._take(BLOCK, "the end of the archive is missing")
         if not block.strip(b"\0"):
@@ -101,7 +101,7 @@ class _Tar:
         except (tarfile.HeaderError, ValueError) as error:
             raise self.damaged(self.start, str(error)) from None
         if block[257:265] == tarfile.GNU_MAGIC:
-            # GNU tar keeps times where ustar has the beginning of a long name.
+            # GNU tar stores times where ustar has the name prefix.
             header.name = _text(block[:100].partition(b"\0")[0])
         return header
 
@@ -112,7 +112,7 @@ class _Tar:
         return content
 
     def skip(self, size: int) -> bytes:
-        """Pass over the contents of a member; the header after it shows that they were there."""
+        """Skip the contents of a member; the next header proves that they were present."""
         self.at += size + -size % BLOCK
         self.file.seek(self.at)
         return b""
@@ -170,12 +170,12 @@ class _Tar:
 
 
 def streamed(file: Any, digest: Any = None, ahead: bool = False) -> io.BufferedReader:
-    """Chain worker: a file read in large chunks, each of which goes into the digest, too.
+    """Chain worker: a file read in large chunks, each of which also updates the digest.
 
     Args:
-        file: pyarrow's; close it after what this returns.
-        digest: what hashlib gives.
-        ahead: read the next chunks in threads meanwhile, as the kernel does for local files.
+        file: a pyarrow file; close it after the returned stream.
+        digest: a hashlib object.
+        ahead: read the next chunks in threads, as the kernel does for local files.
     """
     return io.BufferedReader(_Raw(_Ahead(file) if ahead else file, digest), CHUNK_BYTES)
 

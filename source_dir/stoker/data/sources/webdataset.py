@@ -1,4 +1,4 @@
-"""WebDataset tar shards: files that share a stem are one record."""
+"""WebDataset tar shards: files with the same stem form one record."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 WALK_LIMIT_BYTES = 4 * 2**30
-"""Local shards up to this size in all are walked header by header before training."""
+"""Local shards up to this total size are walked header by header before training."""
 
 SHUFFLE_WINDOW = 1024
-"""Records held back while a shuffled shard is read."""
+"""Number of records to buffer while a shuffled shard is read."""
 
 _END = b"\0" * 1024
 
@@ -34,7 +34,7 @@ _COLUMNS = {
     **dict.fromkeys(("cls", "index"), "label"),
     **dict.fromkeys(("txt", "text"), "text"),
 }
-"""Columns that are not named like the suffix."""
+"""Columns whose name differs from the suffix."""
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class WebDatasetSource(StreamedSource):
 
     Args:
         files: pyarrow FileInfo of each shard.
-        sums: SHA-256 by path; every shard is compared with it while it is read. Empty: there is none.
+        sums: SHA-256 by path; every shard is verified while it is read. Empty: do not verify.
         columns: of the records; None: all.
     """
 
@@ -77,7 +77,7 @@ class WebDatasetSource(StreamedSource):
         return len(naming.stems)
 
     def _tail(self, path: str, size: int) -> None:
-        """A whole tar ends with two empty blocks, so one small read finds a truncated shard."""
+        """Refuse a truncated shard by one small read: a whole tar ends with two empty blocks."""
         if size == 0:
             raise UsageError(f"{path}: the tar shard is empty (0 bytes)")
         with self.filesystem.open_input_file(path) as file:
@@ -115,12 +115,12 @@ class WebDatasetSource(StreamedSource):
         return stream if self.columns is None else map(self._wanted, stream)
 
     def _wanted(self, record: Record | BadRecord) -> Record | BadRecord:
-        """A record without the columns that nobody asked for."""
+        """A record with only the requested columns."""
         names = ("key", *(self.columns or ()))
         return record if isinstance(record, BadRecord) else {n: record[n] for n in names if n in record}
 
     def _stream(self, path: str) -> Iterator[Record | BadRecord]:
-        """The last record is given when the whole shard was read and found good."""
+        """Yield records; the last one only after the whole shard was read and verified."""
         shard = path.removeprefix(self.folder)
         naming = Naming(path)
         sha256 = hashlib.sha256() if self.sums else None
@@ -147,11 +147,11 @@ class WebDatasetSource(StreamedSource):
 
 
 class Naming:
-    """Head and chain worker: the members of one shard → record and column.
+    """Head and chain worker: maps the members of one shard to record and column.
 
-    `<stem>.<suffix>` gives a column by its suffix: an image suffix → `image`, `cls` and `index` → `label`,
-    `txt` and `text` → `text`, another one → a column of its name. `<stem>.<column>.<suffix>` names the
-    column itself. The suffix alone decides how the content is read. Hidden files are left out.
+    `<stem>.<suffix>` names a column by its suffix: an image suffix → `image`, `cls` and `index` → `label`,
+    `txt` and `text` → `text`, any other → a column of its name. `<stem>.<column>.<suffix>` names the column
+    explicitly. Only the suffix decides how the content is read. Hidden files are ignored.
 
     Args:
         path: of the shard, for errors.
@@ -162,13 +162,13 @@ class Naming:
         self.stems: set[str] = set()
         self._stem: str | None = None
         self._columns: dict[str, str] = {}
-        """Of the present record: column → member."""
+        """Of the current record: column → member."""
 
     def place(self, member: str) -> tuple[str, str, str] | None:
         """Stem, column and suffix of the next member; None for a hidden file.
 
         Raises:
-            UsageError: two members for one column, a record in two places, or a name that gives no column.
+            UsageError: two members for one column, a record in two places, or a name without a column.
         """
         folder, _, base = member.rpartition("/")
         if base.startswith("."):
@@ -200,7 +200,7 @@ class Naming:
 
 
 def shuffled(stream: Iterable[T], order: np.random.Generator | None) -> Iterator[T]:
-    """Chain worker: a stream permuted within a window that moves along it."""
+    """Chain worker: permute a stream within a sliding window."""
     if order is None:
         yield from stream
         return
@@ -216,7 +216,7 @@ def shuffled(stream: Iterable[T], order: np.random.Generator | None) -> Iterator
 
 
 def _put(record: Record, column: str, suffix: str, content: bytes) -> None:
-    """Adds one tar member to a record; what cannot be read marks the record as bad."""
+    """Add one tar member to a record; unreadable content marks the record as bad."""
     try:
         if suffix in ("cls", "index"):
             record[column] = int(content)
@@ -236,12 +236,12 @@ def _checked(record: Record) -> Record | BadRecord:
 
 
 def read_webdataset(root: str, split: str, columns: list[str] | None = None) -> Source | None:
-    """Head: tar shards under `root/<split>/` or named `root/<split>*.tar`.
+    """Head: read tar shards under `root/<split>/` or named `root/<split>*.tar`.
 
     Args:
         root: folder or URI; a single file is the train split.
         split: train or val.
-        columns: give these columns only; default: all.
+        columns: return these columns only; default: all.
     """
     if root.startswith("pipe:"):
         raise UsageError(f"{root}: pipe: addresses run commands and are refused; use a path or s3://")
