@@ -125,7 +125,7 @@ def test_a_dataset_that_draws_from_global_generators_can_be_resumed_but_not_cach
 def test_a_dataset_that_nobody_can_seed_is_neither_cached_nor_resumed_exactly() -> None:
     with pytest.raises(UsageError, match=r"data.cache: .*Unsteady draws random numbers"):
         open_data(job("FromUnsteady", data={"cache": "disk"}))
-    with pytest.raises(UsageError, match=r"resume: Unsteady gives another record each time.*exactly"):
+    with pytest.raises(UsageError, match=r"resume: Unsteady returns a different record at.*exactly"):
         resume(read_torch(Unsteady()), read_torch(Unsteady()))
     # Where the order is free, type, length and state are what there is to compare.
     resume(read_torch(Unsteady()), read_torch(Unsteady()), "any")

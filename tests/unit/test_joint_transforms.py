@@ -98,7 +98,7 @@ def test_boxes_follow_their_image_and_those_outside_are_left_out_with_their_labe
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"mask": encoded(np.zeros((20, 29), np.uint8))}, "mask is (20, 29) large, its image (20, 30)"),
+        ({"mask": encoded(np.zeros((20, 29), np.uint8))}, "mask has size (20, 29), its image (20, 30)"),
         ({"mask": encoded(np.zeros((20, 30, 3), np.uint8))}, "a PNG of mode RGB holds no class numbers"),
         ({"mask": encoded(np.zeros((20, 30), np.uint8), "JPEG")}, "a JPEG of mode L holds no class numbers"),
         ({"mask": encoded(np.zeros((20, 30), np.uint16))}, "a PNG of mode I;16 holds no class numbers"),

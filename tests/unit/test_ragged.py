@@ -82,7 +82,7 @@ def test_rows_of_one_length_are_padded_too_so_that_the_batch_does_not_depend_on_
     [
         ({}, r"^train: column 'ids' differs in shape between records: \(0,\) in r1, \(3,\) in r0; resize or"
              r" crop in the chain, or let batches pad it: pad = \{'ids': 0\} in the recipe$"),
-        ({"pad": {"idz": 0, "ids": 0}}, "pad names a column 'idz', which no record has; there are: ids, y"),
+        ({"pad": {"idz": 0, "ids": 0}}, "pad names column 'idz', which no record has; columns: ids, y"),
         ({"pad": {"ids": 0.5}}, "column 'ids' holds int32, which cannot be padded with 0.5"),
         ({"pad": {"ids": 2**31}}, "column 'ids' holds int32, which cannot be padded with 2147483648"),
         ({"pad": {"ids": "x"}}, "pad of column 'ids' is 'x' to a multiple of 1; give a number or"),

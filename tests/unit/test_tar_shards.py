@@ -137,7 +137,7 @@ TWICE = {
     "in capitals": (["0001.jpg", "0001.JPG"], r"0001\.jpg and 0001\.JPG both"),
     "by its name": (["0001.jpg", "0001.image.png"], r"0001\.jpg and 0001\.image\.png both"),
     "the same name": (["0001.jpg", "0001.jpg"], r"0001\.jpg and 0001\.jpg both"),
-    "not neighbours": (["0001.jpg", "0002.jpg", "0001.cls"], r"0001 are not neighbours .*at 0001\.cls"),
+    "not adjacent": (["0001.jpg", "0002.jpg", "0001.cls"], r"0001 are not adjacent .*at 0001\.cls"),
     "the record's key": (["0001.key"], r"0001\.key gives no column: name it 0001\.<column>\.<suffix>"),
     "no suffix": (["0001.jpg", "README"], "README gives no column"),
 }

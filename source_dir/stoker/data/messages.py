@@ -182,7 +182,7 @@ class Schema(NamedTuple):
         return Schema(own, self.record)
 
 
-# What a chain worker tells
+# What a chain worker reports
 
 
 @dataclass

@@ -182,7 +182,7 @@ def refuse_absent_pads(pads: dict[str, Pad], schemas: list[tuple[Schema, ...]]) 
     for name in pads:
         if all(schemas) and name not in columns:
             raise UsageError(
-                f"recipe: pad names a column {name!r}, which no record has; there are: {', '.join(columns)}"
+                f"recipe: pad names column {name!r}, which no record has; columns: {', '.join(columns)}"
             )
 
 
@@ -217,8 +217,8 @@ def refuse_uncacheable(recipe: str, data: Data) -> None:
     """
     if why := data.identity("train").draws:
         raise UsageError(
-            f"data.cache: {recipe}.read('train'): {why}, and a cache would repeat the first epoch's; set it"
-            " to none, or draw in a transform of the chain"
+            f"data.cache: {recipe}.read('train'): {why}, and a cache would repeat the first epoch's;"
+            " set data.cache=none, or draw in a transform of the chain"
         )
     refuse_nothing_to_keep(data.chains["train"].stages)
 

@@ -125,7 +125,7 @@ class CacheAffinity:
             need = f", all would take about {size(whole)}"
         return (
             f"data.cache: {100 * share:.0f} % of the training records fit, {size(held)} on"
-            f" {len(self.usage)} host(s) of at most {each} each{need}; the others are preprocessed in every"
-            " epoch (data.cache_gb, more hosts, data.cache: disk, or a smaller image before the first random"
-            " transform)"
+            f" {len(self.usage)} host(s) of at most {each} each{need}; the others are preprocessed in"
+            " every epoch. To fit more: raise data.cache_gb, add hosts, use data.cache: disk or shrink images"
+            " before the first random transform"
         )

@@ -117,7 +117,7 @@ class EpochAccount:
             changed = ", or the data has changed since the checkpoint" if self.carried.trained else ""
             raise DataError(
                 f"{self.split} epoch {self.epoch}: the counts agree but the record ids do not: some"
-                f" came twice and others never{changed}"
+                f" records came twice and others are missing{changed}"
             )
         return self.counts()
 

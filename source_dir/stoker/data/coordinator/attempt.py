@@ -179,7 +179,7 @@ class Attempt:
             stream.splitter.end()
             stream.account.check_budget(self.passes.config.data.bad_record_budget, stream.account.read)
             if stream.splitter.rows == 0 and stream.account.carried.trained == 0:
-                raise DataError(f"the {stream.account.split} split gave no record")
+                raise DataError(f"the {stream.account.split} split has no records")
             self.changed.notify_all()
             self.ready.notify_all()
 

@@ -40,7 +40,7 @@ def refuse_other_data(position: DataCursor, plan: Plan) -> None:
     unstable = position.plan.unstable or plan.unstable
     if unstable and "exact" in (position.plan.order, plan.order):
         raise UsageError(
-            f"resume: {unstable}, so the run cannot go on exactly; draw from the generators of random,"
+            f"resume: {unstable}, so the run cannot resume exactly; draw from the generators of random,"
             " numpy.random or torch, which are seeded for each record, or start a new run"
         )
     for key in ("seed", "shuffle", "bucket_by"):
@@ -49,7 +49,7 @@ def refuse_other_data(position: DataCursor, plan: Plan) -> None:
             name = "seed" if key == "seed" else f"data.{key}"
             raise UsageError(
                 f"resume: {name} was {before} when the checkpoint was written, now it is {now}:"
-                " the order of the records would be another"
+                " the order of the records would change"
             )
 
 

@@ -150,7 +150,7 @@ def ids_of(rows: list[BlockSlice]) -> list[int]:
     try:
         blocks = ray.get([part.block for part in rows], timeout=UNUSED_ROWS_S)
     except ray.exceptions.RayError as error:
-        raise DataError(f"the rows left over at the end of an epoch did not come: {explain(error)}") from None
+        raise DataError(f"cannot fetch the rows left over at the end of an epoch: {explain(error)}") from None
     return [
         number
         for part, block in zip(rows, blocks, strict=True)

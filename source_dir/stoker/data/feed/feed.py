@@ -170,8 +170,8 @@ class Prefetcher:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise DataError(
-                        f"no {self.owner.split} batch came for {self.owner.stall_timeout_s:.0f} s"
-                        " (data.stall_timeout_s): the CPU hosts are stuck or far too slow"
+                        f"no {self.owner.split} batch for {self.owner.stall_timeout_s:.0f} s"
+                        " (data.stall_timeout_s): the CPU hosts are stuck or too slow"
                     )
                 self._changed.wait(left)
             item = self._loaded.pop(self._next)
@@ -276,7 +276,7 @@ class Prefetcher:
         fetched = Fetched({}, began)
         if portion.blocks:
             if portion.schema is None:
-                raise DataError(f"rows of the {self.owner.split} split came without its schema")
+                raise DataError(f"rows of the {self.owner.split} split arrived without a schema")
             try:
                 fetched = self.owner.transport.fetch(portion.blocks, portion.schema)
             except SchemaError as error:

@@ -290,7 +290,7 @@ class _NoGenerator:
     """Chain worker: passed to a transform with `random = False`, so that any draw is an error."""
 
     def __getattr__(self, name: str) -> Any:
-        raise TypeError(f"a transform that declares random = False asks for rng.{name}")
+        raise TypeError(f"a transform that declares random = False uses rng.{name}")
 
 
 def _quarantine(report: BlockReport, bad: BadRecord) -> None:

@@ -84,7 +84,7 @@ class Joint(RecordTransform):
                 raise TypeError(f"the column {name!r} is still encoded; put DecodeMask() before this stage")
             parts[name] = tv_tensors.Mask(_tensor(record[name]))
             if tuple(parts[name].shape[-2:]) != size:
-                raise ValueError(f"{name} is {tuple(parts[name].shape[-2:])} large, its image {size}")
+                raise ValueError(f"{name} has size {tuple(parts[name].shape[-2:])}, its image {size}")
         for name in self.boxes:
             values = _tensor(record[name])
             if values.ndim != 2 or values.shape[1] != 4:

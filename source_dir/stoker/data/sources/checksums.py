@@ -52,7 +52,7 @@ def sums_of(root: str, files: list[Any], suffixes: tuple[str, ...]) -> dict[str,
         with filesystem.open_input_stream(path) as stream:
             for name, value in parse(stream.read(), path).items():
                 if sums.setdefault(name, value) != value:
-                    raise UsageError(f"{path}: gives another sum of {name} than {found[0]}; regenerate one")
+                    raise UsageError(f"{path}: its SHA-256 of {name} differs from {found[0]}; regenerate one")
     there = {f.path for f in list_files(root, suffixes)}
     for name in sums:
         inside = name.removeprefix(top + "/").split("/")

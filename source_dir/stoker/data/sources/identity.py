@@ -68,7 +68,7 @@ def identity_of(source: Source) -> Identity:
         return Identity(base, why, why)
     drawn = f"{kind} draws random numbers as it reads a record" if draws or differs else ""
     if differs:
-        return Identity(base, drawn, f"{kind} gives another record each time that one is read")
+        return Identity(base, drawn, f"{kind} returns a different record at each read")
     return Identity(SEPARATOR.join([base] if text else [base, *digests]), drawn)
 
 

@@ -34,5 +34,5 @@ def read_groups(filesystem: Any, path: str, groups: list[Group], columns: list[s
         kind = OSError if isinstance(error, OSError) else UsageError
         raise kind(f"{path}: damaged, or cannot be read: {' '.join(str(error).split())[:200]}") from None
     if table.num_rows != rows and (columns is None or columns):
-        raise UsageError(f"{path}: damaged: row groups of {rows} rows hold {table.num_rows}")
+        raise UsageError(f"{path}: damaged: its row groups list {rows} rows but hold {table.num_rows}")
     return table

@@ -127,13 +127,13 @@ class _Tar:
                 line = content[at : at + length]
                 key, sign, value = line[line.index(b" ") + 1 : -1].partition(b"=")
                 if len(line) != length or not sign or line[-1:] != b"\n":
-                    raise ValueError("a line of it does not end where it says")
+                    raise ValueError("a line has a wrong length")
                 lines[_text(key)] = _text(value)
                 at += length
             if "size" in lines:
                 int(lines["size"])
         except ValueError as error:
-            raise self.damaged(self.start, f"an extended header that cannot be read: {error}") from None
+            raise self.damaged(self.start, f"invalid extended header: {error}") from None
         return lines
 
     def _end(self) -> None:
@@ -150,7 +150,7 @@ class _Tar:
         if zeros < 2 * BLOCK:
             raise self.damaged(self.start, "the end of the archive is missing")
         if zeros > MOST_ZEROS:
-            raise self.damaged(self.start, f"{zeros} zeros up to its end, as if it was never written whole")
+            raise self.damaged(self.start, f"{zeros} zeros at its end, as in a file that was partly written")
 
     def _take(self, size: int, what: str) -> bytes:
         content: bytes = self.file.read(size)

@@ -66,7 +66,7 @@ class WebDatasetSource(StreamedSource):
         with ThreadPoolExecutor(8) as pool:
             self.rows = list(pool.map(self._walk if local else self._tail, self.paths, self.sizes))
         if self.count() == 0:
-            raise UsageError(f"{self.paths[0]}: the tar shards hold no record")
+            raise UsageError(f"{self.paths[0]}: the tar shards hold no records")
 
     def _walk(self, path: str, size: int) -> int:
         self._tail(path, size)
@@ -185,7 +185,7 @@ class Naming:
         if stem != self._stem:
             if stem in self.stems:
                 raise UsageError(
-                    f"{self.path}: the members of record {stem} are not neighbours (the second part begins at"
+                    f"{self.path}: the members of record {stem} are not adjacent (the second part begins at"
                     f" {member}); write the shard in the order of names, as tar --sort=name does"
                 )
             self.stems.add(stem)

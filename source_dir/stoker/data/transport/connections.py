@@ -69,7 +69,7 @@ class Request:
         batch.check(self.part, Schema(found), header["rows"])
         for name, values in text.items():
             if len(values) != rows:
-                raise SchemaError(f"{len(values)} values of column {name!r} came for {rows} rows")
+                raise SchemaError(f"received {len(values)} values of column {name!r} for {rows} rows")
             batch.text(name, values, at)
         for name, _, _ in arrays:
             target = batch.target(name, at, rows)

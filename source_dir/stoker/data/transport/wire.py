@@ -110,13 +110,13 @@ def receive_message(connection: socket.socket) -> dict[str, Any]:
     """
     (length,) = struct.unpack(">I", receive(connection, 4))
     if length > MESSAGE_BYTES:
-        raise WireError(f"a header of {length} bytes")
+        raise WireError(f"sent an invalid header of {length} bytes")
     try:
         message = json.loads(receive(connection, length))
     except ValueError as error:
-        raise WireError(f"a header that is no JSON: {error}") from None
+        raise WireError(f"sent a header that is not JSON: {error}") from None
     if not isinstance(message, dict):
-        raise WireError("a header that is no object")
+        raise WireError("sent a header that is not an object")
     return message
 
 
@@ -140,9 +140,9 @@ def receive_into(connection: socket.socket, target: memoryview) -> None:
         try:
             count = connection.recv_into(target[at:], 0, socket.MSG_WAITALL)
         except BlockingIOError:
-            raise WireError("fell silent") from None
+            raise WireError("stopped responding") from None
         if count == 0:
-            raise WireError("ended the connection")
+            raise WireError("closed the connection")
         at += count
 
 
