@@ -179,7 +179,7 @@ def test_a_run_that_is_killed_and_stopped_and_damaged_equals_the_whole_one(
     (newest / "model.safetensors").write_bytes(content)
     outcome = run_job(tmp_path, run_dir=run_dir.resolve(), **job)
     assert outcome.code == 0, outcome.summary.error
-    passed_over = f"checkpoint {newest.name} is passed over: model.safetensors is damaged"
+    passed_over = f"skipping checkpoint {newest.name}: model.safetensors is damaged"
     assert passed_over in (run_dir / "logs/console.log").read_text()
     assert len(list((tmp_path / "runs").glob("chain-*"))) == 1, "one run directory for the whole run"
 

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or not there, and a damaged one is passed over with a reason."""
+"""A checkpoint is whole or not there, and a damaged one is skipped with a reason."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_damaged_one_is_passed_over_and_named(store: Store, damage: str) -> No
     assert found is not None
     assert found.meta["step"] == 1
     assert len(said) == 1
-    assert "step-00000002 is passed over" in said[0]
+    assert "skipping checkpoint step-00000002" in said[0]
 
 
 def test_one_that_is_written_again_is_replaced_whole(store: Store) -> None:
@@ -205,7 +205,7 @@ def test_a_write_that_hangs_has_a_deadline() -> None:
     writer = Writer(print)
     over = threading.Event()
     writer.submit("the checkpoint of step 7", lambda: over.wait() and None)
-    with pytest.raises(OSError, match="step 7 is not written after 0 s"):
+    with pytest.raises(OSError, match="step 7: not written after 0 s"):
         writer.wait(deadline_s=0.05)
     over.set()
 

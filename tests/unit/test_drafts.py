@@ -121,6 +121,6 @@ def test_a_checkpoint_that_cannot_be_removed_is_said_once_and_the_run_goes_on(wi
     shelf.add(save(store, 4))
     assert [name[-1] for name in store.names()] == ["4", "2", "1"], "its own it may remove"
     assert len(said) == 1
-    assert "could not be removed (" in said[0] and str(without_rights) in said[0]
+    assert "cannot remove checkpoint" in said[0] and str(without_rights) in said[0]
     os.seteuid(0)
     assert all(verify(store, name) is None for name in store.names())

@@ -207,7 +207,7 @@ class TestCostOfARun:
             "$2.22, $0.62 per 1M samples (estimated, prices of 2026-11 in us-east-1)",
         )
         summary.backend = "rehearsal"
-        assert "what the rehearsed hosts would cost" in cost_row(summary)[1]  # type: ignore[index]
+        assert "as if the rehearsed hosts were real" in cost_row(summary)[1]  # type: ignore[index]
 
     def test_hosts_tell_their_type_by_a_label(self) -> None:
         resource = {

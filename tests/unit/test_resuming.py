@@ -53,15 +53,15 @@ def test_auto_takes_the_runs_newest_whole_checkpoint(tmp_path: Path) -> None:
     start, said = plan(tmp_path)
     assert started_from(start) == str(first)
     problem = "meta.json is damaged (its SHA-256 differs from the manifest)"
-    assert said == [f"checkpoint step-00000010 is passed over: {problem}"]
+    assert said == [f"skipping checkpoint step-00000010: {problem}"]
 
 
-def test_when_none_is_whole_the_run_begins_anew_and_says_so(tmp_path: Path) -> None:
+def test_without_a_valid_checkpoint_the_run_starts_from_scratch_and_says_so(tmp_path: Path) -> None:
     (save(tmp_path / "checkpoints", 5) / "manifest.json").unlink()
     start, said = plan(tmp_path)
     assert start.start is None
-    assert "was not finished" in said[0]
-    assert "begins anew" in said[1]
+    assert "is incomplete" in said[0]
+    assert "starting from scratch" in said[1]
 
 
 def test_a_path_names_a_run_a_folder_or_one_checkpoint(tmp_path: Path) -> None:
@@ -78,18 +78,18 @@ def test_after_a_restart_the_runs_own_come_before_the_path(tmp_path: Path) -> No
     own = save(tmp_path / "new/checkpoints", 7)
     start, said = plan(tmp_path / "new", f"checkpoint.resume={old}")
     assert started_from(start) == str(own)
-    assert "holds checkpoints of this run" in said[0]
+    assert "has checkpoints of this run" in said[0]
 
 
 @pytest.mark.parametrize(
     ("value", "says"),
     [
         ("{tmp}/nowhere", "--resume {tmp}/nowhere: no checkpoint there"),
-        ("{tmp}/kept/step-00000099", "--resume {tmp}/kept/step-00000099: there is no such checkpoint"),
+        ("{tmp}/kept/step-00000099", "--resume {tmp}/kept/step-00000099: no such checkpoint"),
         ("{tmp}/broken/step-00000003", "step-00000003: model.safetensors is absent"),
-        ("{tmp}/broken", "no checkpoint in {tmp}/broken is whole"),
-        ("never", "checkpoint.dir: {tmp}/kept holds checkpoints of an earlier run (step-00000010)"),
-        ("{tmp}/kept/step-00000005", "also holds the later step-00000010"),
+        ("{tmp}/broken", "no complete checkpoint in {tmp}/broken"),
+        ("never", "checkpoint.dir: {tmp}/kept has checkpoints of an earlier run (step-00000010)"),
+        ("{tmp}/kept/step-00000005", "also has the later step-00000010"),
         ("ftp://host/x", "cannot read ftp:// addresses"),
     ],
 )
@@ -114,7 +114,7 @@ def test_what_cannot_be_gone_on_from_is_refused_in_one_line(tmp_path: Path, valu
         ("recipe=a:B", "recipe: 'a:B' here", ""),
         ("params.data=/mnt/b", "", "params.data: '/mnt/b' here, '/mnt/a' in step-00000005; the records are"),
         ("train.batch_size=32", "", "a step takes 32 records here"),
-        ("train.lr=1", "", "train.lr: 1.0 here, 0.01 in step-00000005: the learning rate goes on as it is"),
+        ("train.lr=1", "", "train.lr: 1.0 here, 0.01 in step-00000005: the learning rate continues"),
         ("train.momentum=0.5", "", "train.momentum: 0.5 has no effect"),
         ("train.epochs=20", "", ""),
         ("train.threads=1", "", ""),

@@ -137,6 +137,6 @@ def test_a_run_goes_on_with_another_secret_and_says_that_it_was_not_compared(tmp
     saved = checkpoint.save(store, Content({"w": torch.zeros(1)}, {}, about))
     said: list[str] = []
     resuming.check_same_run(config(token="other-token-2", width=4), 1, saved, said.append)
-    assert said == ["params.token: secret, so not compared with step-00000005"]
+    assert said == ["params.token: secret, not compared with step-00000005"]
     with pytest.raises(UsageError, match=r"params.width: 8 here, 4 in"):
         resuming.check_same_run(config(token="other-token-2", width=8), 1, saved, said.append)

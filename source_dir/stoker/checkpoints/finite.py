@@ -1,4 +1,4 @@
-"""Train worker and head: nothing that holds NaN or infinity is published as a checkpoint or resumed from."""
+"""Train worker and head: refuse to publish, or resume from, a checkpoint with NaN or infinity."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from stoker.training import strategies
 from stoker.training.worker import Worker, not_finite
 
 SMALLEST_SCALE = 2.0**-20
-"""Of fp16's gradient scaler. It starts at 2**16 and halves with every step that overflows: below this, the
-last steps have all been skipped, and no step will ever be made again."""
+"""Of the fp16 gradient scaler, which starts at 2**16 and halves with every overflow. Below this the last
+steps were all skipped, and all further ones will be."""
 
 
 def check_state(worker: Worker, progress: Progress) -> None:
-    """Train worker: raise on all ranks where the state of any is not finite. Collective.
+    """Train worker: raise on all ranks if the state of any rank is not finite. Collective.
 
-    The loss counts with every step since the epoch began; weights, averaged weights and the optimiser's
-    state as they are now. One reduction on the device, and one number read from it.
+    Checks the losses since the epoch began and the present weights, averaged weights and optimiser state,
+    with one reduction on the device and one number read from it.
 
     Raises:
-        FloatingPointError: naming what is not finite.
+        FloatingPointError: names what is not finite.
     """
     import torch
     import torch.distributed as dist
@@ -44,17 +44,17 @@ def check_state(worker: Worker, progress: Progress) -> None:
 
 
 def check_scale(worker: Worker, epoch: int) -> None:
-    """Train worker: single skipped steps are how fp16 works; when all are skipped nothing is learnt.
+    """Train worker: raise if fp16 skips every step, so nothing is learned; single skips are normal.
 
     Raises:
-        FloatingPointError: the scaler has given up.
+        FloatingPointError: the gradient scale is too small.
     """
     if worker.scaler is not None and worker.scaler.get_scale() < SMALLEST_SCALE:
         raise not_finite("fp16: the gradient of every step", worker, epoch, "use train.precision=bf16")
 
 
 def _all_finite(worker: Worker, progress: Progress) -> Any:
-    """A tensor with one truth value: nothing is read from the device here."""
+    """A boolean scalar tensor; reads nothing from the device."""
     import torch
 
     verdicts = []
@@ -82,7 +82,7 @@ def _first_problem(worker: Worker, progress: Progress) -> str:
 
 
 def _strict(worker: Worker) -> Iterator[Named]:
-    """What must be finite throughout, as far as this rank holds it."""
+    """The tensors on this rank that must be finite throughout."""
     models = [("weight", worker.model), ("averaged weight", worker.ema and worker.ema.module)]
     for kind, model in models:
         if model is not None:

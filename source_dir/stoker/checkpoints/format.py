@@ -1,15 +1,15 @@
-"""Train worker (rank 0) and head: what a checkpoint holds, and which one is the newest that is whole.
+"""Train worker (rank 0) and head: the contents of a checkpoint, and how to find the newest valid one.
 
 step-00000123/
     model.safetensors    the weights
-    ema.safetensors      their moving average, where there is one
+    ema.safetensors      their moving average, if any
     state.pt             optimiser, scheduler, scaler, and per rank: random states, running sums
     meta.json            epoch, step, data position, metrics, configuration, history
     manifest.json        SHA-256 of each of them, written last
-    outcome.json         what validation has added since: metrics, history, early stopping
+    outcome.json         added by validation: metrics, history, early stopping
 
-A checkpoint at the end of an epoch is written before the epoch is validated. Until its outcome is there
-its `meta.json` says so under `pending`, and a run that goes on from it validates first.
+A checkpoint at the end of an epoch is written before the epoch is validated. Until its outcome is added,
+its `meta.json` has the epoch under `pending`, and a run resumed from it validates first.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ BEST = "best.json"
 
 @dataclass(frozen=True)
 class Content:
-    """Train worker: all of a checkpoint, tensors on the CPU."""
+    """Train worker: a checkpoint's content, tensors on the CPU."""
 
     weights: dict[str, Any]
     state: dict[str, Any]
-    """Plain values and tensors only: it is read back with `weights_only`."""
+    """Plain values and tensors only, because it is loaded with `weights_only`."""
     meta: dict[str, Any]
     """JSON; `step` names the checkpoint."""
     ema: dict[str, Any] | None = None
@@ -45,7 +45,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Every host: a whole checkpoint and what it says of itself."""
+    """Every host: a complete checkpoint and its metadata."""
 
     store: Store
     name: str
@@ -58,21 +58,21 @@ class Checkpoint:
 
     @property
     def pending(self) -> dict[str, Any] | None:
-        """The epoch that was trained but not validated: epoch, metrics, books, whole; None: there is none."""
+        """The epoch trained but not validated (epoch, metrics, books, whole), or None."""
         found: dict[str, Any] | None = self.meta.get("pending")
         return found
 
     @property
     def position(self) -> dict[str, Any]:
-        """Where the data goes on: with the validation that is missing, if one is."""
+        """Where the data continues: with the missing validation, if any."""
         return {**self.meta["position"], "unvalidated": self.pending and self.pending["epoch"]}
 
 
 def save(store: Store, content: Content) -> Checkpoint:
-    """Train worker (rank 0, the writer's thread): write a checkpoint; it is valid only when it is whole.
+    """Train worker (rank 0, the writer's thread): write a checkpoint; it is valid only when complete.
 
     Raises:
-        OSError: naming the checkpoint and its disk; earlier checkpoints stay as they are.
+        OSError: names the checkpoint and its disk; earlier checkpoints are untouched.
     """
     import torch
     from safetensors.torch import save_file
@@ -89,7 +89,7 @@ def save(store: Store, content: Content) -> Checkpoint:
         write_manifest(draft)
         store.publish(draft, name)
     except Exception as error:
-        # What safetensors and torch say of a full disk does not tell: the disk does, with the draft on it.
+        # safetensors and torch do not report a full disk clearly; measure it while the draft is there.
         cause, disk = " ".join(str(error).split()) or type(error).__name__, store.free_text()
         if draft is not None:
             shutil.rmtree(draft, ignore_errors=True)
@@ -101,10 +101,10 @@ def save(store: Store, content: Content) -> Checkpoint:
 
 
 def add_outcome(saved: Checkpoint, outcome: dict[str, Any]) -> Checkpoint:
-    """Train worker (rank 0, the writer's thread): complete a checkpoint by what validation has found.
+    """Train worker (rank 0, the writer's thread): add the results of validation to a checkpoint.
 
     Args:
-        saved: it stays as it is, but for one more file.
+        saved: the checkpoint; it gets one more file and is otherwise unchanged.
         outcome: replaces keys of its `meta.json`.
 
     Raises:
@@ -117,10 +117,10 @@ def add_outcome(saved: Checkpoint, outcome: dict[str, Any]) -> Checkpoint:
 
 
 def awaiting(saved: Checkpoint, max_steps: int | None) -> Checkpoint:
-    """Every host: a checkpoint as a run goes on from it.
+    """Every host: adapt a checkpoint to the run that resumes from it.
 
-    Where max_steps ended an epoch early, the epoch was to be validated as it was; if training may now go on,
-    it is validated at its end.
+    An epoch cut short by max_steps is pending validation as it is. If training may continue now, that
+    validation is dropped, and the epoch is validated at its end.
     """
     cut_short = saved.pending is not None and not saved.pending["whole"]
     if cut_short and (max_steps is None or saved.meta["step"] < max_steps):
@@ -133,15 +133,15 @@ def _digest(outcome: dict[str, Any]) -> str:
 
 
 def problem_of(store: Store, name: str) -> str | None:
-    """Every host: why nothing can go on from a checkpoint; None where it is whole and finite.
+    """Every host: why a checkpoint cannot be resumed from; None if it is complete and finite.
 
     Raises:
-        OSError: an S3 place that cannot be reached; that says nothing about the checkpoint.
+        OSError: S3 cannot be reached; this says nothing about the checkpoint.
     """
     problem = verify(store, name)
     if problem is not None or describe(store, name).meta.get("finite"):
         return problem
-    # Written by a version that did not look.
+    # Written by a version that did not check.
     from stoker.checkpoints.tensors import non_finite
 
     content = load(describe(store, name))
@@ -150,13 +150,13 @@ def problem_of(store: Store, name: str) -> str | None:
 
 
 def newest_valid(store: Store, log: Callable[[str], Any] | None = None) -> Checkpoint | None:
-    """Every host: the newest checkpoint that is whole and finite; says why others were passed over."""
+    """Every host: the newest checkpoint that is complete and finite; logs why others are skipped."""
     for name in store.names():
         problem = problem_of(store, name)
         if problem is None:
             return describe(store, name)
         if log:
-            log(f"checkpoint {name} is passed over: {problem}")
+            log(f"skipping checkpoint {name}: {problem}")
     return None
 
 
@@ -164,16 +164,16 @@ def describe(store: Store, name: str) -> Checkpoint:
     """Every host: a checkpoint with its `meta.json` and its outcome, unchecked.
 
     Raises:
-        OSError: this host does not see it.
+        OSError: the checkpoint is not visible on this host.
     """
     try:
         meta = json.loads(store.read(name, META))
     except FileNotFoundError:
         raise OSError(
-            f"{store.where}/{name}: not on this host; with several hosts that train, checkpoint.dir must"
-            " be a folder that they share, or s3://"
+            f"{store.where}/{name}: not on this host; if several hosts train, set checkpoint.dir to"
+            " a folder that they share, or s3://"
         ) from None
-    # One that is absent or cut short is made again: by validating.
+    # If the outcome is absent or truncated, validation runs again.
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         added = json.loads(store.read(name, OUTCOME))
         if _digest(added["outcome"]) == added["sha256"]:
@@ -182,14 +182,14 @@ def describe(store: Store, name: str) -> Checkpoint:
 
 
 def read_plain(file: Any, where: str) -> Any:
-    """Train worker: what `torch.save` has written of plain values and tensors, on the CPU.
+    """Train worker: load plain values and tensors written by `torch.save`, on the CPU.
 
     Args:
         file: a path or an open file.
-        where: names it in errors.
+        where: its name in errors.
 
     Raises:
-        OSError: it holds anything else, which could run code; nothing of it was executed.
+        OSError: it contains anything else, which could run code; nothing was executed.
     """
     import pickle
 
@@ -200,8 +200,8 @@ def read_plain(file: Any, where: str) -> Any:
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         found = re.search(r"GLOBAL (\w+\.[\w.]+)", str(error))
         raise OSError(
-            f"{where}: holds {found[1] if found else 'more'} besides plain values and tensors, which"
-            " could run code: it was not loaded. Remove this checkpoint, and check who may write there"
+            f"{where}: contains {found[1] if found else 'more'} besides plain values and tensors, which"
+            " could run code; not loaded. Remove this checkpoint, and check who may write there"
         ) from None
 
 
@@ -209,7 +209,7 @@ def load(checkpoint: Checkpoint) -> Content:
     """Train worker: a checkpoint's content, on the CPU.
 
     Raises:
-        OSError: its state holds more than plain values and tensors.
+        OSError: its state contains more than plain values and tensors.
     """
     from safetensors.torch import load_file
 
@@ -225,27 +225,27 @@ def load(checkpoint: Checkpoint) -> Content:
 
 @dataclass
 class Retention:
-    """Train worker (rank 0): the checkpoints of this run, and which of them stay.
+    """Train worker (rank 0): the checkpoints of this run, and which of them to keep.
 
-    `newest` are kept to continue from, `top_k` for their metric; the best one becomes the model.
+    `newest` checkpoints are kept to resume from, `top_k` for their metric; the best becomes the model.
     """
 
     store: Store
     newest: int
     top_k: int
-    """As Lightning has it: 0 keeps none for its metric, -1 all that have one."""
+    """As in Lightning: 0 keeps none for its metric, -1 all that have one."""
     monitored: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Checkpoint → its metric, mode and value; empty for those in the middle of an epoch."""
+    """Checkpoint → its metric, mode and value; empty within an epoch."""
     tell: Callable[[str], Any] = print
-    """Takes what is worth saying."""
+    """Receives remarks for the user."""
     _told: bool = False
 
     def fill(self, upto: int) -> None:
-        """Take in what an earlier start of this run has left.
+        """Add the checkpoints of an earlier start of this run.
 
         Args:
-            upto: the step that was continued from. Later checkpoints were found damaged: they are not
-                counted, and replaced when their step comes again.
+            upto: the step resumed from. Later checkpoints were found damaged; they do not count and are
+                replaced when their step comes again.
         """
         for name in self.store.names():
             if step_of(name) <= upto:
@@ -253,16 +253,16 @@ class Retention:
                     self._note(describe(self.store, name))
 
     def _note(self, saved: Checkpoint) -> None:
-        """A metric that is not finite is no metric: nothing compares with it."""
+        """Add a checkpoint; a metric that is not finite counts as none."""
         entry = saved.meta["monitored"] or {}
         self.monitored[saved.name] = entry if math.isfinite(entry.get("value", math.nan)) else {}
 
     def best(self) -> list[str]:
-        """Those that stay for their metric, the best first; of equals the earlier."""
+        """The checkpoints kept for their metric, best first, earlier ones first among equals."""
         having = [name for name, entry in self.monitored.items() if entry]
         if not having:
             return []
-        # A run that goes on may watch another metric than before: those values do not compare.
+        # A resumed run may monitor another metric; its values do not compare with earlier ones.
         watched = self.monitored[max(having, key=step_of)]
         sign = -1.0 if watched["mode"] == "max" else 1.0
         ranked = sorted(
@@ -274,7 +274,7 @@ class Retention:
         return names if self.top_k < 0 else names[: self.top_k]
 
     def add(self, saved: Checkpoint) -> None:
-        """Take in a checkpoint or its outcome, remove what need not stay, note the best for whoever looks."""
+        """Add a checkpoint or its outcome, remove those no longer kept, and write best.json."""
         self._note(saved)
         best = self.best()
         newest = sorted(self.monitored, key=step_of, reverse=True)[: self.newest]
@@ -288,7 +288,7 @@ class Retention:
             self.store.write_note(BEST, json.dumps(note, indent=1))
 
     def _remove(self, name: str) -> None:
-        """A checkpoint too many costs room, not the run: said once, as every later one meets the same."""
+        """Remove a checkpoint; failure costs only disk space, so warn once and continue."""
         try:
             self.store.remove(name)
         except OSError as error:
@@ -296,7 +296,7 @@ class Retention:
                 self._told = True
                 cause = " ".join(str(error).split())[:300]
                 self.tell(
-                    f"the checkpoint {name} in {self.store.where} could not be removed ({cause}); training"
-                    " goes on, and old checkpoints stay: allow the job to delete there (on S3:"
-                    " s3:DeleteObject, docs/iam), or make room yourself (this is said once)"
+                    f"cannot remove checkpoint {name} in {self.store.where} ({cause}); training continues,"
+                    " and old checkpoints stay: allow the job to delete there (on S3: s3:DeleteObject,"
+                    " docs/iam), or remove them yourself (logged once)"
                 )

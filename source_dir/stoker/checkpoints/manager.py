@@ -1,4 +1,4 @@
-"""Train worker: when checkpoints are taken, what goes into them, and how a run goes on from one."""
+"""Train worker: when to take checkpoints, what they contain, and how to resume from one."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class CheckpointManager:
         self.every_s = 60 * config.checkpoint.every_minutes if config.checkpoint.every_minutes else None
         self.early_stopping = EarlyStopping.of(config.train.early_stopping)
         self.history: list[dict[str, Any]] = []
-        """Finished epochs: epoch, step, metrics, books; for the summary of a run that goes on."""
+        """Finished epochs (epoch, step, metrics, books), for the summary of a resumed run."""
         self.resumed: Checkpoint | None = None
         self.pending: dict[str, Any] | None = None
-        """Of the checkpoint taken or gone on from last: the epoch that is still to be validated."""
+        """The epoch still to be validated, according to the last checkpoint taken or resumed from."""
         self._completes = False
-        """Whether that checkpoint lies where this run's do, so that the outcome joins it."""
+        """Whether that checkpoint is in this run's folder, so that the outcome can be added to it."""
         self._last: Checkpoint | None = None
-        """Rank 0: the one that was written or gone on from last."""
+        """Rank 0: the last checkpoint written or resumed from."""
         self.writer = Writer(self._note)
         self.shelf = Retention(store, config.checkpoint.keep, config.checkpoint.save_top_k, tell=self._note)
         self._copier = snapshot.Copier()
@@ -52,7 +52,7 @@ class CheckpointManager:
         self._position: Any = None
 
     def after_step(self, progress: Progress) -> None:
-        """Between two steps: take a checkpoint where one is due; the same decision on all ranks.
+        """Between two steps: take a checkpoint if one is due. All ranks decide alike.
 
         Raises:
             OSError: the last checkpoint could not be written.
@@ -77,16 +77,16 @@ class CheckpointManager:
         books: list[dict[str, Any]],
         progress: Progress | None = None,
     ) -> str:
-        """An epoch's metrics are known: they join its checkpoint, or one is taken with them. Collective.
+        """Add an epoch's metrics to its checkpoint, or take a checkpoint with them. Collective.
 
         Args:
-            epoch: the one that was trained and, where there is a split for it, validated.
+            epoch: the epoch that was trained and, if there is a split for it, validated.
             metrics: its metrics.
-            books: its records by split, as the coordinator reconciled them.
-            progress: of an epoch that `train.max_steps` has ended early; None: it was trained whole.
+            books: its records by split, as reconciled by the coordinator.
+            progress: of an epoch cut short by `train.max_steps`; None: the epoch is complete.
 
         Returns:
-            Why training shall stop, or "".
+            Why training should stop, or "".
         """
         reason = ""
         if progress is None:
@@ -107,29 +107,29 @@ class CheckpointManager:
         return reason
 
     def add_epoch(self, epoch: int, metrics: dict[str, float], books: list[dict[str, Any]]) -> None:
-        """An epoch is finished: later checkpoints tell of it."""
+        """Record a finished epoch; later checkpoints include it."""
         entry = {"epoch": epoch, "step": self.worker.step, "metrics": finite(metrics), "books": books}
         self.history.append(entry)
 
     def take(
         self, progress: Progress, metrics: dict[str, float], pending: dict[str, Any] | None = None
     ) -> None:
-        """A checkpoint now; what is slow about it happens beside the training. Collective.
+        """Take a checkpoint now; the slow part runs in the background. Collective.
 
         Args:
-            progress: of the epoch that follows from it: its rest, or the whole.
-            metrics: what is known of the model; empty: it does not compete for being the best.
-            pending: the epoch that is validated next: epoch, metrics and books so far, and whether it was
-                trained whole. Whatever ends the validation then costs no training.
+            progress: of the epoch that continues from this checkpoint, or of the next one.
+            metrics: known metrics of the model; if empty, the checkpoint does not compete for best.
+            pending: the epoch to validate next: epoch, metrics and books so far, and whether it was trained
+                to its end. An interrupted validation then costs no training.
 
         Raises:
-            FloatingPointError: on all ranks: there is something to save that is not finite.
+            FloatingPointError: on all ranks: the state is not finite.
         """
         worker, started = self.worker, time.perf_counter()
         check_state(worker, progress)
         check_scale(worker, progress.epoch)
         if worker.rank == 0:
-            self.writer.make_room()  # the copies of the one before are overwritten now
+            self.writer.make_room()  # the copies of the previous checkpoint are about to be overwritten
         parts = snapshot.gather(worker, snapshot.rank_part(worker, progress))
         live = snapshot.live_state(worker)
         self._saved_at, self._asked = time.monotonic(), False
@@ -145,7 +145,7 @@ class CheckpointManager:
         self.writer.submit(f"the checkpoint of step {worker.step}", write)
 
     def before_settling(self) -> None:
-        """Before the books of an epoch are closed: where its last checkpoint stands must be known."""
+        """Wait for the data position of the last checkpoint, before the books of its epoch are closed."""
         import ray
 
         if self._position is not None and not isinstance(self._position, dict):
@@ -179,13 +179,13 @@ class CheckpointManager:
         }
 
     def _ask_position(self, progress: Progress, parts: list[dict[str, Any]]) -> Any:
-        """Where the data stands: asked now, waited for by the writer."""
+        """Ask for the data position; the writer waits for the answer."""
         worker = self.worker
         if progress.feed is None and progress.steps and self.resumed is not None:
-            # Nothing was trained since.
+            # Nothing was trained since the resume.
             return self.resumed.meta["position"]
         if progress.feed is None:
-            # Of an epoch whose books are closed: where the next one begins.
+            # The books of the epoch are closed: the position is the start of the next epoch.
             return worker.coordinator.position.remote(worker.attempt, progress.epoch - 1, 0, 0)
         ids = snapshot.id_sum_of(parts)
         return worker.coordinator.position.remote(worker.attempt, progress.epoch, worker.feed_step, ids)
@@ -219,10 +219,10 @@ class CheckpointManager:
         return write
 
     def restore(self, saved: Checkpoint) -> Progress | None:
-        """Go on from a checkpoint, which rank 0 reads for all: only its host may have it. Collective.
+        """Restore a checkpoint. Rank 0 reads it for all, as only its host may have it. Collective.
 
         Returns:
-            How far the interrupted epoch was; None where it stands between two epochs.
+            Progress in the interrupted epoch; None if the checkpoint is between two epochs.
         """
         worker, meta = self.worker, saved.meta
         content = checkpoint.load(saved) if worker.rank == 0 else None
@@ -238,34 +238,34 @@ class CheckpointManager:
             self.shelf.fill(meta["step"])
         validate = self.pending["epoch"] if self.pending else None
         worker.log("resumed", epoch=meta["next_epoch"], step=worker.step, path=saved.path, validate=validate)
-        # Last: nothing between here and the next step may draw a random number.
+        # Last, because nothing from here to the next step may draw a random number.
         if worker.rank < len(ranks):
             snapshot.set_rng_state(ranks[worker.rank]["rng"], worker.device)
         return progress
 
     def newest(self) -> Checkpoint | None:
-        """Rank 0: the newest whole and finite checkpoint of this run."""
+        """Rank 0: the newest valid checkpoint of this run."""
         return checkpoint.newest_valid(self.store, self._note)
 
     def write_model(self, target: Path) -> None:
-        """Rank 0, at the end: the best whole checkpoint's weights become the run's model."""
+        """Rank 0, at the end: save the weights of the best valid checkpoint as the run's model."""
         self.writer.wait()
         whole = (name for name in self.shelf.best() if self._whole(name))
         best = next(whole, None)
         chosen = checkpoint.describe(self.store, best) if best else self.newest() or self.resumed
         if chosen is None:
-            raise OSError(f"{self.store.where}: holds no whole checkpoint to make the model from")
+            raise OSError(f"{self.store.where}: no complete checkpoint to take the model from")
         write_model(self.worker, chosen, target)
 
     def close(self) -> None:
-        """However the run ends: a checkpoint that is being written shall be finished."""
-        with contextlib.suppress(OSError):  # what went wrong before is worth more
+        """Wait for a checkpoint that is being written, however the run ended."""
+        with contextlib.suppress(OSError):  # do not hide an earlier error
             self.writer.wait(CALL_TIMEOUT_S)
 
     def _whole(self, name: str) -> bool:
         problem = checkpoint.problem_of(self.store, name)
         if problem:
-            self._note(f"checkpoint {name} is passed over: {problem}")
+            self._note(f"skipping checkpoint {name}: {problem}")
         return problem is None
 
     def _note(self, text: str) -> None:
@@ -273,7 +273,7 @@ class CheckpointManager:
 
 
 def write_model(worker: Worker, chosen: Checkpoint, target: Path) -> None:
-    """Train worker (rank 0): a checkpoint's weights, the averaged ones where there are, as the model."""
+    """Train worker (rank 0): save a checkpoint's weights, averaged ones if present, as the model."""
     target.mkdir(parents=True, exist_ok=True)
     with chosen.store.local(chosen.name) as folder:
         averaged = (folder / checkpoint.EMA).is_file()

@@ -1,4 +1,4 @@
-"""Head: whether a run goes on from a checkpoint, from which, and whether it is still the same run."""
+"""Head: whether a run resumes, from which checkpoint, and whether it is still the same run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from stoker.tracking.summary import Summary
 from stoker.training.stopping import check_monitors
 
 FIXED = ("recipe", "seed", "train.optimizer", "train.scheduler", "data.shuffle")
-"""Keys without which the rest of a run is another run, or the saved state does not fit."""
+"""Keys that must not change: the saved state would not fit, or the result would be another run's."""
 SYNCED_BACKENDS = ("sagemaker", "rehearsal")
 
 
 @dataclass(frozen=True)
 class Start:
-    """Head: where this run keeps its checkpoints, and the one it goes on from."""
+    """Head: where this run writes its checkpoints, and the checkpoint it resumes from."""
 
     where: str
     synced: bool
@@ -34,7 +34,7 @@ class Start:
 
     @property
     def chosen(self) -> tuple[str, bool, str] | None:
-        """What train workers are told of it."""
+        """The resumed checkpoint, in the form that train workers take."""
         return (self.start.store.where, self.start_synced, self.start.name) if self.start else None
 
     @property
@@ -47,10 +47,10 @@ class Start:
 
 
 def check_path(config: Config) -> None:
-    """Head, before any cluster forms: refuse a `checkpoint.resume` that names nothing.
+    """Head, before any cluster forms: refuse a `checkpoint.resume` path without checkpoints.
 
     Raises:
-        UsageError: no checkpoint lies there.
+        UsageError: no checkpoint there.
     """
     if config.checkpoint.resume not in ("auto", "never"):
         locate(config.checkpoint.resume)
@@ -59,18 +59,18 @@ def check_path(config: Config) -> None:
 def prepare(
     config: Config, place: Place, data: Any, workers: int, summary: Summary, log: Callable[[str], Any]
 ) -> Start:
-    """Head: where the run starts, checked against the checkpoint it goes on from.
+    """Head: find the start of the run and check it against the checkpoint it resumes from.
 
     Args:
         config: the job.
         place: its folders.
         data: the opened splits.
-        workers: train workers.
-        summary: gets the figures of the epochs before.
-        log: takes what is worth saying.
+        workers: number of train workers.
+        summary: receives the figures of earlier epochs.
+        log: receives remarks for the user.
 
     Raises:
-        UsageError: nothing to go on from, or another run than the checkpoint's.
+        UsageError: no checkpoint to resume from, or it belongs to another run.
     """
     check_monitors(config, load_recipe(config.recipe, config.params, SOURCE_FOLDER), "val" in data.sources)
     start = plan(config, place, log)
@@ -83,18 +83,18 @@ def prepare(
 
 
 def plan(config: Config, place: Place, log: Callable[[str], Any]) -> Start:
-    """Head: find the checkpoint to go on from, as `checkpoint.resume` asks for.
+    """Head: find the checkpoint to resume from, as set by `checkpoint.resume`.
 
-    A run's own checkpoints come first, whatever the key names: so a job that is restarted on new hosts
-    with the same configuration goes on from where it was, and not from where it once began.
+    A run's own checkpoints take precedence over the key, so a job restarted on new hosts with the same
+    configuration continues from its latest checkpoint, not from the one it first started with.
 
     Args:
         config: the job.
-        place: gives the folder where `checkpoint.dir` does not.
-        log: takes what is worth saying.
+        place: provides the folder if `checkpoint.dir` is not set.
+        log: receives remarks for the user.
 
     Raises:
-        UsageError: the key names nothing to go on from, or would mix two runs.
+        UsageError: nothing to resume from, or two runs would mix.
     """
     where, synced = own_place(config, place)
     own, resume = open_store(where, synced), config.checkpoint.resume
@@ -103,56 +103,56 @@ def plan(config: Config, place: Place, log: Callable[[str], Any]) -> Start:
     if resume == "never":
         if names:
             raise UsageError(
-                f"checkpoint.dir: {where} holds checkpoints of an earlier run ({names[0]}), and"
-                " checkpoint.resume is never; name another folder, or remove them"
+                f"checkpoint.dir: {where} has checkpoints of an earlier run ({names[0]}), and"
+                " checkpoint.resume is never; choose another folder, or remove them"
             )
         return plain
     if resume != "auto":
         other, name = locate(resume)
         if name and names and Path(other.where) == Path(own.where) and step_of(name) < step_of(names[0]):
             raise UsageError(
-                f"--resume {resume}: {where} also holds the later {names[0]}, which a run from here would"
+                f"--resume {resume}: {where} also has the later {names[0]}, which resuming here would"
                 " overwrite; set checkpoint.dir to another folder"
             )
         if not names:
             return Start(where, synced, chosen(other, name, resume, log))
         if Path(other.where) != Path(own.where):
-            log(f"{where} holds checkpoints of this run: they are used, and not {resume}")
+            log(f"{where} has checkpoints of this run: resuming from them, not from {resume}")
     found = newest_valid(own, log)
     if names and found is None:
-        log(f"{where} holds no checkpoint to go on from; the run begins anew")
+        log(f"{where} has no valid checkpoint; starting from scratch")
     return Start(where, synced, found, synced)
 
 
 def own_place(config: Config, place: Place) -> tuple[str, bool]:
-    """Head: (folder or URI of this run's checkpoints, whether SageMaker copies it to S3).
+    """Head: (folder or URI of this run's checkpoints, whether SageMaker syncs it to S3).
 
     Raises:
-        UsageError: a relative folder where hosts have no common one.
+        UsageError: a relative folder on a cluster whose hosts share no working folder.
     """
     given = config.checkpoint.dir
     if given is None:
         return str(place.checkpoint_dir), place.backend in SYNCED_BACKENDS
     if "://" not in given and place.backend == "ray" and not Path(given).is_absolute():
-        raise UsageError(f"checkpoint.dir: name an absolute folder that all hosts share (got {given!r})")
+        raise UsageError(f"checkpoint.dir: use an absolute path that all hosts share (got {given!r})")
     store = open_store(given)
     return store.where, False
 
 
 def locate(path: str) -> tuple[Store, str]:
-    """Head: what a path to go on from means: (store, checkpoint or "" for the newest).
+    """Head: resolve a path to resume from: (store, checkpoint name or "" for the newest).
 
     Args:
-        path: a run directory, a folder of checkpoints or one checkpoint; a folder or `s3://`.
+        path: a run directory, a folder of checkpoints or one checkpoint; local or `s3://`.
 
     Raises:
-        UsageError: nothing of the kind lies there.
+        UsageError: no checkpoint there.
     """
     parent, _, last = path.rstrip("/").rpartition("/")
     if last.startswith("step-") and last[5:].isdigit():
         store = open_store(parent or ".")
         if last not in store.names():
-            raise UsageError(f"--resume {path}: there is no such checkpoint in {store.where}")
+            raise UsageError(f"--resume {path}: no such checkpoint in {store.where}")
         return store, last
     tried = [path, f"{path.rstrip('/')}/checkpoints"]
     for folder in tried:
@@ -163,10 +163,10 @@ def locate(path: str) -> tuple[Store, str]:
 
 
 def chosen(store: Store, name: str, path: str, log: Callable[[str], Any]) -> Checkpoint:
-    """Head: the named checkpoint, or the newest whole one.
+    """Head: the named checkpoint, or the newest valid one.
 
     Raises:
-        UsageError: it is damaged, or none is whole.
+        UsageError: the checkpoint is damaged, or none is complete.
     """
     if name:
         problem = problem_of(store, name)
@@ -175,26 +175,26 @@ def chosen(store: Store, name: str, path: str, log: Callable[[str], Any]) -> Che
         return describe(store, name)
     found = newest_valid(store, log)
     if found is None:
-        raise UsageError(f"--resume {path}: no checkpoint in {store.where} is whole")
+        raise UsageError(f"--resume {path}: no complete checkpoint in {store.where}")
     return found
 
 
 def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callable[[str], Any]) -> None:
-    """Head: refuse to go on with what must not change, say what may but makes a difference.
+    """Head: refuse changes that a resumed run cannot take; report those that make a difference.
 
     Args:
         config: of this start.
-        workers: train workers of this start.
-        start: the checkpoint, which holds the configuration it was made with.
-        log: takes what is worth saying.
+        workers: number of train workers of this start.
+        start: the checkpoint, with the configuration that wrote it.
+        log: receives remarks for the user.
 
     Raises:
-        UsageError: one line for each key that differs and must not.
+        UsageError: one line per key that must not differ.
     """
     before, now = redact(start.meta["config"]), redact(config.model_dump(mode="json"))
     problems = [
-        f"{key}: {_at(now, key)!r} here, {_at(before, key)!r} in {start.name}; go on with the same, or start"
-        " anew with --resume never"
+        f"{key}: {_at(now, key)!r} here, {_at(before, key)!r} in {start.name}; set it back, or start"
+        " from scratch with --resume never"
         for key in FIXED
         if _at(now, key) != _at(before, key)
     ]
@@ -202,14 +202,14 @@ def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callabl
         old, new = before["params"].get(name), now["params"].get(name)
         hidden = [".".join(keys) for keys in redacted_at({name: new})]
         if hidden:
-            log(f"params.{', params.'.join(hidden)}: secret, so not compared with {start.name}")
+            log(f"params.{', params.'.join(hidden)}: secret, not compared with {start.name}")
         if old == new:
             continue
         text = f"params.{name}: {new!r} here, {old!r} in {start.name}"
         if _is_place(old) and _is_place(new):
             log(f"{text}; the records are compared")
         else:
-            problems.append(f"{text}; go on with the same, or start anew with --resume never")
+            problems.append(f"{text}; set it back, or start from scratch with --resume never")
     if problems:
         raise UsageError(*problems)
     train = config.train
@@ -217,8 +217,8 @@ def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callabl
     if batch != old_batch:
         log(
             f"a step takes {batch} records here (train.batch_size × accumulate_steps × train workers),"
-            f" {old_batch} in {start.name}: the run goes on, but not as it would have without the"
-            " interruption; the learning rate follows the records trained, and train.scale_lr the new size"
+            f" {old_batch} in {start.name}: the run continues, but its result differs from an"
+            " uninterrupted run; the learning rate follows records trained, and train.scale_lr the new size"
         )
     elif workers != start.meta["workers"]:
         log(
@@ -227,25 +227,25 @@ def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callabl
         )
     for key in ("train.momentum", "train.weight_decay"):
         if _at(now, key) != _at(before, key):
-            log(f"{key}: {_at(now, key)} has no effect; the optimiser goes on as in {start.name}")
+            log(f"{key}: {_at(now, key)} has no effect; the optimiser keeps the value in {start.name}")
     course = ["lr", "scale_lr"]
     if config.train.scheduler != "none":
         course += ["epochs", "max_steps", "warmup_epochs"]
     for key in (f"train.{name}" for name in course):
         if _at(now, key) != _at(before, key):
             log(
-                f"{key}: {_at(now, key)} here, {_at(before, key)} in {start.name}: the learning rate goes on"
-                " as it is at this point of a training so configured"
+                f"{key}: {_at(now, key)} here, {_at(before, key)} in {start.name}: the learning rate"
+                " continues as the new setting has it at this point"
             )
 
 
 def fill_summary(summary: Summary, start: Checkpoint, run_dir: Path) -> None:
-    """Head: the figures of the epochs before, so that the summary is of the whole run.
+    """Head: add the figures of earlier epochs, so that the summary covers the whole run.
 
     Args:
-        summary: the new one.
-        start: holds each finished epoch's metrics and books.
-        run_dir: may hold the events of an earlier start.
+        summary: the new summary.
+        start: has the metrics and books of each finished epoch.
+        run_dir: may have the events of an earlier start.
     """
     for entry in start.meta["history"]:
         summary.epochs = entry["epoch"] + 1

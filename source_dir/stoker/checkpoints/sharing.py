@@ -1,7 +1,7 @@
-"""Head: whether the hosts that may train see each other's checkpoints.
+"""Head: whether all hosts that may train can see the checkpoints.
 
-Ray may start the train workers again on another host. Without its checkpoints there, a run would
-begin again with the first epoch and say nothing.
+Ray may restart the train workers on another host. Without the checkpoints there, the run would silently
+start again from the first epoch.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from stoker.schema import Config
 
 PROBE_TIMEOUT_S = 60.0
 SEEN_WITHIN_S = 5.0
-"""How long a shared file system may take until another host sees a new file."""
+"""How long a new file may take to appear on another host of a shared file system."""
 
 
 def refuse_unshared(config: Config, where: str, train_group: str | None, use_gpu: bool) -> None:
-    """Head, before training: refuse restarts that could come up on a host without the checkpoints.
+    """Head, before training: refuse restarts if one could land on a host without the checkpoints.
 
     Args:
-        config: `train.max_failures` asks for restarts.
+        config: `train.max_failures` allows restarts.
         where: folder or URI of this run's checkpoints.
         train_group: label of the group whose hosts train; None: any host.
-        use_gpu: train workers need GPUs.
+        use_gpu: whether train workers need GPUs.
 
     Raises:
-        UsageError: several hosts may train and do not share the folder.
+        UsageError: several hosts may train but do not share the folder.
     """
     if not config.train.max_failures or "://" in where:
         return
@@ -39,15 +39,15 @@ def refuse_unshared(config: Config, where: str, train_group: str | None, use_gpu
     blind = hosts_without(where, list(hosts)) if len(hosts) > 1 else []
     if blind:
         raise UsageError(
-            f"train.max_failures: {config.train.max_failures} restart(s) may come up on another host, but"
+            f"train.max_failures: {config.train.max_failures} restart(s) may land on another host, but"
             f" {', '.join(sorted(hosts[node] for node in blind))} cannot see the checkpoints in {where} of"
-            f" {hosts[next(iter(hosts))]}; set checkpoint.dir to s3:// or a folder that the hosts which train"
-            " share, or train.max_failures=0"
+            f" {hosts[next(iter(hosts))]}; set checkpoint.dir to s3:// or a folder shared by the hosts that"
+            " train, or set train.max_failures=0"
         )
 
 
 def hosts_that_may_train(train_group: str | None, use_gpu: bool) -> dict[str, str]:
-    """Head: Ray's id of a node → its name, for each that train workers may start on."""
+    """Head: Ray node id → host name, for each host that train workers may start on."""
     import ray
 
     found = {}
@@ -60,7 +60,7 @@ def hosts_that_may_train(train_group: str | None, use_gpu: bool) -> dict[str, st
 
 
 def hosts_without(folder: str, nodes: list[str]) -> list[str]:
-    """Head: those of `nodes` that do not see a file which the first of them writes into `folder`.
+    """Head: those of `nodes` that do not see a file written into `folder` by the first of them.
 
     Raises:
         UsageError: a host does not answer, or the first one cannot write.
@@ -80,22 +80,20 @@ def hosts_without(folder: str, nodes: list[str]) -> list[str]:
         seen = ray.get([on(node, sees) for node in others], timeout=PROBE_TIMEOUT_S)
     except (ray.exceptions.RayError, OSError) as error:
         cause = " ".join(str(error).split())[-300:] or type(error).__name__
-        raise UsageError(
-            f"checkpoint.dir: {folder}: cannot be checked on the hosts that train: {cause}"
-        ) from None
+        raise UsageError(f"checkpoint.dir: cannot check {folder} on the hosts that train: {cause}") from None
     finally:
         on(first, remove)
     return [node for node, there in zip(others, seen, strict=True) if not there]
 
 
 def write(path: str) -> None:
-    """Host that trains: make a file that the others look for."""
+    """Host that trains: create the probe file."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).touch()
 
 
 def sees(path: str) -> bool:
-    """Host that trains: whether a file appears here."""
+    """Host that trains: whether the probe file appears here."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while not Path(path).exists():
         if time.monotonic() > deadline:
@@ -105,6 +103,6 @@ def sees(path: str) -> bool:
 
 
 def remove(path: str) -> None:
-    """Host that trains: the probe is over."""
+    """Host that trains: delete the probe file."""
     with contextlib.suppress(OSError):
         Path(path).unlink()

@@ -1,4 +1,4 @@
-"""Every host: whether tensors, nested in dicts and lists, are finite."""
+"""Every host: check tensors, nested in dicts and lists, for NaN and infinity."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Named = tuple[str, Any]
 
 
 def non_finite(weights: dict[str, Any], ema: dict[str, Any] | None, optimizer: Any) -> str:
-    """Every host: what a saved checkpoint holds that is not finite, or "".
+    """Every host: the first non-finite part of a saved checkpoint, or "".
 
     Args:
         weights: parameters and buffers by name.
-        ema: averaged ones, or None.
-        optimizer: its state, nested.
+        ema: averaged weights, or None.
+        optimizer: optimiser state, nested.
     """
     for kind, tensors in (("weights", weights), ("averaged weights", ema or {})):
         for name, tensor in tensors.items():
@@ -32,7 +32,7 @@ def floats(named: Any) -> Iterator[Named]:
 
 
 def flat(name: str, tree: Any) -> Iterator[Named]:
-    """The tensors in nested dicts and lists, by their path."""
+    """Yield the tensors in nested dicts and lists with their paths."""
     import torch
 
     if isinstance(tree, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Train worker: the state of a run at one step, taken between two steps and put back bit for bit."""
+"""Train worker: the state of a run between two steps, saved and restored bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stoker.training.worker import Worker
 
 @dataclass
 class Progress:
-    """Train worker: how far this rank is in an epoch, what an earlier start has done included."""
+    """Train worker: progress of this rank in an epoch, earlier starts included."""
 
     epoch: int
     steps: int = 0
@@ -22,32 +22,32 @@ class Progress:
     samples: int = 0
     """Records of the epoch so far, over all ranks."""
     loss_sum: Any = None
-    """Sum of the losses of this rank's records, one number (float64) on the device."""
+    """Sum of the losses of this rank's records: a float64 scalar on the device."""
     loss_rows: int = 0
-    """How many records that are."""
+    """Number of records in `loss_sum`."""
     carried_steps: int = 0
-    """Steps and, below, records that were done before this start."""
+    """Steps and, below, records done before this start."""
     carried_samples: int = 0
     carried_keys: list[str] = field(default_factory=list)
     """Their keys on this rank, with `tracking.record_ids`."""
     feed: Any = None
-    """The pass that gives the batches; None between two epochs."""
+    """The pass that yields the batches; None between two epochs."""
 
 
 class Copier:
-    """Train worker (rank 0): copies tensors to CPU buffers that it keeps for the next time.
+    """Train worker (rank 0): copies tensors to CPU buffers and reuses these buffers.
 
-    Fresh memory costs page faults, and pinned memory, which a GPU copies into at full speed, costs
-    far more to allocate than to fill.
+    Fresh memory costs page faults. Pinned memory, which a GPU copies into at full speed, costs far more
+    to allocate than to fill.
     """
 
     def __init__(self) -> None:
         self.buffers: list[Any] = []
 
     def copy(self, tree: Any) -> Any:
-        """The same nesting of dicts, lists and values with independent CPU tensors.
+        """Return the same nesting of dicts, lists and values with independent CPU tensors.
 
-        The copies are overwritten by the next call.
+        The next call overwrites these copies.
         """
         import torch
         from torch.utils._pytree import tree_map
@@ -67,7 +67,7 @@ class Copier:
         copied = tree_map(one, tree)
         del self.buffers[position:]
         if on_gpu:
-            # The next step changes the weights: the copies must be complete before.
+            # The next step changes the weights: finish the copies first.
             torch.cuda.synchronize()
         return copied
 
@@ -84,7 +84,7 @@ class Copier:
 
 
 def rng_state(device: Any) -> dict[str, Any]:
-    """Train worker: the state of every generator of this process, as tensors and plain values."""
+    """Train worker: the state of all random generators of this process, as tensors and plain values."""
     import random
 
     import numpy as np
@@ -118,7 +118,7 @@ def set_rng_state(state: dict[str, Any], device: Any) -> None:
 
 
 def gather(worker: Worker, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train worker: every rank's part at rank 0, in order of ranks; empty elsewhere. Collective."""
+    """Train worker: gather every rank's part on rank 0, in rank order; empty elsewhere. Collective."""
     import torch.distributed as dist
 
     if worker.world_size == 1:
@@ -129,7 +129,7 @@ def gather(worker: Worker, mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def rank_part(worker: Worker, progress: Progress) -> dict[str, Any]:
-    """Train worker: what only this rank knows: random states, sums and ids of the epoch so far."""
+    """Train worker: state of this rank alone: random states, sums and ids of the epoch so far."""
     feed = progress.feed
     return {
         "rng": rng_state(worker.device),
@@ -141,12 +141,12 @@ def rank_part(worker: Worker, progress: Progress) -> dict[str, Any]:
 
 
 def id_sum_of(parts: list[dict[str, Any]]) -> int:
-    """Train worker (rank 0): over all ranks, as the coordinator's books count it."""
+    """Train worker (rank 0): the id sum over all ranks, as in the coordinator's books."""
     return sum(int(part["id_sum"]) for part in parts) % ID_MODULUS
 
 
 def from_rank_0(worker: Worker, value: Any) -> Any:
-    """Train worker: rank 0's value, on all ranks. Collective."""
+    """Train worker: broadcast rank 0's value. Collective."""
     import torch.distributed as dist
 
     box = [value]
@@ -156,7 +156,7 @@ def from_rank_0(worker: Worker, value: Any) -> Any:
 
 
 def live_state(worker: Worker) -> dict[str, Any]:
-    """Train worker: weights, optimiser, scaler and EMA as they are; only rank 0's is whole. Collective."""
+    """Train worker: live weights, optimiser, scaler and EMA; complete on rank 0 only. Collective."""
     weights, optimizer = strategies.full_state(worker.model, worker.optimizer, copy=False)
     averaged = None
     if worker.ema is not None:
@@ -172,13 +172,13 @@ def live_state(worker: Worker) -> dict[str, Any]:
 def content_of(
     worker: Worker, live: dict[str, Any], parts: list[dict[str, Any]], meta: dict[str, Any], copier: Copier
 ) -> Content:
-    """Train worker (rank 0): a checkpoint's content, of which further steps change nothing.
+    """Train worker (rank 0): a checkpoint's content, independent of further steps.
 
     Args:
-        worker: whose loop's own state is taken, too.
+        worker: provides the state of the loop.
         live: from `live_state`.
         parts: of all ranks, from `gather`.
-        meta: what describes the checkpoint.
+        meta: description of the checkpoint.
         copier: its copies are overwritten by the next call.
     """
     copies = copier.copy(live)
@@ -192,14 +192,14 @@ def content_of(
 
 
 def put_back(worker: Worker, content: Content | None) -> list[dict[str, Any]]:
-    """Train worker: a checkpoint's state into model, optimiser and the rest. Collective.
+    """Train worker: load a checkpoint into model, optimiser and the rest. Collective.
 
     Args:
-        worker: whose.
+        worker: the worker to restore.
         content: on rank 0; None elsewhere.
 
     Returns:
-        The parts of the ranks that wrote it.
+        The parts saved by each rank.
     """
     weights: dict[str, Any] = {}
     optimizer, averaged, small = None, None, None
@@ -208,7 +208,7 @@ def put_back(worker: Worker, content: Content | None) -> list[dict[str, Any]]:
         small = {k: v for k, v in content.state.items() if k != "optimizer"}
     strategies.load_full_state(worker.model, worker.optimizer, weights, optimizer)
     if worker.ema is not None:
-        # A run that begins to average only now begins with its weights.
+        # A checkpoint without averaged weights: averaging starts from its weights.
         strategies.load_full_state(worker.ema.module, None, averaged or weights, None)
     small = from_rank_0(worker, small)
     if worker.scheduler and small["scheduler"]:
@@ -220,10 +220,10 @@ def put_back(worker: Worker, content: Content | None) -> list[dict[str, Any]]:
 
 
 def carried_progress(worker: Worker, meta: dict[str, Any], ranks: list[dict[str, Any]]) -> Progress | None:
-    """Train worker: this rank's progress in the epoch that a checkpoint interrupted, if it did.
+    """Train worker: this rank's progress in the epoch that the checkpoint interrupted, if any.
 
-    With as many ranks as before, every rank goes on with its own sums; with others the mean over records is
-    kept. Steps are counted in the present size of a global batch.
+    With the same number of ranks, every rank continues with its own sums; otherwise the mean over records
+    is kept. Steps are counted in global batches of the present size.
     """
     import torch
 
@@ -235,7 +235,7 @@ def carried_progress(worker: Worker, meta: dict[str, Any], ranks: list[dict[str,
         own = ranks[worker.rank]
         loss_sum, rows, keys = own["loss_sum"], own["loss_rows"], list(own["keys"])
     else:
-        # Checkpoints without the number of records hold a sum over steps.
+        # Older checkpoints hold a sum over steps and no number of records.
         counted = sum(part.get("loss_rows", steps) for part in ranks)
         mean = sum(part["loss_sum"] for part in ranks) / max(counted, 1)
         rows = max(1, samples // worker.world_size)

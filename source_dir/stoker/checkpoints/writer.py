@@ -1,4 +1,4 @@
-"""Train worker (rank 0): writes checkpoints beside the training, one at a time."""
+"""Train worker (rank 0): writes checkpoints in the background, one at a time."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from stoker.errors import UsageError
 
 WRITE_DEADLINE_S = 900.0
-"""How long a write may take before the run fails instead of waiting for ever."""
+"""How long a write may take before the run fails."""
 WORTH_SAYING_S = 0.5
 _NICENESS = 10
 
 
 class Writer:
-    """Train worker (rank 0): at most one write is in flight; its failure comes up at the next call."""
+    """Train worker (rank 0): at most one write in flight; its error is raised by the next call."""
 
     def __init__(self, tell: Callable[[str], Any]) -> None:
-        """Args: tell: takes what is worth saying; called from the training thread."""
+        """Args: tell: receives remarks for the user; called from the training thread."""
         self.tell = tell
         self.failure: BaseException | None = None
         self.thread: threading.Thread | None = None
@@ -29,11 +29,11 @@ class Writer:
         self._told = False
 
     def submit(self, what: str, write: Callable[[], None]) -> None:
-        """Write in the background, after the write before has ended, unless that failed.
+        """Write in the background, after the previous write, unless that one failed.
 
         Args:
-            what: names the checkpoint in messages.
-            write: does it.
+            what: name of the checkpoint in messages.
+            write: does the work.
         """
         self.what = what
         args = (write, self.thread)
@@ -41,7 +41,7 @@ class Writer:
         self.thread.start()
 
     def make_room(self) -> None:
-        """Wait until nothing is in flight, and say once that checkpoints come too fast."""
+        """Wait until no write is in flight; warn once if checkpoints come too fast."""
         self.check()
         if self.thread is not None and self.thread.is_alive():
             started = time.monotonic()
@@ -50,18 +50,18 @@ class Writer:
             if not self._told and waited > WORTH_SAYING_S:
                 self._told = True
                 self.tell(
-                    f"the checkpoint before was still being written; training waited {waited:.1f} s (a"
-                    " larger checkpoint.every_steps avoids it; this is said once)"
+                    f"training waited {waited:.1f} s for the previous checkpoint to be written; raise"
+                    " checkpoint.every_steps to avoid this (logged once)"
                 )
 
     def check(self) -> None:
-        """Raise what the last write raised."""
+        """Raise the error of the last write."""
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
 
     def wait(self, deadline_s: float = WRITE_DEADLINE_S) -> None:
-        """Until nothing is in flight.
+        """Wait until no write is in flight.
 
         Raises:
             OSError: the write failed, or took longer than the deadline.
@@ -69,7 +69,7 @@ class Writer:
         if self.thread is not None:
             self.thread.join(deadline_s)
             if self.thread.is_alive():
-                raise OSError(f"{self.what} is not written after {deadline_s:.0f} s: its disk is stuck")
+                raise OSError(f"{self.what}: not written after {deadline_s:.0f} s: the disk is stuck")
             self.thread = None
         self.check()
 
@@ -79,7 +79,7 @@ class Writer:
             if self.failure is not None:
                 return
         with contextlib.suppress(OSError, AttributeError):
-            # On Linux this is the thread's own priority: the training goes first.
+            # On Linux this sets the priority of this thread alone: training comes first.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             write()

@@ -1,4 +1,4 @@
-"""Head: what a run cost, as far as the prices of its hosts are known. Pure."""
+"""Head: the cost of a run, if the prices of its hosts are known. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from stoker.tracking.summary import Host, Summary
 def run_cost(summary: Summary, prices: PriceList) -> dict[str, Any] | None:
     """Head: the summary's `cost`; None unless every host has a price.
 
-    Counted from the start of the head's process: SageMaker also bills some minutes before (the image
-    is downloaded), which only its own record holds.
+    Counted from the start of the head's process. SageMaker also bills a few minutes before that (image
+    download), which only its own record shows.
     """
     hosts = summary.cluster.hosts
     each = [prices.usd_per_hour(host.type, group=host.group) for host in hosts]
@@ -41,7 +41,7 @@ def cost_row(summary: Summary) -> tuple[str, str] | None:
     parts = [f"${cost['usd']:.2f}"]
     if cost["usd_per_million_samples"] is not None:
         parts.append(f"${cost['usd_per_million_samples']:.2f} per 1M samples")
-    where = "; what the rehearsed hosts would cost" if summary.backend == "rehearsal" else ""
+    where = "; as if the rehearsed hosts were real" if summary.backend == "rehearsal" else ""
     text = (
         f"{', '.join(parts)} (estimated, prices of {cost['prices_as_of']} in {cost['prices_region']}{where})"
     )

@@ -1,9 +1,9 @@
-"""Anywhere: what SageMaker's training instances are and cost; a dated table, not a live quote.
+"""Anywhere: SageMaker's training instances and their prices: a dated table, not a live quote.
 
     known = price_list(region="eu-west-1")
     known.usd_per_hour("ml.g5.2xlarge", 2), known.label
 
-`submit.py prices --update` writes a newer list for a region, which then goes before the table. Loads
+`submit.py prices --update` writes a newer list for a region, which takes precedence over the table. Loads
 neither ray nor torch nor boto3. Every figure shown from here carries the list's `label`.
 """
 
@@ -20,7 +20,7 @@ PRICES_AS_OF = "2026-11"
 PRICES_REGION = "us-east-1"
 FILE_VARIABLE = "STOKER_PRICES_FILE"
 STAGED_FILE = Path(__file__).resolve().parents[2] / "prices.json"
-"""Beside train.py: the laptop's newer list travels with a job's code."""
+"""Next to train.py: the laptop's newer list is staged with a job's code."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Machine:
     gpus: int
     gpu_name: str
     baseline_gbps: float
-    """Network bandwidth that lasts; one TCP flow carries at most 5 Gb/s of it."""
+    """Sustained network bandwidth; one TCP flow carries at most 5 Gb/s of it."""
 
 
 # type, $/h, vCPU, GiB, GPUs, GPU, baseline Gb/s
@@ -75,33 +75,33 @@ _NVME_FAMILY = re.compile(r"^ml\.(g\d\w*|p3dn|p4\w*|p5\w*|p6\S*|trn\w*|\w\d+[a-z
 
 
 def machine(instance_type: str) -> Machine | None:
-    """Anywhere: what is known of a type; None where the table does not hold it."""
+    """Anywhere: the machine of an instance type; None if it is not in the table."""
     return MACHINES.get(instance_type)
 
 
 def has_gpu(instance_type: str) -> bool:
-    """Anywhere: whether a type has NVIDIA GPUs, told by its family, so for types not listed too."""
+    """Anywhere: whether a type has NVIDIA GPUs, by its family, so unlisted types work too."""
     return bool(_GPU_FAMILY.match(instance_type))
 
 
 def has_nvme(instance_type: str) -> bool:
-    """Anywhere: whether a type brings disks of its own instead of an EBS volume."""
+    """Anywhere: whether a type has local NVMe disks instead of an EBS volume."""
     return bool(_NVME_FAMILY.match(instance_type))
 
 
 @dataclass(frozen=True)
 class PriceList:
-    """Anywhere: $/h by instance type, of one region and date."""
+    """Anywhere: $/h by instance type, for one region and date."""
 
     region: str
     as_of: str
-    """The day, or month, that the prices are of."""
+    """Day or month of the prices."""
     prices: Mapping[str, float]
     own: Mapping[str, float] = field(default_factory=dict)
-    """`sagemaker.prices`: they go before the list's; a key may also be the name of a host group."""
+    """`sagemaker.prices`, which take precedence; a key may also be the name of a host group."""
 
     def usd_per_hour(self, instance_type: str | None, count: int = 1, group: str = "") -> float | None:
-        """Anywhere: $/h of `count` instances; None where the price is not known."""
+        """Anywhere: $/h of `count` instances; None if the price is unknown."""
         for key, known in ((instance_type, self.own), (group, self.own), (instance_type, self.prices)):
             if key and key in known:
                 return known[key] * count
@@ -109,13 +109,13 @@ class PriceList:
 
     @property
     def label(self) -> str:
-        """What must stand beside every figure from here."""
+        """Must accompany every figure computed from this list."""
         own = f", own prices for {', '.join(sorted(self.own))}" if self.own else ""
         return f"estimated, prices of {self.as_of} ({self.region} on demand{own})"
 
 
 def price_list(region: str | None = None, own: Mapping[str, float] | None = None) -> PriceList:
-    """Anywhere: the newest prices known for a region; the table's of us-east-1 where none are.
+    """Anywhere: the newest prices known for a region; without any, the table's for us-east-1.
 
     Args:
         region: AWS region; None means the table's.
@@ -134,14 +134,14 @@ def price_list(region: str | None = None, own: Mapping[str, float] | None = None
 
 
 def user_file() -> Path:
-    """Laptop: where `submit.py prices --update` keeps its lists."""
+    """Laptop: the file in which `submit.py prices --update` stores price lists."""
     named = os.environ.get(FILE_VARIABLE)
     folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return Path(named) if named else folder / "stoker" / "prices.json"
 
 
 def write_user_file(region: str, as_of: str, prices: Mapping[str, float]) -> Path:
-    """Laptop: keep a region's prices, beside those of other regions; at once or not at all."""
+    """Laptop: store a region's prices atomically, next to those of other regions."""
     file = user_file()
     lists = {name: {"as_of": day, "usd_per_hour": dict(known)} for name, (day, known) in _read(file).items()}
     lists[region] = {"as_of": as_of, "usd_per_hour": dict(sorted(prices.items()))}
@@ -157,7 +157,7 @@ def _table_prices() -> dict[str, float]:
 
 
 def _read(file: Path) -> dict[str, tuple[str, dict[str, float]]]:
-    """region → (date, prices); a file that cannot be read as such counts as absent."""
+    """region → (date, prices); an unreadable file counts as absent."""
     try:
         content = json.loads(file.read_text())
         return {

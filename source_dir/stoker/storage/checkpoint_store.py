@@ -1,7 +1,7 @@
-"""Every host: where checkpoints lie: a folder, SageMaker's synced folder, or an S3 prefix.
+"""Every host: storage of checkpoints: a folder, SageMaker's synced folder, or an S3 prefix.
 
-A checkpoint is a folder `step-00000123/` whose `manifest.json`, with the SHA-256 of every other file, is
-written last: without a manifest it was not finished, and with one every bit of it can be checked.
+A checkpoint is a folder `step-00000123/`. Its `manifest.json`, with the SHA-256 of every other file, is
+written last: a checkpoint without a manifest is incomplete; with one, every bit can be verified.
 """
 
 from __future__ import annotations
@@ -26,68 +26,68 @@ MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-\d{8,}")
 FULL = " is full"
 LEAST_FREE_MB = 0.5
-"""With less a disk counts as full: a write that does not fit leaves some pages."""
+"""With less, a disk counts as full: a write that does not fit leaves some pages free."""
 _CHUNK_BYTES = 16 * 2**20
 
 
 class Store(Protocol):
-    """Every host: checkpoints by name; all methods raise OSError where the place cannot be reached."""
+    """Every host: checkpoints by name; all methods raise OSError if the storage cannot be reached."""
 
     where: str
-    """The folder or URI, as the user wrote it."""
+    """The folder or URI, as written by the user."""
 
     def names(self) -> list[str]:
-        """Names of all checkpoints, whole or not, the newest step first."""
+        """Names of all checkpoints, complete or not, newest step first."""
         ...
 
     def read(self, name: str, file: str) -> bytes:
-        """A small file of a checkpoint; FileNotFoundError where there is none."""
+        """Read a small file of a checkpoint; FileNotFoundError if absent."""
         ...
 
     def digest(self, name: str, file: str) -> str:
-        """The SHA-256 of a file; FileNotFoundError where there is none."""
+        """The SHA-256 of a file; FileNotFoundError if absent."""
         ...
 
     def draft(self) -> Path:
-        """An empty folder of this host in which the next checkpoint is put together."""
+        """Create an empty local folder for the files of the next checkpoint."""
         ...
 
     def publish(self, draft: Path, name: str) -> None:
-        """Make a draft a checkpoint, in the place of one of that name; its manifest becomes visible last."""
+        """Turn a draft into a checkpoint, replacing one of that name; the manifest becomes visible last."""
         ...
 
     def add(self, name: str, file: str, content: str) -> None:
-        """Write a small file into a checkpoint that is there."""
+        """Write a small file into an existing checkpoint."""
         ...
 
     def local(self, name: str) -> contextlib.AbstractContextManager[Path]:
-        """The checkpoint as a folder of this host, for as long as it is needed."""
+        """The checkpoint as a local folder, for the duration of the context."""
         ...
 
     def remove(self, name: str) -> None:
-        """Remove a checkpoint, its manifest first; OSError where that is not allowed."""
+        """Remove a checkpoint, its manifest first; OSError if not permitted."""
         ...
 
     def write_note(self, file: str, content: str) -> None:
-        """Write a small file beside the checkpoints, at once or not at all."""
+        """Write a small file next to the checkpoints, atomically."""
         ...
 
     def read_note(self, file: str) -> str:
-        """A small file beside the checkpoints; FileNotFoundError where there is none."""
+        """Read a small file next to the checkpoints; FileNotFoundError if absent."""
         ...
 
     def free_text(self) -> str:
-        """How full the place is, for an error message."""
+        """Free space of the storage, for an error message."""
         ...
 
 
 def open_store(where: str, synced: bool = False) -> Store:
-    """Every host: the store at a folder or `s3://bucket/prefix`.
+    """Every host: the store for a folder or `s3://bucket/prefix`.
 
     Args:
-        where: a folder, made when the first checkpoint is written, or a URI.
-        synced: someone copies the folder's files elsewhere as they appear (SageMaker to S3), so drafts
-            must not lie in it and the manifest must appear after the other files.
+        where: a folder, created with the first checkpoint, or a URI.
+        synced: files are copied elsewhere as they appear (SageMaker to S3), so drafts must lie outside
+            the folder, and the manifest must appear after the other files.
 
     Raises:
         UsageError: a URI of another scheme.
@@ -101,7 +101,7 @@ def open_store(where: str, synced: bool = False) -> Store:
 
 
 class FolderStore:
-    """Every host: a folder of this host or of a file system that hosts share; drafts are renamed."""
+    """Every host: a local or shared folder; drafts are renamed into place."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -126,9 +126,9 @@ class FolderStore:
     def publish(self, draft: Path, name: str) -> None:
         for path in draft.iterdir():
             sync(path)
-        draft.chmod(0o755)  # a temporary folder is its owner's alone
+        draft.chmod(0o755)  # a temporary folder is readable by its owner only
         before = drafts.new(self.folder)
-        # Each writer moves the one before into a folder of its own; of two at once, the later one stays.
+        # Each writer moves the previous one into its own folder; of two at once, the later one stays.
         while True:
             with contextlib.suppress(FileNotFoundError):
                 (self.folder / name).rename(before / uuid.uuid4().hex)
@@ -169,7 +169,7 @@ class FolderStore:
 
 
 class CopyStore:
-    """Every host: a place that checkpoints are copied to file by file, the manifest last."""
+    """Every host: storage to which checkpoints are copied file by file, the manifest last."""
 
     def __init__(self, where: str, filesystem: Any, path: str) -> None:
         self.where, self.filesystem, self.path = where, filesystem, path.rstrip("/")
@@ -200,7 +200,7 @@ class CopyStore:
         self.remove(name)
         folder = f"{self.path}/{name}"
         self.filesystem.create_dir(folder, recursive=True)
-        # The manifest's name says when: after every other file.
+        # The manifest last, after every other file.
         for path in sorted(draft.iterdir(), key=lambda p: (p.name == MANIFEST, p.name)):
             with (
                 path.open("rb") as source,
@@ -252,7 +252,7 @@ class CopyStore:
 
 
 def newest_first(names: Any) -> list[str]:
-    """Anywhere: those of `names` that are checkpoints', the newest step first."""
+    """Anywhere: the names of checkpoints among `names`, newest step first."""
     return sorted((n for n in names if _NAME.fullmatch(n)), key=step_of, reverse=True)
 
 
@@ -267,21 +267,21 @@ def name_of(step: int) -> str:
 
 
 def write_manifest(draft: Path) -> None:
-    """Train worker: the SHA-256 of every file of a draft, as its last file."""
+    """Train worker: write the SHA-256 of every file of a draft, as its last file."""
     sums = {path.name: sha256(path) for path in sorted(draft.iterdir())}
     (draft / MANIFEST).write_text(json.dumps(sums, indent=1))
 
 
 def verify(store: Store, name: str) -> str | None:
-    """Every host: what is wrong with a checkpoint, None where nothing is.
+    """Every host: what is wrong with a checkpoint, or None.
 
     Raises:
-        OSError: an S3 place that cannot be reached; that says nothing about the checkpoint.
+        OSError: S3 cannot be reached; this says nothing about the checkpoint.
     """
     try:
         sums = json.loads(store.read(name, MANIFEST))
     except (FileNotFoundError, ValueError):
-        return "it was not finished (no readable manifest)"
+        return "it is incomplete (no readable manifest)"
     for file, expected in sums.items():
         try:
             found = store.digest(name, file)
@@ -293,10 +293,10 @@ def verify(store: Store, name: str) -> str | None:
 
 
 def sha256(path: Path) -> str:
-    """Every host: of a file; in large pieces, for only within one is the interpreter's lock free."""
+    """Every host: the SHA-256 of a file, in large chunks, since hashing releases the GIL only within one."""
     total = hashlib.sha256()
-    # A mapping of its own goes back to the system. From the heap of a thread, and every checkpoint has
-    # another thread, it would stay with the process, once for each of the allocator's arenas.
+    # An anonymous mapping is returned to the system. Heap memory of a thread would stay with the process,
+    # once per allocator arena, and every checkpoint has a new thread.
     with (
         path.open("rb", buffering=0) as file,
         mmap.mmap(-1, _CHUNK_BYTES) as buffer,
@@ -309,7 +309,7 @@ def sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Every host: a file's or folder's content is on the disk, not only in memory."""
+    """Every host: flush a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

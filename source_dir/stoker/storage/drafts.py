@@ -1,7 +1,7 @@
-"""Train worker: folders in which checkpoints are put together, beside those of other writers.
+"""Train worker: temporary folders for checkpoints under construction, safe with several writers.
 
-Two runs may share a folder, and the writer of an attempt that hangs may still be at work when the next
-attempt begins. So each draft is locked by its writer, and only what nobody holds is removed.
+Two runs may share a folder, and the writer of a hung attempt may still be active when the next attempt
+starts. Each writer therefore locks its drafts, and only unlocked ones are removed.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pathlib import Path
 
 PREFIX = ".draft-"
 UNLOCKED_S = 60.0
-"""A draft that nobody has locked by then was left by a process that was killed."""
+"""A draft still unlocked after this time was left by a killed process."""
 UNKNOWN_S = 3600.0
-"""The same where the file system knows no locks; a write takes 900 s at most."""
+"""The same if the file system has no locks; a write takes 900 s at most."""
 _held: dict[Path, int] = {}
 """Drafts of this process and the descriptors that lock them."""
 _lock = threading.Lock()
 
 
 def new(folder: Path) -> Path:
-    """Train worker: an empty folder, locked until it is gone from here or this process ends."""
+    """Train worker: create an empty folder, locked until it is moved away or this process ends."""
     draft = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
     descriptor = os.open(draft, os.O_RDONLY)
     with contextlib.suppress(OSError):

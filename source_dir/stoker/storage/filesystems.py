@@ -1,4 +1,4 @@
-"""Every host: paths and URIs → pyarrow filesystems, with S3 retries raised."""
+"""Every host: pyarrow filesystems for paths and URIs, with more S3 retries than pyarrow's default."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ S3_ATTEMPTS = 10
 def filesystem_of(uri: str) -> tuple[Any, str]:
     """Every host: (pyarrow filesystem, path in it) of a local path, `file://` or `s3://` URI.
 
-    S3 retries are raised to 10 attempts: with pyarrow's default, 6 of 15 runs failed at 50 %
-    injected 503 answers, with 10 none did.
+    S3 requests are tried up to 10 times: with pyarrow's default, 6 of 15 runs failed when 50 % of the
+    answers were injected 503 errors; with 10 attempts none did.
 
     Raises:
-        UsageError: a scheme that is neither.
+        UsageError: another scheme.
     """
     from pyarrow import fs
 
@@ -42,7 +42,7 @@ def filesystem_of(uri: str) -> tuple[Any, str]:
 
 
 def list_files(uri: str, suffixes: tuple[str, ...] = ()) -> list[Any]:
-    """Head: the files below `uri` (pyarrow FileInfo, sorted by path), hidden ones left out.
+    """Head: the files below `uri` (pyarrow FileInfo, sorted by path), without hidden ones.
 
     Raises:
         UsageError: nothing there, or no file with one of the suffixes.
@@ -65,33 +65,33 @@ def list_files(uri: str, suffixes: tuple[str, ...] = ()) -> list[Any]:
     wanted = [f for f in files if not suffixes or f.path.lower().endswith(suffixes)]
     if not wanted:
         kinds = f" {' or '.join(suffixes)}" if suffixes else ""
-        raise UsageError(f"{uri}: the folder holds no{kinds} file (found {len(files)} others)")
+        raise UsageError(f"{uri}: the folder has no{kinds} file (found {len(files)} others)")
     return sorted(wanted, key=lambda f: f.path)
 
 
 def filesystem_of_files(files: list[Any]) -> Any:
-    """Every host: the filesystem of files that `list_files` found; S3 paths have no leading slash."""
+    """Every host: the filesystem of files listed by `list_files`; S3 paths have no leading slash."""
     first = files[0].path
     return filesystem_of(first if is_local(first) else f"s3://{first}")[0]
 
 
 def is_local(path: str) -> bool:
-    """Every host: whether a path that `list_files` found lies in this host's file system."""
+    """Every host: whether a path listed by `list_files` is local."""
     return path.startswith("/")
 
 
 def common_folder(files: list[Any]) -> str:
-    """Head: the deepest folder above all files, with a slash: what follows it names a file uniquely."""
+    """Head: the deepest folder above all files, with a slash; paths below it are unique."""
     folders: list[str] = [f.path.rpartition("/")[0] for f in files]
     return os.path.commonpath(folders).rstrip("/") + "/"
 
 
 def child_folders(uri: str, hidden: bool = False) -> list[str]:
-    """Head: names of the folders directly below `uri`, sorted; empty where it is no folder.
+    """Head: names of the folders directly below `uri`, sorted; empty if `uri` is not a folder.
 
     Args:
         uri: a path or URI.
-        hidden: also those whose names begin with a dot or an underscore.
+        hidden: include names that begin with a dot or an underscore.
     """
     from pyarrow import fs
 
@@ -112,7 +112,7 @@ def join(uri: str, *parts: str) -> str:
 
 
 def _absolute(path: str) -> Path:
-    """A relative path lies in the job's folder, or else where the command was typed."""
+    """Resolve a relative path against the job's folder, or else the folder of the command."""
     here = Path(path).absolute()
     typed_in = os.environ.get(LAUNCH_DIR_VARIABLE)
     return here if here.exists() or not typed_in else Path(typed_in) / path
@@ -126,7 +126,7 @@ def _info(filesystem: Any, path: str, uri: str) -> Any:
 
 
 def deepest_there(uri: str) -> str:
-    """Anywhere: the deepest part of an absent local path that exists, which shows where it goes wrong."""
+    """Anywhere: the deepest existing part of an absent local path, to show where it goes wrong."""
     if "://" in uri:
         return ""
     path = _absolute(uri)
