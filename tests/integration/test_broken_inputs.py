@@ -102,9 +102,9 @@ BEFORE_TRAINING = {
 }
 
 BY_OVERRIDE = {
-    "unknown optimiser": ("train.optimizer=adamm", "timm knows no optimiser 'adamm'; did you mean adam"),
+    "unknown optimiser": ("train.optimizer=adamm", "timm has no optimiser 'adamm'; did you mean adam"),
     "a group that is not there": ("data.preprocess_on=[cpus]", "no host in group cpus; there are: "),
-    "batch larger than the data": ("train.batch_size=500", "are more than the 101 training records"),
+    "batch larger than the data": ("train.batch_size=500", "exceed the 101 training records"),
 }
 
 IN_TRAINING = {

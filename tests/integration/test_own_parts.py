@@ -14,6 +14,6 @@ def test_a_sink_that_fails_is_left_out_and_a_strategy_that_averages_nothing_is_r
     tracking = {"sinks": ["wrong_parts:Broken"], "tensorboard": False}
     outcome = run_job(tmp_path, recipe="rows:Counting", tracking=tracking, train=train)
     assert outcome.code == 1
-    assert "nobody would average its gradients" in str(outcome.summary.error)
+    assert "its gradients would not be averaged" in str(outcome.summary.error)
     notes = [event["text"] for event in outcome.summary.events if event["event"] == "note"]
-    assert [text for text in notes if "Broken failed and is left out" in text and "no room" in text]
+    assert [text for text in notes if "Broken failed and is dropped" in text and "no room" in text]

@@ -81,7 +81,7 @@ def test_layer_decay_is_refused_where_the_model_names_no_layers() -> None:
 
     config = Config.model_validate({"train": {"layer_decay": 0.5}})
     worker = Worker(config, Flat(), None, 0, 0, 1, torch.device("cpu"))
-    with pytest.raises(UsageError, match=r"train\.layer_decay: Sequential does not say"):
+    with pytest.raises(UsageError, match=r"train\.layer_decay: Sequential does not group"):
         build(worker, records=24)
 
 

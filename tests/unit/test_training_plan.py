@@ -23,7 +23,7 @@ class OwnOptimizer(Recipe):
 @pytest.mark.parametrize("key", ["label_smoothing", "mixup", "cutmix"])
 def test_a_recipe_with_its_own_loss_keeps_it(key: str) -> None:
     train = TrainConfig.model_validate({key: 0.1})
-    with pytest.raises(UsageError, match=f"train.{key}: Regression has a training_step of its own"):
+    with pytest.raises(UsageError, match=f"train.{key}: Regression defines training_step"):
         refuse_impossible(Regression(data=""), train)
     refuse_impossible(Recipe(), train)
 

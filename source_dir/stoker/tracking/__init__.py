@@ -1,4 +1,4 @@
-"""Every host: what a run leaves behind: events, metrics, its summary; and runs side by side."""
+"""Every host: the outputs of a run (events, metrics, summary), and comparison of runs."""
 
 from stoker.tracking.runs import runs_dataframe
 

@@ -1,4 +1,4 @@
-"""Head: what binds a run, from where its steps' time went and how busy its hosts were. Pure."""
+"""Head: the bottleneck of a run, from step times and CPU use of its hosts. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from stoker.tracking.summary import Bottleneck, Host, Summary
 
 INPUT_BOUND_PCT = 10.0
-"""From this input wait on, the input side and not the GPU is called the bottleneck."""
+"""From this input wait on, the bottleneck is the input side, not the GPU."""
 BUSY_PCT = 70.0
-"""Hosts that preprocess below this use of their CPUs are waiting themselves, for the data that they read."""
+"""Below this CPU use, hosts that preprocess are themselves waiting for the data that they read."""
 SATURATED_PCT = 90.0
-"""From this use on a GPU host's CPUs are what receiving waits for."""
+"""From this CPU use of a GPU host on, receiving is limited by its CPUs."""
 BUSY_FETCHING = 0.7
-"""From this share of CPU time on, the threads that fetch do not wait for the network."""
+"""From this share of CPU time on, the fetching threads are not waiting for the network."""
 
 
 class HostLoad:
@@ -27,12 +27,12 @@ class HostLoad:
         }
 
     def take(self, hosts: Mapping[str, float], training: bool) -> None:
-        """One sample of every host; those before the first step count only where there are no others."""
+        """Add one sample per host; samples before the first step count only if there are no others."""
         for host, used in hosts.items():
             self._samples[training][host].append(used)
 
     def rows(self, hosts: list[Host]) -> list[dict[str, Any]]:
-        """As summary.json holds them."""
+        """The rows for summary.json."""
         rows = []
         for host in hosts:
             used = self._samples[True].get(host.host) or self._samples[False].get(host.host)
@@ -46,7 +46,7 @@ def bottleneck(summary: Summary, times: Mapping[str, float]) -> Bottleneck:
     """Head: the GPU, or else what training waited for most.
 
     Args:
-        summary: with its input wait, host_cpu, and who did what.
+        summary: with its input wait, host_cpu, and the hosts of chain and train workers.
         times: seconds over the run: STEP_TERMS with `_s`, fetch_s, fetch_cpu_s.
     """
     if summary.speed.input_wait_pct < INPUT_BOUND_PCT:

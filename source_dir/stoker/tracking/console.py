@@ -1,4 +1,4 @@
-"""Head: what one sees while a job runs: a progress bar on a terminal, plain lines elsewhere."""
+"""Head: console output of a job: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ PLAIN_EVERY_S = 10.0
 
 BINDS = {
     "gpu": "the GPUs (or the training on them): data is never late",
-    "cpu": "CPUs that preprocess: more or faster CPU hosts help",
-    "network": "what brings the data: the network between hosts, or the storage that is read",
-    "gpu_host_cpu": "the GPU host's own CPU, which cuts batches",
+    "cpu": "the CPUs that preprocess: more or faster CPU hosts help",
+    "network": "getting the data: the network between hosts, or the storage that is read",
+    "gpu_host_cpu": "the GPU host's own CPU, which assembles batches",
 }
 
 
 class PlainConsole(Sink):
-    """Head: one line per happening."""
+    """Head: one line per event."""
 
     essential = True
 
     def __init__(self, epochs: int, log: Path | None = None) -> None:
         self.epochs = epochs
         self.steps_per_epoch: int | None = None
-        """As soon as the data is open, where that tells."""
+        """Set when the data is open; None if its length is unknown."""
         self.last = 0.0
         self.log = log.open("a", buffering=1) if log else None
 
     def line(self, text: str) -> None:
-        """Show a line, without the run's secrets, and keep it in the run's console.log."""
+        """Show a line, without the run's secrets, and append it to the run's console.log."""
         text = scrub(text)
         self.show(text)
         if self.log:
@@ -58,7 +58,7 @@ class PlainConsole(Sink):
             self.line(metrics_line(event["step"], event["metrics"]))
 
     def output(self, event: dict[str, Any]) -> None:
-        """What a script prints on rank 0; of a progress bar that overwrites itself, what one would see."""
+        """Show a script's output on rank 0; of a progress bar that overwrites itself, the visible part."""
         for line in event["text"].split("\n")[: None if event["rank"] == 0 else 0]:
             if shown := line.rstrip("\r").rpartition("\r")[2]:
                 self.line(shown)
@@ -147,7 +147,7 @@ class RichConsole(PlainConsole):
             self.task = None
 
     def table(self, rows: list[tuple[str, str]]) -> None:
-        """The same rows, drawn; the log gets the plain ones."""
+        """Draw the rows; the log gets them as plain text."""
         if self.log:
             self.log.writelines(f"  {name}: {value}\n" for name, value in rows)
         from rich.table import Table
@@ -159,7 +159,7 @@ class RichConsole(PlainConsole):
 
 
 def make_console(epochs: int, log: Path | None = None) -> PlainConsole:
-    """Head: the console that fits where the output goes; NO_COLOR and CI logs get plain lines."""
+    """Head: the console for this output; NO_COLOR and CI logs get plain lines."""
     if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
         try:
             return RichConsole(epochs, log)
@@ -169,7 +169,7 @@ def make_console(epochs: int, log: Path | None = None) -> PlainConsole:
 
 
 def metrics_text(metrics: dict[str, float]) -> str:
-    """Head: an epoch's metrics in one line."""
+    """Head: an epoch's metrics on one line."""
     parts = []
     for name, value in metrics.items():
         if name.endswith("acc1"):
@@ -184,7 +184,7 @@ def metrics_text(metrics: dict[str, float]) -> str:
 
 
 def export_text(event: dict[str, Any]) -> str:
-    """Head: an export that was loaded again and compared, in one line."""
+    """Head: a verified export on one line."""
     if event["max_abs_diff"] is None:
         return f"exported {event['path']}: loaded again, {event['note']}"
     sizes = " and ".join(map(str, event["batch_sizes"]))
@@ -228,7 +228,7 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
 
 
 def books_text(records: Records) -> str:
-    """Head: what became of the training records of all epochs."""
+    """Head: the training records of all epochs, by outcome."""
     text = (
         f"{records.read} read = {records.trained} trained + {records.quarantined} quarantined"
         f" + {records.remainder} remaining"
@@ -237,7 +237,7 @@ def books_text(records: Records) -> str:
 
 
 def report(summary: Summary, console: PlainConsole, run_dir: Path, code: int) -> None:
-    """Head: the closing words."""
+    """Head: print the closing table or the errors."""
     if code == 0:
         console.line(f"{summary.name}: done in {summary.seconds:.0f} s")
         console.table(closing_rows(summary, str(run_dir)))

@@ -1,4 +1,4 @@
-"""Head, or laptop for a replay: one run in MLflow, through its own client. Every call may raise."""
+"""Head, or laptop for a replay: one MLflow run, through MLflow's client. Every call may raise."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ LONGEST_PARAM = 6000
 LONGEST_TAG = 5000
 ARTIFACTS = ("config.yaml", "summary.json", "report.html", "quarantine.jsonl")
 NOT_ALLOWED = re.compile(r"[^\w\-. :/]")
-"""Characters that MLflow refuses in names of metrics and parameters."""
+"""Characters not allowed in MLflow's names of metrics and parameters."""
 
 
 def prepare_client(timeout_s: int) -> None:
-    """Head: settings of MLflow's client, before it is imported; the user's environment comes first.
+    """Head: configure MLflow's client, before its import; the user's environment takes precedence.
 
     Args:
         timeout_s: deadline of one request.
     """
     for name, value in {
         "MLFLOW_HTTP_REQUEST_TIMEOUT": str(timeout_s),
-        # What fails is sent again later, from events.jsonl, so there is no need to insist.
+        # Failed requests are sent again later, from events.jsonl, so retrying here is pointless.
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
         "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -41,14 +41,14 @@ def prepare_client(timeout_s: int) -> None:
     }.items():
         os.environ.setdefault(name, value)
     for name in ("mlflow", "urllib3"):
-        # They warn on the screen otherwise, once for each attempt.
+        # Otherwise they print a warning for each attempt.
         logger = logging.getLogger(name)
         logger.handlers[:] = logging.getLogger("stoker").handlers or [logging.NullHandler()]
         logger.propagate = False
 
 
 class MlflowRun:
-    """Head: a run that exists on the server; made by `open_run`."""
+    """Head: a run that exists on the server; created by `open_run`."""
 
     def __init__(self, client: Any, settings: MlflowConfig, run: Any) -> None:
         self.client, self.settings = client, settings
@@ -57,14 +57,14 @@ class MlflowRun:
 
     @property
     def url(self) -> str | None:
-        """Where a browser finds the run; None where that is not for us to know."""
+        """The run's address for a browser; None if unknown."""
         uri = (self.settings.uri or "").rstrip("/")
         if not uri.startswith(("http://", "https://")):
             return None
         return f"{uri}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Parameters as they are now; what MLflow holds cannot be changed, so a change becomes a tag."""
+        """Set parameters; MLflow cannot change existing ones, so changed values become tags."""
         from mlflow.entities import Param
 
         known = self.client.get_run(self.run_id).data.params
@@ -77,7 +77,7 @@ class MlflowRun:
         )
 
     def set_tags(self, tags: dict[str, str]) -> None:
-        """Tags; equal keys are overwritten."""
+        """Set tags, overwriting equal keys."""
         from mlflow.entities import RunTag
 
         if tags:
@@ -85,7 +85,7 @@ class MlflowRun:
             self.client.log_batch(self.run_id, tags=pairs)
 
     def log(self, metrics: Iterable[tuple[str, float, int, int]]) -> None:
-        """Metrics in one request: (name, value, time in ms since 1970, global step)."""
+        """Log metrics in one request: (name, value, time in ms since 1970, global step)."""
         from mlflow.entities import Metric
 
         rows = [Metric(NOT_ALLOWED.sub("_", name), value, at, step) for name, value, at, step in metrics]
@@ -93,17 +93,17 @@ class MlflowRun:
             self.client.log_batch(self.run_id, metrics=rows)
 
     def log_model(self, folder: Path, name: str | None) -> str | None:
-        """The exported program as an MLflow model, which loads without Stoker and the recipe.
+        """Log the exported program as an MLflow model, which loads without Stoker and the recipe.
 
         Args:
-            folder: holds model.pt2 and model.json.
-            name: register it under this name; None: it belongs to the run alone.
+            folder: contains model.pt2 and model.json.
+            name: register the model under this name; None: do not register it.
 
         Returns:
             The registered version.
         """
         import mlflow
-        import mlflow.pyfunc  # before disable_logging: importing it turns the messages on again
+        import mlflow.pyfunc  # before disable_logging: importing it enables the messages again
         import mlflow.pytorch
         import numpy as np
         import torch
@@ -117,7 +117,7 @@ class MlflowRun:
         single = len(columns) == 1
 
         def schema(specs: list[dict[str, Any]]) -> Any:
-            # A single tensor stays without a name, so that predict() takes and gives plain arrays.
+            # A single tensor has no name, so that predict() takes and returns plain arrays.
             names = [None] if len(specs) == 1 else [spec["name"] for spec in specs]
             shapes = [(-1, *spec["shape"][1:]) for spec in specs]
             types = [np.dtype(spec["dtype"]) for spec in specs]
@@ -133,7 +133,7 @@ class MlflowRun:
                 signature=ModelSignature(schema(about["inputs"]), schema(about["outputs"])),
                 input_example=columns[0] if single else tuple(columns),
                 registered_model_name=name,
-                # Inferring them loads the model in a process of its own.
+                # Inferring them would load the model in another process.
                 pip_requirements=[f"torch=={torch.__version__.split('+')[0]}", "numpy"],
                 metadata={"checkpoint": about.get("checkpoint"), "recipe": about.get("recipe")},
             )
@@ -141,26 +141,26 @@ class MlflowRun:
         return None if version is None else str(version)
 
     def log_files(self, run_dir: Path) -> None:
-        """The run's own files, where they exist."""
+        """Upload the run's files that exist."""
         for name in ARTIFACTS:
             if (run_dir / name).is_file():
                 self.client.log_artifact(self.run_id, str(run_dir / name))
 
     def end(self, status: Status) -> None:
-        """How the run ended."""
+        """Set the final status of the run."""
         self.client.set_terminated(self.run_id, STATUS.get(status, "FINISHED"))
 
 
 def open_run(
     settings: MlflowConfig, experiment: str, run_name: str, run_id: str | None, tags: dict[str, str]
 ) -> MlflowRun:
-    """Head: the run to write to: an earlier one that goes on, or a new one.
+    """Head: the run to write to: an earlier one if the run resumes, or a new one.
 
     Args:
-        settings: says which server.
-        experiment: made where it does not exist.
+        settings: the server.
+        experiment: created if absent.
         run_name: of a new run.
-        run_id: of an earlier start; a run that the server does not know (any more) is made anew.
+        run_id: of an earlier start; if the server no longer has it, a new run is created.
         tags: of the run.
     """
     from mlflow import MlflowClient
@@ -179,7 +179,7 @@ def open_run(
 
 
 def known_run(client: Any, run_id: str) -> Any:
-    """Head: a run by its id; None where the server has no such run, or it was deleted."""
+    """Head: a run by its id; None if the server does not have it, or it was deleted."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -192,17 +192,17 @@ def known_run(client: Any, run_id: str) -> Any:
 
 
 def is_unknown(error: Exception) -> bool:
-    """Head: whether the server says that there is no such thing."""
+    """Head: whether the server answers that the object does not exist."""
     return getattr(error, "error_code", "") == "RESOURCE_DOES_NOT_EXIST"
 
 
 def is_refused(error: Exception) -> bool:
-    """Head: whether the server will never take this, however often it is sent."""
+    """Head: whether the server rejects the data, so that sending it again is pointless."""
     return getattr(error, "error_code", "") in ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
 
 
 def end_tags(summary: Summary) -> dict[str, str]:
-    """Head: what a run's end adds to its tags."""
+    """Head: tags set at the end of a run."""
     values = {
         "stoker.status": summary.status,
         "stoker.error": summary.error,

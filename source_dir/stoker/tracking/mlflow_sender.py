@@ -1,8 +1,8 @@
-"""Head, or laptop for a replay: carries a run's events to MLflow without ever making training wait.
+"""Head, or laptop for a replay: sends a run's events to MLflow without ever delaying training.
 
-`events.jsonl` is the queue: a thread reads what has been appended and sends it in batches; how far the
-server has got stands in `mlflow.json`. While the server does not answer nothing is lost, the place just
-stays where it is, and what is missing is sent when it answers again, at the end of the run, or later by
+`events.jsonl` is the queue: a thread reads new lines and sends them in batches; `mlflow.json` stores the
+position up to which the server has them. While the server does not answer, nothing is lost: the position
+stays, and the rest is sent when it answers again, at the end of the run, or later by
 `submit.py replay RUN`.
 """
 
@@ -32,25 +32,25 @@ from stoker.tracking.summary import Summary
 SEND_EVERY_S = 2.0
 RETRY_EVERY_S = 15.0
 INTERRUPTED_S = 20.0
-"""A host that is about to go does not wait longer than this, whatever `close_timeout_s` says."""
+"""Limit after an interruption, whatever `close_timeout_s` says: the instance may be reclaimed."""
 STATE = "mlflow.json"
 ELSEWHERE = ("sagemaker.", "rehearsal.")
-"""Sections that say nothing of a run in another place."""
+"""Sections that are irrelevant for other backends."""
 
 
 @dataclass
 class State:
-    """Head: what `mlflow.json` remembers."""
+    """Head: the content of `mlflow.json`."""
 
     run_id: str | None = None
     sent: int = 0
-    """Bytes of events.jsonl that the server has taken."""
+    """Bytes of events.jsonl accepted by the server."""
     model_version: str | None = None
     model_sent: bool = False
 
     @classmethod
     def parse(cls, text: str, uri: str, experiment: str) -> State:
-        """Head: what an earlier start left; nothing where it wrote to another server or experiment."""
+        """Head: the state left by an earlier start; empty if it wrote to another server or experiment."""
         try:
             content = json.loads(text)
         except ValueError:
@@ -60,12 +60,12 @@ class State:
         return cls(**content)
 
     def text(self, uri: str, experiment: str) -> str:
-        """Head: for `parse`."""
+        """Head: the reverse of `parse`."""
         return json.dumps({"uri": uri, "experiment": experiment, **vars(self)}, indent=1)
 
 
 class MlflowSender(Sink):
-    """Head: one per run; everything that talks to the server happens in its thread."""
+    """Head: one per run; all communication with the server happens in its thread."""
 
     def __init__(
         self,
@@ -81,21 +81,21 @@ class MlflowSender(Sink):
         """
         Args:
             settings: `tracking.mlflow`, with a uri.
-            name: of the job; names the experiment where `settings` does not.
-            run_dir: holds events.jsonl and config.yaml.
-            tags: of the run, besides `settings.tags`.
-            model_dir: where the exported model lies; None: no model is sent.
-            kept: where the checkpoints lie, which outlives this host: the run's id is kept there, too.
-            tell: takes lines for the user, from any thread.
+            name: of the job; the experiment's name if `settings` has none.
+            run_dir: contains events.jsonl and config.yaml.
+            tags: of the run, in addition to `settings.tags`.
+            model_dir: folder of the exported model; None: no model is sent.
+            kept: storage of the checkpoints, which outlives this host: the run's id is stored there, too.
+            tell: receives lines for the user, from any thread.
         """
         self.tell = tell
         self.settings, self.run_dir, self.model_dir = settings, run_dir, model_dir
-        # What is shown and written down; the client gets the one in `settings`.
+        # Shown and written, with secrets removed; the client gets `settings.uri`.
         self.uri, self.experiment = str(redact(settings.uri)), settings.experiment or name
         self.tags = {**tags, **redact(settings.tags)}
         self.kept = kept
         self.kept_id: str | None = None
-        """The run's id as it lies with the checkpoints."""
+        """The run's id stored with the checkpoints."""
         self.state = self._state_in(open_store(str(run_dir)))
         if kept is not None:
             self.kept_id = self._state_in(kept).run_id
@@ -103,21 +103,21 @@ class MlflowSender(Sink):
         self.scalars = Scalars()
         self.run: MlflowRun | None = None
         self.failing: str | None = None
-        """What went wrong last; None while the server takes what is sent."""
+        """The last error; None while the server accepts data."""
         self.done = False
-        """Whether the server has everything, the end of the run included."""
+        """Whether the server has everything, including the end of the run."""
         self._closing = threading.Event()
         self._summary: Summary | None = None
         self._read_before()
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
 
     def start(self) -> None:
-        """Begin to send."""
+        """Start sending."""
         mlflow_run.prepare_client(self.settings.timeout_s)
         self._thread.start()
 
     def close(self, summary: Summary) -> None:
-        """Send the rest, the model, the files and the end of the run, for `close_timeout_s` at most.
+        """Send the rest, the model, the files and the final status, for at most `close_timeout_s`.
 
         Args:
             summary: complete; gets the run's address, and is written again with it.
@@ -132,12 +132,12 @@ class MlflowSender(Sink):
             self.failing = f"not done within {limit:.0f} s"
         if not self.done:
             self.tell(
-                f"MLflow at {self.uri} lacks a part of this run ({self.failing}); nothing is lost, send it"
+                f"MLflow at {self.uri} lacks part of this run ({self.failing}); nothing is lost; send it"
                 f" later: python launcher/submit.py replay {self.run_dir}"
             )
 
     def about(self) -> dict[str, Any]:
-        """For `summary.tracking`: where the run is found; without run_id and url while nobody answered."""
+        """For `summary.tracking`: where to find the run; without run_id and url until the server answers."""
         about = {
             "uri": self.uri,
             "experiment": self.experiment,
@@ -168,12 +168,12 @@ class MlflowSender(Sink):
         text = " ".join(str(error).split()) or type(error).__name__
         text = f"{type(error).__name__}: {text}" if len(text) < 300 else text[:300]
         if self.failing is None and not self._closing.is_set():
-            self.tell(f"MLflow at {self.uri} does not take what is sent ({text}); training goes on")
+            self.tell(f"MLflow at {self.uri} does not accept data ({text}); training continues")
         self.failing = text
 
     def _answers(self) -> None:
         if self.failing is not None:
-            self.tell(f"MLflow at {self.uri} answers again; what it missed has been sent")
+            self.tell(f"MLflow at {self.uri} answers again; missing data has been sent")
         self.failing = None
 
     def _opened(self) -> MlflowRun:
@@ -204,18 +204,18 @@ class MlflowSender(Sink):
         text = self.state.text(self.uri, self.experiment)
         open_store(str(self.run_dir)).write_note(STATE, text)
         if self.kept is not None and self.kept_id != self.state.run_id:
-            # A folder of checkpoints appears with the first of them: until then it is tried again.
+            # The checkpoint folder is created with the first checkpoint; until then, try again later.
             with contextlib.suppress(OSError):
                 self.kept.write_note(STATE, text)
                 self.kept_id = self.state.run_id
 
     def _read_before(self) -> None:
-        """Let the counters know the events of an earlier start, which have been sent."""
+        """Feed the counters with the events of an earlier start, which were sent already."""
         for _, event in self._events(0, self.state.sent):
             self.scalars.of(event)
 
     def _events(self, start: int, end: int | None = None) -> list[tuple[int, dict[str, Any]]]:
-        """Whole lines of events.jsonl as (place of the next line, event)."""
+        """Complete lines of events.jsonl as (position of the next line, event)."""
         try:
             with (self.run_dir / "events.jsonl").open("rb") as file:
                 file.seek(start)
@@ -232,7 +232,7 @@ class MlflowSender(Sink):
         return found
 
     def _send(self) -> None:
-        """Everything that events.jsonl holds and the server does not have."""
+        """Send everything in events.jsonl that the server does not have."""
         run = self._opened()
         batch: list[tuple[str, float, int, int]] = []
         place = self.state.sent
@@ -253,7 +253,7 @@ class MlflowSender(Sink):
             run.log(batch)
         except Exception as error:
             if mlflow_run.is_unknown(error):
-                # The server has lost its runs: the next attempt makes a new one and sends everything.
+                # The server has lost its runs: the next attempt creates a new one and sends everything.
                 self.run, self.state, self.scalars = None, State(), Scalars()
             if not mlflow_run.is_refused(error):
                 raise
@@ -274,7 +274,7 @@ class MlflowSender(Sink):
                 self.state.model_sent = True
                 self._save()
             else:
-                self.tell("MLflow: the model lies on the host of train worker 0, and is not sent")
+                self.tell("MLflow: the model is on the host of train worker 0, so it is not sent")
         summary.tracking |= self.about()
         summary.write(self.run_dir)
         run.log_files(self.run_dir)
@@ -283,12 +283,12 @@ class MlflowSender(Sink):
 
 
 def run_tags(recipe: str, backend: str, code: Path) -> dict[str, str]:
-    """Head: what a run is told apart by.
+    """Head: tags that identify a run's code and place.
 
     Args:
         recipe: its import path, or a script's name.
         backend: where it runs.
-        code: the staged source, which knows its git commit.
+        code: the staged source, which records its git commit.
     """
     tags = {
         "mlflow.source.name": recipe,
@@ -304,13 +304,13 @@ def run_tags(recipe: str, backend: str, code: Path) -> dict[str, str]:
 def start_sender(
     config: Config, place: Place, kept: Store, tell: Callable[[str], None]
 ) -> list[MlflowSender]:
-    """Head: begin to send a run to MLflow, where that is asked for.
+    """Head: start sending a run to MLflow, if configured.
 
     Args:
         config: the job.
-        place: its folders, in which config.yaml lies already.
-        kept: where its checkpoints lie.
-        tell: takes lines for the user, from any thread.
+        place: its folders; config.yaml is already written.
+        kept: storage of its checkpoints.
+        tell: receives lines for the user, from any thread.
     """
     if not config.tracking.mlflow.uri:
         return []

@@ -1,4 +1,4 @@
-"""Head: turns the run's events into files: events.jsonl, quarantine.jsonl, the summary."""
+"""Head: writes the run's events to files: events.jsonl, quarantine.jsonl, summary.json."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from stoker.tracking.sinks import Sink
 from stoker.tracking.summary import STEP_TERMS, Summary
 
 NOTABLE = ("resumed", "stop", "stopped", "note", "host_lost", "host_joined")
-"""Events that the summary keeps."""
+"""Events included in the summary."""
 
 
 REFRESH_S = 2.0
-"""Between two writings of summary.json while the run goes on."""
+"""Interval between writes of summary.json during the run."""
 
 
 class Recorder(Sink):
@@ -39,24 +39,24 @@ class Recorder(Sink):
         self.events_file = (run_dir / "events.jsonl").open("a", buffering=1)
         self.refreshed = self.started
         self.figures: dict[str, Any] = {}
-        """The coordinator's last ones, for the end; empty where it never started."""
+        """The coordinator's last figures, for the end; empty if it never started."""
         self.totals: Counter[str] = Counter()
         self.steady: Counter[str] = Counter()
         self.step_ms: list[float] = []
         self.running: Counter[str] = Counter()
-        """The sums of the pass under way, as far as its steps were logged."""
+        """Sums of the current pass, up to its last logged step."""
         self.loaders: dict[int, Counter[str]] = {}
-        """The sums of each pass over a script's loader."""
+        """Sums of each pass over a script's loader."""
         self.running_epoch = 0
         self.last_pass = -1
-        """The last epoch of which training took records."""
+        """The last epoch from which training took records."""
         self.pass_from = self.told_step = 0
-        """The global steps before the pass under way, and before its next logged step."""
+        """The global steps before the current pass, and at its last logged step."""
         self.worker_nodes: dict[int, str] = {}
         self.load = HostLoad()
 
     def take(self, event: dict[str, Any]) -> None:
-        """Write an event down and let the summary follow."""
+        """Write an event and update the summary."""
         kind = event["event"]
         if kind == "record_ids":
             self._write_ids(event)
@@ -76,7 +76,7 @@ class Recorder(Sink):
             self.refresh()
 
     def _on_train_worker(self, event: dict[str, Any]) -> None:
-        # By rank, so that one that was restarted counts once, where it runs now.
+        # By rank, so that a restarted worker counts once, on its present host.
         self.worker_nodes[event["rank"]] = event["node"]
         hosts = map(self.summary.host_of, self.worker_nodes.values())
         self.summary.train_workers_by_host = dict(Counter(hosts))
@@ -97,13 +97,13 @@ class Recorder(Sink):
         self._count_running(event)
 
     def _count_running(self, event: dict[str, Any]) -> None:
-        if event["step"] <= self.told_step:  # started anew, without a checkpoint
+        if event["step"] <= self.told_step:  # restarted without a checkpoint
             self.running.clear()
             self.told_step = self.pass_from = 0
         seconds = event["elapsed_s"] - self.running["elapsed_s"]
         self.running["steps"] += event["step"] - self.told_step
         self.told_step, self.running_epoch = event["step"], event["epoch"]
-        # The terms are means since the step logged before, the other figures sums since the pass began.
+        # Terms are means since the previous logged step; other figures are sums since the start of the pass.
         terms = event.get("terms_ms", {})
         total = sum(terms.values()) or 1.0
         for name, mean_ms in terms.items():
@@ -117,12 +117,12 @@ class Recorder(Sink):
         self.summary.metrics.take(event["metrics"])
 
     def _on_metrics(self, event: dict[str, Any]) -> None:
-        # A script may count otherwise than its loader.
+        # A script may count differently from its loader.
         self.summary.steps = max(self.summary.steps, event["step"])
         self.summary.metrics.take({**self.summary.metrics.last, **event["metrics"]})
 
     def _on_loader(self, event: dict[str, Any]) -> None:
-        """A script's `stoker.DataLoader`: sums since its pass began; ranks do alike."""
+        """Sums of a script's `stoker.DataLoader` since its pass began; ranks are alike."""
         if event["rank"] == 0:
             passed = Counter({name: event[name] for name in ("steps", "elapsed_s", "wait_s")})
             passed["samples"] = event["samples"] * max(self.summary.train_workers, 1)
@@ -187,7 +187,7 @@ class Recorder(Sink):
             file.write(scrub(event["text"]))
 
     def refresh(self) -> None:
-        """While the run goes on: let summary.json tell how it stands."""
+        """Update summary.json during the run."""
         self.refreshed = time.monotonic()
         self._fill_speed()
         self.summary.seconds = round(time.monotonic() - self.started, 2)
@@ -211,14 +211,14 @@ class Recorder(Sink):
             speed.step_ms_p50 = round(statistics.median(self.step_ms), 3)
 
     def close(self, summary: Summary) -> None:
-        """Fill in what only the end knows."""
+        """Fill in the figures known only at the end."""
         if figures := self.figures:
             self.summary.speed.bytes_per_sample = round(figures["bytes_per_sample"], 1)
             self.summary.chain = figures["chain"]
             self.summary.operators = figures.get("operators", [])
             tasks = figures["tasks_by_node"]
             self.summary.chain_tasks_by_host = {self.summary.host_of(n): count for n, count in tasks.items()}
-            # What was read ahead when early stopping ended the run belongs to no epoch of it.
+            # Records read ahead when early stopping ended the run belong to none of its epochs.
             done = self.summary.status == "succeeded"
             self.summary.records.epochs += [
                 books for books in figures["open"] if not done or books["epoch"] <= self.last_pass
@@ -237,7 +237,7 @@ def _percent(part: float, whole: float) -> float:
 
 
 def notable_events(run_dir: Path) -> list[dict[str, Any]]:
-    """Head: those events in the files of a run that its summary keeps, from all of its starts."""
+    """Head: the events of a run that its summary includes, from all of its starts."""
     path, found = run_dir / "events.jsonl", []
     for line in path.read_text().splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError):  # the last line before a kill may be cut

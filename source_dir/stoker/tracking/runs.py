@@ -1,4 +1,4 @@
-"""Laptop: finished runs side by side, from what they left in their run directories.
+"""Laptop: compare finished runs, from their run directories.
 
 from stoker.tracking import runs_dataframe
 frame = runs_dataframe(["runs/digits-…", "runs/digits-…"])      # or ["runs"]: every run in it
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 CONFIG = "config/"
 UNINTERESTING = ("output_dir",)
-"""Keys that differ without telling the runs apart."""
+"""Keys that differ without distinguishing runs."""
 
 
 def find_runs(paths: Iterable[str | Path]) -> tuple[list[Path], list[str]]:
-    """Laptop: the run directories that paths name, each once, in the order given.
+    """Laptop: the run directories under the given paths, each once, in the order given.
 
     Args:
-        paths: run directories, or folders that hold some, such as `runs`.
+        paths: run directories, or folders that contain some, such as `runs`.
 
     Returns:
-        (run directories, one line for each path that is none).
+        (run directories, one line for each path that is not one).
     """
     found: dict[Path, None] = {}
     passed_over = []
@@ -45,7 +45,7 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[Path], list[str]]:
         found.update(dict.fromkeys(below))
         if not below:
             reason = "no summary.json in it" if path.exists() else "no such folder"
-            passed_over.append(f"{path}: is no run directory ({reason})")
+            passed_over.append(f"{path}: not a run directory ({reason})")
     return list(found), passed_over
 
 
@@ -53,7 +53,7 @@ def runs_dataframe(paths: Sequence[str | Path]) -> pandas.DataFrame:
     """Laptop: one row per run, indexed by the run's name.
 
     Args:
-        paths: run directories, or folders that hold some.
+        paths: run directories, or folders that contain some.
 
     Returns:
         Columns: status, backend, started, hosts, train_workers, seconds, epochs, steps, samples_per_s
@@ -62,7 +62,7 @@ def runs_dataframe(paths: Sequence[str | Path]) -> pandas.DataFrame:
         `best/<metric>`, and `config/<section.key>` for every key of the configuration.
 
     Raises:
-        UsageError: a path that is no run directory, or a run that cannot be read.
+        UsageError: a path is not a run directory, or a run cannot be read.
     """
     import pandas
 
@@ -78,7 +78,7 @@ def row_of(run_dir: Path) -> dict[str, Any]:
     """Laptop: one run as a row; see `runs_dataframe`.
 
     Raises:
-        UsageError: a summary or configuration that cannot be read.
+        UsageError: a summary or configuration cannot be read.
     """
     summary = read_summary(run_dir / "summary.json")
     cost = summary.cost or {}
@@ -103,7 +103,7 @@ def row_of(run_dir: Path) -> dict[str, Any]:
 
 
 def shape_of(summary: Summary) -> str:
-    """Laptop: a run's hosts in a few words, `1 × gpu (ml.g5.xlarge) + 2 × cpu`."""
+    """Laptop: a run's hosts in short form: `1 × gpu (ml.g5.xlarge) + 2 × cpu`."""
     kinds = Counter((host.group, host.model_dump().get("type") or "") for host in summary.cluster.hosts)
     return " + ".join(
         f"{count} × {group}" + (f" ({kind})" if kind else "") for (group, kind), count in kinds.items()
@@ -111,7 +111,7 @@ def shape_of(summary: Summary) -> str:
 
 
 def flat_config(run_dir: Path) -> dict[str, Any]:
-    """Laptop: a run's configuration as `section.key` → value; lists are written as JSON.
+    """Laptop: a run's configuration as `section.key` → value; lists are JSON.
 
     Raises:
         UsageError: the file cannot be read.
@@ -136,7 +136,7 @@ def flat_config(run_dir: Path) -> dict[str, Any]:
 
 
 def differing(frame: pandas.DataFrame) -> list[str]:
-    """Laptop: the columns of configuration keys whose values are not the same in all runs."""
+    """Laptop: the columns of configuration keys whose values differ between runs."""
     return [
         column
         for column in frame.columns

@@ -1,6 +1,6 @@
-"""Anywhere: the metrics in a run's events, by conventional name, against the global step.
+"""Anywhere: metrics of a run's events, by conventional name, against the global step.
 
-TensorBoard and MLflow get the same names from here: `train/loss`, `val/acc1`, `lr`,
+TensorBoard and MLflow use the same names: `train/loss`, `val/acc1`, `lr`,
 `perf/samples_per_s`, `perf/input_wait_pct`, `data/quarantined`, …; docs/tracking.md lists them.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Scalars:
-    """Anywhere: fed with the events of one run in their order."""
+    """Anywhere: converts the events of one run, given in their order."""
 
     def __init__(self) -> None:
         self.step = 0

@@ -1,4 +1,4 @@
-"""Head: what happens in a run is an event; every sink takes each of them."""
+"""Head: distributes the events of a run to its sinks."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from stoker.tracking.summary import Summary
 
 
 class Sink:
-    """Head: a place where a run is shown or kept; used from the driver's thread alone.
+    """Head: a destination of a run's events; used only from the driver's thread.
 
-    One of your own is a class of your source folder, named in `tracking.sinks`; it is made with the run
-    directory, in which `config.yaml` lies, and the configuration.
+    To add your own, put a class into your source folder and name it in `tracking.sinks`. It is created with
+    the run directory, which contains `config.yaml`, and the configuration.
     """
 
     essential = False
-    """Whether the run fails with it; else it is left out from then on, and a note says so."""
+    """Whether an error in it fails the run; otherwise the sink is dropped, with a note."""
 
     def take(self, event: dict[str, Any]) -> None:
-        """Take one event: its `event` names the kind, `time` is in seconds since 1970; docs/tracking.md."""
+        """Take one event: `event` is its kind, `time` is in seconds since 1970; see docs/tracking.md."""
 
     def about(self) -> dict[str, Any]:
-        """Where the run is found there, for `tracking` in summary.json."""
+        """Where to find the run there, for `tracking` in summary.json."""
         return {}
 
     def close(self, summary: Summary) -> None:
-        """The run has ended.
+        """Called at the end of the run.
 
         Args:
-            summary: complete; `status` says how.
+            summary: complete, with the final `status`.
         """
 
 
@@ -42,8 +42,8 @@ class Tracking:
     """Head: the sinks of a run, in the order in which they take an event.
 
     Args:
-        summary: of the run; gets what sinks tell of themselves.
-        sinks: the first ones; the last of them, the screen, stays the last.
+        summary: of the run; receives what sinks report in `about()`.
+        sinks: the initial ones; the last of them, the screen, stays last.
     """
 
     def __init__(self, summary: Summary, sinks: Iterable[Sink]) -> None:
@@ -51,23 +51,23 @@ class Tracking:
         self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def add(self, *sinks: Sink) -> None:
-        """Further sinks."""
+        """Add sinks."""
         self.sinks[-1:-1] = sinks
 
     def say(self, text: str) -> None:
-        """Any thread: one line for people; it becomes a note with the next event."""
+        """Any thread: queue one line for the user; it becomes a note with the next event."""
         self._said.put(text)
 
     def note(self, text: str) -> None:
-        """One line for the screen, the log and the summary."""
+        """Add one line to the screen, the log and the summary."""
         self._give({"time": round(time.time(), 3), "event": "note", "text": text})
 
     def phase(self, name: str) -> None:
-        """A part of the start is done."""
+        """Mark a phase of the start as done."""
         self._give({"time": round(time.time(), 3), "event": "phase", "phase": name})
 
     def take(self, events: Iterable[dict[str, Any]]) -> None:
-        """Give events, and what was said meanwhile, to every sink."""
+        """Pass events, and lines queued meanwhile, to every sink."""
         for event in events:
             if event["event"] == "host_cpu":
                 hosts = {self.summary.host_of(node): used for node, used in event["hosts"].items()}
@@ -77,13 +77,13 @@ class Tracking:
             self.note(self._said.get())
 
     def close(self) -> None:
-        """The run has ended: the summary is complete but for what sinks know."""
+        """End of the run: complete the summary with the sinks' parts, and close them."""
         for sink in self.sinks:
             self.summary.tracking |= sink.about()
         while self.sinks:
             sink = self.sinks.pop(0)
             self._call(sink, sink.close, self.summary)
-            self.take([])  # what it said, to those that are left
+            self.take([])  # its last lines, for the remaining sinks
 
     def _give(self, event: dict[str, Any]) -> None:
         for sink in list(self.sinks):
@@ -98,4 +98,4 @@ class Tracking:
             self.sinks = [other for other in self.sinks if other is not sink]
             logging.getLogger("stoker").error("%s", traceback.format_exc())
             name = type(sink).__name__
-            self.say(f"tracking: {name} failed and is left out; the run goes on: {where_raised(error)}")
+            self.say(f"tracking: {name} failed and is dropped; the run continues: {where_raised(error)}")

@@ -1,4 +1,4 @@
-"""Head: summary.json, what a run leaves behind for people and programs."""
+"""Head: summary.json, the result of a run for people and programs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from stoker.redaction import scrub
 Status = Literal["running", "succeeded", "failed", "interrupted"]
 Bottleneck = Literal["gpu", "cpu", "network", "gpu_host_cpu"]
 STEP_TERMS = ("wait_production", "wait_transfer", "wait_collate", "host_to_device", "compute")
-"""Where the time of a step goes: waiting for blocks to be made, to come here, to be cut into a batch, for
-that to be copied to the device; and training."""
+"""Terms of a step's time: waiting for blocks to be produced, transferred, and assembled into a batch;
+copying the batch to the device; and training."""
 
 
 def less_is_better(metric: str) -> bool:
@@ -35,7 +35,7 @@ class Host(Part):
     gpus: float
     ip: str
     type: str | None = None
-    """Instance type; None where nobody says, as on a laptop."""
+    """Instance type; None if unknown, as on a laptop."""
 
 
 class Cluster(Part):
@@ -49,12 +49,12 @@ class Records(Part):
     quarantined: int = 0
     remainder: int = 0
     repeated: int = 0
-    """Records trained more than once in an epoch, each time beyond the first."""
+    """How often records were trained again within an epoch."""
     validated: int = 0
     epochs: list[dict[str, Any]] = []
 
     def add(self, counts: dict[str, Any]) -> None:
-        """Take in the books of one pass over one split; where it was there before, it was made anew."""
+        """Add the books of one pass over one split; they replace those of an earlier attempt at it."""
         split, epoch = counts["split"], counts["epoch"]
         if any((old["split"], old["epoch"]) == (split, epoch) for old in self.epochs):
             later = {(old["split"], old["epoch"]) for old in self.epochs if old["epoch"] > epoch}
@@ -65,11 +65,11 @@ class Records(Part):
                 setattr(self, name, getattr(self, name) + counts.get(name, 0))
 
     def rewind(self, epoch: int, validate: int | None = None) -> None:
-        """Forget the passes from an epoch on: it is trained again, from a checkpoint within it or before.
+        """Drop the passes from an epoch on, because training restarts from a checkpoint before them.
 
         Args:
-            epoch: the first that is trained again.
-            validate: an epoch before it that is only validated again.
+            epoch: the first to be trained again.
+            validate: an earlier epoch that is only validated again.
         """
         self._forget(
             {("val", validate)}
@@ -89,7 +89,7 @@ class Speed(Part):
     input_wait_pct: float = 0.0
     step_ms_p50: float = 0.0
     step_terms_ms: dict[str, float] = {}
-    """Mean ms per step by STEP_TERMS, each as far as it held training up; they add up to a step."""
+    """Mean ms per step by STEP_TERMS, as far as each delayed training; they add up to a step."""
     bytes_per_sample: float = 0.0
     first_step_s: float | None = None
     """Seconds from the start of the process on the head to the end of the first step."""
@@ -100,7 +100,7 @@ class Metrics(Part):
     best: dict[str, float] = {}
 
     def take(self, metrics: dict[str, Any]) -> None:
-        """Take in an epoch's metrics; what is not a finite number does not count."""
+        """Add an epoch's metrics; values that are not finite numbers do not count."""
         self.last = finite(metrics)
         for name, value in self.last.items():
             if name.startswith(("val/", "train/")):
@@ -129,7 +129,7 @@ class Summary(BaseModel):
     train_workers: int = 0
     cluster: Cluster = Cluster()
     startup: dict[str, float] = {}
-    """Seconds from the start of the head's process until each part of the start was done."""
+    """Seconds from the start of the head's process to the end of each phase of the start."""
     records: Records = Records()
     speed: Speed = Speed()
     chain: list[dict[str, Any]] = []
@@ -140,32 +140,32 @@ class Summary(BaseModel):
     metrics: Metrics = Metrics()
     bottleneck: Bottleneck | None = None
     host_cpu: list[dict[str, Any]] = []
-    """Per host: host, group, mean_pct and max_pct of all its CPUs while training."""
+    """Per host: host, group, mean_pct and max_pct of all its CPUs during training."""
     cache: dict[str, Any] | None = None
-    """What hosts keep across epochs: kind; hit_pct of the last training pass; per host: host, bytes,
-    limit_bytes and, of that pass, hit_pct. None without data.cache, or before the first pass has ended."""
+    """Cache across epochs: kind; hit_pct of the last training pass; per host: host, bytes, limit_bytes and
+    hit_pct of that pass. None without data.cache, or before the end of the first pass."""
     cost: dict[str, Any] | None = None
     model: str | None = None
     tracking: dict[str, Any] = {}
-    """Where the run is found elsewhere: mlflow.run_id, mlflow.url, …"""
+    """Where to find the run elsewhere: mlflow.run_id, mlflow.url, …"""
     exports: list[dict[str, Any]] = []
-    """Forms of the model: format, path below `model/`, max_abs_diff to the model, error."""
+    """Exported models: format, path below `model/`, max_abs_diff to the model, error."""
     events: list[dict[str, Any]] = []
 
     def host_of(self, node: str) -> str:
-        """The name of the host that Ray knows by an id."""
+        """The host name of a Ray node id."""
         names = {host.model_dump().get("node_id", ""): host.host for host in self.cluster.hosts}
         return names.get(node, node)
 
     def write(self, run_dir: Path) -> None:
-        """Head: write it at once or not at all."""
+        """Head: write the file atomically."""
         draft = run_dir / ".summary.json"
         draft.write_text(scrub(self.model_dump_json(indent=1, by_alias=True)))
         draft.replace(run_dir / "summary.json")
 
 
 def finite(values: dict[str, Any]) -> dict[str, float]:
-    """Anywhere: those of some metrics that are numbers; JSON has no NaN, and nothing is better than it."""
+    """Anywhere: the metrics that are finite numbers; JSON has no NaN, and NaN does not compare."""
     return {name: value for name, value in values.items() if number(value) is not None}
 
 
@@ -175,15 +175,15 @@ def number(value: Any) -> float | None:
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # an integer too large for a float
         return None
 
 
 def read_summary(path: Path) -> Summary:
-    """Laptop and head: a summary.json; what is null or no finite number in it counts as not measured.
+    """Laptop and head: read a summary.json; null and non-finite values count as not measured.
 
     Raises:
-        UsageError: there is none at `path`, or it cannot be read.
+        UsageError: absent or unreadable.
     """
     try:
         return Summary.model_validate(_without_nulls(json.loads(path.read_text(encoding="utf-8"))))

@@ -1,4 +1,4 @@
-"""Head: TensorBoard's event files, by TensorBoard's own writer: it imports no PyTorch."""
+"""Head: TensorBoard event files, written with TensorBoard's own writer, which does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from stoker.tracking.sinks import Sink
 from stoker.tracking.summary import Summary
 
 COMPARED = ("params.", "train.", "data.", "seed")
-"""Sections whose values are TensorBoard's hyperparameters."""
+"""Sections shown as TensorBoard hyperparameters."""
 
 
 class Board(Sink):
-    """Head: a run's curves, its configuration as text, and its hyperparameters beside its metrics."""
+    """Head: a run's curves, its configuration as text, and its hyperparameters with its metrics."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -38,14 +38,14 @@ class Board(Sink):
             config = (run_dir / "config.yaml").read_text(encoding="utf-8")
         except OSError:
             return
-        # Four spaces make a block of code, which a fence inside the text cannot end.
+        # Four spaces make a code block; a fence could be closed by the text.
         self._write(text("config/text_summary", "".join(f"    {line}\n" for line in config.splitlines())), 0)
 
     def _write(self, value: Any, step: int, at: float | None = None) -> None:
         self.writer.add_event(Event(wall_time=at or time.time(), step=step, summary=Values(value=[value])))
 
     def take(self, event: dict[str, Any]) -> None:
-        """Draw what an event holds."""
+        """Write the scalars and images of an event."""
         for name, value in self.scalars.of(event).items():
             self._write(Values.Value(tag=name, simple_value=value), self.scalars.step, event.get("time"))
         if event["event"] == "samples":
@@ -60,7 +60,7 @@ class Board(Sink):
             except Exception:
                 logging.getLogger("stoker").exception("TensorBoard: no sample images")
         if event["event"] == "resumed":
-            # What was drawn beyond the checkpoint comes again.
+            # Points after the checkpoint are drawn again.
             start = SessionLog(status=SessionLog.START)
             self.writer.add_event(Event(wall_time=time.time(), step=event["step"] + 1, session_log=start))
 
@@ -75,7 +75,7 @@ class Board(Sink):
 
 
 def text(tag: str, content: str) -> Any:
-    """Head: a text, which TensorBoard takes for Markdown."""
+    """Head: a text, which TensorBoard renders as Markdown."""
     plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
     tensor = TensorProto(dtype=DT_STRING, string_val=[content.encode()], tensor_shape=shape)
@@ -93,10 +93,10 @@ def picture(tag: str, png: bytes) -> Any:
 
 
 def hyperparameters(config: dict[str, Any], metrics: list[str]) -> list[Any]:
-    """Head: what a run was given and what it is judged by.
+    """Head: a run's hyperparameters and the metrics to judge it by.
 
     Args:
-        config: keys and values; what is neither a number nor a truth is shown as text.
+        config: keys and values; other than numbers and booleans are shown as text.
         metrics: names of its curves.
     """
     names = [api_pb2.MetricInfo(name=api_pb2.MetricName(tag=name)) for name in metrics]

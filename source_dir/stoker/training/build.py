@@ -1,4 +1,4 @@
-"""Train worker: everything a step needs, made once: model, averaged model, optimiser, schedule, scaler."""
+"""Train worker: builds what a step needs: model, averaged model, optimiser, schedule, scaler."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from stoker.training.worker import Worker
 
 
 def build(worker: Worker, records: int | None) -> None:
-    """Train worker: fill in the worker; the same weights on every rank.
+    """Train worker: fill in the worker, with the same weights on every rank.
 
     Args:
-        worker: its configuration and recipe say what to make.
-        records: of an epoch, for the schedule; None where nobody knows.
+        worker: has the configuration and the recipe.
+        records: per epoch, for the schedule; None if unknown.
 
     Raises:
-        UsageError: this host cannot compute as the configuration asks.
+        UsageError: this host does not support the configuration.
     """
     import torch
 
@@ -37,7 +37,7 @@ def build(worker: Worker, records: int | None) -> None:
 
 
 def own_loop(recipe: Recipe) -> Any:
-    """Train worker: the module that a recipe names to build and train in place of Stoker's own."""
+    """Train worker: the module named by a recipe that replaces Stoker's build and training loop."""
     return importlib.import_module(recipe.own_loop)
 
 
@@ -52,7 +52,7 @@ def build_model(worker: Worker, records: int | None) -> None:
     if not sharded:
         model = model.to(worker.device)
         if train.channels_last:
-            # Sharded weights must be contiguous; convolutions follow their input's order anyway.
+            # Sharded weights must be contiguous; convolutions follow their input's memory format anyway.
             model = model.to(memory_format=torch.channels_last)
     if train.ema_decay is not None:
         worker.ema = make_ema(model, train.ema_decay, sharded, worker.device)
@@ -68,9 +68,9 @@ def build_model(worker: Worker, records: int | None) -> None:
 
 
 def make_ema(model: Any, decay: float, sharded: bool, device: Any) -> Any:
-    """Train worker: timm's keeper of a copy whose weights follow the model's as a moving average.
+    """Train worker: timm's ModelEmaV3, a copy whose weights are a moving average of the model's.
 
-    Its decay grows with the steps up to `decay`, so that a short run is not averaged with its first weights.
+    Its decay grows with the steps up to `decay`, so that a short run does not average in its first weights.
 
     Args:
         model: before it is wrapped, sharded or compiled.
@@ -80,7 +80,7 @@ def make_ema(model: Any, decay: float, sharded: bool, device: Any) -> Any:
     """
     from timm.utils import ModelEmaV3
 
-    # Buffers stay whole where parameters are sharded, and one kernel for all cannot take both.
+    # Buffers stay whole if parameters are sharded, and one kernel for all cannot take both.
     mixed = sharded and any(buffer.is_floating_point() for buffer in model.buffers())
     keeper = ModelEmaV3(
         model, decay=decay, use_warmup=True, stochastic_rounding=not sharded, foreach=not mixed
@@ -91,10 +91,10 @@ def make_ema(model: Any, decay: float, sharded: bool, device: Any) -> Any:
 
 
 def compile_forward(model: Any, sharded: bool) -> None:
-    """Train worker: torch.compile in place, which leaves the parameters' names as they are.
+    """Train worker: torch.compile in place, which keeps the parameters' names.
 
-    The calls that gather a shard cannot be compiled and would end the graph of what contains them: a model
-    to be sharded is compiled block by block, inside of these calls.
+    The calls that gather a shard cannot be compiled and would break the graph around them, so a model to be
+    sharded is compiled block by block, inside these calls.
     """
     import torch
 
@@ -106,10 +106,10 @@ def compile_forward(model: Any, sharded: bool) -> None:
 
 
 def check_device(train: TrainConfig, device: Any) -> None:
-    """Train worker: whether this host can do what precision and compile ask.
+    """Train worker: check that this host supports the precision and torch.compile.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: it does not.
     """
     import torch
 
@@ -128,6 +128,6 @@ def check_device(train: TrainConfig, device: Any) -> None:
             compiler = ""
         if not shutil.which(compiler):
             raise UsageError(
-                "train.compile: torch.compile needs a C++ compiler on the hosts that train, and there is"
-                " none; install g++ or set train.compile=false"
+                "train.compile: torch.compile needs a C++ compiler on the hosts that train, and found none;"
+                " install g++ or set train.compile=false"
             )

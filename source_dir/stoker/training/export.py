@@ -1,8 +1,8 @@
-"""Train worker (rank 0): the final model in other forms, each loaded again and compared before it counts.
+"""Train worker (rank 0): exports the final model to other formats; each file is loaded again and compared.
 
-An exported model takes what the feed gives (images as uint8, records × channels × height × width), for
-the recipe's `on_device("val")` is part of it, and answers as the recipe's `predict`. It is made on the CPU
-from the written weights, so neither the device nor the way in which training was spread matters.
+An exported model takes what the feed yields (images as uint8, records × channels × height × width),
+because it includes the recipe's `on_device("val")`, and returns what the recipe's `predict` returns. It is
+made on the CPU from the saved weights, so device and training strategy do not matter.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from stoker.training.export_formats import (
 from stoker.training.worker import Worker, count_records
 
 EXAMPLE_RECORDS = 16
-"""Largest batch with which an export is compared."""
+"""Largest batch for the comparison of an export."""
 
 
 def wanted(config: Config) -> list[str]:
-    """Anywhere: the forms in which the model is written; a registered MLflow model is a torch_export."""
+    """Anywhere: the formats to write; a registered MLflow model needs torch_export."""
     formats = ["safetensors", *config.export]
     if config.tracking.mlflow.uri and config.tracking.mlflow.registered_model:
         formats.append("torch_export")
@@ -45,12 +45,12 @@ def wanted(config: Config) -> list[str]:
 
 
 def keep_example(worker: Worker, split: Split, batch: Batch) -> None:
-    """Train worker: rank 0 keeps a few records of the first batch; of validation where there is any.
+    """Train worker: rank 0 keeps a few records of the first batch, from validation if there is one.
 
-    Called with every batch, and at once done but for the first of a split.
+    Called with every batch; returns immediately except for the first of a split.
 
     Raises:
-        UsageError: it cannot be exported as configured; said at the first step, not after the last.
+        UsageError: the export cannot work as configured; raised at the first step, not after the last.
     """
     kept: Example | None = worker.example
     if worker.rank or (kept is not None and split in ("train", kept.split)) or not count_records(batch):
@@ -67,10 +67,10 @@ def keep_example(worker: Worker, split: Split, batch: Batch) -> None:
 
 
 def try_predict(recipe: Recipe, example: Example) -> None:
-    """Train worker: call `predict` as an export will, on a new model that is thrown away.
+    """Train worker: call `predict` as an export will, on a new, temporary model.
 
     Raises:
-        UsageError: it does not work, in one line.
+        UsageError: it fails, in one line.
     """
     import torch
 
@@ -87,10 +87,10 @@ def try_predict(recipe: Recipe, example: Example) -> None:
 
 
 def refuse_absent(recipe: Recipe, columns: list[str]) -> None:
-    """Train worker: check a recipe's `export_inputs` against the columns there are.
+    """Train worker: check a recipe's `export_inputs` against the columns of its batches.
 
     Raises:
-        UsageError: naming what is absent and what to define.
+        UsageError: names the absent columns and what to define.
     """
     absent = [name for name in recipe.export_inputs() if name not in columns]
     if absent:
@@ -101,19 +101,19 @@ def refuse_absent(recipe: Recipe, columns: list[str]) -> None:
 
 
 def export_model(worker: Worker, folder: Path) -> None:
-    """Train worker: write the configured forms of the model and tell the head of each.
+    """Train worker: write the configured formats of the model and report each to the head.
 
-    What fails is an event, which the head makes the run's error: a restart of the train workers would
-    only fail the same way.
+    A failure is an event, which the head turns into the run's error; restarting the train workers would
+    only fail again.
 
     Args:
         worker: rank 0, after `write_model`.
-        folder: holds model.safetensors and model.json.
+        folder: contains model.safetensors and model.json.
     """
     import ray
 
     def tell(result: dict[str, Any]) -> None:
-        # Waited for: what the head does not hear of counts as done.
+        # Wait, because the head takes an unreported export for done.
         ray.get(worker.coordinator.log.remote("export", result), timeout=60)
 
     example = worker.example
@@ -126,12 +126,12 @@ def export_model(worker: Worker, folder: Path) -> None:
 
 
 def read_example(worker: Worker) -> Example | None:
-    """Train worker: a few records, read and preprocessed here.
+    """Train worker: read and preprocess a few records here.
 
-    For a start that had nothing left to train, since the run had finished before: no batch came.
+    Used if a resumed run has nothing left to train, so that no batch arrives.
 
     Returns:
-        None where no record is fit.
+        None if every record is bad.
     """
     from stoker.data.engine.datasets import DatasetSource
     from stoker.data.feed.feed import as_tensors
@@ -147,7 +147,7 @@ def read_example(worker: Worker) -> Example | None:
     else:
         shards = source.shards(EXAMPLE_RECORDS, None)
         records = itertools.chain.from_iterable(source.read(shard, None) for shard in shards)
-    # Packed and unpacked, as chain workers get it: that imports what its transforms need.
+    # Pickled and unpickled, as for chain workers, to import what its transforms need.
     chain = pickle.loads(pickle.dumps(data.chains[split]))  # noqa: S301
     columns, report = chain.run(itertools.islice(records, EXAMPLE_RECORDS), 0)
     batch = as_tensors(as_batch(columns, report.schemas[-1]))[0] if columns else {}
@@ -155,12 +155,12 @@ def read_example(worker: Worker) -> Example | None:
 
 
 def example_of(recipe: Recipe, batch: Batch, split: Split) -> Example:
-    """Train worker: the first records of a batch, copied to the CPU, with the columns an export takes."""
+    """Train worker: the first records of a batch, on the CPU, with the columns an export takes."""
     import torch
 
     there = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     rows = {name: there[name][:EXAMPLE_RECORDS] for name in recipe.export_inputs() if name in there}
-    # Copies: the feed may use its buffers again.
+    # Copies, because the feed may reuse its buffers.
     contiguous = torch.contiguous_format
     return Example({n: value.cpu().clone(memory_format=contiguous) for n, value in rows.items()}, split)
 
@@ -172,16 +172,16 @@ def write_forms(
     folder: Path,
     tell: Callable[[dict[str, Any]], Any],
 ) -> None:
-    """Train worker: write, load again and compare each form; model.json says what came of it.
+    """Train worker: write, reload and compare each format; model.json records the results.
 
-    A file appears in `folder` only when it has been compared; one that fails does not hinder the others.
+    A file appears in `folder` only after the comparison; a failure does not affect the other formats.
 
     Args:
-        recipe: makes the model and says what it takes and answers.
+        recipe: creates the model and defines its inputs and outputs.
         forms: of `FILES`.
         example: a few records; without it only the weights can be checked.
-        folder: holds model.safetensors and model.json.
-        tell: takes each form's result: format, path, max_abs_diff, batch_sizes, bytes, seconds, error.
+        folder: contains model.safetensors and model.json.
+        tell: receives each result: format, path, max_abs_diff, batch_sizes, bytes, seconds, error.
     """
     draft = folder / ".draft"
     results = []
@@ -212,14 +212,14 @@ def write_forms(
 
 
 def prepare(recipe: Recipe, forms: list[str], example: Example | None, folder: Path) -> Exports | str:
-    """Train worker: the reference and its answers.
+    """Train worker: the reference model and its outputs.
 
     Returns:
-        Why there are none, where only safetensors is asked for and the recipe cannot predict: the weights
-        then have been loaded into a new model, which is all that can be checked.
+        If only safetensors is requested and the recipe cannot predict: the reason, as text. The weights have
+        then been loaded into a new model, which is all that can be checked.
 
     Raises:
-        UsageError: no batch was seen.
+        UsageError: there was no batch.
     """
     import torch
 
@@ -245,7 +245,7 @@ def prepare(recipe: Recipe, forms: list[str], example: Example | None, folder: P
 
 
 def describe(folder: Path, exports: Exports | None, results: list[dict[str, Any]]) -> None:
-    """Train worker: add to model.json what goes in and what comes out, and how the files compared."""
+    """Train worker: add inputs, outputs and the results of the comparison to model.json."""
     about = json.loads((folder / "model.json").read_text())
     if exports is not None and exports.answers:
         size = exports.sizes[-1]

@@ -1,4 +1,4 @@
-"""Train worker (rank 0): the forms in which a model is written, and how each is loaded and compared."""
+"""Train worker (rank 0): the export formats: how each is written, loaded and compared."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from stoker.recipe import Batch, Recipe, Split
 from stoker.training.worker import count_records
 
 TRACED_RECORDS = 2
-"""Batch with which an export is made: exporters take a dimension of 1 for a constant."""
+"""Batch size for an export; exporters take a dimension of 1 for a constant."""
 
 TOLERANCE = 1e-4
-"""Largest difference allowed, as a part of the model's largest output: kernels sum in other orders."""
+"""Largest allowed difference, relative to the model's largest output; kernels differ in summation order."""
 
 FILES = {
     "safetensors": "model.safetensors",
@@ -29,13 +29,13 @@ FILES = {
 
 @dataclass(frozen=True)
 class Example:
-    """Train worker: a few records as the feed gave them, on the CPU."""
+    """Train worker: a few records as the feed yields them, on the CPU."""
 
     batch: Batch
     split: Split = "train"
 
     def take(self, names: list[str], records: int) -> tuple[Any, ...]:
-        """Columns by name, cut or repeated to so many records."""
+        """Columns by name, cut or repeated to the given number of records."""
         import torch
 
         there = count_records(self.batch)
@@ -45,7 +45,7 @@ class Example:
 
 @dataclass
 class Exports:
-    """Train worker: the model to export and what the checks compare with."""
+    """Train worker: the model to export and the reference for the checks."""
 
     recipe: Recipe
     folder: Path
@@ -53,19 +53,19 @@ class Exports:
     example: Example
     sizes: list[int]
     reference: Any = None
-    """The recipe's model with the written weights, as one module from columns to answers."""
+    """The recipe's model with the saved weights, as one module from columns to outputs."""
     outputs: list[str] = field(default_factory=list)
     answers: dict[int, list[Any]] = field(default_factory=dict)
-    """What the reference gives, by number of records."""
+    """Outputs of the reference, by number of records."""
     program: Any = None
 
 
 class MismatchError(Exception):
-    """Train worker: a written file does not answer like the model."""
+    """Train worker: the outputs of an exported file differ from the model's."""
 
 
 def fresh_model(recipe: Recipe, weights: Path) -> Any:
-    """Train worker: a new model of the recipe's on the CPU, in evaluation mode, with weights from a file."""
+    """Train worker: a new model from the recipe, on the CPU, in eval mode, with weights from a file."""
     from safetensors.torch import load_file
 
     model = recipe.model()
@@ -77,10 +77,10 @@ def as_module(recipe: Recipe, model: Any, names: list[str], outputs: list[str]) 
     """Train worker: `on_device("val")` and `predict` as one module from columns to tensors.
 
     Args:
-        recipe: whose they are.
+        recipe: defines both.
         model: on the CPU.
         names: the columns, which become the parameters of `forward`.
-        outputs: filled with the names of the answers when the module is first called.
+        outputs: filled with the names of the outputs at the first call.
     """
     from torch import nn
 
@@ -106,7 +106,7 @@ def as_module(recipe: Recipe, model: Any, names: list[str], outputs: list[str]) 
         return tuple(answer) if many else answer
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    # Exporters read the names of a model's inputs off this signature.
+    # Exporters read the input names from this signature.
     forward.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(name, kind) for name in names]
     )
@@ -115,18 +115,18 @@ def as_module(recipe: Recipe, model: Any, names: list[str], outputs: list[str]) 
 
 
 def write_one(exports: Exports, form: str, draft: Path) -> float:
-    """Train worker: write one form into `draft`, load it again and compare.
+    """Train worker: write one format into `draft`, load it again and compare.
 
     Returns:
-        The largest absolute difference to the model, over all batch sizes and outputs.
+        The largest absolute difference from the model, over all batch sizes and outputs.
 
     Raises:
-        MismatchError: it differs by more than `TOLERANCE`.
+        MismatchError: the difference exceeds `TOLERANCE`.
     """
     import torch
 
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # deprecations that no user of this run can act on
+        warnings.simplefilter("ignore")  # deprecations that the user cannot act on
         loaded = WRITERS[form](exports, draft / FILES[form])
         return max(compare(exports, loaded, size) for size in exports.sizes)
 
@@ -149,7 +149,7 @@ def compare(exports: Exports, loaded: Callable[..., Any], size: int) -> float:
             )
         difference = float((got.double() - expected.double()).abs().max())
         scale = float(expected.double().abs().max())
-        # A comparison that NaN fails, too.
+        # Written so that NaN fails the comparison, too.
         if not difference <= TOLERANCE * max(scale, 1e-6) or not math.isfinite(scale):
             raise MismatchError(
                 f"{name} of a batch of {size} differs from the model's by {difference:.3g}"
@@ -160,19 +160,19 @@ def compare(exports: Exports, loaded: Callable[..., Any], size: int) -> float:
 
 
 def flat(answer: Any) -> list[Any]:
-    """Train worker: a module's answer as a list of tensors or arrays."""
+    """Train worker: a module's output as a list of tensors or arrays."""
     return list(answer) if isinstance(answer, tuple | list) else [answer]
 
 
 def write_safetensors(exports: Exports, path: Path) -> Callable[..., Any]:
-    """Train worker: the file lies there already; a second new model is made from it."""
+    """Train worker: the file exists already; load it into a second new model."""
     recipe = exports.recipe
     module: Any = as_module(recipe, fresh_model(recipe, exports.folder / path.name), exports.names, [])
     return module  # type: ignore[no-any-return]
 
 
 def exported_program(exports: Exports) -> Any:
-    """Train worker: torch.export's program, the batch dimension free; made once for those who use it."""
+    """Train worker: the program of torch.export with a dynamic batch dimension, created once."""
     import torch
 
     if exports.program is None:
@@ -205,7 +205,7 @@ def write_onnx(exports: Exports, path: Path) -> Callable[..., Any]:
         dynamic_shapes=[{0: "batch"} for _ in inputs],
         verbose=False,
     )
-    # A file of this format holds 2 GiB at most; weights beyond that lie beside it.
+    # The format is limited to 2 GiB per file; larger weights go into a second file.
     large = (exports.folder / FILES["safetensors"]).stat().st_size > 1.5 * 2**30
     model.save(path, external_data=large)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

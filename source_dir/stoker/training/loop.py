@@ -1,4 +1,4 @@
-"""Train worker: the loop. Everything of one step stands in `train_epoch`."""
+"""Train worker: the training loop; one step is written out in `train_epoch`."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ WHERE = "stoker_where"
 
 
 def train_worker(settings: dict[str, Any]) -> None:
-    """Train worker: entered by Ray Train in every process."""
+    """Train worker: called by Ray Train in every process."""
     try:
         train(settings)
     except Exception as error:
-        # On its way to the head an exception loses its frames, so it takes their words along.
+        # Pickling drops the traceback, so attach a summary of it.
         setattr(error, WHERE, where_raised(error))
         raise
 
 
 def train(settings: dict[str, Any]) -> None:
-    """Train worker: all epochs, from the first weights to the written model.
+    """Train worker: run all epochs, from the initial weights to the saved model.
 
     Args:
         settings: config, coordinator, checkpoints (where, synced), resume (where, synced, name) or None,
-            model_dir, records (of an epoch, or None), has_val.
+            model_dir, records (per epoch, or None), has_val.
     """
     import ray
     import ray.train.torch
@@ -92,10 +92,10 @@ def train(settings: dict[str, Any]) -> None:
         asked = run(worker, keeper, first, carried, settings["has_val"])
         if worker.rank == 0:
             keeper.write_model(Path(settings["model_dir"]))
-            # A host that is about to go has no time for it.
+            # Skip the export after an early stop: the instance may be reclaimed.
             if not asked:
                 export_model(worker, Path(settings["model_dir"]))
-                # Waited for: a stop that comes from now on has nothing left to interrupt.
+                # Wait: a stop that arrives later has nothing left to interrupt.
                 ray.get(worker.coordinator.log.remote("complete", {}), timeout=60)
     finally:
         keeper.close()
@@ -104,17 +104,17 @@ def train(settings: dict[str, Any]) -> None:
 def run_epochs(
     worker: Worker, keeper: CheckpointManager, first: int, carried: Progress | None, has_val: bool
 ) -> bool:
-    """Train worker: the epochs from `first` on, each with its validation and checkpoint.
+    """Train worker: run the epochs from `first` on, each with its validation and checkpoint.
 
     Args:
-        worker: model and all.
+        worker: model, optimiser and the rest.
         keeper: the run's checkpoints.
         first: the first epoch.
-        carried: what of it was done before this start.
+        carried: progress in that epoch before this start.
         has_val: whether there is a validation split.
 
     Returns:
-        Whether somebody asked the run to stop.
+        Whether the run was asked to stop.
     """
     import ray.train
 
@@ -127,7 +127,7 @@ def run_epochs(
             break
         progress = carried if carried and carried.epoch == epoch else Progress(epoch)
         metrics, stop, books = train_epoch(worker, keeper, progress)
-        # Whoever asks for a stop with the last step of all gets what he would get without.
+        # A stop requested with the very last step changes nothing.
         asked = bool(progress.feed.stop) and not reached(worker)
         if asked:
             keeper.take(progress, {})
@@ -150,17 +150,17 @@ def close_epoch(
     progress: Progress | None,
     has_val: bool,
 ) -> tuple[str, bool]:
-    """Train worker: what follows an epoch's training: validation, and the metrics join the checkpoint.
+    """Train worker: finish an epoch: validate, and add the metrics to the checkpoint.
 
     Args:
-        worker: model and all.
+        worker: model, optimiser and the rest.
         keeper: took the checkpoint.
-        trained: epoch, metrics and books of the training; whole: whether all of it was trained.
-        progress: of the epoch, where it was not.
+        trained: epoch, metrics and books of the training; whole: whether the epoch is complete.
+        progress: of the epoch, if it is not complete.
         has_val: whether there is a validation split.
 
     Returns:
-        (why training shall stop or "", whether somebody asked for it: then validation is still to come).
+        (why training should stop or "", whether a stop was requested, so that validation is still pending).
     """
     epoch, metrics, books = trained["epoch"], trained["metrics"], trained["books"]
     if has_val:
@@ -178,12 +178,12 @@ def train_epoch(
     """Train worker: one pass over the training records, or the rest of one.
 
     Args:
-        worker: model and all.
+        worker: model, optimiser and the rest.
         keeper: takes checkpoints between steps; None measures the loop alone.
-        progress: of this epoch; follows the pass. Its feed may stand in for the job's data.
+        progress: of this epoch; updated by the pass. Its feed may replace the job's data.
 
     Returns:
-        (metrics by conventional name, why the run shall stop within the epoch or "", the epoch's books).
+        (metrics by conventional name, why the run should stop within the epoch or "", the epoch's books).
     """
     import torch
 
@@ -193,7 +193,7 @@ def train_epoch(
     feed.keys += progress.carried_keys
     log_every = worker.config.tracking.log_every_steps
     if progress.loss_sum is None:
-        # Summed on the device: reading it there would make the GPU wait in every step.
+        # Summed on the device: reading it in every step would stall the GPU.
         progress.loss_sum = torch.zeros((), dtype=torch.float64, device=worker.device)
     step, worker.feed_step = Step(worker), 0
     if worker.schedule is not None:
@@ -242,12 +242,12 @@ def train_epoch(
 
 
 def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, Any], str]:
-    """Train worker: every validation record exactly once.
+    """Train worker: evaluate every validation record exactly once.
 
-    Training goes on as if there had been none: random draws of the validation are its own.
+    Random states are restored afterwards, so that validation does not affect training.
 
     Returns:
-        (metrics over all ranks, books, ""); or nothing, and why the run shall stop at once.
+        (metrics over all ranks, books, ""); or empty dicts, and why the run should stop now.
     """
     import torch
     import torch.distributed as dist
@@ -271,7 +271,7 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
                 spare = to_device(strategies.first_record(batch), worker.device)
             if not records:
                 if sharded:
-                    # The other ranks' forward needs this one's part of the weights.
+                    # The forward passes of other ranks need this rank's shard of the weights.
                     with autocast(worker):
                         worker.recipe.validation_step(model, worker.modules["val"](spare))
                 continue
@@ -304,7 +304,7 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
 
 
 def open_pass(worker: Worker, split: str, epoch: int) -> EpochFeed:
-    """Train worker: this rank's feed of one pass."""
+    """Train worker: this rank's feed for one pass."""
     data = worker.config.data
     worker.transport = worker.transport or open_transport(worker.coordinator, data, worker.device)
     return EpochFeed(
@@ -322,7 +322,7 @@ def open_pass(worker: Worker, split: str, epoch: int) -> EpochFeed:
 
 
 def log_step(worker: Worker, progress: Progress, feed: EpochFeed, started: float, **values: Any) -> None:
-    """Train worker: tell of a step, with the figures of the pass so far, which `started` then."""
+    """Train worker: log a step with the figures of the pass since `started`."""
     worker.log(
         "step",
         epoch=progress.epoch,
@@ -336,7 +336,7 @@ def log_step(worker: Worker, progress: Progress, feed: EpochFeed, started: float
 
 
 def log_pass(worker: Worker, feed: EpochFeed, samples: int, elapsed_s: float, steps: int) -> None:
-    """Train worker: tell of a pass that has ended, of which this start has trained so much."""
+    """Train worker: log a finished pass; `samples` and `steps` are those of this start."""
     worker.log(
         "pass",
         split=feed.split,

@@ -1,4 +1,4 @@
-"""Train worker: the optimiser, timm's where the recipe has none of its own, and its learning rate."""
+"""Train worker: the recipe's or timm's optimiser, and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from stoker.schema import TrainConfig
 from stoker.training.strategies import plain
 
 WARMUP_LR = 1e-5
-"""Where a warm-up starts, unless `train.scale_lr` gives it a rate to start from."""
+"""Initial learning rate of a warm-up, unless `train.scale_lr` provides one."""
 
 
 def scaled_lr(config: TrainConfig, workers: int) -> float:
-    """Train worker: the learning rate for batches that are larger than one worker's `batch_size`.
+    """Train worker: the learning rate, scaled for batches larger than one worker's `batch_size`.
 
     A step averages over train workers × accumulate_steps batches. "linear" is the rule of Goyal et al.,
     "Accurate, Large Minibatch SGD" (arXiv 1706.02677), "sqrt" that of Krizhevsky (arXiv 1404.5997).
@@ -26,10 +26,10 @@ def scaled_lr(config: TrainConfig, workers: int) -> float:
 
 
 def make_optimizer(recipe: Recipe, model: Any, config: TrainConfig, workers: int) -> Any:
-    """Train worker: the recipe's optimiser, or the configured one of timm's.
+    """Train worker: the recipe's optimiser, or the configured one from timm.
 
     Raises:
-        UsageError: timm has no such optimiser, or cannot tell the model's layers apart.
+        UsageError: timm does not have it, or cannot assign the model's parameters to layers.
     """
     own = recipe.optimizer(plain(model))
     if own is not None:
@@ -46,10 +46,10 @@ def make_optimizer(recipe: Recipe, model: Any, config: TrainConfig, workers: int
             **({"momentum": config.momentum} if config.optimizer in MOMENTUM_OPTIMIZERS else {}),
         )
     except (AssertionError, KeyError, ValueError, TypeError) as error:
-        raise UsageError(f"train.optimizer: timm cannot make {config.optimizer!r}: {error}") from None
+        raise UsageError(f"train.optimizer: timm cannot create {config.optimizer!r}: {error}") from None
     if config.layer_decay is not None and len({g["lr_scale"] for g in optimizer.param_groups}) == 1:
         raise UsageError(
-            f"train.layer_decay: {type(plain(model)).__name__} does not say which parameters make a layer;"
+            f"train.layer_decay: {type(plain(model)).__name__} does not group its parameters into layers;"
             " give it timm's method group_matcher, or leave layer_decay out"
         )
     return optimizer
@@ -62,7 +62,7 @@ def check_optimizer(name: str) -> None:
     """Head: refuse an unknown optimiser before any cluster forms.
 
     Raises:
-        UsageError: with the nearest known names.
+        UsageError: with the closest known names.
     """
     import difflib
 
@@ -72,47 +72,47 @@ def check_optimizer(name: str) -> None:
     if name.lower() not in known:
         close = difflib.get_close_matches(name.lower(), known, n=3)
         hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known[:12])}, …"
-        raise UsageError(f"train.optimizer: timm knows no optimiser {name!r}; {hint}")
+        raise UsageError(f"train.optimizer: timm has no optimiser {name!r}; {hint}")
 
 
 class Schedule:
-    """Train worker: the learning rate by how much of the whole training is done.
+    """Train worker: the learning rate as a function of training progress.
 
-    A training is done by `train.epochs` or `train.max_steps`, whichever comes first; an epoch counts by its
-    records. So the rate has no state: a run that goes on with another number of train workers, or another
-    batch size, is on the same curve, which ends where the training does.
+    Training ends with `train.epochs` or `train.max_steps`, whichever comes first; progress within an epoch is
+    counted in records. The rate has no state, so a run resumed with another number of train workers, or
+    another batch size, stays on the same curve, which ends with the training.
     """
 
     def __init__(self, optimizer: Any, train: TrainConfig, records: int | None) -> None:
-        """Args: as `make_schedule`; the optimiser is new and has the rates that the curve starts from."""
+        """Args: as for `make_schedule`; the optimiser is new, with the initial rates."""
         self.optimizer, self.train, self.records = optimizer, train, records
         self.rates = [float(group["lr"]) for group in optimizer.param_groups]
         self.scales = [float(group.get("lr_scale", 1.0)) for group in optimizer.param_groups]
         self.begin(0)
 
     def begin(self, epoch: int, samples: int = 0, step: int = 0) -> None:
-        """An epoch begins, or goes on.
+        """Start or resume an epoch.
 
         Args:
             epoch: from 0 on.
-            samples: records of it that are trained, over all ranks.
+            samples: records of the epoch trained so far, over all ranks.
             step: optimiser steps since training began.
         """
         self.epoch, self.samples = epoch, samples
         self._set(step)
 
     def advance(self, samples: int, step: int) -> None:
-        """After a step: the rate of the next one.
+        """Set the rate of the next step.
 
         Args:
-            samples: records of the step, over all ranks.
+            samples: records of the last step, over all ranks.
             step: optimiser steps since training began.
         """
         self.samples += samples
         self._set(step)
 
     def _set(self, step: int) -> None:
-        # An epoch may end with less than all records: bad ones, or a remainder.
+        # An epoch may train fewer than all records: some are bad, or remain.
         epochs = self.epoch + min(self.samples / self.records, 1.0) if self.records else 0.0
         for group, rate, scale in zip(self.optimizer.param_groups, self.rates, self.scales, strict=True):
             group["lr"] = self._rate(rate, epochs, step) * scale
@@ -136,13 +136,13 @@ class Schedule:
 
 
 def make_schedule(recipe: Recipe, optimizer: Any, train: TrainConfig, records: int | None) -> Schedule | None:
-    """Train worker: the learning rate's course; None where a recipe's own optimiser keeps its own rate.
+    """Train worker: the learning rate schedule; None if the recipe's optimiser keeps its own rate.
 
     Args:
-        recipe: may have an optimiser of its own.
+        recipe: may define its own optimiser.
         optimizer: new.
-        train: the schedule and when training ends.
-        records: of an epoch; None where nobody knows: the head refuses a schedule then.
+        train: the schedule and the end of training.
+        records: per epoch; None if unknown, in which case the head refuses a schedule.
     """
     own = type(recipe).optimizer is not Recipe.optimizer
     if own and train.scheduler == "none" and not train.warmup_epochs:
@@ -151,5 +151,5 @@ def make_schedule(recipe: Recipe, optimizer: Any, train: TrainConfig, records: i
 
 
 def learning_rate(optimizer: Any) -> float:
-    """Train worker: the present rate; with layer decay that of the last layers, which is the largest."""
+    """Train worker: the present rate; with layer decay that of the last layers, the largest."""
     return float(max(group["lr"] for group in optimizer.param_groups))

@@ -1,4 +1,4 @@
-"""Head: what a job's training asks for, checked before train workers start."""
+"""Head: checks of a job's training settings before train workers start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from stoker.schema import Config, TrainConfig
 
 
 def refuse_impossible(recipe: Recipe, train: TrainConfig) -> None:
-    """Head: options that this recipe cannot honour, refused before any cluster forms.
+    """Head: refuse options that this recipe ignores, before any cluster forms.
 
     Raises:
         UsageError: all of them, one line each.
@@ -19,14 +19,14 @@ def refuse_impossible(recipe: Recipe, train: TrainConfig) -> None:
         for key in ("label_smoothing", "mixup", "cutmix"):
             if getattr(train, key):
                 problems.append(
-                    f"train.{key}: {name} has a training_step of its own, which decides on its loss and"
-                    " targets; do it there, or leave training_step out"
+                    f"train.{key}: {name} defines training_step, which computes the loss and targets; apply"
+                    " it there, or leave training_step out"
                 )
     if type(recipe).optimizer is not Recipe.optimizer:
         for key, value in (("layer_decay", train.layer_decay), ("scale_lr", train.scale_lr != "none")):
             if value:
                 problems.append(
-                    f"train.{key}: {name} makes its own optimiser; do it there, or leave optimizer() out"
+                    f"train.{key}: {name} creates its own optimiser; set it there, or leave optimizer() out"
                 )
     if problems:
         raise UsageError(*problems)
@@ -49,17 +49,17 @@ def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
     if total is not None and train.batch_size * workers * train.accumulate_steps > total:
         batches = f" × {train.accumulate_steps} accumulate_steps" if train.accumulate_steps > 1 else ""
         raise UsageError(
-            f"train.batch_size: {train.batch_size} records × {workers} train workers{batches} are more than"
-            f" the {total} training records; lower it"
+            f"train.batch_size: {train.batch_size} records × {workers} train workers{batches} exceed the"
+            f" {total} training records; lower it"
         )
     return workers, gpus > 0
 
 
 def steps_per_epoch(config: Config, data: Data, workers: int) -> int | None:
-    """Head: optimiser steps of an epoch, None where the number of records is not known before.
+    """Head: optimiser steps per epoch; None if the number of records is unknown.
 
     Raises:
-        UsageError: a schedule is asked for that needs it.
+        UsageError: the schedule needs that number.
     """
     total = data.totals["train"]
     train = config.train
@@ -82,13 +82,13 @@ def steps_per_epoch(config: Config, data: Data, workers: int) -> int | None:
 
 
 def blocks_note(config: Config, data: Data, workers: int) -> str:
-    """Head: what to say where the training data comes in too few shards to keep every CPU at work.
+    """Head: a remark if the training data has too few shards to keep every CPU busy.
 
-    Rows are shared evenly whatever the shards, so no train worker starves while another is fed; but one
-    shard is read by one chain worker: with few of them CPUs stand idle and each train worker waits longer.
+    Rows are distributed evenly whatever the shards, so no train worker starves while another is fed. But one
+    chain worker reads a shard: with few of them, CPUs are idle and every train worker waits longer.
 
     Returns:
-        One line; empty where there are enough.
+        One line; empty if there are enough.
     """
     import ray
 
@@ -105,10 +105,10 @@ def blocks_note(config: Config, data: Data, workers: int) -> str:
     total = data.totals["train"]
     smaller = max(total // wanted, 1) if total else 1
     if smaller < records and len(source.shards(smaller, None)) > shards:
-        remedy = f"data.block_records={smaller} would"
+        remedy = f"set data.block_records={smaller}"
     else:
-        remedy = "the data would have to lie in more files"
+        remedy = "split the data into more files"
     return (
         f"{shards} shard(s) of about {records} training records cannot keep {cpus} CPU(s) and {workers}"
-        f" train worker(s) at work; {remedy}"
+        f" train worker(s) busy; {remedy}"
     )

@@ -1,4 +1,4 @@
-"""Train worker: where an attempt starts, and whether anything is left to train from there."""
+"""Train worker: where an attempt starts, and whether anything is left to train."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from stoker.training.worker import Worker, reached
 def begin(
     worker: Worker, keeper: CheckpointManager, chosen: tuple[str, bool, str] | None
 ) -> Checkpoint | None:
-    """Train worker: agree on the attempt and on where it starts, then let the data flow. Collective.
+    """Train worker: agree on the attempt and its start, then start the data. Collective.
 
     Args:
-        worker: gets its attempt.
-        keeper: knows the checkpoints of this run.
-        chosen: where the head found the one to continue from; it has begun the data of the first attempt.
+        worker: receives its attempt.
+        keeper: the checkpoints of this run.
+        chosen: the checkpoint chosen by the head, which has started the data of the first attempt.
 
     Returns:
-        The checkpoint to continue from; None for a start from nothing.
+        The checkpoint to resume from; None for a start from scratch.
     """
     import ray
 
@@ -43,36 +43,35 @@ def begin(
             worker.coordinator, worker.attempt, worker.world_size, first, position
         )
         ray.get(call)
-    # Where the others wait for it, the data has begun.
+    # The other ranks wait for this; by then the data has started.
     agreed = (worker.attempt, found and found.name, found and found.meta)
     worker.attempt, name, meta = from_rank_0(worker, agreed)
     return Checkpoint(keeper.store, name, meta) if worker.rank and name else found
 
 
 def refuse_earlier(published: str, found: Checkpoint | None) -> None:
-    """Train worker (rank 0): a restart goes on from the run's last checkpoint, or it fails.
+    """Train worker (rank 0): fail unless a restart continues from the run's last checkpoint.
 
     Args:
-        published: the last checkpoint that this run has written, or the one of its own that it went on from;
-            "" without one.
-        found: the newest whole one that this host sees.
+        published: the last checkpoint of this run, written or resumed from; "" without one.
+        found: the newest valid one visible on this host.
 
     Raises:
-        OSError: this host does not see the last one whole.
+        OSError: the last checkpoint is not visible or damaged on this host.
     """
     last = published.rpartition("/")[2]
     if not last or (found is not None and step_of(found.name) >= step_of(last)):
         return
     instead = f"only {found.name} is" if found else "no checkpoint is"
     raise OSError(
-        f"{published}, the last checkpoint of this run, is not there or not whole on {platform.node()}, where"
-        f" training starts again ({instead}); going back would train on silently from an earlier state. With"
-        " several hosts that train, checkpoint.dir must be s3:// or a folder that they share"
+        f"{published}, the last checkpoint of this run, is absent or damaged on {platform.node()}, where"
+        f" training restarts ({instead}); an earlier one would silently lose training. With several hosts"
+        " that train, checkpoint.dir must be s3:// or a folder that they share"
     )
 
 
 def nothing_left(worker: Worker, keeper: CheckpointManager, first_epoch: int) -> str:
-    """Train worker: why a run that goes on has nothing more to train, or ""."""
+    """Train worker: why a resumed run has nothing left to train, or ""."""
     config = worker.config.train
     if keeper.early_stopping and keeper.early_stopping.reason:
         return keeper.early_stopping.reason

@@ -1,8 +1,8 @@
-"""Train worker and head: when a run has learnt enough, and which metric says so.
+"""Train worker and head: early stopping, and the metrics that a run monitors.
 
-Words and meaning of `train.early_stopping` are those of Lightning's EarlyStopping callback
-(https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.EarlyStopping.html), but for one: an
-epoch whose metric is not a finite number has no metric, so it counts as one without improvement.
+`train.early_stopping` follows Lightning's EarlyStopping callback
+(https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.EarlyStopping.html), except that an
+epoch with a non-finite metric counts as one without improvement.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from stoker.schema import Config, EarlyStoppingConfig
 from stoker.tracking.summary import less_is_better
 
 ALWAYS = ("train/loss", "lr", "perf/samples_per_s", "perf/input_wait_pct")
-"""Metrics that every epoch of every run has."""
+"""Metrics available in every epoch of every run."""
 
 
 @dataclass
 class EarlyStopping:
-    """Train worker: looks at one metric after each epoch."""
+    """Train worker: checks one metric after each epoch."""
 
     monitor: str
     mode: str
@@ -34,21 +34,21 @@ class EarlyStopping:
     wait: int = 0
     """Epochs without improvement."""
     reason: str = ""
-    """Why training shall stop, once it shall."""
+    """Why training should stop, or ""."""
 
     @classmethod
     def of(cls, config: EarlyStoppingConfig) -> EarlyStopping | None:
-        """The configured one; None where there is none."""
+        """The configured early stopping, or None."""
         if config.monitor is None:
             return None
         mode = mode_of(config.monitor, config.mode)
         return cls(config.monitor, mode, config.min_delta, config.patience, config.stopping_threshold)
 
     def update(self, metrics: dict[str, float]) -> None:
-        """Take in an epoch's metrics; `reason` says afterwards whether training shall stop.
+        """Add an epoch's metrics, and set `reason` if training should stop.
 
         Raises:
-            UsageError: the metric is not among them.
+            UsageError: the monitored metric is absent.
         """
         value = metrics[known(self.monitor, metrics, "train.early_stopping.monitor")]
         threshold, there = self.stopping_threshold, math.isfinite(value)
@@ -67,11 +67,11 @@ class EarlyStopping:
                 )
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: all that it is."""
+        """The state for a checkpoint."""
         return asdict(self)
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Go on counting. A state of another metric is no use, and new limits ask anew."""
+        """Continue from a saved state; it is dropped for another metric, its reason for other limits."""
         if not state or (state["monitor"], state["mode"]) != (self.monitor, self.mode):
             return
         self.best, self.wait = state["best"], state["wait"]
@@ -83,17 +83,17 @@ class EarlyStopping:
 
 
 def mode_of(metric: str, mode: str) -> str:
-    """Anywhere: min or max, where auto goes by the metric's name."""
+    """Anywhere: min or max; auto depends on the metric's name."""
     if mode != "auto":
         return mode
     return "min" if less_is_better(metric) else "max"
 
 
 def monitored(config: Config, metrics: dict[str, float]) -> dict[str, Any] | None:
-    """Train worker: by what a checkpoint competes for being the best: metric, mode and value.
+    """Train worker: the metric, mode and value by which a checkpoint competes for best.
 
     Returns:
-        None where the value is not a finite number: nothing is better or worse than that.
+        None if the value is not finite, because it does not compare.
 
     Raises:
         UsageError: `checkpoint.monitor` names no metric of this run.
@@ -108,10 +108,10 @@ def monitored(config: Config, metrics: dict[str, float]) -> dict[str, Any] | Non
 
 
 def known(name: str, metrics: dict[str, float], key: str) -> str:
-    """Train worker: the name, where it is one of this epoch's metrics.
+    """Train worker: the name, if it is one of this epoch's metrics.
 
     Raises:
-        UsageError: it is not, with the nearest.
+        UsageError: it is not; suggests the closest.
     """
     if name in metrics:
         return name
@@ -119,10 +119,10 @@ def known(name: str, metrics: dict[str, float], key: str) -> str:
 
 
 def check_monitors(config: Config, recipe: Recipe, has_val: bool) -> None:
-    """Head: refuse, before anything is trained, to watch a metric that will not come.
+    """Head: refuse, before training, to monitor a metric that the run will not have.
 
     Raises:
-        UsageError: one line for each such key.
+        UsageError: one line per such key.
     """
     asked = {
         "checkpoint.monitor": config.checkpoint.monitor,
@@ -131,14 +131,14 @@ def check_monitors(config: Config, recipe: Recipe, has_val: bool) -> None:
     names = {
         key: name
         for key, name in asked.items()
-        # What the run measures of itself is known after the first epoch only.
+        # Metrics that the run measures itself are known only after the first epoch.
         if name not in (None, "auto", *ALWAYS) and not str(name).startswith(("perf/", "data/"))
     }
     if not names:
         return
     there = [*ALWAYS]
     if has_val:
-        # Torchmetrics takes seconds to import: the default's one name is known without it.
+        # Torchmetrics takes seconds to import, so the default's one name is hard-coded.
         own = ["acc1"] if type(recipe).metrics is Recipe.metrics else list(recipe.metrics())
         there += ["val/loss", *(f"val/{name}" for name in own)]
     problems = [

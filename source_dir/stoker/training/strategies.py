@@ -1,8 +1,8 @@
-"""Train worker: the ways in which a model is spread over train workers.
+"""Train worker: strategies to distribute a model over train workers.
 
-ddp keeps the whole model in each train worker and averages the gradients; fsdp (PyTorch's fully_shard)
-keeps a part of each parameter, its gradient and its optimiser state, and gathers a block's parameters
-while that block computes. Both use Ray Train's process group.
+ddp keeps the whole model in each train worker and averages the gradients. fsdp (PyTorch's fully_shard)
+shards parameters, gradients and optimiser state, and gathers a block's parameters while that block
+computes. Both use Ray Train's process group.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from stoker.errors import UsageError
 from stoker.recipe import SOURCE_FOLDER, Batch, load_object
 
 BLOCK_PARAMETERS = 10_000
-"""A repeated module with fewer parameters is not gathered by itself: each gathering is a collective call."""
+"""Repeated modules with fewer parameters are not gathered separately: each gather is a collective call."""
 LARGE_PARAMETERS = 1_000_000
-"""From this size on a linear layer, convolution or embedding outside such modules is."""
+"""From this size on, a linear layer, convolution or embedding outside such modules is."""
 
 FRESH = "fresh"
-"""In place of an optimiser's state: the options of its groups, where there is no state yet."""
+"""Key for the options of an optimiser's groups, if there is no state yet."""
 
 
 def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
-    """Train worker: the model on its device, spread over the train workers where there are several.
+    """Train worker: the model on its device, distributed if there are several train workers.
 
     All ranks start from rank 0's weights and buffers.
 
     Args:
-        model: as the recipe made it, on the CPU.
-        device: this train worker's.
+        model: as the recipe creates it, on the CPU.
+        device: of this train worker.
         strategy: `train.strategy`.
     """
     import torch
@@ -43,8 +43,8 @@ def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
     spread = strategy_of(strategy)(model, device)
     if not (is_ddp(spread) or is_sharded(spread)):
         raise UsageError(
-            f"train.strategy: {strategy} gave a {type(spread).__name__}, not a DistributedDataParallel or a"
-            " model under fully_shard: nobody would average its gradients"
+            f"train.strategy: {strategy} returned a {type(spread).__name__}, not a DistributedDataParallel or"
+            " a model under fully_shard, so its gradients would not be averaged"
         )
     if is_ddp(spread):
         share_buffers(spread)
@@ -52,7 +52,7 @@ def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
 
 
 def strategy_of(name: str) -> Callable[[Any, Any], Any]:
-    """Head and train worker: (model, device) → the model, spread over the train workers.
+    """Head and train worker: the function (model, device) → model that distributes it.
 
     Raises:
         UsageError: there is no such function.
@@ -62,11 +62,11 @@ def strategy_of(name: str) -> Callable[[Any, Any], Any]:
 
 
 def replicate(model: Any, device: Any) -> Any:
-    """Train worker: the whole model on each; backward averages gradients."""
+    """Train worker: the whole model in each train worker; backward averages gradients."""
     from torch.nn.parallel import DistributedDataParallel
 
     devices = [device] if device.type == "cuda" else None
-    # Buffers are made equal before they are used or saved (share_buffers), not before each forward.
+    # Buffers are synchronised before they are used or saved (share_buffers), not before each forward.
     options: dict[str, Any] = {"broadcast_buffers": False}
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
         options = {"forward_sync_buffers": False}
@@ -74,9 +74,9 @@ def replicate(model: Any, device: Any) -> Any:
 
 
 def shard(model: Any, device: Any) -> Any:
-    """Train worker: the model as it is, its parameters sharded over all ranks; the same object.
+    """Train worker: shard the model's parameters over all ranks, in place.
 
-    Only a block at a time is moved to the device whole, so the model may be larger than the device.
+    Only one block at a time is moved to the device whole, so the model may exceed the device's memory.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -94,7 +94,7 @@ def shard(model: Any, device: Any) -> Any:
 def blocks(model: Any) -> list[Any]:
     """Train worker: the modules whose parameters are gathered together, inner ones first.
 
-    They are what a container holds several of (transformer blocks, residual blocks, stages of them) and
+    These are modules that a container repeats (transformer blocks, residual blocks, stages of them) and
     large single layers outside. timm's models need no list of their own for this.
     """
     from torch import nn
@@ -103,14 +103,14 @@ def blocks(model: Any) -> list[Any]:
     shared = _shared_parameters(model)
 
     def visit(module: Any, repeated: bool, inside: bool) -> int:
-        """Parameters of `module` that no block has claimed."""
+        """Return the number of parameters of `module` that no block has claimed."""
         kinds = [type(child) for child in module.children()]
         container = isinstance(module, nn.Sequential | nn.ModuleList)
         free = sum(int(p.numel()) for p in module.parameters(recurse=False))
         for child in module.children():
             again = container and kinds.count(type(child)) > 1 and any(True for _ in child.children())
             free += visit(child, again, inside or again)
-        # By exact type: subclasses may be read by their parent without being called.
+        # Exact types only: a parent may read a subclass without calling it.
         single = not inside and type(module) in (nn.Linear, nn.Conv2d, nn.Embedding)
         enough = free >= BLOCK_PARAMETERS if repeated else single and free >= LARGE_PARAMETERS
         if enough and shared.isdisjoint(id(p) for p in module.parameters()):
@@ -131,19 +131,19 @@ def _shared_parameters(model: Any) -> set[int]:
 
 
 def plain(model: Any) -> Any:
-    """Train worker: the model without its wrapper; a sharded model is its own."""
+    """Train worker: the model without its DDP wrapper; a sharded model has none."""
     return model.module if is_ddp(model) else model
 
 
 def is_ddp(model: Any) -> bool:
-    """Train worker: whether it is wrapped to average gradients over ranks in backward."""
+    """Train worker: whether the model averages gradients over ranks in backward."""
     from torch.nn.parallel import DistributedDataParallel
 
     return isinstance(model, DistributedDataParallel)
 
 
 def average_gradients(parameters: list[Any]) -> None:
-    """Train worker: what ddp does in backward, for gradients that were accumulated without it."""
+    """Train worker: average gradients that were accumulated without DDP's backward."""
     import torch
     import torch.distributed as dist
 
@@ -164,16 +164,16 @@ def is_sharded(model: Any) -> bool:
 
 
 def full_state(model: Any, optimizer: Any, copy: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Train worker: weights and optimiser state, whole and by parameter name, whatever the strategy.
+    """Train worker: complete weights and optimiser state by parameter name, whatever the strategy.
 
-    A collective call: all ranks must make it; it makes their buffers equal first. The tensors are copies
-    on the CPU, which further steps leave alone.
+    Collective: all ranks must call it. It synchronises their buffers first. The tensors are copies on the
+    CPU, so further steps do not change them.
 
     Args:
         model: from `prepare_model`.
         optimizer: its optimiser, or None for the weights alone.
-        copy: False gives the tensors as they are where a rank has them whole, on their device and still
-            changing, for a caller that copies them at once by itself.
+        copy: False returns live tensors on their device where a rank has them whole, for a caller that
+            copies them immediately.
 
     Returns:
         (weights, optimiser state) on rank 0; two empty dicts elsewhere.
@@ -189,8 +189,8 @@ def full_state(model: Any, optimizer: Any, copy: bool = True) -> tuple[dict[str,
     weights: dict[str, Any] = dcp.get_model_state_dict(model, options=options)
     state: dict[str, Any] = {}
     if optimizer is not None and not optimizer.state:
-        # It has not made a step (with fp16 the first ones may overflow), or keeps nothing: PyTorch would
-        # make a state for it by a step without gradients, which Adam, for one, would count.
+        # No step was made (with fp16 the first ones may overflow), or there is no state: PyTorch would
+        # create one with a step without gradients, which Adam, for example, would count.
         groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         state = {} if dist.is_initialized() and dist.get_rank() else {FRESH: groups}
     elif optimizer is not None:
@@ -199,9 +199,9 @@ def full_state(model: Any, optimizer: Any, copy: bool = True) -> tuple[dict[str,
 
 
 def load_full_state(model: Any, optimizer: Any, weights: dict[str, Any], state: Any) -> None:
-    """Train worker: put back what `full_state` gave, into the same or another strategy or world size.
+    """Train worker: load the result of `full_state`, possibly under another strategy or world size.
 
-    A collective call: all ranks must make it; what others than rank 0 pass is ignored.
+    Collective: all ranks must call it; only rank 0's arguments count.
 
     Args:
         model: from `prepare_model`.
@@ -223,12 +223,12 @@ def load_full_state(model: Any, optimizer: Any, weights: dict[str, Any], state: 
             group.update(saved)
         optimizer = None
     options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=several, strict=False)
-    # The optimiser first: PyTorch makes its state by a step at a rate of 0, which some optimisers
-    # do not quite leave without a trace in the weights.
+    # The optimiser first: PyTorch creates its state with a step at a rate of 0, which with some
+    # optimisers still changes the weights slightly.
     if optimizer is not None:
         own: Any = dcp.get_optimizer_state_dict(model, optimizer)["state"]
         if not any(torch.is_tensor(v) and v.dim() for s in own.values() for v in s.values()):
-            # No tensors to send and to place.
+            # There are no tensors to send and place.
             box = [state]
             if several:
                 dist.broadcast_object_list(box, src=0)
@@ -251,10 +251,10 @@ def _copied(value: Any) -> Any:
 
 
 def share_buffers(model: Any) -> None:
-    """Train worker: the same buffers on all ranks, before they are used or saved; a collective call.
+    """Train worker: synchronise buffers over ranks, before they are used or saved. Collective.
 
-    Each rank's batch normalisation has seen its own batches: running means and variances are averaged
-    over ranks (as timm does), every other buffer becomes rank 0's.
+    Each rank's batch normalisation has seen different batches: running means and variances are averaged
+    over ranks (as in timm); all other buffers become rank 0's.
     """
     import torch.distributed as dist
 
@@ -269,10 +269,10 @@ def share_buffers(model: Any) -> None:
 
 
 def first_record(batch: Batch) -> Batch:
-    """Train worker: a batch of one record, from rank 0 on the first that has one; a collective call.
+    """Train worker: a batch of one record; a rank without records gets one from another. Collective.
 
-    Under fsdp every forward is a collective call, so a rank whose share of a step is empty needs
-    something to run it on.
+    Under fsdp every forward is a collective call, so a rank whose share of a step is empty needs a record
+    to run it on.
     """
     import torch
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Head: Ray Train around the loop, and what its errors mean."""
+"""Head: sets up Ray Train's TorchTrainer and interprets its errors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from stoker.schema import Config
 from stoker.training.loop import WHERE
 
 WORKER_MEMORY = 2**20
-"""Bytes claimed per train worker on hosts without GPUs: a placement group needs some resource, and a
-claimed CPU would be lost to the chain. Hosts keep CPUs free for train workers by declaring fewer."""
+"""Bytes claimed per train worker on hosts without GPUs. A placement group needs some resource, and a
+claimed CPU would be lost to the chain; hosts reserve CPUs for train workers by declaring fewer."""
 
 
 def count_workers(config: Config, gpus: int) -> int:
-    """Head: one train worker per GPU, or `train.workers` where there is no GPU.
+    """Head: one train worker per GPU, or `train.workers` without GPUs.
 
     Raises:
-        UsageError: more workers than GPUs are asked for.
+        UsageError: more workers than GPUs.
     """
     if config.train.workers and gpus and config.train.workers > gpus:
         raise UsageError(f"train.workers: {config.train.workers} workers need as many GPUs; found {gpus}")
@@ -38,16 +38,16 @@ def make_trainer(
     label_selector: dict[str, str] | None,
     own_cluster: bool,
 ) -> Any:
-    """Head: the TorchTrainer of this job.
+    """Head: create the job's TorchTrainer.
 
     Args:
         config: the job.
-        settings: handed to the loop in every train worker.
-        storage: Ray Train's own bookkeeping goes here.
-        loop: what every train worker runs.
-        torch_config: a TorchConfig class: how Ray Train sets up their group.
-        workers: train workers in all.
-        use_gpu: one GPU for each of them.
+        settings: passed to the loop in every train worker.
+        storage: folder for Ray Train's own files.
+        loop: the function that every train worker runs.
+        torch_config: a TorchConfig class, which sets up the workers' process group.
+        workers: total number of train workers.
+        use_gpu: one GPU per train worker.
         label_selector: Ray node labels of the hosts that train.
         own_cluster: the cluster ends with this run.
     """
@@ -61,9 +61,9 @@ def make_trainer(
         unused += (PlacementGroupCleanerCallback,)
 
     class Trainer(TorchTrainer):  # type: ignore[misc]
-        """Without two actors, each a process that imports Ray Train for 1.7 s of CPU time: one would hand out
-        shards of Ray datasets (the coordinator hands out the data), the other would free the placement group
-        in a cluster that outlives this run."""
+        """Without two actors, each a process that needs 1.7 s of CPU to import Ray Train: one distributes
+        shards of Ray datasets, which the coordinator does here; the other frees the placement group in a
+        cluster that outlives this run."""
 
         def _create_default_callbacks(self) -> list[Any]:
             return [c for c in super()._create_default_callbacks() if not isinstance(c, unused)]
@@ -91,7 +91,7 @@ def make_trainer(
 
 
 def cause_of(error: BaseException) -> str:
-    """Head: the one line behind a failed fit(): which train worker raised what, and where."""
+    """Head: the cause of a failed fit() on one line: which train worker raised what, and where."""
     from ray.train import ControllerError, WorkerGroupError
 
     if isinstance(error, WorkerGroupError) and error.worker_failures:
@@ -108,7 +108,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def unwrap(error: BaseException) -> str:
-    """Head: the innermost error that Ray wrapped, as `Type: message (file:line)`."""
+    """Head: the innermost error wrapped by Ray, as `Type: message (file:line)`."""
     inner: BaseException = error
     seen: set[int] = set()
     while id(inner) not in seen:

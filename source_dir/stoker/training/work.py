@@ -1,4 +1,4 @@
-"""Head: what the train workers of a run are to do, and what serves them: for a recipe, its data."""
+"""Head: the work of a run's train workers and the actor that serves them; for a recipe, its data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stoker.training.plan import blocks_note, plan_workers, steps_per_epoch
 
 
 class Work(Protocol):
-    """Head: what differs between the runs of a recipe and of a script."""
+    """Head: the differences between runs of a recipe and of a script."""
 
     config: Config
     workers: int
@@ -22,31 +22,31 @@ class Work(Protocol):
     where: str
     """Folder or URI of the run's checkpoints."""
     synced: bool
-    """Whether SageMaker brings that folder to S3 by itself."""
+    """Whether SageMaker syncs that folder to S3."""
     steps_per_epoch: int | None
     loop: str
     """`module:function` that every train worker runs."""
     torch_config: str
-    """`module:class` by which Ray Train sets up the group of train workers."""
+    """`module:class` with which Ray Train sets up the group of train workers."""
 
     def start_coordinator(self) -> Any:
-        """The actor that train workers talk to."""
+        """Start the actor that train workers talk to."""
         ...
 
     def opening_line(self) -> str:
-        """What is about to begin, for the seconds in which nothing else is to be seen."""
+        """A line shown during start-up."""
         ...
 
     def notes(self) -> list[str]:
-        """What is worth a line before training."""
+        """Remarks to log before training."""
         ...
 
     def settings(self) -> dict[str, Any]:
-        """For the loop, besides the configuration and the coordinator."""
+        """Settings for the loop, in addition to the configuration and the coordinator."""
         ...
 
     def leaves_model(self) -> bool:
-        """Whether a model lies in the run's model folder after success."""
+        """Whether a successful run leaves a model in its model folder."""
         ...
 
 
@@ -54,7 +54,7 @@ class RecipeWork:
     """Head: train a recipe on its opened data.
 
     Raises:
-        UsageError: more workers or larger batches than there can be, or nothing to go on from.
+        UsageError: too many workers, too large batches, or no checkpoint to resume from.
     """
 
     loop = "stoker.training.loop:train_worker"

@@ -1,4 +1,4 @@
-"""Train worker: its state, and the small things that the loop should not have to spell out."""
+"""Train worker: its state, and small helpers of the loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stoker.schema import Config
 
 @dataclass
 class Worker:
-    """Train worker: what the functions below share."""
+    """Train worker: the state shared by the functions of the loop."""
 
     config: Config
     recipe: Recipe
@@ -27,35 +27,35 @@ class Worker:
     model: Any = None
     optimizer: Any = None
     schedule: Any = None
-    """The learning rate's course (`stoker.training.optimizers.Schedule`); None where a recipe's own optimiser
-    keeps its rate, and in loops that are not Stoker's."""
+    """The learning rate schedule (`stoker.training.optimizers.Schedule`); None if the recipe's own optimiser
+    keeps its rate, and in loops other than Stoker's."""
     scheduler: Any = None
-    """What a loop that is not Stoker's wants back from a checkpoint, by state_dict and load_state_dict."""
+    """State of another loop to include in checkpoints; has state_dict and load_state_dict."""
     ema: Any = None
-    """The averaged model's keeper (timm's ModelEmaV3); None without `train.ema_decay`."""
+    """The averaged model (timm's ModelEmaV3); None without `train.ema_decay`."""
     scaler: Any = None
     """The gradient scaler; None unless `train.precision` is fp16."""
     modules: dict[str, Any] = field(default_factory=dict)
     """The recipe's on_device modules by split."""
     transport: Any = None
-    """How blocks get here; opened with the first pass."""
+    """Fetches blocks; opened with the first pass."""
     example: Any = None
-    """Rank 0: a few records as the feed gave them, for checking exports; `stoker.training.export.Example`."""
+    """Rank 0: a few records from the feed, for checking exports; `stoker.training.export.Example`."""
     step: int = 0
-    """Optimiser steps since training began: what metrics, max_steps and the schedule count."""
+    """Optimiser steps since training began; the unit of metrics, max_steps and the schedule."""
     feed_step: int = 0
-    """Batches that each rank took out of this attempt's pass over the present epoch: what the data's place
-    counts. With train.accumulate_steps several make a step."""
+    """Batches that each rank has taken from this attempt's pass over the present epoch; the unit of the data
+    position. With train.accumulate_steps several make a step."""
     samples: int = 0
-    """Records trained in the epochs before the present one, over all ranks."""
+    """Records trained in epochs before the present one, over all ranks."""
     kept: str = ""
-    """The last checkpoint that was taken or gone on from."""
+    """The last checkpoint taken or resumed from."""
     pictured: set[str] = field(default_factory=set)
-    """Splits of which the report is given no further images."""
+    """Splits whose images the report has."""
 
     @property
     def global_batch(self) -> int:
-        """Records per optimiser step over all ranks."""
+        """Records per optimiser step, over all ranks."""
         return self.config.train.batch_size * self.config.train.accumulate_steps * self.world_size
 
     def log(self, event: str, **values: Any) -> None:
@@ -64,7 +64,7 @@ class Worker:
 
 
 def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
-    """Train worker: hand in this rank's count and ids, get the books; fails where records were lost."""
+    """Train worker: report this rank's count and ids, get the books; raises if records were lost."""
     import ray
 
     if worker.config.tracking.record_ids:
@@ -80,10 +80,10 @@ def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
 
 
 def loss_of(result: Any) -> Any:
-    """Train worker: the loss out of training_step's answer.
+    """Train worker: the loss in the result of training_step.
 
     Raises:
-        TypeError: it gave none.
+        TypeError: there is none.
     """
     import torch
 
@@ -104,7 +104,7 @@ def mean_over_ranks(worker: Worker, value: Any) -> float:
 
 
 def check_finite(value: float, worker: Worker, epoch: int) -> None:
-    """Train worker: stop before a broken model overwrites a good one.
+    """Train worker: stop before a broken model overwrites a good checkpoint.
 
     Raises:
         FloatingPointError: the loss is not finite.
@@ -116,13 +116,13 @@ def check_finite(value: float, worker: Worker, epoch: int) -> None:
 
 
 def not_finite(what: str, worker: Worker, epoch: int, remedy: str = "") -> FloatingPointError:
-    """Train worker: the error that ends a run whose model is broken.
+    """Train worker: the error that ends a run with non-finite values.
 
     Args:
-        what: is broken, `the loss is nan`.
-        worker: knows the step and the last checkpoint.
+        what: the problem, such as `the loss is nan`.
+        worker: has the step and the last checkpoint.
         epoch: the present one.
-        remedy: what to do; empty: the usual.
+        remedy: what to do; empty: the default advice.
     """
     kept = f"the checkpoint {worker.kept} is kept" if worker.kept else "no checkpoint was taken before"
     remedy = remedy or "lower train.lr or look at the records of the steps before"
@@ -136,19 +136,19 @@ def reached(worker: Worker) -> bool:
 
 
 def count_records(batch: Batch) -> int:
-    """Train worker: how many records a batch holds."""
+    """Train worker: the number of records in a batch."""
     return len(next(iter(batch.values()))) if batch else 0
 
 
 def to_device(batch: Batch, device: Any) -> Batch:
-    """Train worker: a batch whose tensors lie on the device."""
+    """Train worker: the batch with its tensors on the device."""
     import torch
 
     return {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
 
 
 def at_least_float32(values: Any) -> Any:
-    """Train worker: predictions as metrics take them: 16-bit floats widened, all else as it is."""
+    """Train worker: predictions for metrics, with 16-bit floats converted to float32."""
     import torch
 
     low = torch.is_tensor(values) and values.dtype in (torch.bfloat16, torch.float16)
@@ -156,7 +156,7 @@ def at_least_float32(values: Any) -> Any:
 
 
 def finite(value: Any) -> float | None:
-    """Train worker: a number for the log; None where there is none, or fp16 has overflowed in this step."""
+    """Train worker: a number for the log; None without one, or if fp16 overflowed in this step."""
     import math
 
     number = None if value is None else float(value)
@@ -180,7 +180,7 @@ def import_quietly(name: str) -> None:
 
 
 def tee_prints(worker: Worker) -> None:
-    """Train worker: what the user's code prints on rank 0 also appears on the head's screen."""
+    """Train worker: also show on the head's screen what the user's code prints on rank 0."""
     write: Callable[[str], int] = sys.stdout.write
     pending: list[str] = []
 
