@@ -74,5 +74,5 @@ def test_what_fails_or_never_comes_is_one_line(ray_cluster: None, monkeypatch: p
     with pytest.raises(UsageError, match=r"^size: the dataset has no row$"):
         sizing.run_dataset(ray.data.range(10).filter(lambda row: row["id"] > 10), 1.0, 2)
     monkeypatch.setattr(sizing, "DEADLINE_S", 2.0)
-    with pytest.raises(UsageError, match="the dataset gave no row within 2 s; run the job"):
+    with pytest.raises(UsageError, match="the dataset yielded no row within 2 s; run the job"):
         sizing.run_dataset(ray.data.range(2, override_num_blocks=1).map(Busy(60_000)), 1.0, 2)

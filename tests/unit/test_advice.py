@@ -49,8 +49,8 @@ class TestInputBound:
         found = judged(waits={"wait_production": 38.0}, compute=62.0)
         assert found.binds == "cpu"
         assert found.headline == (
-            "input-bound: 38 % of each step waits for data; the CPU hosts bind; 1 more ml.c5.4xlarge would"
-            " bring up to 1,129 samples/s instead of 700"
+            "input-bound: 38 % of each step waits for data; the CPU hosts are the bottleneck;"
+            " 1 more ml.c5.4xlarge would bring up to 1,129 samples/s instead of 700"
         )
         assert found.details[0] == (
             "that would cost $0.75 instead of $0.88 per 1M samples (estimated, prices of 2026-11)"
@@ -66,11 +66,14 @@ class TestInputBound:
         dear = {**cpu_host(2, "ml.m5.4xlarge"), "cpus": 16}
         found = judged(waits={"wait_production": 15.0}, compute=85.0, hosts=(GPU_HOST, dear))
         assert "1 more ml.m5.4xlarge" in found.headline
-        assert found.details[0].startswith("that would not pay: $")
+        assert found.details[0].startswith("that would not pay off: $")
 
     def test_without_cpu_hosts_it_proposes_small_ones_beside_a_known_gpu_host(self) -> None:
         found = judged(waits={"wait_production": 50.0}, compute=50, rate=115, hosts=(GPU_HOST,))
-        assert "this host's CPUs bind; 1 ml.c5.xlarge would bring up to 230 samples/s" in found.headline
+        assert (
+            "this host's CPUs are the bottleneck; 1 ml.c5.xlarge would bring up to 230 samples/s"
+            in found.headline
+        )
 
     def test_on_machines_of_unknown_type_it_counts_vcpus_and_names_no_dollars(self) -> None:
         here = {"host": "algo-1", "group": "local", "cpus": 4, "gpus": 1, "ip": ""}
@@ -80,7 +83,7 @@ class TestInputBound:
 
     def test_idle_cpus_are_not_answered_with_more_cpus(self) -> None:
         found = judged(waits={"wait_production": 40.0}, rate=300)
-        assert found.headline.endswith("the CPU hosts bind")
+        assert found.headline.endswith("the CPU hosts are the bottleneck")
         assert "the CPUs spent only 39 % of their time in the chain" in found.details[0]
         assert "more ml." not in found.headline
 
@@ -88,7 +91,7 @@ class TestInputBound:
         cost = {"usd": 1.0, "usd_per_hour": 11.0, "usd_per_million_samples": 3.0, "prices_as_of": "2026-11"}
         own = {"ml.g5.xlarge": 1.0, "ml.c5.4xlarge": 10.0}
         found = judged(waits={"wait_production": 38.0}, compute=62, cost=cost | {"usd_per_hour_by_type": own})
-        assert found.details[0].startswith("that would not pay: $5.17 instead of $4.37")
+        assert found.details[0].startswith("that would not pay off: $5.17 instead of $4.37")
         assert found.details[-1] == "$3.00 per 1M samples, $1.00 for this run (estimated, prices of 2026-11)"
 
     def test_network(self) -> None:
@@ -99,7 +102,7 @@ class TestInputBound:
             speed={"bytes_per_sample": 602_112},
         )
         assert found.binds == "network"
-        assert found.headline.endswith("the network to the GPU hosts binds")
+        assert found.headline.endswith("the network to the GPU hosts is the bottleneck")
         assert "602 kB" in found.details[0]
         assert "ToDtype makes samples 4 times larger: move it to on_device()" in found.details[1]
 
@@ -107,8 +110,8 @@ class TestInputBound:
         """The run has found that its hosts' CPUs idle while blocks are waited for."""
         found = judged(waits={"wait_production": 30.0, "wait_transfer": 5.0}, bottleneck="network")
         assert found.binds == "network"
-        assert found.headline.endswith("what preprocesses waits itself, for the storage that it reads")
-        assert "bring the data nearer" in found.details[0] and "uint8" not in "".join(found.details)
+        assert found.headline.endswith("preprocessing itself waits for the storage that it reads")
+        assert "move the data closer" in found.details[0] and "uint8" not in "".join(found.details)
 
     def test_cutting_batches(self) -> None:
         found = judged(waits={"wait_collate": 30.0})
@@ -120,7 +123,7 @@ class TestFedWell:
     def test_the_gpus_bind(self) -> None:
         found = judged(waits={"wait_production": 3.0}, compute=97)
         assert found.binds == "gpu"
-        assert found.headline == "well fed: the GPUs bind, data is late for only 3 % of each step"
+        assert found.headline == "well fed: the GPUs are the bottleneck; only 3 % of each step waits for data"
 
     def test_fewer_hosts_where_they_idle(self) -> None:
         hosts = (GPU_HOST, *(cpu_host(n) for n in (2, 3, 4, 5)))
@@ -129,7 +132,7 @@ class TestFedWell:
         ]
         found = judged(hosts=hosts, host_cpu=used)
         assert found.details == [
-            "the CPU hosts were busy for 20 % only: 1 instead of 4 would do and save $2.45 an hour"
+            "the CPU hosts were only 20 % busy: 1 instead of 4 would do and save $2.45 an hour"
             " (estimated, prices of 2026-11)"
         ]
 
@@ -139,21 +142,24 @@ class TestFedWell:
 
     def test_without_gpus_it_does_not_speak_of_gpus(self) -> None:
         here = {"host": "algo-1", "group": "local", "cpus": 2, "gpus": 0, "ip": ""}
-        assert "training itself binds" in judged(hosts=(here,)).headline
+        assert "training itself is the bottleneck" in judged(hosts=(here,)).headline
 
 
 class TestTooLittleKnown:
     def test_one_step(self) -> None:
         found = judged(steps=1, waits={"wait_production": 90.0})
         assert (found.binds, found.details) == (None, [])
-        assert found.headline == "too short to judge: 1 step; 10 are the least"
+        assert found.headline == "too short to judge: 1 step; at least 10 are needed"
 
     def test_nothing_measured(self) -> None:
         assert verdict(Summary(steps=100)).binds is None
-        assert judged(speed={"step_terms_ms": {}}).headline.startswith("nothing was measured")
+        assert judged(speed={"step_terms_ms": {}}).headline.startswith("no step times were measured")
 
     def test_runs_without_terms_of_a_step_are_judged_by_input_wait_and_bottleneck(self) -> None:
         speed = {"step_terms_ms": {}, "input_wait_pct": 25.0}
         found = judged(speed=speed, bottleneck="cpu", chain=())
-        assert found.headline == "input-bound: 25 % of each step waits for data; the CPU hosts bind"
+        assert (
+            found.headline
+            == "input-bound: 25 % of each step waits for data; the CPU hosts are the bottleneck"
+        )
         assert found.details == []

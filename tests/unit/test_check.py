@@ -320,7 +320,8 @@ class TestHelp:
         # 8 samples of 20 ms on two workers take 80 ms; a step alone 40 ms.
         (said,) = help_here(one(0.5, fetched(0.02), step_s=0.08), 16, 0.8)
         assert (
-            said == "num_workers=5 instead of 2 would lift it on this machine: 4.0 of its 16 CPUs would fetch"
+            said
+            == "num_workers=5 instead of 2 would fix this on this machine: 4.0 of its 16 CPUs would fetch"
         )
 
     def test_cpus_that_are_busy_or_too_few_are_no_help(self) -> None:
@@ -328,21 +329,20 @@ class TestHelp:
             help_here(one(0.5, fetched(0.02), step_s=0.08), *here)[0] for here in ((3, 0.9), (16, 0.0))
         )
         assert few.startswith(
-            "more workers here cannot lift it: fetching takes 4.0 CPUs to keep up, and 2.0 of 3"
+            "more workers here cannot fix this: fetching needs 4.0 CPUs to keep up, and 2.0 of 3"
         )
-        assert few.endswith("with those, 50 % would still wait")
-        assert busy.startswith("more workers here cannot lift it") and "2.0 of 16 are free" in busy
+        assert few.endswith("with those, 50 % of a step would still wait")
+        assert busy.startswith("more workers here cannot fix this") and "2.0 of 16 are free" in busy
 
     def test_workers_that_wait_themselves_need_no_cpus(self) -> None:
         (said,) = help_here(one(0.5, fetched(0.001, blocked=0.019), step_s=0.08), 2, 0.9)
         assert (
-            said.startswith("num_workers=5 instead of 2")
-            and "a worker itself waits for 95 % of a fetch" in said
+            said.startswith("num_workers=5 instead of 2") and "a worker itself waits 95 % of a fetch" in said
         )
 
     def test_workers_that_queue_for_cpus_are_told_from_workers_that_compute(self) -> None:
         (said,) = help_here(one(0.5, fetched(0.004, queued=0.016), step_s=0.08), 2, 0.9)
-        assert said.startswith("2 workers would do if CPUs were free: a fetch queues 80 %")
+        assert said.startswith("2 workers would be enough if CPUs were free: a fetch waits 80 %")
 
     def test_what_could_be_cached_and_what_decodes(self) -> None:
         stages = {"decode": 0.012, "Resize": 0.004, "RandomCrop": 0.001, "Normalize": 0.003}
@@ -378,7 +378,7 @@ class TestHosts:
     def test_an_unknown_gpu_is_said_to_be_taken_as_the_instances(self) -> None:
         found = measured(self.script, {}, None)
         assert found is not None and found.gpu_samples_per_s == {"": pytest.approx(1000)}
-        assert any("taken to train as fast as this machine (its CPUs)" in note for note in found.notes)
+        assert any("trains as fast as this machine (its CPUs)" in note for note in found.notes)
 
     def test_without_a_fetch_seen_no_hosts_are_made_up(self) -> None:
         assert measured(one(0.9, None), {}, None) is None
@@ -393,7 +393,7 @@ def seen(takes: list[Take], *loaders: Loader) -> dict[str, object]:
 def test_a_script_without_a_loader_and_one_too_short_are_told_apart() -> None:
     with pytest.raises(UsageError, match=r"train.py: no torch DataLoader was iterated"):
         checked(seen([]), [], "train.py")
-    with pytest.raises(UsageError, match=r"train.py: too short to judge: 5 steps; 14 are the least"):
+    with pytest.raises(UsageError, match=r"train.py: too short to judge: 5 steps; at least 14 are needed"):
         checked(seen(epoch(5, 0.1, 0.1), replace(TRAINS, batches=5)), [], "train.py")
 
 

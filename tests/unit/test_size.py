@@ -69,7 +69,7 @@ class TestSyntheticVit:
 
     def test_and_a_faster_chain_a_better_one_still(self) -> None:
         (said,) = [line for line in self.advice.lines if "faster chain" in line]
-        assert "instead of 105.00, 1 × ml.g5.xlarge alone would do" in said
+        assert "instead of 105.00, 1 × ml.g5.xlarge alone would be enough" in said
         assert any(line.startswith("blur takes 99 % of the chain") for line in self.advice.lines)
         best = self.composed.best
         assert best is not None and best.hosts == "1 × ml.g5.xlarge"
@@ -81,7 +81,7 @@ class TestSyntheticVit:
         advice = advise(replace(POST, cpu_s=0.098), ITS_HOSTS, price_list())
         assert advice.best is not None and advice.best.hosts == "1 × ml.g5.2xlarge"
         assert "a bigger GPU host instead of CPU hosts; the best with them, 1 × " in advice.lines[0]
-        assert any("ml.g5.xlarge alone would do" in line for line in advice.lines)
+        assert any("ml.g5.xlarge alone would be enough" in line for line in advice.lines)
 
     def test_every_figure_says_how_sure_it_is_and_of_when_its_price_is(self) -> None:
         alone = named(self.advice, "1 × ml.g5.xlarge")
@@ -113,7 +113,7 @@ def test_what_could_move_to_the_gpu_and_what_could_be_cached() -> None:
     lines = advise(replace(POST, stages=stages), ITS_HOSTS, price_list()).lines
     assert any(line.startswith("DecodeImage takes 67 % of the chain") for line in lines)
     assert any(line.startswith("ToDtype makes each sample 4 times larger") for line in lines)
-    assert any("data.cache (memory or disk) keeps" in line and "562 kB" in line for line in lines)
+    assert any("data.cache (memory or disk) skips" in line and "562 kB" in line for line in lines)
 
 
 JOB = """\
@@ -177,7 +177,7 @@ def test_as_json_for_programs(job: Path) -> None:
         (["--gpu-samples-per-s", "-1"], "--gpu-samples-per-s -1: write samples per second"),
         (["--max-cpu-hosts", "-1"], "--max-cpu-hosts: at least 0 (got -1)"),
         (["--cpu-speed", "0"], "--cpu-speed: between 0 and 10 (got 0.0)"),
-        (["--from", "nowhere"], "--from nowhere: no run lies there"),
+        (["--from", "nowhere"], "--from nowhere: no run there"),
         (["train.epochs=0"], "train.epochs"),
     ],
 )
@@ -190,7 +190,7 @@ def test_wrong_requests_are_one_line_each(job: Path, arguments: list[str], said:
 def test_a_run_too_short_to_tell_is_refused(job: Path) -> None:
     short = record(job.parent / "short", 4)
     shown = size(job, "--from", str(short))
-    assert "too short to tell (4 steps; 10 are the least)" in str(shown.exception)
+    assert "too short to judge (4 steps; at least 10 are needed)" in str(shown.exception)
 
 
 def test_own_groups_are_not_overwritten(job: Path) -> None:

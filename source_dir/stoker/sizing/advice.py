@@ -1,9 +1,9 @@
-"""Anywhere: what a run's summary says about its bottleneck, in plain words. Pure; no ray, no torch.
+"""Anywhere: explains a run's bottleneck from its summary, in plain words. Pure; no ray, no torch.
 
     print(verdict(summary).headline)
 
-Advice is given only as far as the summary carries it: a run of a few steps gets none, and a figure in
-dollars appears only where every host's price is known.
+Advice is limited to what the summary supports: a run of a few steps gets none, and dollar figures
+appear only if every host's price is known.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from stoker.costs import prices
 from stoker.tracking.summary import Bottleneck, Host, Summary
 
 MIN_STEPS = 10
-"""With fewer steps the start-up is most of what was measured."""
+"""With fewer steps, start-up dominates the measurement."""
 INPUT_BOUND = 0.10
-"""From this share of a step on, waiting for data is called the bottleneck."""
+"""From this share of a step on, waiting for data is the bottleneck."""
 IDLE_HOSTS = 0.5
-"""Below this mean CPU use of the CPU hosts, fewer of them are looked at."""
+"""Below this mean CPU use of the CPU hosts, fewer of them are considered."""
 BUSY_CHAIN = 0.7
-"""Below this share of the CPUs' time in the chain, more CPUs are not what is missing."""
+"""Below this share of CPU time spent in the chain, more CPUs may not help."""
 DEAR_STAGE = 0.4
-"""From this share of the chain's CPU time on, a stage is worth a word."""
+"""From this share of the chain's CPU time on, a stage is mentioned."""
 HEADROOM = 0.9
-"""CPU use that is planned for; the rest absorbs what varies."""
+"""Planned CPU use; the rest absorbs variation."""
 
 SIDES: dict[Bottleneck, str] = {
-    "gpu": "the GPUs bind",
-    "cpu": "the CPUs that preprocess bind",
-    "network": "the network to the GPU hosts binds",
-    "gpu_host_cpu": "the GPU host's own CPU binds",
+    "gpu": "the GPUs are the bottleneck",
+    "cpu": "the CPUs that preprocess are the bottleneck",
+    "network": "the network to the GPU hosts is the bottleneck",
+    "gpu_host_cpu": "the GPU host's own CPU is the bottleneck",
 }
 _WAITS: dict[str, Bottleneck] = {
     "wait_production": "cpu",
@@ -46,24 +46,24 @@ _WAITS: dict[str, Bottleneck] = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """Anywhere: one run judged."""
+    """Anywhere: the assessment of one run."""
 
     headline: str
     """One sentence."""
     binds: Bottleneck | None
-    """What binds; None where the run does not tell."""
+    """The bottleneck; None if the run does not show it."""
     details: list[str] = field(default_factory=list)
     """Further sentences, the most useful first."""
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the summary holds, in the model's units."""
+    """The summary's figures, in the model's units."""
 
     rate: float
     """Samples/s."""
     waits: float
-    """Share of a step that waits for data, in 0…1."""
+    """Share of a step spent waiting for data, in 0…1."""
     binds: Bottleneck
     chain_s: float
     """CPU-seconds of the chain per sample; 0: not measured."""
@@ -71,9 +71,9 @@ class _Facts:
     cpu_hosts: list[Host]
     on_gpus: bool
     reads_slowly: bool
-    """The wait is for blocks to be made, by hosts whose CPUs are not busy."""
+    """Training waits for blocks to be produced, while the CPUs of those hosts are not busy."""
     usd_per_hour_of: dict[str, float]
-    """The prices that the run's own cost was computed with."""
+    """The prices used for the run's own cost."""
     prices_as_of: str
 
     @property
@@ -86,29 +86,29 @@ class _Facts:
 
     @property
     def busy(self) -> float:
-        """Share of the cluster's CPU time that went into the chain."""
+        """Share of the cluster's CPU time spent in the chain."""
         return self.rate * self.chain_s / self.cpus if self.cpus else 0.0
 
     @property
     def unhindered(self) -> float:
-        """Samples/s if data were never late; a run that hardly trained at all cannot tell beyond 50 times."""
+        """Samples/s if data were never late; limited to 50 times the rate, beyond which nothing is known."""
         return self.rate / max(1 - self.waits, 0.02)
 
 
 def verdict(summary: Summary) -> Verdict:
-    """Anywhere: what bound a run, and what would help."""
+    """Anywhere: what limited a run, and what would help."""
     if summary.script is not None and not summary.speed.steady_samples_per_s:
-        return Verdict("a script of your own: what it waits for was not measured", None)
+        return Verdict("own script: the time it waits for data was not measured", None)
     if summary.steps < MIN_STEPS or not summary.speed.steady_samples_per_s:
         steps = f"{summary.steps} step{'' if summary.steps == 1 else 's'}"
-        return Verdict(f"too short to judge: {steps}; {MIN_STEPS} are the least", None)
+        return Verdict(f"too short to judge: {steps}; at least {MIN_STEPS} are needed", None)
     facts = _facts(summary)
     if facts is None:
-        return Verdict("nothing was measured of where the steps' time went", None)
+        return Verdict("no step times were measured", None)
     percent = f"{100 * facts.waits:.0f} %"
     if facts.binds == "gpu":
-        who = "the GPUs bind" if facts.on_gpus else "training itself binds"
-        head = f"well fed: {who}, data is late for only {percent} of each step"
+        who = "the GPUs are the bottleneck" if facts.on_gpus else "training itself is the bottleneck"
+        head = f"well fed: {who}; only {percent} of each step waits for data"
         return Verdict(head, "gpu", [*_fewer_hosts(summary, facts), *_cost(summary)])
     head = f"input-bound: {percent} of each step waits for data; {_who_binds(facts)}"
     advice = {"cpu": _more_cpus, "network": _less_network, "gpu_host_cpu": _less_receiving}
@@ -121,9 +121,10 @@ def verdict(summary: Summary) -> Verdict:
 
 def _who_binds(facts: _Facts) -> str:
     if facts.binds == "cpu":
-        return "the CPU hosts bind" if facts.cpu_hosts else "this host's CPUs bind"
+        who = "the CPU hosts" if facts.cpu_hosts else "this host's CPUs"
+        return f"{who} are the bottleneck"
     if facts.reads_slowly:
-        return "what preprocesses waits itself, for the storage that it reads"
+        return "preprocessing itself waits for the storage that it reads"
     return SIDES[facts.binds]
 
 
@@ -157,7 +158,7 @@ def _mostly_waits_for_production(summary: Summary) -> bool:
 
 
 def _waiting(summary: Summary) -> tuple[float, Bottleneck] | None:
-    """(share of a step that waits, what binds), from the terms of a step or, without, from the totals."""
+    """(share of a step that waits, bottleneck), from the terms of a step or else from the totals."""
     terms = summary.speed.step_terms_ms
     total = sum(terms.values())
     if total > 0:
@@ -168,7 +169,7 @@ def _waiting(summary: Summary) -> tuple[float, Bottleneck] | None:
         if share < INPUT_BOUND:
             return share, "gpu"
         if summary.bottleneck is not None and summary.bottleneck != "gpu":
-            # The run's own verdict also knows how busy the hosts were.
+            # The run's own verdict also considers how busy the hosts were.
             return share, summary.bottleneck
         return share, max(waits, key=lambda side: waits[side])
     if summary.bottleneck is None:
@@ -177,7 +178,7 @@ def _waiting(summary: Summary) -> tuple[float, Bottleneck] | None:
 
 
 def _more_cpus(summary: Summary, facts: _Facts) -> list[str]:
-    """How many more CPUs would do, or why more would not."""
+    """How many more CPUs would be enough, or why more would not help."""
     if facts.chain_s <= 0 or not facts.cpus:
         return []
     if facts.busy < BUSY_CHAIN:
@@ -185,7 +186,7 @@ def _more_cpus(summary: Summary, facts: _Facts) -> list[str]:
             f"the CPUs spent only {100 * facts.busy:.0f} % of their time in the chain, so more of them"
             " may not help: look for few or uneven blocks (data.block_records) and slow reading"
         ]
-    # The observed rate already holds whatever share of the CPUs' time is lost between tasks.
+    # The observed rate already includes the CPU time lost between tasks.
     lacking = (facts.unhindered - facts.rate) * facts.chain_s / min(facts.busy, 1.0)
     target = f"bring up to {facts.unhindered:,.0f} samples/s instead of {facts.rate:,.0f}"
     kind = _kind_to_add(facts)
@@ -197,7 +198,7 @@ def _more_cpus(summary: Summary, facts: _Facts) -> list[str]:
 
 
 def _kind_to_add(facts: _Facts) -> prices.Machine | None:
-    """The type of the CPU hosts there are; beside a known GPU host without any, a small one."""
+    """The type of the present CPU hosts; without any, a small one if the GPU host is a known type."""
     if facts.cpu_hosts:
         types = Counter(_type(host) for host in facts.cpu_hosts)
         return prices.machine(types.most_common(1)[0][0])
@@ -206,7 +207,7 @@ def _kind_to_add(facts: _Facts) -> prices.Machine | None:
 
 
 def _worth_it(facts: _Facts, kind: prices.Machine, count: int) -> list[str]:
-    """Whether the hosts to be added pay, where all prices are known."""
+    """Whether the additional hosts pay for themselves, if all prices are known."""
     now = _usd_per_hour(facts, [*facts.train_hosts, *facts.cpu_hosts])
     each = _price(facts, kind.type)
     if now is None or each is None:
@@ -216,17 +217,17 @@ def _worth_it(facts: _Facts, kind: prices.Machine, count: int) -> list[str]:
     figures = f"${after:.2f} instead of ${before:.2f} per 1M samples ({facts.label})"
     if after < before:
         return [f"that would cost {figures}"]
-    return [f"that would not pay: {figures}; a cheaper chain is the better buy"]
+    return [f"that would not pay off: {figures}; a cheaper chain is the better investment"]
 
 
 def _less_network(summary: Summary, facts: _Facts) -> list[str]:
     if facts.reads_slowly:
         return [
-            "faster CPUs would not help: bring the data nearer (a channel, a local disk), or put it into"
-            " fewer and larger files; more hosts help where the storage answers each of them as fast"
+            "faster CPUs would not help: move the data closer (a channel, a local disk), or store it in"
+            " fewer and larger files; more hosts help if the storage serves each of them equally fast"
         ]
     size = summary.speed.bytes_per_sample
-    text = f"{size / 1000:,.0f} kB cross the network per sample; more CPU hosts would not help"
+    text = f"each sample sends {size / 1000:,.0f} kB over the network; more CPU hosts would not help"
     sizes = [float(stage.get("bytes_out", 0)) for stage in summary.chain]
     grown = next((i for i in range(1, len(sizes)) if sizes[i] >= 3.5 * sizes[i - 1] > 0), None)
     if grown is not None and sizes[-1] >= 3.5 * sizes[grown - 1]:
@@ -238,13 +239,13 @@ def _less_network(summary: Summary, facts: _Facts) -> list[str]:
 
 def _less_receiving(summary: Summary, facts: _Facts) -> list[str]:
     return [
-        "more CPU hosts would not help: cutting batches on the GPU host is what takes long; larger blocks"
-        " (data.block_records), smaller samples or a GPU host with more vCPUs would"
+        "more CPU hosts would not help: assembling batches on the GPU host takes too long; larger blocks"
+        " (data.block_records), smaller samples or a GPU host with more vCPUs would help"
     ]
 
 
 def _fewer_hosts(summary: Summary, facts: _Facts) -> list[str]:
-    """Whether fewer CPU hosts would do."""
+    """Whether fewer CPU hosts would be enough."""
     count = len(facts.cpu_hosts)
     if not count:
         return []
@@ -259,9 +260,7 @@ def _fewer_hosts(summary: Summary, facts: _Facts) -> list[str]:
     enough = math.ceil(count * busy / HEADROOM)
     if busy >= IDLE_HOSTS or enough >= count:
         return []
-    text = (
-        f"the CPU hosts were busy for {100 * busy:.0f} % only: {enough or 'none'} instead of {count} would do"
-    )
+    text = f"the CPU hosts were only {100 * busy:.0f} % busy: {enough or 'none'} instead of {count} would do"
     saved = _usd_per_hour(facts, facts.cpu_hosts)
     if saved is not None:
         text += f" and save ${saved * (count - enough) / count:.2f} an hour ({facts.label})"
@@ -269,7 +268,7 @@ def _fewer_hosts(summary: Summary, facts: _Facts) -> list[str]:
 
 
 def _dear_stage(summary: Summary, facts: _Facts) -> list[str]:
-    """The stage, or the row of like-named stages, that costs most."""
+    """The most expensive stage, or series of stages with the same name."""
     if facts.chain_s <= 0 or facts.binds != "cpu":
         return []
     name, cost, kinds = dearest(summary.chain)
@@ -283,7 +282,7 @@ def _dear_stage(summary: Summary, facts: _Facts) -> list[str]:
 
 
 def dearest(stages: list[dict[str, Any]]) -> tuple[str, float, int]:
-    """Anywhere: the family of stages that costs most, its ms per sample, and how many families there are."""
+    """Anywhere: the most expensive family of stages, its ms per sample, and the number of families."""
     costs: defaultdict[str, float] = defaultdict(float)
     for stage in stages:
         costs[family(str(stage.get("stage", "")))] += float(stage.get("cpu_ms_per_sample", 0))

@@ -1,4 +1,4 @@
-"""Anywhere: the table of candidates with its recommendation, in plain words. Pure."""
+"""Anywhere: the table of candidate clusters with a recommendation, in plain words. Pure."""
 
 from __future__ import annotations
 
@@ -19,47 +19,47 @@ BINDS: dict[Term, str] = {
     "receiver": "receiving thread",
 }
 CAPACITY_HOSTS = (0, 1, 2, 4, 8)
-"""Numbers of CPU hosts for which the CPU side alone is shown where no GPU's rate is known."""
+"""Numbers of CPU hosts in the table if no GPU's rate is known."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Anywhere: what `size` has to say."""
+    """Anywhere: the result of `size`."""
 
     measured: Measured
     wanted: Wanted
     prices: PriceList
     table: list[Candidate]
     best: Candidate | None
-    """None where no GPU's rate is known: then the table is the CPU side's capacity alone."""
+    """None if no GPU's rate is known; the table then shows only the capacity of the CPU side."""
     lines: list[str]
-    """The recommendation with its reason, then what else would help."""
+    """The recommendation with its reason, then alternatives."""
     notes: list[str]
 
     @property
     def title(self) -> str:
         if self.best is None:
-            return "what the CPU side can feed (no GPU's rate is known)"
-        return "hosts for this job, the cheapest per sample first"
+            return "capacity of the CPU side (no GPU's rate is known)"
+        return "hosts for this job, cheapest per sample first"
 
     def shown(self, limit: int) -> list[Candidate]:
-        """Anywhere: the first rows, and in any case the recommended, the configured and the bare ones."""
+        """Anywhere: the first rows, plus the recommended, the configured and the GPU-only clusters."""
         rows = self.table[:limit]
         bare = [one for one in self.table if not one.cpu_hosts and one.gpu_type in self.wanted.gpu_types]
         return [one for one in self.table if one in [*rows, self.best, *bare] or self.is_configured(one)]
 
     def is_configured(self, one: Candidate) -> bool:
-        """Anywhere: whether the configuration asks for this one now."""
+        """Anywhere: whether this is the configured cluster."""
         count = one.cpu_hosts
         return self.wanted.configured == (one.gpu_type, one.cpu_type if count else None, count)
 
     def binds(self, one: Candidate) -> str:
-        """Anywhere: the limit that binds; the GPU cannot be it where its rate is not known."""
+        """Anywhere: the limiting part."""
         return BINDS[one.binds]
 
 
 def advise(measured: Measured, wanted: Wanted, known: PriceList) -> Advice:
-    """Anywhere: judge all candidates and say which one to take and why."""
+    """Anywhere: assess all candidates and recommend one, with the reason."""
     notes = [known.label, *measured.notes]
     hints = stage_hints(measured.stages)
     rated = [
@@ -69,12 +69,12 @@ def advise(measured: Measured, wanted: Wanted, known: PriceList) -> Advice:
     ]
     unrated = [name for name in wanted.gpu_types if name not in rated]
     if unrated and rated:
-        notes.append(f"left out, for the rate of its GPU is not known: {', '.join(unrated)}")
+        notes.append(f"left out, because the rate of the GPU is unknown: {', '.join(unrated)}")
     if not rated:
         table = capacity(measured, wanted, known)
         lines = [
-            "no recommendation: how fast a GPU trains this model is not known. This machine has none of the"
-            " kind: give its samples per second, --gpu-samples-per-s 400 (or A10G=400), or a run on it,"
+            "no recommendation: how fast a GPU trains this model is unknown, and this machine has no such"
+            " GPU. Give its samples per second, --gpu-samples-per-s 400 (or A10G=400), or a run on it,"
             " --from RUN",
             *hints,
         ]
@@ -90,7 +90,7 @@ def advise(measured: Measured, wanted: Wanted, known: PriceList) -> Advice:
 
 
 def capacity(measured: Measured, wanted: Wanted, known: PriceList) -> list[Candidate]:
-    """Anywhere: what GPU hosts with a few CPU hosts could feed, were their GPUs infinitely fast."""
+    """Anywhere: what GPU hosts with a few CPU hosts could feed if their GPUs were infinitely fast."""
     free = replace(measured, gpu_samples_per_s={"": math.inf}, gpu_spread=0.0)
     counts = [count for count in CAPACITY_HOSTS if count <= wanted.max_cpu_hosts]
     found = []
@@ -102,7 +102,7 @@ def capacity(measured: Measured, wanted: Wanted, known: PriceList) -> list[Candi
 
 
 def _reason(table: list[Candidate], best: Candidate) -> str:
-    """The recommendation against the same GPU host alone."""
+    """Compare the recommendation with the same GPU host alone."""
     head = f"recommended: {best.hosts}, ${best.usd_per_million_samples:.2f} per 1M samples"
     alone = _alone(table, best)
     if best.cpu_hosts and alone is not None:
@@ -116,9 +116,9 @@ def _reason(table: list[Candidate], best: Candidate) -> str:
         cheapest = _cheapest(like)
         more = cheapest.usd_per_million_samples / best.usd_per_million_samples - 1
         why = "no CPU hosts: " + (
-            "the GPU is fed by its own host"
+            "the GPU host feeds its GPU alone"
             if best.binds == "gpu"
-            else "they would cost more than they bring"
+            else "they would cost more than they gain"
         )
         cost = f"the best with them, {cheapest.hosts}, costs {100 * more:.0f} % more per sample"
         return f"{head}: {why}; {cost}{_doubt(best, cheapest)}"
@@ -139,16 +139,16 @@ def _cheapest(table: list[Candidate]) -> Candidate:
 
 def _then(best: Candidate) -> str:
     return {
-        "gpu": "the GPU binds, more CPUs would idle",
-        "cpu": "the CPUs still bind, the next host would cost more than it brings",
-        "network": "the network binds, more CPU hosts would not help",
-        "gpu_host_cpu": "the GPU host's own CPUs bind, more CPU hosts would not help",
-        "receiver": "the thread that receives binds, more CPU hosts would not help",
+        "gpu": "the GPU is the limit, more CPUs would be idle",
+        "cpu": "the CPUs are still the limit, the next host would cost more than it gains",
+        "network": "the network is the limit, more CPU hosts would not help",
+        "gpu_host_cpu": "the GPU host's own CPUs are the limit, more CPU hosts would not help",
+        "receiver": "the receiving thread is the limit, more CPU hosts would not help",
     }[best.binds]
 
 
 def _doubt(best: Candidate, other: Candidate) -> str:
-    """Said where the measurement cannot tell the two apart."""
+    """Mention that the measurement cannot tell the two apart."""
     low = best.usd_per_hour / best.high
     high = best.usd_per_hour / best.low
     other_low, other_high = other.usd_per_hour / other.high, other.usd_per_hour / other.low
@@ -158,7 +158,7 @@ def _doubt(best: Candidate, other: Candidate) -> str:
 
 
 def _instead(table: list[Candidate], best: Candidate, wanted: Wanted) -> list[str]:
-    """What the configuration asks for now, and a bigger GPU host, against the recommendation."""
+    """Compare the configured cluster, and a bigger GPU host, with the recommendation."""
     lines = []
     if wanted.configured is not None:
         kind, cpu, count = wanted.configured
@@ -170,8 +170,8 @@ def _instead(table: list[Candidate], best: Candidate, wanted: Wanted) -> list[st
             slower = best.samples_per_s / now.samples_per_s
             fewer = "larger or more than needed; " if now.binds == "gpu" and best.binds == "gpu" else ""
             lines.append(
-                f"configured now: {now.hosts}: {fewer}{100 * more:.0f} % dearer per sample,"
-                f" {slower:.2f} times the speed with the recommendation"
+                f"configured now: {now.hosts}: {fewer}{100 * more:.0f} % more expensive per sample;"
+                f" the recommendation is {slower:.2f} times as fast"
             )
     own = prices.MACHINES.get(best.gpu_type)
     kinds = [
@@ -182,14 +182,14 @@ def _instead(table: list[Candidate], best: Candidate, wanted: Wanted) -> list[st
         cheapest = _cheapest(larger)
         more = cheapest.usd_per_million_samples / best.usd_per_million_samples - 1
         lines.append(
-            f"instead a bigger GPU host, {cheapest.hosts}: ${cheapest.usd_per_million_samples:.2f} per 1M"
+            f"or a bigger GPU host, {cheapest.hosts}: ${cheapest.usd_per_million_samples:.2f} per 1M"
             f" samples ({100 * more:+.0f} %), {cheapest.samples_per_s:,.0f} samples/s"
         )
     return lines
 
 
 def _cheaper_chain(measured: Measured, wanted: Wanted, known: PriceList, best: Candidate) -> list[str]:
-    """How cheap the chain would have to be for no CPU host to be needed."""
+    """How cheap the chain must be to need no CPU hosts."""
     name = next((m.type for m in machines(wanted.gpu_types) if _same_gpu(m.type, best.gpu_type)), "")
     if not name or (not best.cpu_hosts and name == best.gpu_type):
         return []
@@ -202,8 +202,8 @@ def _cheaper_chain(measured: Measured, wanted: Wanted, known: PriceList, best: C
         return []
     saved = 1 - alone.usd_per_million_samples / best.usd_per_million_samples
     return [
-        f"or a faster chain: at {needed:.2f} ms per sample instead of {now:.2f}, {alone.hosts} alone would"
-        f" do, and a sample would cost {100 * saved:.0f} % less still"
+        f"or a faster chain: at {needed:.2f} ms per sample instead of {now:.2f}, {alone.hosts} alone would be"
+        f" enough, and a sample would cost another {100 * saved:.0f} % less"
     ]
 
 

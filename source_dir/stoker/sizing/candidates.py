@@ -1,4 +1,4 @@
-"""Anywhere: every cluster that could run a job, with speed, cost and what binds. Pure.
+"""Anywhere: candidate clusters for a job, with speed, cost and bottleneck. Pure.
 
 table = evaluate(measured, wanted, price_list())
 best = table[0]
@@ -26,22 +26,22 @@ from stoker.sizing.model import (
 EFFICIENCY = 0.95
 """η: share of the CPU hosts' time that reaches the chain (benchmarks/sleeping.py)."""
 ALIKE = 0.01
-"""Costs that differ by less count as equal; the faster cluster is taken."""
+"""Costs that differ by less count as equal; then the faster cluster is preferred."""
 MAX_CPU_HOSTS = 32
 BITS = 8e-9
-"""Gb/s → bytes/s is a division by this."""
+"""Divide Gb/s by this to get bytes/s."""
 FLOW_GBPS = 5.0
-"""One TCP connection between two instances carries at most so much."""
+"""Limit of one TCP connection between two instances."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Anywhere: a job's costs per sample with their uncertainty, and where they come from."""
+    """Anywhere: a job's costs per sample, with their uncertainty and origin."""
 
     cpu_s: float
-    """c on the machine that measured."""
+    """c, on the measuring machine."""
     cpu_spread: float
-    """± share of it."""
+    """± share of `cpu_s`."""
     bytes_per_sample: float
     receive_s: float
     other_s: float
@@ -52,17 +52,17 @@ class Measured:
     gpu_spread: float = 0.0
     stages: list[dict[str, Any]] = field(default_factory=list)
     samples: int | None = None
-    """Samples of the whole job: records × epochs; None where the source does not know."""
+    """Samples of the whole job: records × epochs; None if unknown."""
     notes: list[str] = field(default_factory=list)
     """Assumptions, one sentence each."""
 
     def work(self, gpu_name: str, side: int = 0, speed: float = 1.0) -> Workload | None:
-        """Anywhere: the model's input on a GPU; None where this GPU's rate is not known.
+        """Anywhere: the model's input for a GPU; None if this GPU's rate is unknown.
 
         Args:
             gpu_name: as in the table of machines.
             side: 0 the measured values; -1 every figure at its slow end, +1 at its fast end.
-            speed: of the instances' vCPUs against a core of the machine that measured.
+            speed: of the instances' vCPUs, relative to a core of the measuring machine.
         """
         rate = self.gpu_samples_per_s.get(gpu_name, self.gpu_samples_per_s.get(""))
         if rate is None:
@@ -80,7 +80,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Anywhere: one cluster, judged."""
+    """Anywhere: the assessment of one cluster."""
 
     gpu_type: str
     gpu_hosts: int
@@ -94,7 +94,7 @@ class Candidate:
     usd_per_hour: float
     usd_per_million_samples: float
     hours: float | None
-    """Of the whole job; None where its length is not known."""
+    """Of the whole job; None if its length is unknown."""
     usd: float | None
 
     @property
@@ -106,23 +106,22 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Anywhere: which clusters to look at."""
+    """Anywhere: the clusters to consider."""
 
     gpu_types: tuple[str, ...]
     cpu_types: tuple[str, ...]
     gpu_hosts: int = 1
     max_cpu_hosts: int = MAX_CPU_HOSTS
     configured: tuple[str, str | None, int] | None = None
-    """GPU type, CPU type and count that the configuration asks for now: always in the table."""
+    """GPU type, CPU type and count in the configuration; always in the table."""
     speed: float = 1.0
-    """Of the instances' vCPUs against a core of the machine that measured."""
+    """Of the instances' vCPUs, relative to a core of the measuring machine."""
 
 
 def evaluate(measured: Measured, wanted: Wanted, known: PriceList) -> list[Candidate]:
-    """Anywhere: for each GPU type alone and with each CPU type in its best number, the cheapest first.
+    """Anywhere: each GPU type alone, and with the best number of each CPU type; cheapest first.
 
-    Bigger hosts with the same GPUs stand in the table without CPU hosts: they are the other way to get
-    CPUs beside a GPU.
+    Bigger hosts with the same GPUs appear without CPU hosts, as the other way to add CPUs to a GPU.
     """
     found: dict[tuple[str, str | None, int], Candidate] = {}
 
@@ -143,7 +142,7 @@ def evaluate(measured: Measured, wanted: Wanted, known: PriceList) -> list[Candi
 
 
 def recommend(table: list[Candidate]) -> Candidate:
-    """Anywhere: the cheapest per sample; of those that cost the same, the fastest, then the simplest."""
+    """Anywhere: the cheapest per sample; among equals the fastest, then the one with fewest CPU hosts."""
     best = table[0].usd_per_million_samples
     alike = [one for one in table if one.usd_per_million_samples <= best * (1 + ALIKE)]
     return max(alike, key=lambda one: (round(one.samples_per_s, 3), -one.cpu_hosts))
@@ -152,7 +151,7 @@ def recommend(table: list[Candidate]) -> Candidate:
 def judge(
     measured: Measured, wanted: Wanted, known: PriceList, gpu: Machine, cpu: Machine | None, count: int
 ) -> Candidate | None:
-    """Anywhere: one cluster; None where its GPU's rate or a price is not known."""
+    """Anywhere: assess one cluster; None if its GPU's rate or a price is unknown."""
     shape = shape_of(wanted, known, gpu, cpu, count)
     if shape is None:
         return None
@@ -179,7 +178,7 @@ def judge(
 
 
 def shape_of(wanted: Wanted, known: PriceList, gpu: Machine, cpu: Machine | None, count: int) -> Shape | None:
-    """Anywhere: the model's cluster; None without a price."""
+    """Anywhere: the model's cluster; None if a price is unknown."""
     gpu_price = known.usd_per_hour(gpu.type)
     cpu_price = known.usd_per_hour(cpu.type) if cpu else 0.0
     if gpu_price is None or cpu_price is None:
@@ -190,7 +189,7 @@ def shape_of(wanted: Wanted, known: PriceList, gpu: Machine, cpu: Machine | None
         cpu_hosts=count,
         gpu_hosts=wanted.gpu_hosts,
         gpus_per_host=max(gpu.gpus, 1),
-        # What bootstrap/raynode.py keeps from Ray: one core per GPU, but never the last one.
+        # CPUs that bootstrap/raynode.py does not declare to Ray: one per GPU, but never the last one.
         reserved_cpus=min(gpu.gpus, gpu.vcpus - 1),
         gpu_host_bytes_per_s=gpu.baseline_gbps / BITS,
         cpu_host_bytes_per_s=min(cpu.baseline_gbps, FLOW_GBPS) / BITS if cpu else 0.0,
@@ -204,7 +203,7 @@ def shape_of(wanted: Wanted, known: PriceList, gpu: Machine, cpu: Machine | None
 def counts_worth_a_look(
     measured: Measured, wanted: Wanted, known: PriceList, gpu: Machine, cpu: Machine
 ) -> list[int]:
-    """Anywhere: the cheapest number of CPU hosts, the one at the knee, one host, and the configured one."""
+    """Anywhere: the cheapest number of CPU hosts, the knee, one host, and the configured number."""
     work = measured.work(gpu.gpu_name, 0, wanted.speed)
     shape = shape_of(wanted, known, gpu, cpu, 1)
     if work is None or shape is None:
@@ -219,12 +218,12 @@ def counts_worth_a_look(
 
 
 def machines(names: Iterable[str]) -> list[Machine]:
-    """Anywhere: the table's entries of these types, unknown ones left out."""
+    """Anywhere: the table's entries of these types; unknown types are skipped."""
     return [found for found in map(prices.machine, names) if found is not None]
 
 
 def larger_hosts(name: str) -> list[Machine]:
-    """Anywhere: hosts with the same GPUs in the same number and more vCPUs."""
+    """Anywhere: hosts with the same number and type of GPUs and more vCPUs."""
     own = prices.machine(name)
     if own is None:
         return []

@@ -1,6 +1,6 @@
-"""Laptop: what a recipe's own `ray.data.Dataset` costs per row, and rows of it to run the chain on.
+"""Laptop: the cost per row of a recipe's `ray.data.Dataset`, and rows of it for the chain.
 
-with a Ray cluster of this machine: open the recipe's data → run the dataset for some seconds
+with a Ray cluster on this machine: open the recipe's data → run the dataset for some seconds
 without it:                         profile the chain on the rows, as for every other source
 """
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 STORE_MB = 1024
 KEPT_BYTES = 64 * 2**20
-"""Rows that the chain is run on; each profile process holds them."""
+"""Rows for the chain; each profile process holds them."""
 SLICE_ROWS = 64
 DEADLINE_S = 180.0
-"""For the first row: a dataset that is sorted or shuffled as a whole gives none before it has read all."""
+"""For the first row: a dataset with a global sort or shuffle yields none before it has read everything."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Opened:
     config: Config
     data: Data
     stages: list[dict[str, Any]]
-    """The dataset's own operators, as `chain` in summary.json; empty for every other source."""
+    """The dataset's own operators, as `chain` in summary.json; empty for other sources."""
 
     @property
     def cpu_s(self) -> float:
@@ -51,7 +51,7 @@ class Opened:
 
 
 class SampledRows(DatasetSource):
-    """Profile process: rows that a dataset has made before, instead of its blocks.
+    """Profile process: rows that a dataset has yielded before, in place of its blocks.
 
     Args:
         tables: a few rows each.
@@ -76,15 +76,15 @@ class SampledRows(DatasetSource):
 
 
 def open_for_profile(resolved: Resolved, seconds: float, tell: Callable[[str], None]) -> Opened:
-    """Laptop: open a job's data; of a `ray.data.Dataset` the rows that it gives in `seconds`, and their cost.
+    """Laptop: open a job's data; run a `ray.data.Dataset` for `seconds` to get rows and their cost.
 
     Args:
         resolved: the job.
-        seconds: how long the dataset runs, on all cores, from its first row on.
-        tell: is told what is being done.
+        seconds: how long the dataset runs, on all cores, after its first row.
+        tell: receives a line per measurement.
 
     Raises:
-        UsageError: as `open_data`; or the dataset fails, or gives no row.
+        UsageError: as `open_data`; or the dataset fails, or yields no row.
     """
     opened = open_early(resolved)
     if opened is not None:
@@ -110,11 +110,11 @@ def run_dataset(dataset: Any, seconds: float, cores: int) -> tuple[list[Any], di
     """Laptop, connected to a cluster: run a dataset for a while.
 
     Returns:
-        Tables of a few rows each; the CPU seconds of each operator for a row; how many rows there are,
-        where the dataset came to its end.
+        Tables of a few rows each; CPU seconds per row of each operator; the number of rows, if the
+        dataset ended in time.
 
     Raises:
-        UsageError: it fails, or gives no row.
+        UsageError: the dataset fails, or yields no row.
     """
     import ray
     from ray.data.block import BlockAccessor
@@ -144,7 +144,7 @@ def run_dataset(dataset: Any, seconds: float, cores: int) -> tuple[list[Any], di
                 tables.append(part)
                 kept += BlockAccessor.for_block(part).size_bytes()
     except Exception as error:
-        # What is under way when the time is over may fail of that.
+        # Work in progress at the end of the time may fail because of it.
         if not (rows and over.is_set()):
             raise UsageError(f"size: the dataset failed: {explain(error)}") from error
     finally:
@@ -152,7 +152,7 @@ def run_dataset(dataset: Any, seconds: float, cores: int) -> tuple[list[Any], di
         execution.shutdown()
     if not rows and over.is_set():
         raise UsageError(
-            f"size: the dataset gave no row within {DEADLINE_S:.0f} s; run the job for an epoch and give"
+            f"size: the dataset yielded no row within {DEADLINE_S:.0f} s; run the job for an epoch and pass"
             " its run directory: --from RUN"
         )
     if not rows:

@@ -1,7 +1,7 @@
-"""Laptop with a GPU: how fast the real training step is when data is never late.
+"""Laptop with a GPU: the speed of the real training step when data is never late.
 
-A few preprocessed rows are put on the device once and trained on again and again by the loop of
-`training/loop.py` itself: precision, accumulation, compilation and all else are those of the job.
+A few preprocessed rows are copied to the device once and trained on repeatedly by the loop of
+`training/loop.py` itself, so precision, accumulation, compilation and the rest are the job's.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from stoker.recipe import Batch, Recipe
 from stoker.schema import Config
 
 WARM_UP_STEPS = 5
-"""The first steps choose kernels, allocate, and compile where that is asked for."""
+"""The first steps choose kernels, allocate memory, and compile if configured."""
 CACHED_BATCHES = 2
 
 
 @dataclass(frozen=True)
 class GpuProfile:
-    """Laptop: one GPU measured."""
+    """Laptop: the measurement of one GPU."""
 
     samples_per_s: float
     spread: float
     """Half the range of the middle half of the windows, as a share of the median."""
     name: str
-    """As the driver names it: NVIDIA A10G."""
+    """As the driver reports it: NVIDIA A10G."""
 
 
 @dataclass(kw_only=True)
 class ReplayedFeed(Feed):
-    """Train worker: a feed of the same few batches, which are at hand."""
+    """Train worker: a feed that repeats a few cached batches."""
 
     batches: list[Batch]
     size: int
-    """Rows of a batch."""
+    """Rows per batch."""
     seconds: float
     wait: Callable[[], object]
-    """For the device."""
+    """Waits for the device."""
     stop: str = "measured"
-    """The loop reconciles nothing where a pass was stopped."""
+    """The loop does not reconcile a stopped pass."""
     marks: list[tuple[float, int]] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -60,19 +60,19 @@ class ReplayedFeed(Feed):
             if not self.marks:
                 ends = now + self.seconds
             elif len(self.marks) == 1:
-                # About 20 windows, so that waiting for the device hardly costs.
+                # About 20 windows, so that synchronising costs little.
                 each = (now - self.marks[0][0]) / every
                 every = max(1, round(self.seconds / 20 / max(each, 1e-6)))
             self.marks.append((now, self.rows))
 
 
 def measure_gpu(config: Config, recipe: Recipe, columns: dict[str, Any], seconds: float) -> GpuProfile:
-    """Laptop: train on cached batches for so many seconds on the first GPU, or on the CPU without one.
+    """Laptop: train on cached batches for `seconds` on the first GPU, or on the CPU without one.
 
     Args:
         config: the job.
         recipe: its recipe.
-        columns: preprocessed rows as a ChainProfile keeps them.
+        columns: preprocessed rows from a ChainProfile.
         seconds: after the warm-up.
     """
     import torch
@@ -102,7 +102,7 @@ def measure_gpu(config: Config, recipe: Recipe, columns: dict[str, Any], seconds
 
 
 def _batch(columns: dict[str, Any], rows: int, number: int, device: Any) -> Batch:
-    """`rows` rows made of those at hand, another beginning for each batch; images as CHW views."""
+    """`rows` rows from those available, with a different start for each batch; images as CHW views."""
     import numpy as np
     import torch
 
@@ -121,7 +121,7 @@ def _batch(columns: dict[str, Any], rows: int, number: int, device: Any) -> Batc
 
 
 class _Nobody:
-    """Stands where the coordinator stands: nobody listens to the events of a measurement."""
+    """Replaces the coordinator; ignores the events of a measurement."""
 
     class _Log:
         @staticmethod

@@ -1,4 +1,4 @@
-"""Anywhere: what could be changed about a chain so that fewer CPUs do. Pure."""
+"""Anywhere: hints for a chain to need fewer CPUs. Pure."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from stoker.sizing.candidates import Candidate, Measured, Wanted, shape_of
 from stoker.sizing.model import predict
 
 AROUND = ("pack", "task")
-"""What is done with a sample besides the chain's own stages; no recipe can make it cheaper."""
+"""Work outside the chain's own stages, which no recipe can make cheaper."""
 DEAR = 0.3
-"""Share of the chain's CPU time from which on a stage is named."""
+"""From this share of the chain's CPU time on, a stage is mentioned."""
 GROWS, GROWS_AT_MOST = 3.5, 4.5
 """uint8 to float32 makes a sample four times larger."""
 LEAST_BYTES = 512
 PREFIX = 0.2
-"""Share from which on caching what comes before the first random stage is worth a word."""
+"""From this share on, caching the stages before the first random one is suggested."""
 
 
 def stage_hints(stages: list[dict[str, Any]]) -> list[str]:
-    """Anywhere: which stage costs most, what belongs on the GPU, what could be cached.
+    """Anywhere: the most expensive stage, work that belongs on the GPU, and what can be cached.
 
     Args:
-        stages: as `chain` in summary.json, in the order of the chain, `random` where it is known.
+        stages: as `chain` in summary.json, in the order of the chain, with `random` if known.
     """
     total = sum(_ms(stage) for stage in stages)
     if total <= 0:
@@ -34,9 +34,9 @@ def stage_hints(stages: list[dict[str, Any]]) -> list[str]:
 
 
 def needed_chain_ms(measured: Measured, wanted: Wanted, known: PriceList, best: Candidate) -> float | None:
-    """Anywhere: how cheap the chain must be, ms per sample, for the GPU host alone to reach the same rate.
+    """Anywhere: chain cost in ms per sample at which the GPU host alone reaches the same rate.
 
-    None where no chain, however cheap, would do.
+    None if no chain is cheap enough.
     """
     gpu = machine(best.gpu_type)
     work = measured.work(gpu.gpu_name, 0, wanted.speed) if gpu else None
@@ -63,16 +63,14 @@ def _conversions(stages: list[dict[str, Any]]) -> list[str]:
     hints = []
     for before, stage in itertools.pairwise(stages):
         small, large = float(before.get("bytes_out", 0)), float(stage.get("bytes_out", 0))
-        # Decoding, or making a sample from its index, grows by other factors and must happen here.
+        # Decoding, or making a sample from its index, has other factors and must happen here.
         if small >= LEAST_BYTES and GROWS <= large / small <= GROWS_AT_MOST and not _decodes(stage):
             hints.append(
                 f"{stage['stage']} makes each sample {large / small:.0f} times larger before it crosses the"
                 " network: move it to on_device()"
             )
         elif "normalize" in str(stage["stage"]).lower():
-            hints.append(
-                f"{stage['stage']} costs {_ms(stage):.2f} ms here and next to nothing in on_device()"
-            )
+            hints.append(f"{stage['stage']} costs {_ms(stage):.2f} ms here and almost nothing in on_device()")
     return hints
 
 
@@ -91,8 +89,8 @@ def _cacheable(stages: list[dict[str, Any]], total: float) -> list[str]:
         return []
     size = float(prefix[-1].get("bytes_out", 0))
     return [
-        f"up to {prefix[-1]['stage']} nothing is random, {100 * share:.0f} % of the chain: data.cache (memory"
-        f" or disk) keeps that from the second epoch on, {size / 1000:,.0f} kB per record"
+        f"stages up to {prefix[-1]['stage']} are deterministic, {100 * share:.0f} % of the chain: data.cache"
+        f" (memory or disk) skips them from the second epoch on, at {size / 1000:,.0f} kB per record"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Laptop: a job's costs per sample, from a short profile on this machine or from a run that has ended."""
+"""Laptop: a job's costs per sample, from a short profile on this machine or from a finished run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from stoker.tracking.summary import Summary, read_summary
 CHAIN_SECONDS = 10.0
 GPU_SECONDS = 8.0
 RECEIVE_S, FEED_S = 0.00002, 0.0003
-"""κ and h of one sample of `RECEIVE_BYTES`, taken where nothing was measured: docs/performance.md."""
+"""κ and h of a sample of `RECEIVE_BYTES`, used if not measured: docs/performance.md."""
 RECEIVE_BYTES = 150_528
 ASSUMED_SPREAD = 0.5
 RUN_SPREAD = 0.1
-"""Of figures that come from a run: throughput of the same job differs by so much between runs."""
+"""Of figures from a run: throughput of the same job varies this much between runs."""
 
 
 def profile(
@@ -32,20 +32,21 @@ def profile(
     tell: Callable[[str], None],
     source_dir: Path | None = None,
 ) -> Measured:
-    """Laptop: run the chain, the receiving side and, on a machine with a GPU, the training step.
+    """Laptop: measure the chain, the receiving side and, with a GPU here, the training step.
 
     Args:
         resolved: the job.
-        rates: G by GPU name, "" for all, as far as the user gave it; then no GPU is needed here.
-        tell: is told what is being measured.
-        source_dir: the user's own recipes.
+        rates: G by GPU name, "" for all, if given by the user; then no GPU is needed here.
+        tell: receives a line per measurement.
+        source_dir: folder of the user's recipes.
 
     Raises:
+        UsageError: a problem in the data or the chain.
         UsageError: the data or the chain is at fault.
     """
     from stoker.sizing.nodes import prepare
 
-    # Before anything imports Ray.
+    # Before the first import of Ray.
     prepare()
     from stoker.sizing.dataset import open_for_profile
     from stoker.sizing.profile import measure_chain
@@ -62,8 +63,8 @@ def profile(
     tell("receiving preprocessed samples from another node")
     receiving = measure_receiving(config, chain.columns)
     notes = [
-        f"one vCPU counts as one core of this machine ({cores} here, all busy); --cpu-speed corrects that",
-        "chain and receiving: measured here on local data; waiting for S3 is not in it",
+        f"one vCPU counts as one core of this machine ({cores} here, all busy); correct it with --cpu-speed",
+        "chain and receiving: measured here on local data, without waiting for S3",
     ]
     found, spread = dict(rates), 0.0
     if not rates and gpu_here():
@@ -71,7 +72,7 @@ def profile(
         found, spread, note = _gpu_rate(config, chain.columns, source_dir)
         notes.append(note)
     elif rates:
-        notes.append("samples/s of the GPU: as given by --gpu-samples-per-s")
+        notes.append("samples/s of the GPU: from --gpu-samples-per-s")
     return Measured(
         cpu_s=opened.cpu_s + chain.cpu_s + receiving.task_s,
         cpu_spread=chain.spread,
@@ -97,30 +98,30 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float]) -> Measured:
 
     Args:
         run: its directory.
-        config: the job to be sized; its epochs count.
-        rates: G by GPU name, "" for all; what is not given is taken from the run.
+        config: the job to size; provides the epochs.
+        rates: G by GPU name, "" for all; others are taken from the run.
 
     Raises:
-        UsageError: no run lies there, it was too short, or it measured no chain.
+        UsageError: there is no run, it was too short, or its chain was not measured.
     """
     file = run if run.is_file() else run / "summary.json"
     if not file.is_file():
-        raise UsageError(f"--from {run}: no run lies there (no summary.json)")
+        raise UsageError(f"--from {run}: no run there (no summary.json)")
     summary = read_summary(file)
     speed = summary.speed
     if summary.steps < MIN_STEPS or not speed.steady_samples_per_s:
         raise UsageError(
-            f"--from {run}: too short to tell ({summary.steps} steps; {MIN_STEPS} are the least)"
+            f"--from {run}: too short to judge ({summary.steps} steps; at least {MIN_STEPS} are needed)"
         )
     cpu_s = sum(float(stage.get("cpu_ms_per_sample", 0)) for stage in summary.chain) / 1000
     if cpu_s <= 0:
-        raise UsageError(f"--from {run}: its summary.json holds no cost of the chain")
+        raise UsageError(f"--from {run}: its summary.json has no cost of the chain")
     found = dict(rates) or rate_of_run(summary)
     scale = speed.bytes_per_sample / RECEIVE_BYTES
     passes = max(len([e for e in summary.records.epochs if "trained" in e]), 1)
-    note = "samples/s of the GPU: as given by --gpu-samples-per-s"
+    note = "samples/s of the GPU: from --gpu-samples-per-s"
     if not rates and found:
-        note = "samples/s of the GPU: those of the run without its waiting"
+        note = "samples/s of the GPU: from the run, without its waiting"
     return Measured(
         cpu_s=cpu_s,
         cpu_spread=RUN_SPREAD,
@@ -134,8 +135,8 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float]) -> Measured:
         stages=list(summary.chain),
         samples=job_samples(config, round(summary.records.trained / passes) or None),
         notes=[
-            f"chain and bytes: those of the run {run} on its hosts; --cpu-speed corrects for others",
-            f"receiving: taken as {1000 * (RECEIVE_S + FEED_S) * scale:.2f} ms of CPU per sample ± 50 %;"
+            f"chain and bytes: from the run {run} on its hosts; correct for other CPUs with --cpu-speed",
+            f"receiving: assumed {1000 * (RECEIVE_S + FEED_S) * scale:.2f} ms of CPU per sample ± 50 %;"
             " runs do not measure it",
             note,
             efficiency_note(),
@@ -144,7 +145,7 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float]) -> Measured:
 
 
 def rate_of_run(summary: Summary) -> dict[str, float]:
-    """Laptop: G of one GPU from a run on GPUs, under the GPU's name; empty where it had none."""
+    """Laptop: G of one GPU from a run, under the GPU's name; empty if the run had no GPUs."""
     gpus = sum(host.gpus for host in summary.cluster.hosts)
     if not gpus:
         return {}
@@ -158,7 +159,7 @@ def rate_of_run(summary: Summary) -> dict[str, float]:
 
 
 def job_samples(config: Config, records: int | None) -> int | None:
-    """Laptop: samples of the whole job; None where the source does not know its length."""
+    """Laptop: samples of the whole job; None if unknown."""
     limit = config.train.max_steps
     if limit is not None:
         limit *= config.train.batch_size * (config.train.workers or 1)
@@ -169,7 +170,7 @@ def job_samples(config: Config, records: int | None) -> int | None:
 
 
 def efficiency_note() -> str:
-    """Laptop: what is assumed of the time between tasks."""
+    """Laptop: the assumption about time between tasks."""
     return f"{100 * EFFICIENCY:.0f} % of the CPUs' time reaches the chain (benchmarks/sleeping.py)"
 
 
@@ -181,7 +182,7 @@ def gpu_here() -> bool:
 
 
 def table_name(device: str) -> str | None:
-    """Laptop: the price table's name of a GPU that the driver calls, say, NVIDIA A100-SXM4-40GB."""
+    """Laptop: the price table's name of a GPU, from the driver's, such as NVIDIA A100-SXM4-40GB."""
     names = {machine.gpu_name for machine in prices.MACHINES.values() if machine.gpu_name}
     words = device.replace("-", " ").split()
     for name in sorted(names, key=len, reverse=True):
@@ -203,5 +204,5 @@ def _gpu_rate(
     name = table_name(measured.name)
     what = f"{measured.samples_per_s:,.0f} samples/s on this machine's {measured.name}"
     if name is None:
-        return {}, measured.spread, f"the training step: {what}, which no instance type of the table has"
+        return {}, measured.spread, f"the training step: {what}; no instance type in the table has this GPU"
     return {name: measured.samples_per_s}, measured.spread, f"samples/s of the GPU: {what}, cached batches"

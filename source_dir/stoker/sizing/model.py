@@ -1,17 +1,17 @@
-"""Anywhere: the limits model: how fast can a cluster train, what binds, what does a sample cost. Pure.
+"""Anywhere: the limits model: how fast a cluster can train, what limits it, and what a sample costs. Pure.
 
 A sample is preprocessed on the GPU hosts (rate L) or on CPU hosts and received (rate R), T = L + R:
 
     T ≤ G                                  the GPUs
-    T ≤ 1 / κ₁                             the one thread of a train worker that cuts batches
+    T ≤ 1 / κ₁                             the one thread of a train worker that assembles batches
     L·c + R·κ + T·h ≤ C_g                  CPUs of the GPU hosts
     L·c ≤ η_g·(C_g − reserve)              … those of them that the chain may use
     R·c ≤ η·n·C_c                          CPUs of the CPU hosts
     R·b ≤ B                                network, the slower side
 
 This is a linear programme in two variables whose solution is one of at most three points, so the split
-between local and remote work is exact. The symbols are those of docs/sizing.md. Pecan (USENIX ATC 2024),
-Cachew (ATC 2022) and FastFlow (VLDB 2023) argue with subsets of these limits.
+between local and remote work is exact. docs/sizing.md defines the symbols. Pecan (USENIX ATC 2024), Cachew
+(ATC 2022) and FastFlow (VLDB 2023) use subsets of these limits.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ MAX_CPU_HOSTS = 100
 
 @dataclass(frozen=True)
 class Workload:
-    """Anywhere: what one sample of a job costs; measured, never assumed."""
+    """Anywhere: the cost of one sample of a job; measured, never assumed."""
 
     cpu_s: float
-    """c: CPU-seconds of the chain per sample on a vCPU whose neighbours are busy too."""
+    """c: CPU-seconds of the chain per sample, on a vCPU whose neighbours are busy too."""
     gpu_samples_per_s: float
     """G: samples per second that one GPU trains when data is never late; infinite: no limit."""
     receive_s: float = 0.0
-    """κ: CPU-seconds of a GPU host to receive one sample that was preprocessed elsewhere."""
+    """κ: CPU-seconds of a GPU host to receive one sample preprocessed elsewhere."""
     other_s: float = 0.0
-    """h: CPU-seconds of a GPU host per sample besides, wherever it was preprocessed."""
+    """h: further CPU-seconds of a GPU host per sample, wherever it is preprocessed."""
     serial_s: float = 0.0
-    """κ₁: seconds per sample of the thread that cuts batches, one per train worker; 0: no limit."""
+    """κ₁: seconds per sample of the thread that assembles batches, one per train worker; 0: no limit."""
     bytes_per_sample: float = 0.0
     """b: bytes of one preprocessed sample on the network."""
 
@@ -57,13 +57,13 @@ class Shape:
     gpu_hosts: int = 1
     gpus_per_host: int = 1
     reserved_cpus: float = 0.0
-    """vCPUs of a GPU host that the chain may not use."""
+    """vCPUs of a GPU host not available to the chain."""
     gpu_host_bytes_per_s: float = math.inf
     """B of one GPU host."""
     cpu_host_bytes_per_s: float = math.inf
     """B of one CPU host."""
     efficiency: float = 1.0
-    """η: share of the CPU hosts' CPU time that the chain really gets."""
+    """η: share of the CPU hosts' CPU time that the chain gets."""
     gpu_host_efficiency: float = 1.0
     """η_g: the same for the GPU hosts' CPUs."""
     gpu_host_usd_per_hour: float = 0.0
@@ -83,24 +83,24 @@ class Shape:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Anywhere: what the model says of a workload on a shape."""
+    """Anywhere: the model's result for a workload on a shape."""
 
     samples_per_s: float
     """T."""
     binds: Term
-    """The limit that would have to rise first."""
+    """The limit that must be raised first."""
     remote_share: float
-    """x: share of the samples that CPU hosts preprocess, in 0…1."""
+    """x: share of the samples preprocessed by CPU hosts, in 0…1."""
     ceilings: dict[Term, float]
-    """Samples/s that each limit alone would allow at this split; infinite where it does not limit."""
+    """Samples/s that each limit alone allows at this split; infinite if it does not limit."""
 
 
 def predict(work: Workload, shape: Shape) -> Prediction:
-    """Anywhere: the highest throughput that all limits allow, and the one that binds."""
+    """Anywhere: the highest throughput that satisfies all limits, and the binding limit."""
     curve = _Curve(work, shape)
     remote = curve.best_remote(curve.most_remote(shape.cpu_hosts))
     rate = curve.total(remote)
-    # CPU hosts work first, as the placement does: what is over stays on the GPU host.
+    # CPU hosts work first, as in the placement; the remainder stays on the GPU host.
     share = min(remote / rate, 1.0) if rate > 0 and math.isfinite(rate) else float(remote > 0)
     return Prediction(rate, curve.binding(rate, remote), share, curve.ceilings(rate, share))
 
@@ -113,7 +113,7 @@ def usd_per_million_samples(prediction: Prediction, shape: Shape) -> float:
 def knee(work: Workload, shape: Shape) -> float:
     """Anywhere: n*, the number of CPU hosts (not rounded) beyond which more of them gain nothing.
 
-    0 where offloading does not help at all; infinite where the CPU hosts have no CPUs.
+    0 if offloading does not help at all; infinite if the CPU hosts have no CPUs.
     """
     curve = _Curve(work, shape)
     needed = curve.knee_remote()
@@ -124,14 +124,14 @@ def knee(work: Workload, shape: Shape) -> float:
 
 
 def cheapest_count(work: Workload, shape: Shape, limit: int = MAX_CPU_HOSTS) -> int:
-    """Anywhere: the number of CPU hosts with the lowest cost per sample; the smaller one of equals.
+    """Anywhere: the number of CPU hosts with the lowest cost per sample; the smallest among equals.
 
-    Beyond the knee a host only costs, so the search ends there.
+    Beyond the knee a host only adds cost, so the search ends there.
 
     Args:
         work: the job.
-        shape: hosts and prices; its own `cpu_hosts` does not matter.
-        limit: at most so many.
+        shape: hosts and prices; its `cpu_hosts` is ignored.
+        limit: maximum number of CPU hosts.
     """
     last = min(limit, math.ceil(min(knee(work, shape), limit)))
     costs = []
@@ -143,7 +143,7 @@ def cheapest_count(work: Workload, shape: Shape, limit: int = MAX_CPU_HOSTS) -> 
 
 
 class _Curve:
-    """Anywhere: total throughput as a function of the remote rate R: concave, of straight lines."""
+    """Anywhere: total throughput as a function of the remote rate R: concave and piecewise linear."""
 
     def __init__(self, work: Workload, shape: Shape) -> None:
         self.work, self.shape = work, shape
@@ -154,11 +154,11 @@ class _Curve:
         self.gpu_cap = workers * work.gpu_samples_per_s
         self.receiver_cap = _ratio(workers, work.serial_s)
         self.network = _ratio(shape.gpu_hosts * shape.gpu_host_bytes_per_s, work.bytes_per_sample)
-        # Receiving alone fills the GPU hosts' CPUs here.
+        # At this rate, receiving alone saturates the GPU hosts' CPUs.
         self.receiving = _ratio(self.gpu_cpus, work.receive_s + work.other_s)
 
     def most_remote_of_cpu_hosts(self, count: float) -> float:
-        """R that `count` CPU hosts produce and send."""
+        """R that `count` CPU hosts can produce and send."""
         work, shape = self.work, self.shape
         produced = _ratio(shape.efficiency * count * shape.cpu_host_cpus, work.cpu_s) if count else 0.0
         sent = _ratio(count * shape.cpu_host_bytes_per_s, work.bytes_per_sample) if count else 0.0
@@ -174,7 +174,7 @@ class _Curve:
         return max(min([self.gpu_cap, self.receiver_cap, *lines]), 0.0)
 
     def _lines(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """T ≤ base + slope·R by the CPUs of the GPU hosts: all of them, and those of the chain."""
+        """T ≤ base + slope·R, by the CPUs of the GPU hosts: all of them, and those for the chain."""
         work = self.work
         whole = work.cpu_s + work.other_s
         if whole <= 0:
@@ -183,20 +183,20 @@ class _Curve:
         return all_cpus, (_ratio(self.slots, work.cpu_s), 1.0)
 
     def best_remote(self, most: float) -> float:
-        """The R in 0…most that gives the largest T."""
+        """The R in 0…most with the largest T."""
         candidates = [0.0, most, min(max(self._corner(), 0.0), most)]
         finite = [r for r in candidates if math.isfinite(r)]
         best = max(self.total(r) for r in finite)
-        # Of equals the most remote one: CPU hosts work first.
+        # Among equals the largest: CPU hosts work first.
         return max(r for r in finite if self.total(r) >= best * (1 - TOLERANCE))
 
     def _corner(self) -> float:
-        """Where the two lines meet."""
+        """R at the intersection of the two lines."""
         (base, slope), (slots, one) = self._lines()
         return (base - slots) / (one - slope) if math.isfinite(slots) and one != slope else 0.0
 
     def knee_remote(self) -> float:
-        """The smallest R at which T is as large as any number of CPU hosts makes it."""
+        """The smallest R with the largest T that any number of CPU hosts can reach."""
         ceiling = min(self.network, self.receiving)
         points = [0.0, max(self._corner(), 0.0)]
         if math.isfinite(ceiling):
@@ -213,7 +213,7 @@ class _Curve:
         return needed
 
     def binding(self, rate: float, remote: float) -> Term:
-        """The limit that is tight."""
+        """The binding limit."""
         near = 1 - TOLERANCE
         if rate >= self.gpu_cap * near:
             return "gpu"
@@ -228,7 +228,7 @@ class _Curve:
         return "gpu_host_cpu"
 
     def ceilings(self, rate: float, share: float) -> dict[Term, float]:
-        """Each limit alone, at the remote share x of the solution."""
+        """The rate that each limit alone allows, at the remote share x of the solution."""
         work, shape = self.work, self.shape
         local = _ratio(self.slots, (1 - share) * work.cpu_s)
         produced = _ratio(shape.efficiency * shape.cpu_hosts * shape.cpu_host_cpus, share * work.cpu_s)

@@ -1,4 +1,4 @@
-"""Laptop: several Ray nodes on this machine, each with an object store of its own, to measure on."""
+"""Laptop: several Ray nodes on this machine, each with its own object store, for measurements."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ HEAD = "127.0.1.1"
 
 
 class Nodes:
-    """Laptop: the nodes that were started, the head first.
+    """Laptop: the started nodes, the head first.
 
-    Each has an address of its own in 127.0.0.0/8, so that Ray takes them for different machines and moves
+    Each has its own address in 127.0.0.0/8, so that Ray treats them as different machines and transfers
     objects between their stores as it does between hosts.
     """
 
@@ -31,11 +31,11 @@ class Nodes:
         self.started: list[RayNode] = []
 
     def add(self, group: str, cpus: int, store_mb: int = STORE_MB) -> RayNode:
-        """Laptop: start one more node and wait until it runs.
+        """Laptop: start one more node and wait until it is ready.
 
         Args:
-            group: its host group; the node's name is the group and its number.
-            cpus: how many CPUs Ray may count on there; a declaration, not a limit.
+            group: its host group; the node is named after the group and its number.
+            cpus: number of CPUs declared to Ray; not enforced.
             store_mb: size of its object store.
 
         Raises:
@@ -49,7 +49,7 @@ class Nodes:
             gpus=0,
             store=raynode.Store(store_mb * 2**20),
         )
-        # Nodes that share a folder unpack the same job over each other.
+        # Nodes with a shared folder would unpack the same job over each other.
         arguments.append(f"--temp-dir={self.scratch}/{number}")
         if number == 0:
             arguments += ["--head", f"--port={self.port}", "--include-dashboard=false"]
@@ -58,28 +58,28 @@ class Nodes:
         arguments.append(f"--dashboard-agent-listen-port={raynode.free_port()}")
         node = RayNode(arguments, self.scratch / f"{number}.log")
         self.started.append(node)
-        # Two nodes of one machine that start at once wait for each other for ever.
+        # Two nodes of one machine that start at the same time would wait for each other forever.
         node.wait_started()
         return node
 
 
 def prepare() -> None:
-    """Laptop: what Ray must find in the environment when it is imported; again has no effect."""
+    """Laptop: set the environment that Ray reads on import; idempotent."""
     cluster.set_environment(os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32))
 
 
 @contextmanager
 def ray_nodes(head_cpus: int, store_mb: int = STORE_MB) -> Iterator[Nodes]:
-    """Laptop: a cluster of one node, group `gpu`, to which this process is connected; gone at the end.
+    """Laptop: a cluster of one node, group `gpu`, with this process connected; stopped at the end.
 
     Args:
-        head_cpus: CPUs that its head declares.
+        head_cpus: CPUs declared by its head.
         store_mb: size of the head's object store.
     """
     prepare()
     import ray
 
-    # Paths of Ray's sockets must stay short.
+    # Paths of Ray's sockets are limited in length.
     nodes = Nodes(Path(tempfile.mkdtemp(prefix="sn", dir="/tmp")))
     try:
         nodes.add("gpu", head_cpus, store_mb)

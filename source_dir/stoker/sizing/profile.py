@@ -1,7 +1,7 @@
-"""Laptop: what a job's chain costs per sample, measured on its own records with every core busy.
+"""Laptop: the cost of a job's chain per sample, measured on its own records with every core busy.
 
-A vCPU is a hyper-thread: what a chain costs while the neighbouring one idles is not what it will cost on a
-host that is full of chain tasks. So one process per core runs the real chain, all at the same time.
+A vCPU is a hyper-thread: a chain costs less while the neighbouring thread idles than on a host full of
+chain tasks. So one process per core runs the real chain, all at the same time.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from stoker.errors import UsageError
 
 START_TIMEOUT_S = 90.0
 GROUP_SECONDS = 0.5
-"""A group of records is one measurement; its size follows from this."""
+"""Target duration of a group of records, which is one measurement; determines its size."""
 KEPT_ROWS = 64
 SMALLEST_SPREAD = 0.06
-"""CPU time of the same work differs by so much between runs on a shared machine (docs/performance.md)."""
+"""CPU time of the same work varies this much between runs on a shared machine (docs/performance.md)."""
 MAX_BAD = 0.5
 
 
 @dataclass(frozen=True)
 class ChainProfile:
-    """Laptop: the chain measured."""
+    """Laptop: the measurement of a chain."""
 
     cpu_s: float
     """CPU-seconds per sample: reading, every stage, and packing into a block."""
@@ -42,11 +42,11 @@ class ChainProfile:
     """Half the width of the 95 % interval of `cpu_s`, as a share of it."""
     bytes_per_sample: float
     stages: list[dict[str, Any]]
-    """As `chain` in summary.json: stage, cpu_ms_per_sample, bytes_out; besides, random."""
+    """As `chain` in summary.json: stage, cpu_ms_per_sample, bytes_out; in addition, random."""
     samples: int
     processes: int
     columns: dict[str, Any] = field(default_factory=dict, repr=False)
-    """A few preprocessed rows as the chain packs them, to be replayed."""
+    """A few preprocessed rows as packed by the chain, for replay."""
 
 
 @dataclass
@@ -59,13 +59,12 @@ class _Group:
 
 
 def measure_chain(data: Data, block_records: int, seconds: float) -> ChainProfile:
-    """Laptop: run the training chain on real records for so many seconds, in one process per core that this
-    one may use.
+    """Laptop: run the training chain on real records for `seconds`, in one process per available core.
 
     Args:
         data: the job's data, opened.
         block_records: `data.block_records`; a group is never larger.
-        seconds: how long all of them run at the same time.
+        seconds: how long all processes run at the same time.
 
     Raises:
         UsageError: the chain fails, or most records are bad.
@@ -76,7 +75,7 @@ def measure_chain(data: Data, block_records: int, seconds: float) -> ChainProfil
     groups = [group for answer in answers for group in answer[0]]
     _refuse_bad(groups)
     columns = next((columns for _, columns in answers if columns), {})
-    # Reading draws nothing; packing and all else that is not listed must be done anew.
+    # Reading is deterministic; packing and everything else not listed must be repeated.
     fixed = {"read", *(stage.name for stage in data.chains["train"].stages if not stage.random)}
     return _summed(groups, count, columns, fixed)
 
@@ -84,7 +83,7 @@ def measure_chain(data: Data, block_records: int, seconds: float) -> ChainProfil
 def _run_everywhere(
     source: Source, chain: Chain, block_records: int, seconds: float, count: int
 ) -> list[tuple[list[_Group], dict[str, Any]]]:
-    """One process per core; they begin together once all have started."""
+    """One process per core; all begin together once every one has started."""
     from ray import cloudpickle
 
     payload = cloudpickle.dumps((source.for_workers(), source.shards(block_records, None), chain))
@@ -125,7 +124,7 @@ def _run_everywhere(
 def _work(
     payload: bytes, number: int, count: int, block_records: int, seconds: float, barrier: Any, answers: Any
 ) -> None:
-    """Profile process: its share of the shards, again and again until the time is over."""
+    """Profile process: process its share of the shards repeatedly until the time is over."""
     import pickle
 
     from stoker.data.engine.shards import use_one_thread
@@ -134,7 +133,7 @@ def _work(
     try:
         source, shards, chain = pickle.loads(payload)  # noqa: S301 - written by the parent
         records = _records(source, shards[number % len(shards) :] + shards[: number % len(shards)])
-        # Imports, caches and lazily made tables are start-up, not the cost of a sample.
+        # Imports, caches and lazily built tables are start-up, not the cost of a sample.
         chain.run(list(islice(records, 2)), 0)
         use_one_thread()
         barrier.wait(START_TIMEOUT_S)
@@ -146,7 +145,7 @@ def _work(
             groups.append(_Group(report.records, time.process_time() - started, report))
             took = max(time.monotonic() - began, 1e-6)
             size = max(1, min(block_records, round(size * min(GROUP_SECONDS / took, 8))))
-        # The first ones were small, to learn how large a group may be.
+        # The first groups were small, to determine the group size.
         answers.put((groups[2:] or groups, _few(columns, chain) if number == 0 else {}))
     except ChainError as error:
         answers.put(str(error))
@@ -161,7 +160,7 @@ def _records(source: Source, shards: list[Any]) -> Iterator[Any]:
 
 
 def _few(columns: dict[str, Any], chain: Chain) -> dict[str, Any]:
-    """Rows to replay, under the names that the recipe knows, padded where batches are."""
+    """Rows for replay, under the names that the recipe uses, padded like batches."""
     import numpy as np
 
     from stoker.data.preprocessing.ragged import Ragged, padded
@@ -218,7 +217,7 @@ def _summed(groups: list[_Group], processes: int, columns: dict[str, Any], fixed
 
 
 def _spread(values: list[float], mean: float) -> float:
-    """Two standard errors of the mean, as a share of it; wide where there are few values."""
+    """Two standard errors of the mean, relative to the mean; large if there are few values."""
     if len(values) < 3:
         return 0.25
     return 2 * statistics.stdev(values) / math.sqrt(len(values)) / mean

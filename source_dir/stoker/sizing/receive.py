@@ -1,7 +1,7 @@
-"""Laptop: what the GPU host pays to receive a sample that was preprocessed elsewhere (κ of the model).
+"""Laptop: CPU time of a GPU host to receive a sample preprocessed elsewhere (κ of the model).
 
-Two Ray nodes with object stores of their own on this machine: one sends rows that it has at hand, the other
-receives them through the real coordinator and feed. Counted is the CPU time of the receiving side's
+Two Ray nodes with separate object stores run on this machine: one sends prepared rows, the other receives
+them through the real coordinator and feed. The measurement is the CPU time of the receiving side's
 processes.
 """
 
@@ -23,31 +23,31 @@ from stoker.sizing.stream import one_pass
 
 PASS_BYTES = 1024 * 2**20
 BLOCKS = (20, 160)
-"""Fewest and most blocks of the pass."""
+"""Minimum and maximum number of blocks in the pass."""
 STORE_MB = 512
 WINDOWS = 5
-"""Parts of the pass that are counted one by one; in the first one processes start and import."""
+"""Parts of the pass that are measured separately; the first includes process start and imports."""
 SMALLEST_SPREAD = 0.1
 
 
 @dataclass(frozen=True)
 class ReceiveProfile:
-    """Laptop: the receiving side measured, in CPU-seconds per sample."""
+    """Laptop: the measurement of the receiving side, in CPU-seconds per sample."""
 
     transfer_s: float
-    """The Ray daemon that fetches a block from another host: κ."""
+    """The Ray daemon that fetches blocks from another host: κ."""
     feed_s: float
     """The train worker's process and the coordinator, for every sample: h."""
     serial_s: float
-    """The train worker's process alone, whose feed is one thread: κ₁."""
+    """The train worker's process alone, with its one feed thread: κ₁."""
     task_s: float
-    """The CPU host, beside the chain itself: starting tasks, storing and sending blocks."""
+    """The CPU host, except for the chain itself: starting tasks, storing and sending blocks."""
     spread: float
     """Half the width of the 95 % interval of their sum, as a share of it."""
 
 
 class Replay:
-    """Chain worker: the same few rows for every block; making them costs next to nothing."""
+    """Chain worker: returns the same few rows for every block, at almost no cost."""
 
     def __init__(self, columns: dict[str, Any]) -> None:
         self.columns = columns
@@ -60,11 +60,11 @@ class Replay:
 
 
 def measure_receiving(config: Config, columns: dict[str, Any]) -> ReceiveProfile:
-    """Laptop: send preprocessed rows between two nodes and count the receiver's CPU time.
+    """Laptop: send preprocessed rows between two nodes and measure the receiver's CPU time.
 
     Args:
-        config: block and batch sizes count.
-        columns: preprocessed rows as a ChainProfile keeps them.
+        config: provides block and batch sizes.
+        columns: preprocessed rows from a ChainProfile.
     """
     import torch
 

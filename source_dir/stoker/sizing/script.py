@@ -1,4 +1,4 @@
-"""Laptop: what an observed training script needs: the verdict, and what would help. Pure."""
+"""Laptop: the verdict on an observed training script, and what would help. Pure."""
 
 from __future__ import annotations
 
@@ -36,46 +36,46 @@ from stoker.sizing.measure import (
 )
 
 AROUND = ("__getitem__", "collate")
-"""Stages that every loader has."""
+"""Stages of every loader."""
 SLACK = 1.05
-"""More workers than just enough, for batches differ."""
+"""Spare workers, because batches vary."""
 FAIR = 0.5
 """CPUs that another process gets on a busy machine."""
 BLOCKED = 0.2
-"""Share of a fetch that neither computes nor queues for a CPU from which on it is worth a word."""
+"""From this share of a fetch on, time neither computing nor queueing for a CPU is mentioned."""
 QUEUED = 0.1
-"""Share of a fetch that queues for a CPU from which on the CPUs here are said to be too few."""
+"""From this share of a fetch on, queueing means that there are too few CPUs here."""
 CACHEABLE = 0.2
 SLOW_START = 0.05
-"""Share of an epoch from which on its start is worth a word."""
+"""From this share of an epoch on, its start is mentioned."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """Laptop: what fetching costs, per sample, in the processes that do it."""
+    """Laptop: the cost of fetching a sample, in the processes that do it."""
 
     cpu_s: float
     blocked_s: float
     """Neither computing nor queueing for a CPU: storage, network, locks, sleeping."""
     queued_s: float
-    """Ready to compute while all CPUs were taken."""
+    """Ready to compute while all CPUs were busy."""
     stages: dict[str, float]
-    """CPU-seconds per sample by stage, in the order in which they first ran."""
+    """CPU-seconds per sample by stage, in the order of their first run."""
     samples_per_batch: float
     batches: int
 
     @property
     def slot_s(self) -> float:
-        """Seconds per sample for which one worker is occupied where CPUs are free."""
+        """Seconds per sample for which a worker is occupied if CPUs are free."""
         return self.cpu_s + self.blocked_s
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Laptop: one loader of the script, judged."""
+    """Laptop: the assessment of one loader of the script."""
 
     number: int
-    """In the order in which the script began with its loaders."""
+    """In the order in which the script first used its loaders."""
     loader: Loader
     steps: int
     share: Share
@@ -83,25 +83,25 @@ class Checked:
     samples_per_step: float
     bytes_per_step: float
     start_s: float | None
-    """From the begin of an epoch to its first batch."""
+    """From the start of an epoch to its first batch."""
     fetched: Fetched | None
     whole_epochs: bool
-    """The epochs are so short that their starts are counted in the share."""
+    """The epochs are so short that their starts are included in the share."""
 
     @property
     def compute_s(self) -> float:
-        """What a step would take if data were never late."""
+        """Duration of a step if data were never late."""
         return self.step_s * (1 - self.share.value)
 
     @property
     def waits(self) -> bool:
-        """Whether waiting for data is worth doing something about."""
+        """Whether waiting for data is worth fixing."""
         return self.share.value >= INPUT_BOUND
 
 
 def fetched_of(sums: Sequence[Mapping[str, Any]]) -> Fetched | None:
-    """Laptop: the sums of all processes that fetched for one loader; None where none was seen."""
-    # The first fetch of a process imports and opens things: it counts where there is nothing else.
+    """Laptop: totals of all processes that fetched for one loader; None if there were none."""
+    # The first fetch of a process imports and opens things; it counts only if there is nothing else.
     sums = [one for one in sums if not one.get("first")] or sums
     samples = sum(one["samples"] for one in sums)
     fetches = sum(one["fetches"] for one in sums)
@@ -125,24 +125,24 @@ def fetched_of(sums: Sequence[Mapping[str, Any]]) -> Fetched | None:
 def checked(
     seen: Mapping[str, Any], sums: Sequence[Mapping[str, Any]], script: str, wanted: int | None = None
 ) -> list[Checked]:
-    """Laptop: all loaders of a script, the one that trains first.
+    """Laptop: all loaders of a script, starting with the one for training.
 
     Args:
-        seen: what the script's process wrote of its loaders.
-        sums: what each process wrote that fetched.
-        script: its name, for the messages.
-        wanted: the number of steps asked for.
+        seen: records of the script's process about its loaders.
+        sums: records of each process that fetched.
+        script: its name, for messages.
+        wanted: the requested number of steps.
 
     Raises:
-        UsageError: there is no loader, or too little was seen of it.
+        UsageError: there is no loader, or too few steps were observed.
     """
     loaders = [Loader(**one) for one in seen["loaders"]]
     takes = [Take(**one) for one in seen["takes"]]
     main = training(loaders)
     if main is None:
         raise UsageError(
-            f"{script}: no torch DataLoader was iterated in its process; `check` judges scripts that read"
-            " their batches from one (torch.utils.data.DataLoader or a subclass)"
+            f"{script}: no torch DataLoader was iterated in its process; `check` needs a script that reads"
+            " its batches from one (torch.utils.data.DataLoader or a subclass)"
         )
     found = [
         judge(loaders, takes, number, fetched_of([one for one in sums if one["loader"] == number]), wanted)
@@ -151,14 +151,14 @@ def checked(
     ]
     if loaders[main].in_thread:
         raise UsageError(
-            f"{script}: another thread than the one that trains takes the batches from its DataLoader"
-            f" ({loaders[main].place}), so the time in next() is not the time that training waits; check it"
+            f"{script}: another thread than the one that trains takes batches from its DataLoader"
+            f" ({loaders[main].place}), so the time in next() is not the time that training waits; run check"
             " without that thread"
         )
     if found[0].steps < LEAST_STEPS:
         raise UsageError(
-            f"{script}: too short to judge: {loaders[main].batches} steps;"
-            f" {LEAST_STEPS + STARTING + 1} are the least: give it more data or epochs"
+            f"{script}: too short to judge: {loaders[main].batches} steps; at least"
+            f" {LEAST_STEPS + STARTING + 1} are needed: use more data or epochs"
         )
     return found
 
@@ -166,7 +166,7 @@ def checked(
 def judge(
     loaders: Sequence[Loader], takes: Sequence[Take], number: int, fetched: Fetched | None, wanted: int | None
 ) -> Checked:
-    """Laptop: one loader, by as many steps as were asked for."""
+    """Laptop: assess one loader, from at most the requested number of steps."""
     loader = loaders[number]
     steps = steps_of(takes, loaders, number)
     kept = judged(steps, loader)[:wanted]
@@ -186,26 +186,26 @@ def judge(
 
 
 def measured(one: Checked, rates: Mapping[str, float], gpu: str | None) -> Measured | None:
-    """Laptop: the limits model's input; None where nothing was seen of what fetching costs.
+    """Laptop: the limits model's input; None if the cost of fetching was not observed.
 
     Args:
-        one: the loader that trains.
+        one: the loader for training.
         rates: samples/s by GPU name as given by the user, "" for all.
-        gpu: of the machine that ran the script, as its driver calls it.
+        gpu: of the machine that ran the script, as its driver reports it.
     """
     if one.fetched is None or one.compute_s <= 0:
         return None
     own = one.samples_per_step / one.compute_s
     spread = 0.0
-    note = "samples/s of the GPU: as given by --gpu-samples-per-s"
+    note = "samples/s of the GPU: from --gpu-samples-per-s"
     found = dict(rates)
     if not found:
         known = table_name(gpu) if gpu else None
         found, spread = {known or "": own}, min(one.share.spread / (1 - one.share.value), 1.0)
         what = f"its {gpu}" if gpu else "its CPUs"
-        note = f"a GPU there is taken to train as fast as this machine ({what}), {own:,.0f} samples/s"
+        note = f"assumes a GPU there trains as fast as this machine ({what}), {own:,.0f} samples/s"
         note = note if known is None else f"samples/s of the GPU: {own:,.0f} as here, on {what}"
-        note += "" if known else "; --gpu-samples-per-s corrects that"
+        note += "" if known else "; correct it with --gpu-samples-per-s"
     size = one.bytes_per_step / one.samples_per_step
     scale = size / RECEIVE_BYTES
     return Measured(
@@ -219,16 +219,16 @@ def measured(one: Checked, rates: Mapping[str, float], gpu: str | None) -> Measu
         gpu_samples_per_s=found,
         gpu_spread=spread,
         notes=[
-            "one vCPU counts as one core of this machine; --cpu-speed corrects that",
+            "one vCPU counts as one core of this machine; correct it with --cpu-speed",
             note,
-            f"receiving: taken as {1000 * (RECEIVE_S + FEED_S) * scale:.2f} ms of CPU per sample ± 50 %",
+            f"receiving: assumed {1000 * (RECEIVE_S + FEED_S) * scale:.2f} ms of CPU per sample ± 50 %",
             efficiency_note(),
         ],
     )
 
 
 def usual_gpu_host(gpu: str | None, default: str) -> str:
-    """Laptop: the smallest instance with the GPU of this machine, else the usual one."""
+    """Laptop: the smallest instance with this machine's GPU, else the default."""
     name = table_name(gpu) if gpu else None
     return next((m.type for m in prices.MACHINES.values() if name and m.gpu_name == name), default)
 
@@ -238,7 +238,7 @@ def headline(one: Checked) -> list[str]:
     percent = f"{100 * one.share.value:.0f} % (± {100 * one.share.spread:.0f})"
     of = f"{one.steps} steps of {duration(one.step_s)}"
     if not one.waits:
-        return [f"well fed: {percent} of each step waits for data ({of}); training itself binds"]
+        return [f"well fed: {percent} of each step waits for data ({of}); training itself is the bottleneck"]
     now, then = one.samples_per_step / one.step_s, one.samples_per_step / max(one.compute_s, 1e-9)
     return [
         f"input-bound: {percent} of each step waits for data ({of})",
@@ -248,12 +248,12 @@ def headline(one: Checked) -> list[str]:
 
 
 def help_here(one: Checked, cpus: float, idle: float | None) -> list[str]:
-    """Laptop: what would help without any other host.
+    """Laptop: what would help without further hosts.
 
     Args:
-        one: the loader that trains.
-        cpus: that the script may use here.
-        idle: share of this machine's CPU time that nothing used.
+        one: the loader for training.
+        cpus: available to the script here.
+        idle: share of this machine's CPU time that was unused.
     """
     lines = []
     fetched = one.fetched
@@ -266,19 +266,19 @@ def help_here(one: Checked, cpus: float, idle: float | None) -> list[str]:
         share = start / (start + length * one.step_s)
         if share >= SLOW_START:
             lines.append(
-                f"each epoch of {length} batches begins with {duration(start)} of starting workers,"
-                f" {100 * share:.0f} % of it: persistent_workers=True spares that after the first"
+                f"each epoch of {length} batches spends {duration(start)} on starting workers,"
+                f" {100 * share:.0f} % of its time: persistent_workers=True saves it after the first epoch"
             )
     return [*lines, *_cheaper(fetched)] if fetched is not None and one.waits else lines
 
 
 def _workers(one: Checked, fetched: Fetched, cpus: float, idle: float | None) -> str:
-    """Whether more workers here would lift the wait."""
+    """Whether more workers here would remove the wait."""
     batch = one.samples_per_step
     needed = math.ceil(SLACK * fetched.slot_s * batch / one.compute_s)
     cpus_needed = fetched.cpu_s * batch / one.compute_s
     used = fetched.cpu_s * batch / one.step_s
-    # One stays with the script itself; what other work here takes is not to be had, but for a fair part.
+    # One CPU is for the script itself; CPUs used by other work are not available, except for a fair share.
     most = max(cpus - 1, 1)
     free = most if idle is None else min(most, max(idle * cpus + used, FAIR))
     now = one.loader.num_workers
@@ -286,29 +286,29 @@ def _workers(one: Checked, fetched: Fetched, cpus: float, idle: float | None) ->
     if cpus_needed > free:
         late = 100 * (1 - free / cpus_needed)
         return (
-            f"more workers here cannot lift it: fetching takes {cpus_needed:.1f} CPUs to keep up, and"
-            f" {free:.1f} of {cpus:g} are free; with those, {late:.0f} % would still wait"
+            f"more workers here cannot fix this: fetching needs {cpus_needed:.1f} CPUs to keep up, and"
+            f" {free:.1f} of {cpus:g} are free; with those, {late:.0f} % of a step would still wait"
         )
     if needed > now:
         own = 100 * fetched.blocked_s / whole
-        why = f"; a worker itself waits for {own:.0f} % of a fetch (storage, network), so they need few CPUs"
+        why = f"; a worker itself waits {own:.0f} % of a fetch (storage, network), so they need few CPUs"
         return (
-            f"num_workers={needed} instead of {now} would lift it on this machine:"
+            f"num_workers={needed} instead of {now} would fix this on this machine:"
             f" {cpus_needed:.1f} of its {cpus:g} CPUs would fetch{why if own > 100 * BLOCKED else ''}"
         )
     if fetched.queued_s > QUEUED * whole:
         return (
-            f"{now} workers would do if CPUs were free: a fetch queues {100 * fetched.queued_s / whole:.0f} %"
-            f" of its time for one of the {cpus:g} here"
+            f"{now} workers would be enough if CPUs were free: a fetch waits"
+            f" {100 * fetched.queued_s / whole:.0f} % of its time for one of the {cpus:g} here"
         )
     return (
-        f"{now} workers would do by what fetching costs: some batches take much longer than others, or their"
-        " way to the script is slow; try a larger prefetch_factor"
+        f"{now} workers should be enough for this cost of fetching: some batches take much longer than"
+        " others, or their transfer to the script is slow; try a larger prefetch_factor"
     )
 
 
 def _cheaper(fetched: Fetched) -> list[str]:
-    """What makes fetching itself cheaper."""
+    """What would make fetching itself cheaper."""
     total = sum(fetched.stages.values())
     if total <= 0:
         return []
@@ -328,11 +328,11 @@ def _cheaper(fetched: Fetched) -> list[str]:
         fixed.append(name)
     share = sum(fetched.stages.get(name, 0.0) for name in fixed) / total
     if share >= CACHEABLE:
-        names = "its name, draws" if len(fixed) == 1 else "their names, draw"
+        names = "its name, it draws" if len(fixed) == 1 else "their names, they draw"
         takes = "takes" if len(fixed) == 1 else "take"
         lines.append(
-            f"a cache: {', '.join(fixed)} {takes} {100 * share:.0f} % of the CPU time and, by {names} nothing"
-            " random: the result is the same in every epoch"
+            f"a cache: {', '.join(fixed)} {takes} {100 * share:.0f} % of the CPU time; judging by {names}"
+            " nothing random, so the result is the same in every epoch"
         )
     dear = {n: s for n, s in fetched.stages.items() if n not in (*AROUND, "decode")}
     name = max(dear, key=lambda n: dear[n], default="")

@@ -1,4 +1,4 @@
-"""Laptop: one pass of the real data pipeline, consumed in this process, to measure it."""
+"""Laptop: one pass of the real data pipeline, consumed in this process, for measurements."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from stoker.schema import Config
 def one_pass(
     config: Config, source: Source, chain: list[Any], device: Any
 ) -> AbstractContextManager[EpochFeed]:
-    """Laptop, connected to a cluster: a pass over `source` by coordinator, chain tasks and feed.
+    """Laptop, connected to a cluster: a pass over `source` with coordinator, chain tasks and feed.
 
     Args:
-        config: `data`, `train.batch_size` and the seed count.
+        config: provides `data`, `train.batch_size` and the seed.
         source: the records.
-        chain: as a recipe's `preprocess` returns it.
-        device: where batches go.
+        chain: as returned by a recipe's `preprocess`.
+        device: target device of the batches.
     """
     data = Data(
         sources={"train": source},
@@ -42,7 +42,7 @@ def pass_over(config: Config, data: Data, device: Any) -> Iterator[EpochFeed]:
     config = config.model_copy(update={"train": config.train.model_copy(update={"epochs": 1})})
     coordinator = start_coordinator(config, data, workers=1)
     try:
-        # What start_coordinator has asked for; here it is known to have happened.
+        # Requested by start_coordinator already; wait until it is done.
         ray.get(coordinator.begin.remote(coordinator, 0, 1, 0), timeout=60)
         yield EpochFeed(
             coordinator=coordinator,

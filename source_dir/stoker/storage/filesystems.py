@@ -65,7 +65,7 @@ def list_files(uri: str, suffixes: tuple[str, ...] = ()) -> list[Any]:
     wanted = [f for f in files if not suffixes or f.path.lower().endswith(suffixes)]
     if not wanted:
         kinds = f" {' or '.join(suffixes)}" if suffixes else ""
-        raise UsageError(f"{uri}: the folder has no{kinds} file (found {len(files)} others)")
+        raise UsageError(f"{uri}: the folder holds no{kinds} file (found {len(files)} others)")
     return sorted(wanted, key=lambda f: f.path)
 
 
