@@ -62,7 +62,7 @@ def refuse_earlier(published: str, found: Checkpoint | None) -> None:
     last = published.rpartition("/")[2]
     if not last or (found is not None and step_of(found.name) >= step_of(last)):
         return
-    instead = f"only {found.name} is" if found else "no checkpoint is"
+    instead = f"it has only {found.name}" if found else "it has no checkpoint"
     raise OSError(
         f"{published}, the last checkpoint of this run, is absent or damaged on {platform.node()}, where"
         f" training restarts ({instead}); an earlier one would silently lose training. With several hosts"
