@@ -112,7 +112,8 @@ def rebuild(run_dir: Path, step: int, overrides: list[str]) -> Step:
     config = discover(resolved)
     data = open_data(config)
     own = {word.partition("=")[0].removeprefix("params.") for word in overrides}
-    made = Rebuild(config, data, found, own)
+    code = run_dir / "code"
+    made = Rebuild(config, data, found, own, code if code.is_dir() else SOURCE_FOLDER)
     exact = found.attempt.start.plan.order == "exact"
     parts = made.exact() if exact else made.recorded(run_dir)
     notes = [] if found.sure else ["the run did not log this step and may have ended before it"]

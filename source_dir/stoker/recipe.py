@@ -10,6 +10,7 @@ class Flowers(Recipe):
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -145,6 +146,20 @@ def classification_loss(model: nn.Module, batch: Batch, label_smoothing: float =
     import torch.nn.functional as F
 
     return F.cross_entropy(model(batch["image"]), batch["label"], label_smoothing=label_smoothing)
+
+
+def code_digest(folder: Path) -> str:
+    """Anywhere: digest of a job's own Python files, which decide what its records become.
+
+    Args:
+        folder: the staged code; Stoker's own package in it does not count.
+    """
+    found = hashlib.blake2b(digest_size=8)
+    for path in sorted(folder.rglob("*.py")):
+        name = path.relative_to(folder)
+        if name.parts[0] != "stoker":
+            found.update(repr((name.as_posix(), path.read_bytes())).encode())
+    return found.hexdigest()
 
 
 def load_recipe(path: str, params: dict[str, Any], source: Path) -> Recipe:

@@ -253,3 +253,12 @@ def test_one_train_workers_part_on_the_screen_and_as_a_page(tmp_path: Path) -> N
     assert "no losses: the run has left no checkpoint" in result.output
     assert all(f'<span class="n">{key}</span>' in page for key in run.trained[2, 1])
     assert "the train workers 0 to 1" in str(run.peek("--step", "2", "--rank", "2").exception)
+
+
+def test_a_batch_that_changed_code_would_make_is_never_shown(tmp_path: Path) -> None:
+    run = Run(tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1})
+    run.train(1)
+    (run.folder / "code").mkdir()
+    (run.folder / "code" / "chain.py").write_text("SIDE = 32\n")  # as a resume stages it
+    with pytest.raises(UsageError, match="the code of the run has changed since it trained this step"):
+        run.rebuilt(2)

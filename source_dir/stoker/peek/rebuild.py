@@ -38,7 +38,7 @@ from stoker.data.transport.batches import BatchBuilder
 from stoker.data.transport.buffers import BufferPool
 from stoker.errors import UsageError
 from stoker.peek.history import Found
-from stoker.recipe import Batch
+from stoker.recipe import Batch, code_digest
 from stoker.schema import Config
 
 
@@ -70,12 +70,13 @@ class Rebuild:
         data: opened with keys.
         found: the step.
         own: parameters that stand on the command line; they may name other places of the same data.
+        code: the folder of the run's code.
 
     Raises:
         UsageError: the run took its records from other data or another order.
     """
 
-    def __init__(self, config: Config, data: Data, found: Found, own: set[str]) -> None:
+    def __init__(self, config: Config, data: Data, found: Found, own: set[str], code: Path) -> None:
         self.found, self.data = found, data
         noted = found.attempt.about
         self.workers, self.batch_size = int(noted["workers"]), int(noted["batch_size"])
@@ -93,6 +94,8 @@ class Rebuild:
         for name in sorted({*now, *noted["params"]} - own):
             if now.get(name) != noted["params"].get(name):
                 raise UsageError(f"--step: params.{name} was another when the run trained this step")
+        if noted.get("code") != code_digest(code):
+            raise UsageError("--step: the code of the run has changed since it trained this step")
         chains = {split: pickle.dumps(chain) for split, chain in data.chains.items()}
         kept = {split: "" for split, chain in data.chains.items() if chain.prefix}
         self.passes = Passes(self.config, data.sources, chains, None, kept)

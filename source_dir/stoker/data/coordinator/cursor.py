@@ -14,6 +14,7 @@ from stoker.data.messages import BlockReport, DataCursor, Plan
 from stoker.data.sources.base import ID_MODULUS, digest
 from stoker.data.sources.identity import SEPARATOR, agree
 from stoker.errors import UsageError
+from stoker.recipe import SOURCE_FOLDER, code_digest
 from stoker.redaction import redact
 from stoker.schema import Config
 
@@ -54,7 +55,7 @@ def refuse_other_data(position: DataCursor, plan: Plan) -> None:
 
 
 def about(start: DataCursor, workers: int, config: Config) -> dict[str, Any]:
-    """Head: all that says which records each step of an attempt takes, for whoever rebuilds one.
+    """Head: everything that decides which records each step of an attempt takes, for rebuilding a step.
 
     Args:
         start: where the attempt begins.
@@ -68,6 +69,7 @@ def about(start: DataCursor, workers: int, config: Config) -> dict[str, Any]:
         "accumulate_steps": train.accumulate_steps,
         "remainder": config.data.remainder,
         "params": {name: digest(redact(value, name)) for name, value in config.params.items()},
+        "code": code_digest(SOURCE_FOLDER),
         "start": start.model_dump(mode="json"),
     }
 
