@@ -120,7 +120,7 @@ def test_a_scripts_events_become_summary_files_report_and_screen(
     assert found.metrics.last == {"loss": 1.0, "acc": 0.5}
     rows = dict(closing_rows(found, "run"))
     assert rows["loss"] == "1" and not {"samples/s", "input wait", "records"} & rows.keys()
-    assert verdict(found).headline == "a script of your own: what it waits for was not measured"
+    assert verdict(found).headline == "own script: the time it waits for data was not measured"
     write_report([run_dir], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert ">loss</h" in page and ">acc</h" in page
