@@ -15,8 +15,10 @@ from running import run_job
     [
         ("recipes.text:Reviews", 1000, 2, {"cache": "memory"}, "val/acc1", 0.9),
         ("recipes.segmentation:Shapes", 400, 1, {}, "val/iou", 0.5),
-        ("recipes.audio:Tones", 600, 1, {"transport": "ray"}, "val/acc1", 0.8),
-        ("recipes.video:Motion", 400, 2, {}, "val/acc1", 0.5),
+        pytest.param(
+            "recipes.audio:Tones", 600, 1, {"transport": "ray"}, "val/acc1", 0.8, marks=pytest.mark.soak
+        ),
+        pytest.param("recipes.video:Motion", 800, 3, {}, "val/acc1", 0.5, marks=pytest.mark.soak),
     ],
 )
 def test_an_example_learns_and_loses_no_record(
