@@ -23,7 +23,7 @@ _LIES_IN = {
 
 
 def __getattr__(name: str) -> Any:
-    """Anywhere: the public names, imported when first used: `import stoker` loads nothing else."""
+    """Anywhere: import public names lazily, so that `import stoker` loads nothing else."""
     if name not in _LIES_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_LIES_IN[name]), name)

@@ -1,8 +1,8 @@
-"""Reads a job's configuration: YAML, `key=value`, hyperparameters; loads neither ray nor torch.
+"""Loads a job's configuration from YAML, `key=value` and hyperparameters; imports neither ray nor torch.
 
     config = load(Path("job.yaml"), ["train.epochs=3"]).config
 
-All problems are reported at once, each as one line with its place, what was got and a remedy.
+Reports all problems at once, each on one line with its origin, the value and a remedy.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from stoker.schema import Config
 
 NULLS = {"", "null", "none", "~"}
 SECRETS_FILE = "job.secrets.json"
-"""Beside a staged `job.yaml`: the values that it shows as redacted. Only its owner may read it."""
+"""Next to a staged `job.yaml`: the values redacted there. Readable by the owner only."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """Anywhere: a configuration and where each value came from (`train.lr` → `command line`)."""
+    """Anywhere: a configuration and the origin of each value (`train.lr` → `command line`)."""
 
     config: Config
     origins: dict[str, str] = field(default_factory=dict)
@@ -38,15 +38,15 @@ class Resolved:
 
 
 def load(path: str | Path | None, overrides: Iterable[str] = (), origin: str = "command line") -> Resolved:
-    """Anywhere: file and overrides → a checked configuration.
+    """Anywhere: load and validate a file with overrides.
 
     Args:
-        path: YAML file, or None for the defaults alone.
-        overrides: `section.key=value`; a value is read as YAML.
-        origin: what is recorded for the overridden keys.
+        path: YAML file, or None for defaults only.
+        overrides: `section.key=value`; values are parsed as YAML.
+        origin: recorded for the overridden keys.
 
     Raises:
-        UsageError: with every problem found, one line each.
+        UsageError: lists every problem, one per line.
     """
     where = str(path) if path else "configuration"
     tree = _read_yaml(Path(path)) if path else {}
@@ -68,8 +68,8 @@ def load(path: str | Path | None, overrides: Iterable[str] = (), origin: str = "
         origins[key.strip()] = origin
     for keys in redaction.redacted_at(tree):
         problems.append(
-            f"{where}: {'.'.join(keys)}: holds {redaction.REDACTED} in place of its value, which a run does"
-            f" not write down; give it: {'.'.join(keys)}=…"
+            f"{where}: {'.'.join(keys)}: is {redaction.REDACTED}, because runs do not store secrets;"
+            f" set it with {'.'.join(keys)}=…"
         )
     try:
         config = Config.model_validate(tree)
@@ -84,7 +84,7 @@ def load(path: str | Path | None, overrides: Iterable[str] = (), origin: str = "
 
 
 def parse_value(text: str) -> Any:
-    """Anywhere: a value typed on a command line; YAML, with 1e-3 and None read as people mean them."""
+    """Anywhere: parse a command-line value as YAML, except that 1e-3 is a number and None is null."""
     if text.strip().lower() in NULLS:
         return None
     try:
@@ -97,7 +97,7 @@ def hyperparameter_overrides(arguments: Iterable[str]) -> list[str]:
     """Container: `--train__lr 0.1`, `--train.lr=0.1` or `train.lr=0.1` → `train.lr=0.1`.
 
     Raises:
-        UsageError: a flag without a value, or a word that is neither.
+        UsageError: a flag has no value, or an argument has neither form.
     """
     overrides: list[str] = []
     words = list(arguments)
@@ -118,7 +118,7 @@ def hyperparameter_overrides(arguments: Iterable[str]) -> list[str]:
 
 
 def describe(detail: ErrorDetails, model: type[BaseModel], prefix: str = "") -> str:
-    """Anywhere: one pydantic error as `section.key: what is wrong (got …); did you mean …`."""
+    """Anywhere: format a pydantic error as `section.key: what is wrong (got …); did you mean …`."""
     loc = [str(part) for part in detail["loc"]]
     key = ".".join(([prefix] if prefix else []) + loc)
     if detail["type"] == "extra_forbidden":
@@ -141,7 +141,7 @@ def describe(detail: ErrorDetails, model: type[BaseModel], prefix: str = "") -> 
 
 
 def schema_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Anywhere: every key with its annotation as text and its field, depth first."""
+    """Anywhere: yield (key, type as text, field) of every key, depth first."""
     for name, info in model.model_fields.items():
         key = f"{prefix}{name}"
         annotation = info.annotation
@@ -152,7 +152,7 @@ def schema_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
 
 
 def type_name(annotation: Any) -> str:
-    """Anywhere: a type as a user would write it: `int or null`, `any | exact`."""
+    """Anywhere: format a type for users: `int or null`, `any | exact`."""
     text = getattr(annotation, "__name__", "") if isinstance(annotation, type) else str(annotation)
     if hasattr(annotation, "__args__") and hasattr(annotation, "__origin__"):
         text = str(annotation)
@@ -163,13 +163,13 @@ def type_name(annotation: Any) -> str:
 
 
 def to_yaml(config: BaseModel) -> str:
-    """Anywhere: a configuration as YAML that `load` reads back to the same value, secrets apart."""
+    """Anywhere: dump a configuration as YAML that `load` reads back, except for redacted secrets."""
     tree = redaction.redact(config.model_dump(mode="json"))
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 
 def secrets_json(config: BaseModel) -> str | None:
-    """Laptop: what `to_yaml` leaves out, for `SECRETS_FILE` beside it; None where nothing is secret."""
+    """Laptop: the values that `to_yaml` redacts, as JSON for `SECRETS_FILE`; None without secrets."""
 
     def hidden(whole: Any, shown: Any) -> Any:
         if isinstance(whole, Mapping):
@@ -182,7 +182,7 @@ def secrets_json(config: BaseModel) -> str | None:
 
 
 def resolved_yaml(resolved: Resolved) -> str:
-    """Anywhere: the configuration, without its secrets, with each value's origin as a comment."""
+    """Anywhere: dump the configuration without secrets, with the origin of each value as a comment."""
     origins = json.dumps(resolved.origins, indent=1, ensure_ascii=False).splitlines()[1:-1]
     header = ["# The resolved configuration of this run. Values not named below are defaults."]
     header += [f"# {line.strip().rstrip(',')}" for line in origins]
@@ -206,7 +206,7 @@ def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     *sections, last = key.split(".")
     if not all([*sections, last]):
-        raise ValueError("an empty part in the key")
+        raise ValueError("the key has an empty part")
     for section in sections:
         below = tree.setdefault(section, {})
         if below is None:
@@ -229,7 +229,7 @@ def _section_at(model: type[BaseModel], loc: list[str]) -> type[BaseModel]:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys without a word, and reads 1e-3 as a string."""
+    """Rejects duplicate keys, which PyYAML silently overwrites, and parses 1e-3 as a number."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -267,9 +267,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise UsageError(f"{path}: holds a {type(tree).__name__}, not keys and values")
     if isinstance(tree.get("args"), list):
-        # Arguments are the words that were typed: 007 and 1e-3 stay what they are.
+        # Arguments stay strings, so that 007 and 1e-3 arrive as typed.
         tree["args"] = yaml.load(text, Loader=yaml.BaseLoader)["args"]  # noqa: S506 - makes only text
-    # An empty section (`data:` with nothing below) means its defaults.
+    # An empty section (`data:` with nothing below) uses the defaults.
     return {key: ({} if value is None and key in _SECTIONS else value) for key, value in tree.items()}
 
 

@@ -1,4 +1,4 @@
-"""Head: the story of a run: open the data → build the trainer → fit → close the accounts.
+"""Head: the steps of a run: open the data → build the trainer → fit → write the summary.
 
 check(resolved)                   before any cluster forms
 code = run(resolved, place)       with Ray connected
@@ -49,11 +49,11 @@ _stop_code = 143
 
 
 def request_stop(reason: str, code: int = 143) -> None:
-    """Head: ask the run to stop with a checkpoint; may be called from a signal handler.
+    """Head: request a stop with a checkpoint; safe to call from a signal handler.
 
     Args:
-        reason: what the log and the summary say.
-        code: the exit code of a run that stops so.
+        reason: shown in the log and the summary.
+        code: exit code of the stopped run.
     """
     global _stop_reason, _stop_code
     if not _stop_reason:
@@ -61,15 +61,15 @@ def request_stop(reason: str, code: int = 143) -> None:
 
 
 def stop_requested() -> str:
-    """Head: why the run shall stop; empty while nobody asked."""
+    """Head: the reason for a requested stop; empty if none was requested."""
     return _stop_reason
 
 
 def check(resolved: Resolved) -> None:
-    """Head: everything that can be refused before a cluster forms.
+    """Head: reject everything that can be checked before a cluster forms.
 
     Raises:
-        UsageError: the script or the recipe, its parameters or the optimiser.
+        UsageError: an invalid script, recipe, parameter or optimiser.
     """
     refuse_missing(resolved.config)
     own_sinks(resolved.config)
@@ -92,11 +92,11 @@ def check(resolved: Resolved) -> None:
 
 
 Opened = tuple[Config, Data]
-"""Head: the configuration with what the recipe found in its data, and the opened data."""
+"""Head: the configuration with the parameters found in the data, and the opened data."""
 
 
 def open_early(resolved: Resolved) -> Opened | None:
-    """Head: the data, before a cluster forms; None for a script, and for a recipe that reads with Ray.
+    """Head: open the data before a cluster forms; None for scripts and for recipes that read with Ray.
 
     Raises:
         UsageError: as `open_data`.
@@ -110,26 +110,26 @@ def open_early(resolved: Resolved) -> Opened | None:
         if "ray.data" in sys.modules or (ray and isinstance(error.__cause__, ray.exceptions.RayError)):
             return None
         raise
-    # What Ray Data has made without Ray would be of no use with it.
+    # Datasets created before ray.init() cannot be used after it.
     return None if "ray.data" in sys.modules else opened
 
 
 def open_all(resolved: Resolved) -> Opened:
-    """Head: ask the recipe for its parameters and its data, and check them."""
+    """Head: discover the recipe's parameters, then open and check its data."""
     config = discover(resolved)
     return config, open_data(config)
 
 
 def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outcome:
-    """Head: one run, from open data to written summary.
+    """Head: execute one run, from opening the data to writing the summary.
 
     Args:
         resolved: the configuration with its origins.
-        place: where its files go.
-        opened: an answer of `open_early`.
+        place: where the run's files go.
+        opened: result of `open_early`.
 
     Returns:
-        With the exit code: 0 done, 1 failed, 2 wrong usage, 130 or 143 stopped on request.
+        The outcome with its exit code: 0 done, 1 failed, 2 wrong usage, 130 or 143 stopped by request.
     """
     config = resolved.config
     redaction.learn(config.model_dump(mode="json"))
@@ -186,10 +186,10 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
 
 
 def optional_sinks(config: Config, run_dir: Path) -> list[Sink]:
-    """Head: what the configuration asks for besides files and the screen.
+    """Head: create the sinks that the configuration enables besides files and the console.
 
     Raises:
-        UsageError: a sink of the user's own cannot be made.
+        UsageError: a sink from `tracking.sinks` cannot be created.
     """
     from stoker.tracking.tensorboard import Board
 
@@ -199,33 +199,33 @@ def optional_sinks(config: Config, run_dir: Path) -> list[Sink]:
 
 
 def own_sinks(config: Config) -> list[Callable[[Path, Config], Sink]]:
-    """Head: the classes that `tracking.sinks` names.
+    """Head: import the classes named in `tracking.sinks`.
 
     Raises:
-        UsageError: there is none of that name.
+        UsageError: a class does not exist.
     """
     source = SOURCE_FOLDER / SCRIPT_FOLDER if config.script is not None else SOURCE_FOLDER
     return [load_object(path, source, "tracking.sinks", offers=Sink) for path in config.tracking.sinks]
 
 
 class ReportFile(Sink):
-    """Head: report.html beside the summary."""
+    """Head: writes report.html next to the summary."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
 
     def close(self, summary: Summary) -> None:
-        """Draw it."""
+        """Write the report."""
         from stoker.report.page import REPORT, write_report
 
         write_report([self.run_dir], self.run_dir / REPORT)
 
 
 def check_groups(config: Config, hosts: list[Host]) -> None:
-    """Head: refuse groups that no host belongs to; their tasks would wait for ever.
+    """Head: reject groups without hosts, whose tasks would never be scheduled.
 
     Raises:
-        UsageError: naming the groups there are.
+        UsageError: lists the groups that exist.
     """
     there = sorted({host.group for host in hosts})
     unknown = [group for group in config.data.preprocess_on if label(group) not in there]
@@ -236,10 +236,10 @@ def check_groups(config: Config, hosts: list[Host]) -> None:
 
 
 def work_of(resolved: Resolved, place: Place, opened: Opened | None, tracking: Tracking) -> Work:
-    """Head: what the train workers of this run are to do.
+    """Head: create the work of the train workers: a recipe or a script.
 
     Raises:
-        UsageError: it cannot be done with these data or on this cluster.
+        UsageError: it does not fit the data or the cluster.
     """
     if resolved.config.script is not None:
         from stoker.integrations.scripts.work import ScriptWork
@@ -251,7 +251,7 @@ def work_of(resolved: Resolved, place: Place, opened: Opened | None, tracking: T
 
 
 def follow(fit: Fit, coordinator: Any, tracking: Tracking) -> None:
-    """Head: until fit() returns, show events, notice lost hosts, pass on a request to stop."""
+    """Head: until fit() returns, forward events, detect lost hosts and relay stop requests."""
     import ray
 
     stop_sent = 0.0
@@ -276,7 +276,7 @@ def follow(fit: Fit, coordinator: Any, tracking: Tracking) -> None:
 
 
 def conclude(fit: Fit, summary: Summary) -> int:
-    """Head: how the run ended, as a status and an exit code."""
+    """Head: set the final status and return the exit code."""
     if fit.error or fit.reason:
         summary.status, summary.error = "failed", fit.reason or fit.error
         return 1
@@ -292,7 +292,7 @@ def conclude(fit: Fit, summary: Summary) -> int:
 
 
 def last_figures(coordinator: Any, tracking: Tracking, run_dir: Path) -> dict[str, Any]:
-    """Head: the coordinator's figures and last events, where it is still there."""
+    """Head: collect the coordinator's last events and figures, if it is still alive."""
     import ray
 
     if coordinator is None:
@@ -310,13 +310,13 @@ def last_figures(coordinator: Any, tracking: Tracking, run_dir: Path) -> dict[st
         (run_dir / "logs" / "ray_data_stats.txt").write_text(stats + "\n")
         figures["operators"] = operators
     except Exception:
-        # The figures of the run are worth more than Ray Data's own.
+        # Missing Ray Data statistics must not cost the run's own figures.
         logging.getLogger("stoker").error("%s", traceback.format_exc())
     return figures
 
 
 def end_coordinator(coordinator: Any) -> None:
-    """Head: its agents on all hosts go with it; else they would live as long as this process does."""
+    """Head: kill the coordinator and with it its agents, which otherwise live as long as this process."""
     import ray
 
     if coordinator is not None:

@@ -1,4 +1,4 @@
-"""Every host: the errors that end a run, and the one line that says why. Loads neither ray nor torch."""
+"""Every host: errors that end a run, and their one-line explanations. Imports neither ray nor torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class UsageError(Exception):
-    """Anywhere: what the user asked for cannot be done; exit code 2, one line per problem."""
+    """Anywhere: invalid usage, configuration or data; exit code 2, one line per problem."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -18,46 +18,46 @@ class UsageError(Exception):
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:
-    """Anywhere: the hint at the end of an error: `; did you mean epochs?`, or `otherwise` after `; `."""
+    """Anywhere: a hint to append to an error: `; did you mean epochs?`, or `; ` and `otherwise`."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     hint = f"did you mean {close[0]}?" if close else otherwise
     return f"; {hint}" if hint else ""
 
 
 class DataError(RuntimeError):
-    """Head and train worker: the data of this run cannot be trusted or no longer comes."""
+    """Head and train worker: the data of this run is inconsistent or has stopped arriving."""
 
 
 class ScriptError(RuntimeError):
-    """Train worker: the user's own script failed; the text says how, and where its output is."""
+    """Train worker: the user's script failed; the message says how, and names its log."""
 
 
 class ChainError(RuntimeError):
-    """Chain worker: a stage failed for a whole batch; the run cannot go on."""
+    """Chain worker: a stage failed for a whole batch, which ends the run."""
 
 
 class SchemaError(ChainError):
-    """Chain worker and train worker: rows that do not have the columns of their split."""
+    """Chain worker and train worker: rows do not match the schema of their split."""
 
 
 class CacheError(RuntimeError):
-    """Chain worker: a host cannot keep records where the configuration says."""
+    """Chain worker: the configured cache cannot be used on this host."""
 
 
 class FlakyReadError(OSError):
-    """Chain worker: a record could not be read here and now; the head has its shard read again elsewhere."""
+    """Chain worker: a transient read error; the head reschedules the shard on another host."""
 
 
 class OverError(Exception):
-    """Chain worker: nobody wants its blocks any more."""
+    """Chain worker: its blocks are no longer needed."""
 
 
 STATED = (CacheError, ChainError, DataError, ScriptError, UsageError)
-"""Errors whose text is the line that people are to read."""
+"""Errors whose message is meant for users."""
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Head: what is behind an error that Ray wrapped: the first that states it for people, or the deepest."""
+    """Head: unwrap an error from Ray: the first cause written for users, or else the deepest."""
     cause: BaseException = error
     seen = {id(cause)}
     while not isinstance(cause, STATED):
@@ -73,17 +73,17 @@ _BEHIND = re.compile(r"^([\w.]+: .*)\n\nThe above exception was the direct cause
 
 
 def explain(error: BaseException) -> str:
-    """Head: the one line behind an error that Ray wrapped."""
+    """Head: explain an error from Ray in one line."""
     cause = root_cause(error)
     if isinstance(cause, STATED):
         return str(cause).splitlines()[0]
-    # Ray Data's error for a user's function says only how often it was tried; the function's own is text.
+    # Ray Data's UserCodeException only counts attempts; the user's own error is in its text.
     behind = _BEHIND.search(str(error)) if type(cause).__name__ == "UserCodeException" else None
     return behind[1] if behind else where_raised(cause)
 
 
 def where_raised(error: BaseException) -> str:
-    """Every host: an exception as `Type: message (file.py:12)`, the place being the deepest frame."""
+    """Every host: format an exception as `Type: message (file.py:12)`, preferring the user's frames."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "site-packages" not in f.filename and "importlib" not in f.filename]
     frame = (own or frames)[-1] if frames else None

@@ -1,4 +1,4 @@
-"""Head: Ray Train's part of the run, in a process of its own."""
+"""Head: runs Ray Train in a separate process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from stoker.training.work import Work
 
 
 class Fit:
-    """Head: TorchTrainer.fit(), so that this process can watch and be signalled.
+    """Head: runs TorchTrainer.fit() in a Ray task, so that the driver can watch it and handle signals.
 
-    It runs in one of Ray's processes on this host, which has imported Ray Train and PyTorch before it was
-    asked: the driver needs neither.
+    The task runs on this host. Its worker has Ray Train and PyTorch preloaded; the driver imports neither.
     """
 
     def __init__(self, work: Work, place: Place, coordinator: Any) -> None:
@@ -30,7 +29,7 @@ class Fit:
 
         self.error = self.reason = ""
         self.complete = False
-        """Whether training has come to its own end, with its model written."""
+        """Whether training has finished and written its model."""
         settings = {"config": work.config, "coordinator": coordinator, **work.settings()}
         parts = (work.loop, work.torch_config)
         selector = {GROUP_LABEL: place.train_group} if place.train_group else None
@@ -44,7 +43,7 @@ class Fit:
 
     @property
     def alive(self) -> bool:
-        """Whether training goes on; `error` says how it ended."""
+        """Whether training is still running; afterwards `error` holds the cause of a failure."""
         import ray
 
         if not self._ended and ray.wait([self._call], timeout=0)[0]:
@@ -57,18 +56,18 @@ class Fit:
 
 
 def fit(config: Config, settings: dict[str, Any], run_dir: Path, parts: tuple[str, str], *how: Any) -> str:
-    """A process of Ray's on the head: train to the end.
+    """Ray task on the head: train to the end.
 
     Args:
         config: the job.
-        settings: for the loop in every train worker.
-        run_dir: of the run; Ray Train's own files go to its logs.
-        parts: the loop, and the class by which Ray Train sets up its group, each as `module:name`.
-        how: number of train workers, whether they have GPUs, labels of their hosts, whether the cluster ends
-            with the run.
+        settings: passed to the loop in every train worker.
+        run_dir: run directory; Ray Train's files go to its logs.
+        parts: the loop and Ray Train's backend config class, each as `module:name`.
+        how: number of train workers, whether they use GPUs, labels of their hosts, and whether the cluster
+            ends with the run.
 
     Returns:
-        The one line behind a failure; empty where there is none.
+        One line with the cause of a failure; empty on success.
     """
     from stoker.bootstrap.cluster import set_ray_train
     from stoker.training.trainer import cause_of, make_trainer
@@ -81,5 +80,5 @@ def fit(config: Config, settings: dict[str, Any], run_dir: Path, parts: tuple[st
         make_trainer(config, settings, run_dir / "logs", loop, torch_config, *how).fit()
     except BaseException as error:
         logging.getLogger("stoker").error("%s", "".join(traceback.format_exception(error)))
-        return cause_of(error) or type(error).__name__  # an empty line would stand for success
+        return cause_of(error) or type(error).__name__  # an empty string means success
     return ""

@@ -1,4 +1,4 @@
-"""The built-in recipe: image classification without a line of Python.
+"""The built-in recipe: image classification without writing Python.
 
 params:
   data: .data/flowers          # images in class folders, tar shards or Parquet, with train/ and val/
@@ -22,32 +22,34 @@ STD = (0.229, 0.224, 0.225)
 
 
 class ImageClassification(Recipe):
-    """Every host: images and labels → a timm model."""
+    """Every host: trains a timm model on images and labels."""
 
     model_config = ConfigDict(populate_by_name=True, protected_namespaces=())
 
-    data: str = Field(description="folder or s3:// address with train/ and, to validate, val/")
-    model_name: str = Field("resnet18", alias="model", description="a timm model")
-    pretrained: bool = Field(False, description="start from timm's weights (downloads them)")
-    num_classes: int | None = Field(None, ge=2, description="default: found in the data")
-    image_size: int = Field(224, ge=8, description="side of the square that the model sees, pixels")
+    data: str = Field(description="folder or s3:// URI with train/ and, for validation, val/")
+    model_name: str = Field("resnet18", alias="model", description="timm model name")
+    pretrained: bool = Field(False, description="start from timm's pretrained weights (downloads them)")
+    num_classes: int | None = Field(None, ge=2, description="number of classes; default: taken from the data")
+    image_size: int = Field(224, ge=8, description="side of the model's square input, pixels")
     augment: Literal["none", "flip", "crop"] = Field(
-        "crop", description="training images: centre crop; that and flips; random resized crops and flips"
+        "crop",
+        description="of training images: none: centre crop; flip: centre crop and flips; crop: random resized"
+        " crops and flips",
     )
     reduce_to: int | None = Field(
         None,
         ge=8,
-        description="training images: reduce larger ones until their shorter side has so many pixels, before"
-        " anything random; less for data.cache to keep",
+        description="shrink larger training images to this shorter side, in pixels, before any random"
+        " transform; makes data.cache smaller",
     )
-    color: Literal["RGB", "L"] = Field("RGB", description="RGB, or L for one grey channel")
+    color: Literal["RGB", "L"] = Field("RGB", description="RGB, or L for greyscale")
 
     @model_validator(mode="after")
     def _crops_find_their_pixels(self) -> ImageClassification:
         if self.reduce_to is not None and self.reduce_to < self.image_size:
             raise ValueError(f"reduce_to must be at least image_size, {self.image_size}")
         if self.reduce_to is not None and self.augment != "crop":
-            raise ValueError(f"reduce_to is for augment: crop; with {self.augment} images are resized anyway")
+            raise ValueError(f"reduce_to requires augment: crop; {self.augment} resizes images anyway")
         return self
 
     def read(self, split: Split) -> Any:
@@ -56,7 +58,7 @@ class ImageClassification(Recipe):
         return read_any(self.data, split, self.wanted())
 
     def wanted(self) -> list[str] | None:
-        """Head: the columns that are read; None: all there are."""
+        """Head: the columns to read; None: all columns."""
         return ["image", "label"]
 
     def discover(self) -> dict[str, Any]:
@@ -70,7 +72,7 @@ class ImageClassification(Recipe):
                 raise UsageError(f"{self.data}: column label holds {names[0]!r}; labels must be integers")
             names = list(range(max(names) + 1)) if names else []
         if names is None:
-            raise UsageError("params.num_classes: is needed, for tar shards do not list their classes")
+            raise UsageError("params.num_classes: is required, because tar shards do not list their classes")
         if len(names) < 2:
             raise UsageError(f"{self.data}: holds one class only; a classifier needs two or more")
         return {"num_classes": len(names)}
@@ -105,7 +107,7 @@ class ImageClassification(Recipe):
         except RuntimeError as error:
             close = timm.list_models(f"*{self.model_name}*")[:5]
             hint = f"; did you mean {', '.join(close)}?" if close else ""
-            raise UsageError(f"params.model: timm cannot make it: {error}{hint}") from None
+            raise UsageError(f"params.model: timm cannot create it: {error}{hint}") from None
         return module
 
     def on_device(self, split: Split) -> nn.Module:
@@ -113,7 +115,7 @@ class ImageClassification(Recipe):
 
 
 def normalize(color: str) -> nn.Module:
-    """Train worker: uint8 images → normalised float32, on the device."""
+    """Train worker: a module that normalises uint8 images to float32 on the device."""
     import torch
     from torch import nn
 

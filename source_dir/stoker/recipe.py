@@ -1,4 +1,4 @@
-"""A recipe: what to read, how to preprocess it, what to train. Loads neither ray nor torch.
+"""Recipes: what to read, how to preprocess it, what to train. Imports neither ray nor torch.
 
 class Flowers(Recipe):
     data: str
@@ -29,58 +29,58 @@ if TYPE_CHECKING:
 
 Split = Literal["train", "val"]
 Batch = dict[str, Any]
-"""Columns of one batch: tensors whose first dimension counts the records."""
+"""Columns of a batch: tensors whose first dimension is the record."""
 
 SOURCE_FOLDER = Path(__file__).resolve().parent.parent
-"""Where `stoker` lies and, in a staged job, the user's modules beside it."""
+"""The folder that contains `stoker` and, in a staged job, the user's modules."""
 
 ALIASES = {"ImageClassification": "stoker.image_classification:ImageClassification"}
 
 
 class Recipe(BaseModel):
-    """Every host: fields are the recipe's parameters, methods say what happens with the data.
+    """Every host: base class whose fields are the recipe's parameters and whose methods define the job.
 
-    Fields are checked before any cluster forms; unknown `params` are errors.
+    Fields are validated before a cluster forms; unknown `params` are errors.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     own_loop: ClassVar[str] = ""
-    """A module whose `build` and `run_epochs` take the place of those of `stoker.training.loop`."""
+    """A module whose `build` and `run_epochs` replace those of `stoker.training.loop`."""
 
     pad: ClassVar[dict[str, Any]] = {}
-    """Columns whose rows differ in length → the number that fills them up to the longest of their batch, or
-    `stoker.data.Pad(number, multiple=8)`. A batch then has `<column>_length`, too. Where it depends on the
+    """Variable-length columns → the padding value up to the longest row of the batch, or
+    `stoker.data.Pad(number, multiple=8)`. The batch then also has `<column>_length`. If it depends on
     parameters, define it as a property."""
 
     class_names: ClassVar[Sequence[str]] = ()
-    """Of class 0, 1, …: what the report calls the classes of masks and boxes."""
+    """Names of class 0, 1, …, for masks and boxes in the report."""
 
     def check(self, resolved: Resolved) -> None:
-        """Head: refuse what cannot work before any cluster forms.
+        """Head: reject invalid parameters before a cluster forms.
 
         Raises:
             UsageError: one line per problem.
         """
 
     def read(self, split: Split) -> Any:
-        """Head: the records of a split, lazily.
+        """Head: define the records of a split; nothing is read yet.
 
         Returns:
-            A `stoker.data.sources.base.Source` or a `ray.data.Dataset`; None where there is no such split.
+            A `stoker.data.sources.base.Source` or a `ray.data.Dataset`; None if the split does not exist.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what to read: define read()")
 
     def discover(self) -> dict[str, Any]:
-        """Head: parameters that the data tells, such as a number of classes; they join `params`."""
+        """Head: parameters derived from the data, such as the number of classes; added to `params`."""
         return {}
 
     def preprocess(self, split: Split) -> list[Any]:
-        """Head: the chain that runs on CPU hosts, in order; transforms as `as_stages` takes them."""
+        """Head: the chain of transforms that chain workers run, in order; see `as_stages`."""
         return []
 
     def model(self) -> nn.Module:
-        """Train worker: the network, with its first weights."""
+        """Train worker: create the network with its initial weights."""
         raise NotImplementedError(f"{type(self).__name__} does not say what to train: define model()")
 
     def on_device(self, split: Split) -> nn.Module | None:
@@ -88,23 +88,23 @@ class Recipe(BaseModel):
         return None
 
     def training_step(self, model: nn.Module, batch: Batch) -> Tensor | dict[str, Tensor]:
-        """Train worker: the loss of a batch (mean over its records), alone or under "loss".
+        """Train worker: the loss of a batch (mean over its records), or a dict with "loss".
 
-        The default classifies `batch["image"]` (records × channels × height × width) into
-        `batch["label"]` (records) by cross-entropy.
+        The default is the cross-entropy of `batch["image"]` (records × channels × height × width) against
+        `batch["label"]` (records).
         """
         return classification_loss(model, batch)
 
     def loss_weight(self, batch: Batch) -> float | Tensor:
-        """Train worker: of how many things `training_step`'s loss is the mean, before `on_device`.
+        """Train worker: the number of items that `training_step` averages over; called before `on_device`.
 
-        `data.max_tokens` divides batches and weighs their parts' losses by it. The default counts records;
-        where the loss is a mean over tokens, return how many of the batch's tokens it covers.
+        With `data.max_tokens`, batches are split and the losses of their parts weighted by this number. The
+        default counts records; if the loss is a mean over tokens, return the number of tokens it covers.
         """
         return len(next(iter(batch.values())))
 
     def validation_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Train worker: `loss` (mean over the batch's records) and, for metrics, `preds`, `target`."""
+        """Train worker: `loss` (mean over the batch's records) and, for metrics, `preds` and `target`."""
         import torch.nn.functional as F
 
         if type(self).training_step is not Recipe.training_step:
@@ -115,20 +115,20 @@ class Recipe(BaseModel):
         return {"loss": loss, "preds": preds, "target": batch["label"]}
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, ...] | dict[str, Tensor]:
-        """Train worker: the model's answer to a batch that `on_device("val")` has seen.
+        """Train worker: the model's output for a batch after `on_device("val")`.
 
-        Exported models do both, so this is what they answer. The default is `model(batch["image"])`.
+        Exported models contain both steps. The default is `model(batch["image"])`.
         """
         answer: Tensor = model(batch["image"])
         return answer
 
     def export_inputs(self) -> list[str]:
-        """Train worker: the columns of a batch that `on_device("val")` and `predict` need: what an
-        exported model takes, in this order."""
+        """Train worker: the columns that `on_device("val")` and `predict` need: the inputs of an exported
+        model, in this order."""
         return ["image"]
 
     def metrics(self) -> dict[str, Any]:
-        """Train worker: torchmetrics fed with validation_step's `preds` and `target`.
+        """Train worker: torchmetrics, updated with `preds` and `target` of `validation_step`.
 
         The default is top-1 accuracy as `acc1`, for recipes that return both.
         """
@@ -137,12 +137,12 @@ class Recipe(BaseModel):
         return {"acc1": MulticlassAccuracy(num_classes=None, average="micro")}
 
     def optimizer(self, model: nn.Module) -> Any:
-        """Train worker: an optimiser of the recipe's own, or None for the configured one."""
+        """Train worker: a custom optimiser, or None to use `train.optimizer`."""
         return None
 
 
 def classification_loss(model: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
-    """Train worker: the mean cross-entropy of `image` against `label`, class numbers or shares of classes."""
+    """Train worker: mean cross-entropy of `image` against `label` (class indices or probabilities)."""
     import torch.nn.functional as F
 
     return F.cross_entropy(model(batch["image"]), batch["label"], label_smoothing=label_smoothing)
@@ -163,7 +163,7 @@ def code_digest(folder: Path) -> str:
 
 
 def load_recipe(path: str, params: dict[str, Any], source: Path) -> Recipe:
-    """Every host: the recipe class at `package.module:Class`, made with its parameters.
+    """Every host: import the recipe class at `package.module:Class` and instantiate it.
 
     Args:
         path: import path; "ImageClassification" names the built-in one.
@@ -171,11 +171,11 @@ def load_recipe(path: str, params: dict[str, Any], source: Path) -> Recipe:
         source: folder from which the user's modules are imported.
 
     Raises:
-        UsageError: nothing there, not a Recipe, or parameters that do not fit, each in one line.
+        UsageError: no such class, not a Recipe, or invalid parameters, one line each.
     """
     cls = load_object(ALIASES.get(path, path), source, "recipe", offers=Recipe)
     if not (inspect.isclass(cls) and issubclass(cls, Recipe)):
-        raise UsageError(f"recipe: {path} is no Recipe class; derive it from stoker.recipe.Recipe")
+        raise UsageError(f"recipe: {path} is not a Recipe class; derive it from stoker.recipe.Recipe")
     try:
         return cls(**params)
     except ValidationError as error:
@@ -183,11 +183,11 @@ def load_recipe(path: str, params: dict[str, Any], source: Path) -> Recipe:
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"recipe: {path} cannot be made: {where_raised(error)}") from error
+        raise UsageError(f"recipe: cannot create {path}: {where_raised(error)}") from error
 
 
 def describe_param(detail: Any, cls: type[Recipe]) -> str:
-    """Every host: one error in the recipe's parameters, as the configuration's are written."""
+    """Every host: format an error in the recipe's parameters like one in the configuration."""
     if not detail["loc"]:
         message = str(detail["msg"]).removeprefix("Value error, ")
         return f"params: {message}"
@@ -195,10 +195,10 @@ def describe_param(detail: Any, cls: type[Recipe]) -> str:
 
 
 def load_object(path: str, source: Path, key: str, offers: type | None = None) -> Any:
-    """Every host: the object at `package.module:name`, importing from `source` first.
+    """Every host: import the object at `package.module:name`, searching `source` first.
 
     Raises:
-        UsageError: naming the key, what was looked for and what the module offers instead.
+        UsageError: names the key, the missing object and the alternatives.
     """
     module_name, sign, name = path.partition(":")
     if not sign or not module_name or not name:

@@ -1,6 +1,6 @@
-"""The configuration's keys, types, defaults and meanings; loads neither ray nor torch.
+"""Keys, types, defaults and descriptions of the configuration; imports neither ray nor torch.
 
-Every description is what `--show-config` prints, so it is written for the user.
+`--show-config` prints the descriptions, so write them for the user.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,6
 
 
 def without_password(uri: str) -> str:
-    """Anywhere: refuse an address that carries credentials: it is written to files and logs."""
+    """Anywhere: reject a URI with credentials, because URIs are written to files and logs."""
     if "@" in uri.partition("://")[2].partition("/")[0]:
         raise ValueError(
-            "holds a user name or password; leave them out and set MLFLOW_TRACKING_USERNAME and"
+            "contains a user name or password; remove them and set MLFLOW_TRACKING_USERNAME and"
             " MLFLOW_TRACKING_PASSWORD in the environment"
         )
     return uri
@@ -33,192 +33,204 @@ def without_password(uri: str) -> str:
 
 class DataConfig(Section):
     prepare: str | None = Field(
-        None, description="import path of a function that writes the data where it is absent (laptop)"
+        None, description="import path of a function that creates the data if it is missing (laptop)"
     )
-    shuffle: bool = Field(True, description="permute the training records anew in every epoch")
+    shuffle: bool = Field(True, description="reshuffle the training records every epoch")
     order: Literal["any", "exact"] = Field(
-        "any", description="any: whatever is ready first; exact: the seeded order, always the same"
+        "any", description="any: batches in order of arrival; exact: the same seeded order in every run"
     )
     block_records: int = Field(
-        256, ge=1, description="records that one chain worker preprocesses and sends together"
+        256, ge=1, description="records that a chain worker preprocesses and sends as one block"
     )
     bucket_by: str | None = Field(
         None,
-        description="padded column: rows of similar length follow each other within a block, so that batches"
-        " need less padding",
+        description="padded column; sorts rows of similar length together within a block to reduce padding",
     )
     max_tokens: int | None = Field(
         None,
         ge=1,
-        description="most rows × padded length that a train worker computes at once: it divides a larger"
-        " batch and adds up the gradients; a longer record is quarantined; null: no limit",
+        description="upper bound on rows × padded length per forward pass; larger batches are split and their"
+        " gradients accumulated; longer records are quarantined; null: no limit",
     )
     remainder: Literal["drop", "pad"] = Field(
-        "drop", description="the last few records that cannot be shared evenly: drop or repeat some"
+        "drop",
+        description="records left over when an epoch does not divide evenly: drop them, or repeat some",
     )
     bad_record_budget: float = Field(
-        0.001, ge=0, le=1, description="largest fraction of unreadable records before the run fails"
+        0.001, ge=0, le=1, description="fail the run above this fraction of unreadable records"
     )
-    preprocess_on: list[str] = Field([], description="host groups that may preprocess; empty: every host")
-    prefetch_s: float = Field(
-        2.0, gt=0, description="seconds of training for which batches are kept ready in each train worker"
-    )
-    prefetch_mb: int = Field(512, ge=1, description="most memory that these batches take")
+    preprocess_on: list[str] = Field([], description="instance groups that preprocess; empty: all hosts")
+    prefetch_s: float = Field(2.0, gt=0, description="seconds of training to prefetch in each train worker")
+    prefetch_mb: int = Field(512, ge=1, description="memory limit for prefetched batches, MB")
     transport: Literal["direct", "ray"] = Field(
         "direct",
-        description="direct: train workers fetch rows from the hosts that made them; ray: whole blocks come"
-        " through Ray's object store",
+        description="direct: train workers fetch rows from the hosts that produced them; ray: whole blocks"
+        " go through Ray's object store",
     )
     cache: Literal["none", "memory", "disk"] = Field(
         "none",
-        description="where hosts keep, across epochs, what the chain makes of a record before its first"
-        " random stage (decoded images, say): shared memory or a disk",
+        description="cache the output of the stages before the first random one (such as decoded images)"
+        " across epochs, in shared memory or on disk",
     )
     cache_gb: float | None = Field(
-        None, gt=0, description="most gigabytes kept on each host; null: half of what is free there"
+        None, gt=0, description="cache size per host, GB; null: half of the free space"
     )
     cache_folder: str | None = Field(
-        None, description="with cache: disk, an absolute folder on each host; null: where Ray keeps its files"
+        None, description="absolute path for cache: disk on each host; null: Ray's temporary folder"
     )
     max_pixels: int = Field(
         100_000_000,
         ge=1,
-        description="largest image, width × height; a larger one is quarantined before it is decoded",
+        description="largest image, width × height; larger images are quarantined without decoding",
     )
     stall_timeout_s: float = Field(
-        600, gt=0, description="fail when a train worker waits longer than this for its next batch"
+        600, gt=0, description="fail if a train worker waits longer than this for its next batch"
     )
 
     @model_validator(mode="after")
     def _cache_is_whole(self) -> DataConfig:
         if self.cache == "none" and self.cache_gb is not None:
-            raise ValueError("cache_gb needs cache, too: memory or disk")
+            raise ValueError("cache_gb requires cache: memory or cache: disk")
         if self.cache_folder is not None and (self.cache != "disk" or self.cache_folder[:1] != "/"):
-            raise ValueError("cache_folder needs cache: disk, and must be absolute")
+            raise ValueError("cache_folder requires cache: disk and an absolute path")
         return self
 
 
 class EarlyStoppingConfig(Section):
     monitor: str | None = Field(
-        None, description="metric to watch after each epoch, val/loss say; null: train all epochs"
+        None, description="metric to check after each epoch, such as val/loss; null: train all epochs"
     )
     mode: Literal["auto", "min", "max"] = Field(
-        "auto", description="whether less or more of it is better; auto: by the metric's name"
+        "auto", description="whether lower or higher is better; auto: decide by the metric's name"
     )
-    min_delta: float = Field(0.0, ge=0, description="an improvement must be larger than this")
-    patience: int = Field(3, ge=0, description="epochs without improvement before the run stops")
-    stopping_threshold: float | None = Field(
-        None, description="stop as soon as the metric is better than this"
-    )
+    min_delta: float = Field(0.0, ge=0, description="smallest change that counts as an improvement")
+    patience: int = Field(3, ge=0, description="stop after this many epochs without improvement")
+    stopping_threshold: float | None = Field(None, description="stop once the metric is better than this")
 
     @model_validator(mode="after")
     def _needs_a_metric(self) -> EarlyStoppingConfig:
         rest = {name: value for name, value in self.model_dump().items() if name != "monitor"}
         defaults = {name: type(self).model_fields[name].default for name in rest}
         if self.monitor is None and rest != defaults:
-            raise ValueError("monitor is needed, too: the metric to watch, for example val/loss")
+            raise ValueError("monitor is required: the metric to watch, for example val/loss")
         return self
 
 
 class TrainConfig(Section):
     epochs: int = Field(10, ge=1, description="passes over the training records")
-    max_steps: int | None = Field(None, ge=1, description="stop after this many steps, whatever the epoch")
+    max_steps: int | None = Field(None, ge=1, description="stop after this many steps")
     batch_size: int = Field(64, ge=1, description="records per train worker and step")
     workers: int | None = Field(
-        None, ge=1, description="train workers; default: one per GPU, or one where there is no GPU"
+        None, ge=1, description="number of train workers; default: one per GPU, or one without GPUs"
     )
     strategy: str = Field(
         "ddp",
         pattern=r"^(ddp|fsdp|[\w.]+:\w+)$",
-        description="ddp: each train worker holds the whole model; fsdp: a shard; package.module:function",
+        description="ddp: replicate the model; fsdp: shard it; or your own package.module:function",
     )
     threads: int | None = Field(
-        None, ge=1, description="CPU threads of a train worker; default: the host's cores, shared"
+        None, ge=1, description="CPU threads per train worker; default: an equal share of the host's cores"
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="arithmetic of forward and backward (autocast); fp16 with a gradient scaler"
+        "fp32", description="autocast precision of forward and backward; fp16 uses a gradient scaler"
     )
     accumulate_steps: int = Field(
-        1, ge=1, description="batches per optimiser step: their gradients are averaged"
+        1, ge=1, description="batches per optimiser step; their gradients are averaged"
     )
-    clip_grad_norm: float | None = Field(None, gt=0, description="largest norm of the whole gradient")
-    channels_last: bool = Field(False, description="images and convolutions in channels-last memory order")
-    compile: bool = Field(False, description="torch.compile the model; minutes of start for faster steps")
+    clip_grad_norm: float | None = Field(
+        None, gt=0, description="clip the global gradient norm to this value"
+    )
+    channels_last: bool = Field(
+        False, description="use channels-last memory format for images and convolutions"
+    )
+    compile: bool = Field(
+        False, description="torch.compile the model: faster steps after minutes of compilation"
+    )
     ema_decay: float | None = Field(
-        None, gt=0, lt=1, description="average the weights over steps; validate and export the average"
+        None,
+        gt=0,
+        lt=1,
+        description="decay of an exponential moving average of the weights, used to validate and export",
     )
-    optimizer: str = Field("sgd", description="a timm optimiser: sgd, adamw, lamb, …")
+    optimizer: str = Field("sgd", description="timm optimiser: sgd, adamw, lamb, …")
     lr: float = Field(0.01, gt=0, description="learning rate")
-    momentum: float = Field(0.9, ge=0, lt=1, description="momentum, where the optimiser has one")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum, if the optimiser has it")
     weight_decay: float = Field(0.0, ge=0, description="weight decay")
     layer_decay: float | None = Field(
-        None, gt=0, le=1, description="learning rate of a layer, as a fraction of the next layer's"
+        None,
+        gt=0,
+        le=1,
+        description="layer-wise decay: each layer's learning rate as a fraction of the next layer's",
     )
     scale_lr: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="multiply lr by train workers × accumulate_steps, or by its square root"
+        "none", description="scale lr by train workers × accumulate_steps, or by the square root of that"
     )
     scheduler: Literal["none", "cosine", "step", "linear"] = Field(
         "none", description="learning rate schedule, per step"
     )
     warmup_epochs: float = Field(
-        0, ge=0, description="epochs of linear warm-up; with scale_lr from lr to the scaled rate"
+        0, ge=0, description="epochs of linear warm-up; with scale_lr, from lr to the scaled rate"
     )
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of each target given to all classes")
-    mixup: float = Field(0.0, ge=0, description="alpha of mixup on the device; 0: none; 0.2 is usual")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=1, description="share of each target spread over all classes"
+    )
+    mixup: float = Field(0.0, ge=0, description="mixup alpha, on the device; 0: off; 0.2 is common")
     cutmix: float = Field(
-        0.0, ge=0, description="alpha of CutMix on the device; 0: none; with mixup, one of both per batch"
+        0.0, ge=0, description="CutMix alpha, on the device; 0: off; with mixup, each batch uses one of them"
     )
     max_failures: int = Field(
-        0, ge=0, description="restarts from the last checkpoint after a train worker has died"
+        0, ge=0, description="times to restart from the last checkpoint after a train worker dies"
     )
     early_stopping: EarlyStoppingConfig = Field(
-        EarlyStoppingConfig(), description="end before the last epoch where nothing improves any more"
+        EarlyStoppingConfig(), description="stop when a metric no longer improves"
     )
 
 
 class ClusterConfig(Section):
     gpu_group: str | None = Field(
-        None, description="instance group that trains; default: the one whose type has GPUs"
+        None, description="instance group that trains; default: the group with GPUs"
     )
-    join_timeout_s: float = Field(600, gt=0, description="how long the head waits for the other hosts")
+    join_timeout_s: float = Field(
+        600, gt=0, description="how long the head waits for the other hosts to join"
+    )
     min_cpu_hosts: int | None = Field(
-        None, ge=0, description="start with at least this many CPU hosts; default: wait for all"
+        None, ge=0, description="start once this many CPU hosts have joined; default: wait for all"
     )
     port: int = Field(6379, ge=1024, le=65535, description="port of the Ray head")
-    cpus: int | None = Field(
-        None, ge=1, description="local runs: CPUs to use; default: every core of this machine"
-    )
+    cpus: int | None = Field(None, ge=1, description="local runs: CPUs to use; default: all cores")
     object_store_mb: int | None = Field(
-        None, ge=80, description="Ray object store per host; default: what /dev/shm allows"
+        None, ge=80, description="size of the Ray object store per host; default: as much as /dev/shm allows"
     )
     dashboard: bool = Field(
-        False, description="local runs: Ray's dashboard on 127.0.0.1, entered with the run's token"
+        False, description="local runs: start Ray's dashboard on 127.0.0.1; it asks for the run's token"
     )
 
 
 class CheckpointConfig(Section):
     dir: str | None = Field(
-        None, description="folder or s3:// prefix for checkpoints; default: checkpoints/ of the run"
+        None, description="folder or s3:// prefix for checkpoints; default: checkpoints/ in the run directory"
     )
     resume: str = Field(
         "auto",
-        description="auto: go on from the newest whole checkpoint in dir; never; or a path, s3:// prefix",
+        description="auto: the newest complete checkpoint in dir; never; or a path or s3:// prefix",
     )
     every_steps: int | None = Field(
-        None, ge=1, description="also within an epoch: one checkpoint each so many steps"
+        None, ge=1, description="also write a checkpoint every N steps within an epoch"
     )
     every_minutes: float | None = Field(
-        None, gt=0, description="also within an epoch: one checkpoint each so many minutes"
+        None, gt=0, description="also write a checkpoint every N minutes within an epoch"
     )
-    keep: int = Field(2, ge=1, description="newest checkpoints kept, to go on from")
+    keep: int = Field(2, ge=1, description="number of most recent checkpoints to keep for resuming")
     save_top_k: int = Field(
-        1, ge=-1, description="best checkpoints by `monitor` kept besides; 0: none, -1: all that have it"
+        1,
+        ge=-1,
+        description="also keep the best K checkpoints by `monitor`; 0: none; -1: all with the metric",
     )
     monitor: str = Field(
-        "auto", description="metric that chooses the best; auto: val/acc1, val/loss or train/loss"
+        "auto", description="metric that selects the best; auto: val/acc1, val/loss or train/loss"
     )
     mode: Literal["auto", "min", "max"] = Field(
-        "auto", description="whether less or more of the monitored metric is better"
+        "auto", description="whether lower or higher is better; auto: decide by the metric's name"
     )
 
 
@@ -226,54 +238,56 @@ class MlflowConfig(Section):
     uri: Annotated[str, AfterValidator(without_password)] | None = Field(
         None, description="MLflow tracking server: http(s)://…, databricks, an ARN; null: MLflow is off"
     )
-    experiment: str | None = Field(None, description="experiment; default: the job's name")
-    run_name: str | None = Field(None, description="name of the run; default: the run directory's")
+    experiment: str | None = Field(None, description="experiment name; default: the job's name")
+    run_name: str | None = Field(None, description="run name; default: the run directory's name")
     registered_model: str | None = Field(
-        None, description="register the final model under this name; it is exported with torch_export"
+        None, description="register the final model under this name, exported with torch_export"
     )
-    system_metrics: bool = Field(True, description="send the CPU use of every host")
+    system_metrics: bool = Field(True, description="log the CPU utilisation of every host")
     tags: dict[str, str] = Field({}, description="tags of the run")
-    timeout_s: int = Field(10, ge=1, description="deadline of one request; training never waits for it")
+    timeout_s: int = Field(10, ge=1, description="timeout of a request; training never waits for it")
     close_timeout_s: float = Field(
-        120, gt=0, description="how long the end of a run waits for MLflow to take what is left"
+        120, gt=0, description="how long to wait at the end of a run for pending MLflow requests"
     )
 
 
 class TrackingConfig(Section):
     tensorboard: bool = Field(True, description="write TensorBoard event files")
     mlflow: MlflowConfig = Field(MlflowConfig(), description="MLflow")
-    sinks: list[str] = Field([], description="further places for a run's events, package.module:Class")
-    log_every_steps: int = Field(10, ge=1, description="steps between two logged training metrics")
+    sinks: list[str] = Field([], description="additional event sinks, package.module:Class")
+    log_every_steps: int = Field(10, ge=1, description="log training metrics every N steps")
     record_ids: bool = Field(
-        False, description="write the ids of all read, trained and remaining records (large)"
+        False, description="write the ids of all records read, trained and left over (large)"
     )
 
 
 class Config(Section):
-    """Anywhere: one job. Frozen; made by `stoker.config.load`."""
+    """Anywhere: one job. Frozen; created by `stoker.config.load`."""
 
-    name: Name = Field("job", description="names the job and its run directory")
-    output_dir: str = Field("runs", description="where run directories are made")
-    seed: int = Field(0, ge=0, description="seeds weights, order and augmentation")
+    name: Name = Field("job", description="name of the job and prefix of its run directory")
+    output_dir: str = Field("runs", description="parent folder of run directories")
+    seed: int = Field(0, ge=0, description="seed of weights, order and augmentation")
     recipe: str = Field(
         "stoker.image_classification:ImageClassification",
         description="import path of the recipe, package.module:Class",
     )
     script: str | None = Field(
-        None, description="a training script of your own, run as it is on every train worker; no recipe then"
+        None, description="your own training script, run unchanged on every train worker instead of a recipe"
     )
-    args: list[str] = Field([], description="the script's arguments; on the command line after --")
+    args: list[str] = Field([], description="arguments of the script; on the command line, after --")
     params: dict[str, Any] = Field(
-        {}, description="the recipe's own parameters (submit.py CONFIG --show-config lists them)"
+        {}, description="parameters of the recipe (submit.py CONFIG --show-config lists them)"
     )
     data: DataConfig = Field(DataConfig(), description="reading and preprocessing")
     train: TrainConfig = Field(TrainConfig(), description="the training loop")
     cluster: ClusterConfig = Field(ClusterConfig(), description="forming the Ray cluster")
-    checkpoint: CheckpointConfig = Field(CheckpointConfig(), description="what is kept")
+    checkpoint: CheckpointConfig = Field(
+        CheckpointConfig(), description="writing, keeping and resuming from checkpoints"
+    )
     tracking: TrackingConfig = Field(TrackingConfig(), description="metrics and logs")
     export: list[Literal["safetensors", "torch_export", "onnx", "torchscript"]] = Field(
         ["safetensors"],
-        description="forms in which the final model is written, loaded again and compared",
+        description="formats of the final model; each is written, loaded back and compared",
     )
     sagemaker: SageMakerConfig = Field(SageMakerConfig(), description="--on sagemaker")
     rehearsal: RehearsalConfig = Field(RehearsalConfig(), description="--on rehearsal")
@@ -282,5 +296,5 @@ class Config(Section):
     @classmethod
     def _of_a_script(cls, args: list[str], info: ValidationInfo) -> list[str]:
         if args and not info.data.get("script"):
-            raise ValueError("only a script takes arguments; name it: script=train.py")
+            raise ValueError("args require a script; name it with script=train.py")
         return args

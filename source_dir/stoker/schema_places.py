@@ -1,4 +1,4 @@
-"""The keys of the places that the launcher sends jobs to: SageMaker, and its rehearsal."""
+"""Configuration of the backends: SageMaker and its rehearsal."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 
 class Section(BaseModel):
-    """Anywhere: a frozen group of keys that refuses keys it does not know."""
+    """Anywhere: a frozen section of the configuration that rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     @model_validator(mode="before")
     @classmethod
     def _none_is_a_choice(cls, values: Any) -> Any:
-        """YAML and the command line read `none` as nothing; where it is one of the choices, it is that."""
+        """YAML and the command line parse `none` as null; keep it where `none` is a choice."""
         if not isinstance(values, dict):
             return values
         choices = {name for name, field in cls.model_fields.items() if "none" in get_args(field.annotation)}
@@ -23,22 +23,22 @@ class Section(BaseModel):
 
 
 class HostsConfig(Section):
-    type: str | None = Field(None, description="instance type, ml.g5.2xlarge; null: none of these")
-    count: int = Field(1, description="how many of them")
+    type: str | None = Field(None, description="instance type, such as ml.g5.2xlarge; null: no such hosts")
+    count: int = Field(1, description="number of instances")
 
 
 class GroupConfig(Section):
     name: str = Field(description="instance group name")
     type: str = Field(description="instance type")
-    count: int = Field(1, description="how many of them")
+    count: int = Field(1, description="number of instances")
 
 
 class ChannelConfig(Section):
-    uri: str = Field(description="s3:// prefix that SageMaker shows to the hosts as a folder")
-    input_mode: str = Field("File", description="File copies first, FastFile streams")
-    groups: list[str] = Field([], description="instance groups that see it; empty: every group")
-    content_type: str | None = Field(None, description="MIME type, passed on")
-    distribution: str = Field("FullyReplicated", description="every host sees every object")
+    uri: str = Field(description="s3:// prefix that SageMaker mounts as a folder on the hosts")
+    input_mode: str = Field("File", description="File: copy before the job starts; FastFile: stream")
+    groups: list[str] = Field([], description="instance groups that get it; empty: all groups")
+    content_type: str | None = Field(None, description="MIME type, passed to SageMaker")
+    distribution: str = Field("FullyReplicated", description="FullyReplicated: every host gets every object")
 
 
 class SageMakerConfig(Section):
@@ -46,52 +46,56 @@ class SageMakerConfig(Section):
     role: str | None = Field(None, description="ARN of the job's role (docs/iam/job-role.json)")
     s3_uri: str | None = Field(
         None,
-        description="where code, checkpoints and models go; default: s3://sagemaker-REGION-ACCOUNT/stoker",
+        description="prefix for code, checkpoints and models; default: s3://sagemaker-REGION-ACCOUNT/stoker",
     )
     image: str | None = Field(None, description="training image for every group; default: AWS PyTorch")
-    gpu: HostsConfig = Field(HostsConfig(), description="the hosts that train: group `gpu`")
-    cpu: HostsConfig = Field(HostsConfig(), description="the hosts that preprocess: group `cpu`")
+    gpu: HostsConfig = Field(HostsConfig(), description="hosts that train: group `gpu`")
+    cpu: HostsConfig = Field(HostsConfig(), description="hosts that preprocess: group `cpu`")
     groups: list[GroupConfig] = Field(
-        [], description="other groups, [{name, type, count}], instead of gpu and cpu"
+        [], description="your own groups, [{name, type, count}], instead of gpu and cpu"
     )
-    max_runtime_s: int = Field(86_400, description="SageMaker stops the job after this; bounds its cost")
-    spot: bool = Field(False, description="managed spot instances; restarts from the last checkpoint")
+    max_runtime_s: int = Field(
+        86_400, description="SageMaker stops the job after this time, which bounds its cost"
+    )
+    spot: bool = Field(
+        False, description="use managed spot instances; the job restarts from the last checkpoint"
+    )
     max_wait_s: int | None = Field(
-        None, description="spot: waiting and running together; default: twice max_runtime_s"
+        None, description="spot: limit for waiting plus running; default: twice max_runtime_s"
     )
     max_retries: int | None = Field(
-        None, description="restarts by SageMaker after an internal error of its own (1 to 30)"
+        None, description="times that SageMaker restarts the job after an internal error (1 to 30)"
     )
     keep_alive_s: int = Field(
-        0, description="keep instances warm for the next job (one group only); they cost meanwhile"
+        0, description="keep instances warm for the next job (one group only); idle time is billed"
     )
-    volume_gb: int = Field(100, description="disk of hosts without NVMe; data channels must fit")
-    volume_kms_key: str | None = Field(None, description="KMS key of these disks")
-    kms_key: str | None = Field(None, description="KMS key of code, uploaded data, model and output")
-    subnets: list[str] = Field([], description="VPC subnets; with security_groups")
+    volume_gb: int = Field(100, description="disk size of hosts without NVMe; must hold the data channels")
+    volume_kms_key: str | None = Field(None, description="KMS key for these disks")
+    kms_key: str | None = Field(None, description="KMS key for code, uploaded data, model and output")
+    subnets: list[str] = Field([], description="VPC subnets; requires security_groups")
     security_groups: list[str] = Field(
-        [], description="VPC security groups; one must allow all TCP from itself"
+        [], description="VPC security groups; one must allow all TCP traffic from itself"
     )
-    encrypt_traffic: bool = Field(False, description="encrypt between hosts; slower")
+    encrypt_traffic: bool = Field(False, description="encrypt traffic between hosts; slower")
     network_isolation: bool = Field(
-        False, description="no network but between hosts: needs a wheels/ folder and channels"
+        False, description="allow network traffic between hosts only; requires a wheels/ folder and channels"
     )
-    environment: dict[str, str] = Field({}, description="environment variables; nothing secret")
+    environment: dict[str, str] = Field({}, description="environment variables; do not put secrets here")
     hyperparameters: dict[str, str | int | float | bool] = Field(
-        {}, description="configuration keys shown, and tuned, as SageMaker hyperparameters"
+        {}, description="configuration keys exposed as SageMaker hyperparameters, for display and tuning"
     )
     tags: dict[str, str] = Field({}, description="tags of the job, for cost reports")
     prices: dict[str, Annotated[float, Field(ge=0)]] = Field(
         {},
-        description="your own $/h by instance type, or by host group where the type is not known:"
+        description="your own prices in $/h by instance type, or by group if the type is unknown:"
         " {ml.g5.xlarge: 1.2}",
     )
     channels: dict[str, ChannelConfig] = Field(
-        {}, description="input data, name → {uri, …}; replaces the recipe parameter of that name"
+        {}, description="input channels, name → {uri, …}; each sets the recipe parameter of that name"
     )
     entry: Literal["container", "script-mode"] = Field(
         "container",
-        description="container: plain entrypoint, any image; script-mode: the toolkit of AWS images",
+        description="container: plain entrypoint, any image; script-mode: the toolkit in AWS images",
     )
 
 
@@ -102,20 +106,20 @@ class RehearsalConfig(Section):
     )
     entry: Literal["toolkit", "container"] = Field(
         "toolkit",
-        description="toolkit: SageMaker's training toolkit starts train.py; container: it is process 1",
+        description="toolkit: SageMaker's training toolkit starts train.py; container: train.py is PID 1",
     )
-    cpus: int = Field(2, ge=1, le=1024, description="CPUs that each host offers to Ray")
+    cpus: int = Field(2, ge=1, le=1024, description="CPUs per host that Ray may use")
     cpu_quota: float | None = Field(
-        None, gt=0, description="cores of this machine each host may use; default: as many as it likes"
+        None, gt=0, description="CPU cores that each host may use; default: unlimited"
     )
     link_mbps: float | None = Field(
-        None, gt=0, description="rate of each host's network link, both ways; default: unlimited"
+        None, gt=0, description="bandwidth of each host's network link, each way; default: unlimited"
     )
-    shm_mb: int = Field(1024, ge=1, description="size of /dev/shm of each host")
+    shm_mb: int = Field(1024, ge=1, description="size of /dev/shm on each host")
     join_delay: dict[str, float | Literal["never"]] = Field(
-        {}, description="seconds by which a host comes late, or never: {algo-3: 30}"
+        {}, description="delay in seconds before a host joins, or never: {algo-3: 30}"
     )
     faults: Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = Field(
-        [], description="what goes wrong: kill:algo-3@20s, term:all@formed+5s; see docs/rehearsal.md"
+        [], description="faults to inject: kill:algo-3@20s, term:all@formed+5s; see docs/rehearsal.md"
     )
-    timeout_s: float = Field(3600, gt=0, description="end the rehearsal by force after this time")
+    timeout_s: float = Field(3600, gt=0, description="kill the rehearsal after this time")

@@ -1,9 +1,9 @@
-"""Your script: what it tells its run, and where its checkpoints lie. The standard library alone.
+"""Your script: logging to the run and the checkpoint folder. Imports the standard library only.
 
     stoker.log({"loss": loss.item()}, step)
     torch.save(state, stoker.checkpoint_dir() / "last.pt")
 
-Outside a job `log` prints one line and the folder is `./checkpoints`.
+Outside a job, `log` prints one line and the folder is `./checkpoints`.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from pathlib import Path
 from typing import Any
 
 EVENTS_VARIABLE = "STOKER_EVENTS"
-"""The file that a script's process appends events to and its train worker reads."""
+"""The file to which the script appends events and from which its train worker reads them."""
 CHECKPOINTS_VARIABLE = "STOKER_CHECKPOINT_DIR"
 JOB_VARIABLE = "STOKER_JOB"
-"""An id that all ranks of a run have in common."""
+"""An id shared by all ranks of a run."""
 
 _last_step = 0
 
 
 def log(metrics: Mapping[str, Any], step: int | None = None, rank: int | None = 0) -> None:
-    """Your script: metrics of a step, for events.jsonl, the screen, TensorBoard and MLflow.
+    """Your script: log the metrics of a step to events.jsonl, the console, TensorBoard and MLflow.
 
     Args:
-        metrics: name → number, or a tensor of one number.
-        step: the global step; default: the one after the last that was logged.
-        rank: the rank whose calls count; None: every rank's, as `rank-1/loss`.
+        metrics: name → number, or tensor with one element.
+        step: the global step; default: the last logged step + 1.
+        rank: log on this rank only; None: log on every rank, as `rank-1/loss`.
 
     Raises:
-        TypeError: a value is no number.
+        TypeError: a value is not a number.
     """
     global _last_step
     own = int(os.environ.get("RANK") or 0)
@@ -49,26 +49,26 @@ def log(metrics: Mapping[str, Any], step: int | None = None, rank: int | None = 
 
 
 def checkpoint_dir() -> Path:
-    """Your script: the folder of the run's checkpoints, the same one after a restart; it exists."""
+    """Your script: the run's checkpoint folder, created if missing; it survives restarts."""
     folder = Path(os.environ.get(CHECKPOINTS_VARIABLE) or "checkpoints").absolute()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def tell(event: str, **values: Any) -> None:
-    """Your script: one event for the run; outside a job nobody takes it."""
+    """Your script: send an event to the run; does nothing outside a job."""
     path = os.environ.get(EVENTS_VARIABLE)
     if path:
         line = json.dumps({"time": round(time.time(), 3), "event": event, **values}) + "\n"
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            os.write(file, line.encode())  # at once, so that lines of several processes do not mix
+            os.write(file, line.encode())  # one write, so that lines of several processes do not interleave
         finally:
             os.close(file)
 
 
 def metrics_line(step: int, metrics: Mapping[str, float | None]) -> str:
-    """Anywhere: metrics of a step in one line."""
+    """Anywhere: format the metrics of a step as one line."""
     shown = [f"{name} {'not finite' if value is None else f'{value:.6g}'}" for name, value in metrics.items()]
     return "  ".join([f"step {step}", *shown])
 
@@ -80,4 +80,4 @@ def _number(name: str, value: Any) -> float:
         return float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, RuntimeError):
         kind = type(value).__name__
-        raise TypeError(f"stoker.log: {name!r} is a {kind}; give numbers, or tensors of one number") from None
+        raise TypeError(f"stoker.log: {name!r} is a {kind}; pass numbers or one-element tensors") from None

@@ -73,7 +73,7 @@ BEFORE_TRAINING = {
     "no such recipe module": (recipe("rowz:Counting"), "no module rowz"),
     "no such recipe class": (recipe("rows:Countin"), "has no Countin; did you mean Counting?"),
     "not an import path": (recipe("rows.Counting"), "is not of the form package.module:name"),
-    "not a recipe": (recipe("rows:NOT_A_RECIPE"), "is no Recipe class"),
+    "not a recipe": (recipe("rows:NOT_A_RECIPE"), "is not a Recipe class"),
     "unknown parameter": (recipe("rows:Counting", train_record=3), "did you mean train_records?"),
     "wrong parameter type": (recipe("rows:Counting", train_records="x"), "params.train_records: "),
     "missing parameter": (recipe("rows:RaisesIn"), "params.where: is required"),

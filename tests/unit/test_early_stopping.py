@@ -58,7 +58,7 @@ def test_it_goes_on_counting_after_a_restart() -> None:
 
 
 def test_a_limit_without_a_metric_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"train.early_stopping: monitor is needed, too"):
+    with pytest.raises(UsageError, match=r"train.early_stopping: monitor is required"):
         load(None, ["train.early_stopping.patience=5"])
     assert EarlyStopping.of(load(None).config.train.early_stopping) is None
 

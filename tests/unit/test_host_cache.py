@@ -236,10 +236,10 @@ def test_what_is_kept_ends_before_the_first_stage_that_draws_or_takes_batches() 
 
 
 def test_configurations_that_cannot_be_meant_are_refused() -> None:
-    with pytest.raises(ValueError, match="cache_gb needs cache, too"):
+    with pytest.raises(ValueError, match="cache_gb requires cache: memory"):
         DataConfig(cache_gb=1)
     for wrong in ({"cache": "memory", "cache_folder": "/x"}, {"cache": "disk", "cache_folder": "x"}):
-        with pytest.raises(ValueError, match="needs cache: disk, and must be absolute"):
+        with pytest.raises(ValueError, match="requires cache: disk and an absolute path"):
             DataConfig.model_validate(wrong)
     assert Config.model_validate({"recipe": "r", "data": {"cache": "disk", "cache_folder": "/x"}})
 

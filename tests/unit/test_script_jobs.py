@@ -102,7 +102,7 @@ def test_arguments_after_two_dashes_replace_those_of_the_file(tmp_path: Path) ->
 
 
 def test_a_recipe_takes_no_arguments() -> None:
-    with pytest.raises(UsageError, match="only a script takes arguments"):
+    with pytest.raises(UsageError, match="args require a script"):
         load(None, ['args=["--lr"]'])
 
 

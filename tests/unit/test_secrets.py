@@ -108,7 +108,9 @@ def test_the_staged_job_gets_the_value_through_a_private_file_that_is_read_once(
     read = bootstrap.read_configuration(["--config", str(code / "job.yaml")], {})
     assert read.config == resolved.config
     assert not private.exists()
-    with pytest.raises(UsageError, match=r"params.nested.hf_token: holds \(redacted\) in place of its value"):
+    with pytest.raises(
+        UsageError, match=r"params.nested.hf_token: is \(redacted\), because runs do not store secrets"
+    ):
         bootstrap.read_configuration(["--config", str(code / "job.yaml")], {})
 
 
