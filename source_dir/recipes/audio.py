@@ -1,4 +1,4 @@
-"""Tones of any length: CPU hosts make spectrograms of them, a small network tells low from high."""
+"""Tones of varying length: CPU hosts compute spectrograms, a small network classifies the pitch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RATE = 8000
 
 
 def write(folder: Path = FOLDER, records: int = 800) -> None:
-    """Laptop: make `folder` with WAV files of 0.1 to 0.5 s in tar shards: low, middle and high."""
+    """Laptop: write tar shards of WAV files, 0.1 to 0.5 s each, with low, middle and high tones."""
     rng = np.random.default_rng(13)
     for split, count in (("train", records), ("val", records // 4)):
         (folder / split).mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ def write(folder: Path = FOLDER, records: int = 800) -> None:
 
 
 class Spectrogram(RecordTransform):
-    """Chain worker: a WAV file of 16 bits → `frames`: the logarithm of its power, number × bands."""
+    """Chain worker: a 16-bit WAV file → `frames`, its log power spectrogram, frames × bands."""
 
     random = False
     uses_random = False
@@ -53,7 +53,7 @@ class Spectrogram(RecordTransform):
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         with wave.open(io.BytesIO(record["wav"])) as file:
             if (file.getsampwidth(), file.getnchannels(), file.getframerate()) != (2, 1, RATE):
-                raise ValueError(f"not one channel of 16 bits at {RATE} Hz")
+                raise ValueError(f"not a 16-bit mono file at {RATE} Hz")
             sound = np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32768
         size = 2 * self.bands
         windows = np.lib.stride_tricks.sliding_window_view(sound, size)[:: size // 2] * np.hanning(size)
@@ -66,11 +66,11 @@ class Spectrogram(RecordTransform):
 
 
 class Tones(Recipe):
-    """Every host: WAV files and labels from tar shards → convolutions over time."""
+    """Every host: trains convolutions over time on WAV files and labels from tar shards."""
 
     data: str
-    bands: int = Field(64, ge=8, description="frequencies of the spectrogram")
-    classes: int = Field(3, ge=2, description="kinds of tones")
+    bands: int = Field(64, ge=8, description="frequency bands of the spectrogram")
+    classes: int = Field(3, ge=2, description="number of tone classes")
 
     pad = {"frames": 0.0}  # noqa: RUF012 - as recipes declare it
 

@@ -1,4 +1,4 @@
-"""Handwritten digits: the built-in recipe with a chain and a small network of its own."""
+"""Handwritten digits: the built-in recipe with a custom chain and a small network."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Jiggle(RecordTransform):
-    """Chain worker: turns, shifts and scales an image a little, differently for each record and epoch.
+    """Chain worker: rotates, shifts and scales an image slightly, at random per record and epoch.
 
-    OpenCV does it: a chain of torchvision transforms works as well, but every CPU process would
-    import torch and torchvision for it, some seconds of each start.
+    Uses OpenCV. torchvision transforms work as well, but then every chain worker imports torch and
+    torchvision, which adds seconds to each start.
     """
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
@@ -33,7 +33,7 @@ class Jiggle(RecordTransform):
 
 
 class Digits(ImageClassification):
-    """Grey 32×32 images of ten digits, from tar shards, Parquet or class folders alike."""
+    """Greyscale 32×32 images of ten digits, from tar shards, Parquet or class folders."""
 
     num_classes: int | None = 10
     image_size: int = 32

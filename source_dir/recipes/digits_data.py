@@ -12,16 +12,16 @@ SHARD_RECORDS = 240
 
 
 def write(folder: Path = FOLDER) -> None:
-    """Laptop: make `folder` with webdataset/, parquet/ and images/, each with train/ and val/; once.
+    """Laptop: write webdataset/, parquet/ and images/, each with train/ and val/, unless they exist.
 
-    1,797 digits of 8×8 pixels, enlarged to 32×32 JPEG; every fifth is for validation.
+    The 1,797 digits of 8×8 pixels are enlarged to 32×32 JPEGs; every fifth is for validation.
     """
     if (folder / "complete").is_file():
         return
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise RuntimeError("needs scikit-learn, which carries the images: pip install scikit-learn") from None
+        raise RuntimeError("the digits come with scikit-learn: pip install scikit-learn") from None
     digits = load_digits()
     splits: dict[str, list[tuple[str, bytes, int]]] = {"train": [], "val": []}
     for i, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):

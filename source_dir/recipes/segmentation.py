@@ -1,4 +1,4 @@
-"""Discs and squares: CPU hosts crop image and mask alike, a small network finds the shapes."""
+"""Discs and squares: CPU hosts crop image and mask together, a small network segments the shapes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHARD_RECORDS = 100
 
 
 def write(folder: Path = FOLDER, records: int = 600) -> None:
-    """Laptop: make `folder` with tar shards of images and masks, 48 × 64: 0 background, 1 disc, 2 square."""
+    """Laptop: write tar shards of 48 × 64 images and masks (0 background, 1 disc, 2 square)."""
     from PIL import Image
 
     rng = np.random.default_rng(11)
@@ -50,10 +50,10 @@ def write(folder: Path = FOLDER, records: int = 600) -> None:
 
 
 class Shapes(Recipe):
-    """Every host: pairs of image and mask from tar shards → a fully convolutional network."""
+    """Every host: trains a fully convolutional network on images and masks from tar shards."""
 
     data: str
-    classes: int = Field(3, ge=2, description="numbers in the masks")
+    classes: int = Field(3, ge=2, description="number of classes in the masks")
     crop: int = Field(32, ge=8, description="side of the random crop, pixels")
     width: int = Field(32, ge=4, description="channels of the network")
 

@@ -1,4 +1,4 @@
-"""A heavy chain on random images: ten Gaussian blurs before a Vision Transformer."""
+"""A CPU-heavy chain: ten Gaussian blurs on random images for a Vision Transformer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RandomImage(RecordTransform):
-    """Chain worker: an index → a random image (uint8, size × size × 3) and a random label."""
+    """Chain worker: generates a random image (uint8, size × size × 3) and label for an index."""
 
     def __init__(self, size: int, classes: int) -> None:
         self.size, self.classes = size, classes
@@ -28,16 +28,16 @@ class RandomImage(RecordTransform):
 class SyntheticViT(Recipe):
     """Random images, `blurs` times GaussianBlur(11), timm's VisionTransformer from scratch."""
 
-    records: int = Field(2048, ge=1, description="training records of one epoch")
+    records: int = Field(2048, ge=1, description="training records per epoch")
     val_records: int = Field(0, ge=0, description="validation records; 0: no validation")
     image_size: int = Field(224, ge=16, description="side of the images, pixels")
-    num_classes: int = Field(1000, ge=2, description="classes of the random labels")
-    blurs: int = Field(10, ge=0, description="how many blurs stand in the chain")
+    num_classes: int = Field(1000, ge=2, description="number of classes of the random labels")
+    blurs: int = Field(10, ge=0, description="number of blurs in the chain")
     composed: bool = Field(
-        True, description="do them in one convolution; false: each by torchvision, at 30 times the cost"
+        True, description="run all blurs as one convolution; false: each in torchvision, at 30 times the cost"
     )
     depth: int = Field(12, ge=1, description="layers of the transformer")
-    width: int = Field(768, ge=64, description="features of the transformer; a multiple of 64")
+    width: int = Field(768, ge=64, description="embedding size of the transformer, a multiple of 64")
 
     def read(self, split: Split) -> Any:
         count = self.records if split == "train" else self.val_records
@@ -47,7 +47,7 @@ class SyntheticViT(Recipe):
         from torchvision.transforms import v2
 
         class OneByOne(v2.GaussianBlur):  # type: ignore[misc] # torchvision is not typed
-            """A class of one's own, which Stoker carries out as it stands."""
+            """A subclass, so that Stoker runs it as it is instead of fusing it."""
 
         blur = v2.GaussianBlur if self.composed else OneByOne
         blurs = [(f"blur {i + 1}", blur(11)) for i in range(self.blurs)]

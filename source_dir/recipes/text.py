@@ -1,4 +1,4 @@
-"""Reviews of any length: CPU hosts make words numbers, a small transformer tells whether they praise."""
+"""Reviews of varying length: CPU hosts tokenize them, a small transformer classifies the sentiment."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILLING = ["the", "film", "plot", "cast", "was", "a", "it", "then"]
 
 
 def write(folder: Path = FOLDER, records: int = 4000) -> None:
-    """Laptop: make train.parquet and then val.parquet, where it is absent; "not" turns a word round."""
+    """Laptop: write train.parquet and val.parquet unless they exist; "not" inverts the meaning of a word."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -41,7 +41,7 @@ def write(folder: Path = FOLDER, records: int = 4000) -> None:
 
 
 class Tokenize(RecordTransform):
-    """Chain worker: `text` → `ids`, a number from 1 on for each word; any library's tokenizer goes here."""
+    """Chain worker: `text` → `ids`, one number ≥ 1 per word. Replace it by any tokenizer."""
 
     random = False
 
@@ -57,10 +57,10 @@ class Tokenize(RecordTransform):
 
 
 class Reviews(Recipe):
-    """Every host: texts and labels 0 or 1 from Parquet → a transformer of one layer."""
+    """Every host: trains a one-layer transformer on texts and labels 0 or 1 from Parquet."""
 
     data: str
-    vocabulary: int = Field(4096, ge=2, description="numbers that words are hashed to")
+    vocabulary: int = Field(4096, ge=2, description="number of hash buckets for words")
 
     pad = {"ids": Pad(0, multiple=8)}  # noqa: RUF012 - as recipes declare it
 

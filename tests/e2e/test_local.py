@@ -32,11 +32,11 @@ def test_the_demo_reaches_97_percent_and_leaves_a_report(demo: Demo) -> None:
     report = (folder / "runs/latest/report.html").read_text()
     for part in (
         "Throughput",
-        "Where the time of a step goes",
+        "Step time breakdown",
         "The chain, stage by stage",
         "CPU use per host",
         "Ray Data, by operator",
-        "Training images as the model saw them",
+        "Training images as the model sees them",
     ):
         assert f">{part}</h" in report, f"{part}: a figure of a real run, not of one made for a test"
     assert report.count("data:image/png;base64,") == 16

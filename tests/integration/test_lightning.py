@@ -70,10 +70,10 @@ def test_what_goes_on_ends_like_a_whole_run(ray_cluster: None, digits: Path, tmp
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.lr=0.1"], "train.lr: has no meaning with LightningRecipe"),
-        (["params.trainer.max_epochs=3"], "params.trainer.max_epochs: is decided by train.epochs"),
+        (["train.lr=0.1"], "train.lr: has no effect with LightningRecipe"),
+        (["params.trainer.max_epochs=3"], "params.trainer.max_epochs: is set by train.epochs"),
         (["params.trainer.gradient_clip=3"], "lightning.Trainer has no such argument"),
-        (["params.module=lit:Counter"], "is no LightningModule class"),
+        (["params.module=lit:Counter"], "is not a LightningModule class"),
         (["params.module=lit:LitDigit"], "did you mean LitDigits"),
     ],
 )

@@ -78,7 +78,7 @@ def test_problems_of_values(tmp_path: Path) -> None:
     problems = "\n".join(said(result))
     assert "column 'source' is the same in all 60 records ('camera')" in problems
     assert "float32 images from -1 to" in problems and "already normalised" in problems
-    assert "column 'image' holds NaN or infinity in 1 records" in problems
+    assert "column 'image' contains NaN or infinity in 1 records" in problems
     assert "column 'label': a label out of range: 0 … 11; 0 … 9 are the recipe's classes" in problems
     assert result.exit_code == 0, "a run would begin"
 
@@ -161,7 +161,7 @@ def test_a_page_that_is_written_where_the_user_works_needs_no_network(
         (["--split", "test"], "--split: train or val (got 'test')"),
         (["--rank", "1"], "--rank: names a train worker of a run; add --step N"),
         (["--out", "/no/such/folder/x.html"], "--out /no/such/folder/x.html: no folder /no/such/folder"),
-        (["params.records=0"], "peek: the train split has no record"),
+        (["params.records=0"], "peek: the train split has no records"),
     ],
 )
 def test_what_cannot_be_looked_at_is_said_in_one_line(tmp_path: Path, words: list[str], line: str) -> None:

@@ -54,16 +54,16 @@ def test_a_run_shows_all_that_was_measured(tmp_path: Path) -> None:
     assert page.headings == [
         "Throughput",
         "Input wait",
-        "Where the time of a step goes",
-        "What each part could carry",
+        "Step time breakdown",
+        "Throughput limits",
         "Loss",
         "val/acc1",
         "The chain, stage by stage",
         "CPU use per host",
-        "Training images as the model saw them",
-        "Validation images: targets, and what was predicted after epoch 1",
-        "What happened",
-        "Records that could not be used",
+        "Training images as the model sees them",
+        "Validation images with targets and predictions after epoch 1",
+        "Events",
+        "Quarantined records",
         "Hosts",
         "Configuration",
         "More",
@@ -252,7 +252,7 @@ def test_status_of_a_remote_run_reads_its_log_no_longer_than_it_may() -> None:
 
 
 def test_a_wrong_path_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is no run directory"):
+    with pytest.raises(UsageError, match="is not a run directory"):
         write_report([tmp_path], tmp_path / "report.html")
 
 

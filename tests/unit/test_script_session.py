@@ -124,4 +124,4 @@ def test_a_scripts_events_become_summary_files_report_and_screen(
     write_report([run_dir], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert ">loss</h" in page and ">acc</h" in page
-    assert "Records that could not be used" not in page, "nobody counted them"
+    assert "Quarantined records" not in page, "nobody counted them"

@@ -1,4 +1,4 @@
-"""Laptop: what a column holds at one place of a chain, taken in value by value."""
+"""Laptop: statistics of a column at one point of a chain, updated value by value."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any
 from stoker.figures import size
 
 MOST_DISTINCT = 200
-"""More different values are not told apart."""
+"""Stop counting distinct values here."""
 
 
 @dataclass
 class Column:
-    """Laptop: one column of the records looked at."""
+    """Laptop: statistics of one column over the examined records."""
 
     values: int = 0
     nulls: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
-    """NumPy's name of the type, or text, bytes, the Python class."""
+    """NumPy dtype name, or text, bytes or the Python class."""
     shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    """Of arrays; of text and bytes the length."""
+    """Shapes of arrays; lengths of text and bytes."""
     low: float = math.inf
     high: float = -math.inf
     nans: int = 0
-    """Values with a NaN or infinity in them."""
+    """Number of values that contain NaN or infinity."""
     flat: int = 0
-    """Arrays whose numbers are all the same."""
+    """Number of arrays with a single constant value."""
     distinct: Counter[Any] = field(default_factory=Counter)
-    """Digests of the values; text and numbers as they are."""
+    """Digests of large values; text and numbers verbatim."""
 
     def take(self, value: Any) -> None:
-        """One record's value."""
+        """Add the value of one record."""
         import numpy as np
 
         self.values += 1
@@ -72,19 +72,19 @@ class Column:
 
     @property
     def constant(self) -> bool:
-        """Whether every value is the same; of one value nobody can tell."""
+        """Whether all values are equal; needs at least two."""
         return self.values - self.nulls > 1 and len(self.distinct) == 1
 
     @property
     def ragged(self) -> bool:
-        """Whether arrays differ in their first number only, as rows that batches pad do."""
+        """Whether only the first dimension varies, as in padded columns."""
         return len(self.shapes) > 1 and len({(len(s), *s[1:]) for s in self.shapes}) == 1
 
     def type_text(self) -> str:
         return " | ".join(self.kinds) or "NULL"
 
     def shape_text(self) -> str:
-        """`32×32×3`, `3…41` of lengths, or how many different ones there are."""
+        """`32×32×3`, a range of lengths such as `3…41`, or the number of distinct shapes."""
         if not self.shapes or set(self.shapes) == {()}:
             return ""
         kind = next(iter(self.kinds))
@@ -100,7 +100,7 @@ class Column:
         return f"{low} … {high}{' chars' if kind == 'text' else rest}"
 
     def range_text(self) -> str:
-        """Least and greatest number; of labels how many different ones, of little text the text."""
+        """Minimum and maximum of numbers; distinct count of other values, or the text itself if short."""
         if self.numeric:
             bounds = f"{self.low:.4g} … {self.high:.4g}" if self.low < self.high else f"{self.low:.4g}"
             return f"{bounds}, {self.nans} with NaN/inf" if self.nans else bounds
@@ -112,17 +112,17 @@ class Column:
 
 
 def times(shape: tuple[int, ...]) -> str:
-    """Laptop: a shape as people write it."""
+    """Laptop: format a shape."""
     return "×".join(map(str, shape)) or "number"
 
 
 def digest(content: Any) -> bytes:
-    """Laptop: stands for a large value."""
+    """Laptop: digest of a large value."""
     return hashlib.blake2b(content, digest_size=8).digest()
 
 
 def as_array(value: Any) -> Any:
-    """Laptop: numbers, arrays, tensors and lists of numbers as an array; None for all else."""
+    """Laptop: convert numbers, arrays, tensors and lists of numbers to an array; else None."""
     import numpy as np
 
     if hasattr(value, "numpy") and hasattr(value, "detach"):

@@ -1,4 +1,4 @@
-"""Laptop: which attempt of a run trained a step, and where in its data, from events.jsonl."""
+"""Laptop: find the attempt that trained a step, and its position in the data, in events.jsonl."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Attempt:
     """Laptop: one start of training in a run."""
 
     about: dict[str, Any]
-    """What the coordinator noted when it began; see `stoker.data.coordinator.cursor.about`."""
+    """What the coordinator logged at the start; see `stoker.data.coordinator.cursor.about`."""
     first_step: int = 0
     """Optimiser steps before it."""
     last_step: int = 0
-    """The last one that it is known to have trained."""
+    """Last step known to be trained."""
     passes: list[tuple[int, int]] = field(default_factory=list)
-    """(epoch, optimiser steps in it) of its training passes that have ended."""
+    """(epoch, optimiser steps in it) of its completed training passes."""
     bad: dict[int, dict[str, str]] = field(default_factory=dict)
-    """Training records that it quarantined, by epoch: key → reason."""
+    """Quarantined training records by epoch: key → reason."""
 
     @property
     def start(self) -> DataCursor:
@@ -33,34 +33,34 @@ class Attempt:
 
 
 class Found(NamedTuple):
-    """Laptop: a step in the history of a run."""
+    """Laptop: position of a step in the history of a run."""
 
     attempt: Attempt
     epoch: int
     window: int
-    """How many optimiser steps of this attempt come before it in its epoch."""
+    """Optimiser steps of this attempt before it in its epoch."""
     sure: bool
-    """Whether the run is known to have trained it."""
+    """Whether the step is known to be trained."""
     steps: int | None
-    """Optimiser steps of the attempt in the epoch; None: it has not ended."""
-    bad_before: dict[str, str] = {}  # noqa: RUF012 - of a tuple
-    """Records that other attempts quarantined in the epoch: key → reason."""
+    """Optimiser steps of the attempt in the epoch; None if unfinished."""
+    bad_before: dict[str, str] = {}  # noqa: RUF012 - a NamedTuple field
+    """Records quarantined in the epoch by other attempts: key → reason."""
 
 
 def history(run_dir: Path) -> list[Attempt]:
     """Laptop: the attempts of a run, in order.
 
     Raises:
-        UsageError: the run has noted none.
+        UsageError: events.jsonl has no attempt.
     """
     path, found = run_dir / "events.jsonl", list[Attempt]()
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError):  # the last line before a kill may be cut
+        with contextlib.suppress(ValueError):  # a kill may truncate the last line
             _take(json.loads(line), found)
     if not found:
         raise UsageError(
-            f"{run_dir}: the run has not noted how it began (no event `attempt` in events.jsonl): it has not"
-            " begun, is a script's, or was made by an earlier version"
+            f"{run_dir}: no event `attempt` in events.jsonl: the run has not started training, is a"
+            " script, or comes from an earlier version"
         )
     return found
 
@@ -85,21 +85,21 @@ def _take(event: dict[str, Any], found: list[Attempt]) -> None:
 
 
 def find(attempts: list[Attempt], step: int, unlogged: int) -> Found:
-    """Laptop: the last attempt that trained a step, and where.
+    """Laptop: find the last attempt that trained a step.
 
     Args:
         attempts: of the run.
-        step: counted from 1, as metrics are.
-        unlogged: how many steps an attempt that has ended may have trained beyond its last known one.
+        step: counted from 1, as in the metrics.
+        unlogged: steps that an ended attempt may have trained after its last logged one.
 
     Raises:
-        UsageError: nobody knows of such a step.
+        UsageError: the run has not trained this step.
     """
     within = [a for a in attempts if a.first_step < step <= a.last_step]
     beyond = [a for a in attempts if a.first_step < step <= a.last_step + unlogged]
     if step < 1 or not (within or beyond):
         last = max(attempt.last_step for attempt in attempts)
-        raise UsageError(f"--step {step}: the run is known to have trained the steps 1 to {last}")
+        raise UsageError(f"--step {step}: the run has trained steps 1 to {last}")
     attempt = (within or beyond)[-1]
     before, epoch, ended = attempt.first_step, attempt.start.epoch, None
     for passed, steps in attempt.passes:

@@ -1,7 +1,7 @@
-"""Laptop: some records of a split through its chain, in this process, with a look after each stage.
+"""Laptop: run sample records of a split through its chain in this process and inspect each stage.
 
-The records run twice: through the chain as chain workers run it, for what comes out, what is quarantined and
-what it costs; and stage by stage, for what each of them does.
+The records run twice: through the chain as chain workers run it, for its output, quarantine and cost; and
+stage by stage, for the effect of each stage.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ from stoker.peek.columns import Column
 from stoker.schema import Config
 
 PLACES = 4
-"""Records come from so many shards: the first ones of a sorted data set are all alike."""
+"""Number of shards to sample, because the first records of a sorted dataset are all alike."""
 GROUP = 32
 MOST_RECORDS = 512
 SECONDS = 1.5
-"""No further group begins after this, beyond the records that are shown."""
+"""Start no further group after this time, once all records to show are read."""
 
 
 @dataclass
 class Place:
-    """Laptop: after reading, or after a stage."""
+    """Laptop: a point in the chain: after reading, or after a stage."""
 
     name: str
     per: str = "record"
     columns: dict[str, Column] = field(default_factory=dict)
     records: int = 0
     ms: list[float] = field(default_factory=list)
-    """Of each record; of a batch stage, per record of each group."""
+    """Time per record; for a batch stage, averaged over each group."""
 
     def take(self, record: Record) -> None:
-        """One record as it is here."""
+        """Add one record."""
         self.records += 1
         for name, value in record.items():
             if name != "key":
@@ -63,26 +63,26 @@ class Place:
 
     @property
     def ms_per_record(self) -> float | None:
-        """The median: the first record also pays for imports."""
+        """The median, because the first record also pays for imports."""
         return statistics.median(self.ms) if self.ms else None
 
 
 @dataclass
 class Sample:
-    """Laptop: a record that is shown."""
+    """Laptop: a record on the contact sheet."""
 
     key: str
     read: Record = field(default_factory=dict)
     made: Record | None = None
-    """As the chain gives it; None: it fails."""
+    """Output of the chain; None if it failed."""
     so_far: Record | None = None
-    """After the last stage that it has passed."""
+    """Output of the last stage that it passed."""
     reason: str = ""
 
 
 @dataclass
 class Look:
-    """Laptop: what was seen of a split."""
+    """Laptop: the findings on a split."""
 
     split: str
     source: str
@@ -90,18 +90,18 @@ class Look:
     places: list[Place]
     samples: list[Sample]
     bad: dict[str, str] = field(default_factory=dict)
-    """Key → why a record is quarantined."""
+    """Key → reason of each quarantined record."""
     refused: str = ""
-    """Why a run with this data would be refused or end."""
+    """Why a run with this data would be rejected or fail."""
     ms: float | None = None
-    """Of a record, reading and chain together, as a chain worker takes them."""
+    """Time to read and preprocess a record, as a chain worker does."""
     bytes_per_record: float = 0.0
 
     examined: int = 0
 
 
 class Watched:
-    """Laptop: a stage that tells what it takes, gives and costs."""
+    """Laptop: wraps a stage to record its input, output and time."""
 
     def __init__(self, stage: Stage, place: Place, bad: dict[str, str], last: dict[str, Record]) -> None:
         self.stage, self.place, self.bad, self.last = stage, place, bad, last
@@ -128,16 +128,16 @@ class Watched:
 
 
 def look(data: Data, split: str, config: Config, count: int) -> Look:
-    """Laptop: look at a split.
+    """Laptop: examine a split.
 
     Args:
         data: the job's, from `open_splits`.
         split: train or val.
         config: the job.
-        count: how many records are to be shown; more are looked at, as far as that takes no time.
+        count: number of records to show; more are examined if time allows.
 
     Raises:
-        UsageError: the source has no record.
+        UsageError: the source has no records.
     """
     source, chain = data.sources[split], data.chains[split]
     use_one_thread()
@@ -165,7 +165,7 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
         for sample in seen.samples[-len(group) :]:
             sample.made, sample.so_far = rows.get(sample.key, sample.made), last.get(sample.key)
     if not done:
-        raise UsageError(f"peek: the {split} split has no record")
+        raise UsageError(f"peek: the {split} split has no records")
     for sample in seen.samples:
         sample.reason = seen.bad.get(sample.key, "" if sample.made else seen.refused)
     seen.examined = done
@@ -176,7 +176,7 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
 
 @dataclass
 class Cost:
-    """Laptop: of the chain as chain workers run it."""
+    """Laptop: cost of the chain as chain workers run it."""
 
     cpu_s: float = 0.0
     records: int = 0
@@ -185,7 +185,7 @@ class Cost:
 
 
 def _records(source: Source, config: Config, split: str, at_once: int) -> Iterator[Record | BadRecord]:
-    """The first records of some shards, a few of each in turn."""
+    """Yield the first records of some shards, round-robin."""
     plan = EpochPlan(config.seed, 0, split, config.data.shuffle, config.data.block_records)
     order = order_of(plan.seed, plan.epoch) if plan.shuffle and split == "train" else None
     shards = source.shards(plan.block_records, order)
@@ -212,7 +212,7 @@ def _take(record: Record | BadRecord, seen: Look) -> Sample:
 
 
 def _watched(chain: Chain, seen: Look, last: dict[str, Record]) -> Chain:
-    """The chain, stage by stage: a stage that is watched is fused with no other."""
+    """Wrap each stage of the chain; wrapped stages are not fused."""
     stages = [
         replace(stage, apply=Watched(stage, place, seen.bad, last))
         for stage, place in zip(chain.stages, seen.places[1:], strict=True)
@@ -221,7 +221,7 @@ def _watched(chain: Chain, seen: Look, last: dict[str, Record]) -> Chain:
 
 
 def _try(chain: Chain, group: list[Any], seen: Look) -> tuple[dict[str, Any], BlockReport]:
-    """A group through a chain; what would end a run is noted."""
+    """Run a group through a chain and record errors that would end a run."""
     try:
         return chain.run(iter(group), 0)
     except (ChainError, UsageError) as error:
@@ -230,7 +230,7 @@ def _try(chain: Chain, group: list[Any], seen: Look) -> tuple[dict[str, Any], Bl
 
 
 def _rows(chain: Chain, group: list[Any], seen: Look, cost: Cost) -> dict[str, Record]:
-    """Key → what leaves the chain; `cost` and the quarantined records are added up."""
+    """Key → output of the chain; accumulates `cost` and the quarantined records."""
     with_keys = copy.copy(chain)
     with_keys.with_keys = True
     columns, report = _try(with_keys, group, seen)
@@ -243,7 +243,7 @@ def _rows(chain: Chain, group: list[Any], seen: Look, cost: Cost) -> dict[str, R
 
 
 def row_of(columns: dict[str, Any], number: int) -> Record:
-    """Laptop: one row of packed columns under the names that the recipe knows."""
+    """Laptop: one row of packed columns, with the recipe's column names."""
     found: Record = {}
     for name, column in columns.items():
         if name not in (ID_COLUMN, KEY_COLUMN):

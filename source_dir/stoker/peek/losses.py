@@ -1,4 +1,4 @@
-"""Laptop: the loss of each record of a batch, by the weights of a checkpoint near it."""
+"""Laptop: the loss of each record of a batch with the weights of the nearest checkpoint."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from stoker.training.worker import count_records, loss_of
 
 
 def nearest_checkpoint(store: Store, step: int) -> str | None:
-    """Laptop: the whole checkpoint nearest to the weights that a step began with; of two the earlier."""
+    """Laptop: the complete checkpoint nearest to the start of a step; the earlier one of two."""
     names = sorted(store.names(), key=lambda name: (abs(step_of(name) - (step - 1)), step_of(name)))
     return next((name for name in names if problem_of(store, name) is None), None)
 
 
 def losses(config: Config, recipe: Recipe, store: Store, name: str, parts: list[Part]) -> list[list[float]]:
-    """Laptop: the loss of each record by itself, part by part, in evaluation mode."""
+    """Laptop: the loss of each record on its own, per part, in evaluation mode."""
     import torch
 
     torch.manual_seed(config.seed)

@@ -1,4 +1,4 @@
-"""Laptop: what was looked at as one HTML file that needs nothing else."""
+"""Laptop: writes the findings as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stoker.errors import UsageError
 
 
 def write_page(target: Path, **values: Any) -> None:
-    """Laptop: fill in the template; whatever comes from the data is escaped.
+    """Laptop: render the template; values from the data are escaped.
 
     Raises:
         UsageError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Laptop: what is wrong, or probably wrong, with the records that were looked at."""
+"""Laptop: detects problems, certain or likely, in the examined records."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from stoker.peek.looking import Look
 from stoker.schema import Config
 
 LEAST = 8
-"""Of fewer records nothing is said that needs several."""
+"""Smallest sample for checks that compare records."""
 REPEATED = 0.02
-"""Fewer records with the same value are no news."""
+"""Smallest fraction of repeated values worth a warning."""
 LABELS = ("label", "target", "class")
 IGNORED_CLASS = 255
-"""What masks hold by convention where no class counts."""
+"""Conventional mask value of pixels to ignore."""
 
 
 class Problem(NamedTuple):
-    """Laptop: one line for people."""
+    """Laptop: a problem as one line."""
 
     level: Literal["error", "warning"]
-    """error: a run would be refused, or end."""
+    """error: a run would be rejected or fail."""
     text: str
 
 
 def problems_of(look: Look, config: Config, recipe: Any) -> list[Problem]:
-    """Laptop: the problems, those that would end a run first.
+    """Laptop: the problems, errors first.
 
     Args:
-        look: what was seen.
+        look: the findings.
         config: the job.
-        recipe: its fields may say how many classes there are.
+        recipe: its fields may give the number of classes.
     """
     found = [*_failures(look, config)]
     read, made = look.places[0], look.places[-1]
@@ -51,7 +51,7 @@ def problems_of(look: Look, config: Config, recipe: Any) -> list[Problem]:
 
 
 def classes_of(recipe: Any) -> int | None:
-    """Laptop: how many classes the recipe's parameters name."""
+    """Laptop: the number of classes in the recipe's parameters."""
     for name in ("num_classes", "classes"):
         value = getattr(recipe, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 1:
@@ -60,7 +60,7 @@ def classes_of(recipe: Any) -> int | None:
 
 
 def grouped(bad: dict[str, str]) -> list[tuple[int, str, str]]:
-    """Laptop: reasons alike but for their numbers: (how many, the first one's reason, its key)."""
+    """Laptop: group reasons that differ only in numbers: (count, first reason, its key)."""
     counts: Counter[str] = Counter()
     first: dict[str, tuple[str, str]] = {}
     for key, reason in bad.items():
@@ -84,7 +84,7 @@ def _failures(look: Look, config: Config) -> Iterator[Problem]:
             yield Problem(
                 "error" if over else "warning",
                 f"{len(look.bad)} of {look.examined} records cannot be used ({100 * share:.1f} %): more than"
-                f" data.bad_record_budget allows ({100 * budget:g} %), so a run would end",
+                f" data.bad_record_budget ({100 * budget:g} %), so a run would fail",
             )
 
 
@@ -97,7 +97,7 @@ def _holes(name: str, column: Column, where: str) -> Iterator[Problem]:
 def _values(name: str, column: Column, classes: int | None) -> Iterator[Problem]:
     kind = next(iter(column.kinds), "")
     if column.nans:
-        yield Problem("warning", f"column {name!r} holds NaN or infinity in {column.nans} records")
+        yield Problem("warning", f"column {name!r} contains NaN or infinity in {column.nans} records")
     if column.constant and column.values >= LEAST:
         value = next(iter(column.distinct))
         shown = f" ({value!r:.40})" if not isinstance(value, bytes) else ""
@@ -124,38 +124,40 @@ def _values(name: str, column: Column, classes: int | None) -> Iterator[Problem]
 def _image(name: str, kind: str, column: Column) -> Iterator[Problem]:
     low, high = column.low, column.high
     if kind.startswith("float"):
-        scaled = "already normalised" if low < 0 else "already scaled by 255" if high <= 1 else ""
+        scaled = "already normalised" if low < 0 else "already divided by 255" if high <= 1 else ""
         advice = "leave images uint8 in the chain and convert them in on_device()"
         if scaled:
             yield Problem(
                 "warning",
-                f"column {name!r} holds {kind} images from {low:.3g} to {high:.3g}: {scaled}; {advice}, or"
-                f" they travel at {4 if kind == 'float32' else 8} times the size and may be normalised twice",
+                f"column {name!r} has {kind} images from {low:.3g} to {high:.3g}: {scaled}; {advice}, or"
+                f" they take {4 if kind == 'float32' else 8} times the bandwidth and may be normalised twice",
             )
         else:
-            yield Problem("warning", f"column {name!r} holds {kind} images; {advice}")
+            yield Problem("warning", f"column {name!r} has {kind} images; {advice}")
     elif kind == "uint8" and high <= 1:
         yield Problem(
             "warning",
-            f"column {name!r} holds uint8 images with no number above {high:g}: they were scaled to 0 … 1"
-            " before they became uint8, so they are black",
+            f"column {name!r} has uint8 images with no value above {high:g}: scaled to 0 … 1 before"
+            " the conversion to uint8, so they are black",
         )
     if column.flat:
-        yield Problem("warning", f"column {name!r}: {column.flat} of {column.values} images have one colour")
+        yield Problem(
+            "warning", f"column {name!r}: {column.flat} of {column.values} images have a single colour"
+        )
 
 
 def _shown(look: Look) -> Iterator[Problem]:
-    """What shows only when records are compared with each other."""
+    """Problems that need a comparison between records."""
     for name, column in look.places[0].columns.items():
         large = any(sum(shape) > 64 for shape in column.shapes)
         again = sum(column.distinct.values()) - len(column.distinct)
         if large and again > REPEATED * column.values and not column.constant:
-            text = f"column {name!r}: {again} of {column.values} records repeat an earlier one's value"
+            text = f"column {name!r}: {again} of {column.values} records duplicate an earlier value"
             yield Problem("warning", text)
     keys = Counter(sample.key for sample in look.samples)
     if twice := [key for key, count in keys.items() if count > 1]:
         yield Problem("warning", f"key {twice[0]!r} names more than one record")
     if look.totals.get("val") is None and "val" not in look.totals:
-        yield Problem("warning", "there is no val split: a run would not validate")
+        yield Problem("warning", "no val split: a run would not validate")
     if look.bytes_per_record > 50e6:
-        yield Problem("warning", f"a record leaves the chain with {size(look.bytes_per_record)}")
+        yield Problem("warning", f"a preprocessed record takes {size(look.bytes_per_record)}")

@@ -1,6 +1,6 @@
-"""Laptop: the batches of one step of a run, by the code that made them: order, chain, splitter, batch.
+"""Laptop: rebuild the batches of a step with the run's own code: order, chain, splitter, batch.
 
-Blocks before the step are only counted. Those that the step needs are preprocessed again.
+Blocks before the step are only counted. Blocks of the step are preprocessed again.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ from stoker.schema import Config
 
 @dataclass(frozen=True)
 class Part:
-    """Laptop: what one train worker took at once."""
+    """Laptop: a batch of one train worker."""
 
     rank: int
     keys: list[str]
     batch: Batch
-    """As `on_device` gets it."""
+    """The input of `on_device`."""
 
 
 class Reference(NamedTuple):
-    """Laptop: a block that can be made."""
+    """Laptop: a reference from which a block can be produced."""
 
     work: Work
     """Its shard, up to it."""
@@ -63,17 +63,17 @@ class Reference(NamedTuple):
 
 
 class Rebuild:
-    """Laptop: the data of a run at one of its steps.
+    """Laptop: the data of a run at a step.
 
     Args:
-        config: the run's, with the parameters that its recipe finds.
+        config: the run's configuration, with discovered parameters.
         data: opened with keys.
         found: the step.
-        own: parameters that stand on the command line; they may name other places of the same data.
-        code: the folder of the run's code.
+        own: parameters from the command line, which may name another location of the same data.
+        code: folder of the run's code.
 
     Raises:
-        UsageError: the run took its records from other data or another order.
+        UsageError: the data or its order differs from the run's.
     """
 
     def __init__(self, config: Config, data: Data, found: Found, own: set[str], code: Path) -> None:
@@ -82,7 +82,7 @@ class Rebuild:
         self.workers, self.batch_size = int(noted["workers"]), int(noted["batch_size"])
         self.accumulate = int(noted["accumulate_steps"])
         if isinstance(data.sources["train"], DatasetSource):
-            raise UsageError("--step: the recipe reads a ray.data.Dataset, whose rows cannot be found again")
+            raise UsageError("--step: the recipe reads a ray.data.Dataset, whose rows cannot be rebuilt")
         start = found.attempt.start
         train = config.train.model_copy(update={"batch_size": self.batch_size})
         settings = {"remainder": noted["remainder"], "order": start.plan.order}
@@ -93,7 +93,7 @@ class Rebuild:
         now = about(start, self.workers, config)["params"]
         for name in sorted({*now, *noted["params"]} - own):
             if now.get(name) != noted["params"].get(name):
-                raise UsageError(f"--step: params.{name} was another when the run trained this step")
+                raise UsageError(f"--step: params.{name} differs from the run's at this step")
         if noted.get("code") != code_digest(code):
             raise UsageError("--step: the code of the run has changed since it trained this step")
         chains = {split: pickle.dumps(chain) for split, chain in data.chains.items()}
@@ -117,12 +117,12 @@ class Rebuild:
 
     @cached_property
     def feed_steps(self) -> range:
-        """The batches of each train worker that make the step, from the start of the attempt's pass."""
+        """Batch numbers that form the step, per train worker, from the start of the attempt's pass."""
         first = self.found.window * self.accumulate
         return range(first, first + self.accumulate)
 
     def exact(self) -> list[Part]:
-        """The batches where `data.order` is exact: a function of seed, epoch and sizes alone."""
+        """The batches with `data.order: exact`, a function of seed, epoch and sizes only."""
         changed = threading.Condition()
         costs = {split: ChainCosts() for split in ("train", "val")}
         producing = Producing(
@@ -145,14 +145,14 @@ class Rebuild:
                 if portion is not None and portion.blocks:
                     parts.append(self._part(rank, portion.blocks))
         if not parts:
-            raise UsageError("--step: the epoch ends before this step: it was not trained so")
+            raise UsageError("--step: the epoch ends before this step, so the data differs from the run's")
         return parts
 
     def recorded(self, run_dir: Path) -> list[Part]:
-        """The batches of an order that nobody can know again, from the ids that the run recorded.
+        """The batches with `data.order: any`, from the ids that the run recorded.
 
         Raises:
-            UsageError: it has recorded none, or not those of this attempt.
+            UsageError: no ids were recorded, or only those of another attempt.
         """
         wanted = [(rank, keys) for rank in range(self.workers) for keys in self._recorded_keys(run_dir, rank)]
         rows = self._rows_of({key for _, keys in wanted for key in keys})
@@ -163,20 +163,22 @@ class Rebuild:
         steps = self.found.steps
         if keys is None or steps is None:
             raise UsageError(
-                "--step: data.order is any, so only recorded ids tell a batch; set tracking.record_ids=true"
-                " (ids are written when an epoch ends) or data.order=exact for the next run"
+                "--step: with data.order=any a batch can be rebuilt only from recorded ids; for the next run"
+                " set tracking.record_ids=true (written at the end of each epoch) or data.order=exact"
             )
-        # What the attempt before has done of the epoch stands first, unless it had other train workers.
+        # Ids of the previous attempt at the epoch come first, unless the number of train workers changed.
         most = steps * self.accumulate * self.batch_size
         least = (steps - 1) * self.accumulate * self.batch_size
         fitting = [c for c in {0, self.start.rows // self.workers} if least < len(keys) - c <= most]
         if len(fitting) != 1:
-            raise UsageError("--step: the recorded ids are of another attempt at this epoch than the step")
+            raise UsageError(
+                "--step: the ids recorded for this epoch belong to another attempt than the step"
+            )
         at = [fitting[0] + step * self.batch_size for step in self.feed_steps]
         return [keys[first : first + self.batch_size] for first in at]
 
     def _rows_of(self, wanted: set[str]) -> dict[str, BlockSlice]:
-        """Where records lie that are known by key."""
+        """Find records by key."""
         rows: dict[str, BlockSlice] = {}
         size = self.plan.block_records
         for number, shard, _ in self.passes.shards(self.plan, None):
@@ -190,10 +192,10 @@ class Rebuild:
             if wanted <= rows.keys():
                 return rows
         lost = sorted(wanted - rows.keys())
-        raise UsageError(f"--step: record {lost[0]}, which the run trained, is not in the data any more")
+        raise UsageError(f"--step: record {lost[0]} of the run is no longer in the data")
 
     def _reports(self, start: DataCursor) -> Iterator[tuple[Reference, BlockReport]]:
-        """The blocks of the pass in their order, counted and not made."""
+        """The blocks of the pass in order, counted but not produced."""
         size = self.plan.block_records
         for number, shard, skip in self.passes.shards(self.plan, start):
             good = self._good(number, shard)
@@ -209,7 +211,7 @@ class Rebuild:
         return [key not in self.known for key in self._keys(number, shard)]
 
     def _keys(self, number: int, shard: Shard) -> Iterator[str]:
-        """The keys of a shard in the order of its records, which are read where nothing else tells."""
+        """The keys of a shard in order; reads the records only if necessary."""
         source = self.loaded.source
         listing = listing_of(source, shard)
         if listing is not None:
@@ -226,26 +228,26 @@ class Rebuild:
     def _refuse_news(self, bad: BadRecord) -> None:
         if bad.key not in self.ever:
             raise UsageError(
-                f"--step: record {bad.key} cannot be used now ({bad.reason}), but the run did not quarantine"
-                " it: the data or the recipe has changed"
+                f"--step: record {bad.key} fails now ({bad.reason}) and did not in the run: the data or the"
+                " recipe has changed"
             )
 
     def _make(self, reference: Reference, rows: int | None) -> tuple[dict[str, Any], Schema]:
         if reference not in self._made:
             made = next(blocks_of(self.loaded, self.plan, reference.work, self.guard), None)
             if made is None:
-                raise UsageError(f"--step: block {reference.hex()} is not in the data any more")
+                raise UsageError(f"--step: block {reference.hex()} is no longer in the data")
             columns, report = made
             for bad in report.bad:
                 self._refuse_news(bad)
             self._made[reference] = columns, report.schemas[-1]
         columns, schema = self._made[reference]
         if rows is not None and len(columns[KEY_COLUMN]) != rows:
-            raise UsageError(f"--step: block {reference.hex()} has other records than the run quarantined")
+            raise UsageError(f"--step: block {reference.hex()} has different bad records than in the run")
         return columns, schema
 
     def _part(self, rank: int, slices: list[BlockSlice]) -> Part:
-        """As the transport puts a batch together."""
+        """Assemble a batch as the transport does."""
         made = [(part, *self._make(part.block, part.of)) for part in slices]
         batch = BatchBuilder(BufferPool(pinned=False), sum(p.stop - p.start for p in slices), made[0][2])
         at = 0
@@ -257,13 +259,13 @@ class Rebuild:
 
 
 def recorded_ids(run_dir: Path, epoch: int, rank: int) -> list[str] | None:
-    """Laptop: the keys that a train worker trained in an epoch, in order; None where none are recorded."""
+    """Laptop: keys that a train worker trained in an epoch, in order; None if not recorded."""
     path = run_dir / "records" / f"train-epoch-{epoch:03d}-rank-{rank}.txt"
     return path.read_text().splitlines() if path.is_file() else None
 
 
 def refuse_contradiction(run_dir: Path, found: Found, parts: list[Part]) -> bool:
-    """Laptop: compare rebuilt batches with recorded ids; whether there are any.
+    """Laptop: compare rebuilt batches with recorded ids; returns whether ids were recorded.
 
     Raises:
         UsageError: they differ.
@@ -277,7 +279,7 @@ def refuse_contradiction(run_dir: Path, found: Found, parts: list[Part]) -> bool
         compared = True
         if not any(keys[i : i + size] == part.keys for i, key in enumerate(keys) if key == first):
             raise UsageError(
-                f"--step: train worker {part.rank} recorded other records than these: the data or the code"
-                " has changed since the run"
+                f"--step: train worker {part.rank} recorded different records: data or code has changed"
+                " since the run"
             )
     return compared

@@ -1,4 +1,4 @@
-"""Laptop: a record as something to look at: images with masks and boxes over them, text, sound, lengths."""
+"""Laptop: renders a record: images with masks and boxes, text, sound and lengths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PALETTE = ((255, 90, 40), (40, 150, 255), (60, 200, 90), (240, 200, 40), (190, 9
 
 @dataclass
 class Tile:
-    """Laptop: one record on the sheet."""
+    """Laptop: one record on the contact sheet."""
 
     key: str
     reason: str = ""
@@ -28,24 +28,24 @@ class Tile:
     images: list[tuple[str, str]] = field(default_factory=list)
     """(column, base64 of a PNG)."""
     waves: list[tuple[str, str]] = field(default_factory=list)
-    """(column with its length, points of an SVG polyline within 160 × 40)."""
+    """(column and length, points of an SVG polyline within 160 × 40)."""
     texts: list[tuple[str, str]] = field(default_factory=list)
     before: str = ""
-    """The image as it was read: base64 of a PNG."""
+    """The image as read: base64 of a PNG."""
     loss: str = ""
 
 
 def tile_of(
     key: str, record: Record, boxes: Mapping[str, str], reason: str = "", read: Record | None = None
 ) -> Tile:
-    """Laptop: what of a record can be shown.
+    """Laptop: render a record as a tile.
 
     Args:
-        key: its key.
-        record: as the chain gives it, or as far as it came.
+        key: key of the record.
+        record: output of the chain, or of the last stage that it passed.
         boxes: columns of boxes → their format.
-        reason: why it fails.
-        read: as it was read.
+        reason: why it failed.
+        read: the record as read.
     """
     tile = Tile(key, reason)
     values = {name: value for name, value in record.items() if name != "key"}
@@ -71,7 +71,7 @@ def tile_of(
 
 
 def image_of(value: Any) -> Any:
-    """Laptop: encoded or raw pixels as uint8, height × width × 3; None for what is no image."""
+    """Laptop: encoded or raw pixels as uint8, height × width × 3; None if not an image."""
     import numpy as np
 
     if isinstance(value, bytes):
@@ -90,7 +90,7 @@ def image_of(value: Any) -> Any:
 
 
 def _as_uint8(array: Any) -> Any:
-    """Each float image is scaled to 0 … 255: how it was normalised is unknown."""
+    """Scale a float image to 0 … 255, because its normalisation is unknown."""
     import numpy as np
 
     if array.dtype == np.uint8:
@@ -116,7 +116,7 @@ def _decoded(content: bytes) -> Any:
 
 
 def png(pixels: Any, masks: Mapping[str, Any] = {}, boxes: Mapping[str, Any] = {}, side: int = SIDE) -> str:
-    """Laptop: pixels with what is drawn over them, as the base64 of a PNG about as large as `side`."""
+    """Laptop: draw masks and boxes over pixels; base64 of a PNG about `side` pixels wide."""
     import numpy as np
     from PIL import Image, ImageDraw
 
@@ -197,7 +197,7 @@ def _wav(content: bytes) -> Any:
 
 
 def points(sound: Any) -> str:
-    """Laptop: the outline of a sound: its least and greatest value in each of some slices."""
+    """Laptop: outline of a sound: minimum and maximum per slice, as SVG points."""
     import numpy as np
 
     sound = np.nan_to_num(np.asarray(sound, dtype=np.float64))

@@ -1,1 +1,1 @@
-"""Head and laptop: report.html, a run for the eyes."""
+"""Head and laptop: report.html, the visual report of a run."""

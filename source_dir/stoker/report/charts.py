@@ -1,7 +1,7 @@
 """Head and laptop: charts as inline SVG, coloured by the page's CSS variables; pure functions.
 
-Every chart has a title and a description for screen readers, and never tells anything by colour alone:
-lines differ in their dashes and carry their names, areas differ in their hatching.
+Every chart has a title and a description for screen readers, and never relies on colour alone: lines have
+different dashes and labels, areas have different hatching.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Event:
-    """A vertical line at x; `short` is its one-letter sign in the chart."""
+    """A vertical line at x; `short` is its one-letter label."""
 
     x: float
     short: str
@@ -67,7 +67,7 @@ class _Scale:
 
 
 def figure(text: float, unit: str = "") -> str:
-    """A number for people: three digits that matter, thousands apart."""
+    """Format a number with three significant digits and thousands separators."""
     size = abs(text)
     if size >= 100 or text == int(text):
         shown = f"{text:,.0f}"
@@ -81,12 +81,12 @@ def figure(text: float, unit: str = "") -> str:
 
 
 def usd(amount: float) -> str:
-    """Dollars for people: with cents, or with as many digits as a small amount needs."""
+    """Format dollars with cents, or with more digits for small amounts."""
     return f"${amount:,.2f}" if amount >= 0.1 or amount == 0 else f"${figure(amount)}"
 
 
 def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Round values that cover low … high, `most` steps at the most."""
+    """Round tick values that cover low … high, in at most `most` steps."""
     if not high > low:
         high = low + (abs(low) or 1.0)
     raw = (high - low) / most
@@ -98,7 +98,7 @@ def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
 
 
 def thin(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most about `most` points: of each stretch its lowest and highest, so that no spike is lost."""
+    """Downsample to about `most` points, keeping each interval's minimum and maximum, so no spike is lost."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)
@@ -122,18 +122,18 @@ def line_chart(
     from_zero: bool = True,
     height: int = 200,
 ) -> str:
-    """Lines over one x axis, with vertical marks for events.
+    """A line chart with vertical marks for events.
 
     Args:
-        title: names the chart for screen readers.
-        description: its content in words.
+        title: name for screen readers.
+        description: content in words, for screen readers.
         lines: at least one with a point.
-        x_label: of the x axis, with its unit.
-        y_label: of the y axis, with its unit.
+        x_label: label of the x axis, with its unit.
+        y_label: label of the y axis, with its unit.
         events: vertical marks.
-        y_top: end of the y axis; default: what the values need.
-        from_zero: begin the y axis at zero.
-        height: in the chart's own units; its width is WIDTH.
+        y_top: end of the y axis; default: fits the values.
+        from_zero: start the y axis at zero.
+        height: in SVG units; the width is WIDTH.
     """
     points = [p for line in lines for p in line.points]
     xs = [x for x, _ in points] + [e.x for e in events]
@@ -174,7 +174,7 @@ def line_chart(
 
 
 def _apart(ends: list[tuple[float, str]], lowest: float, gap: float = 13.0) -> Iterator[tuple[float, str]]:
-    """Labels at the ends of lines, moved up where they would lie on each other."""
+    """Labels at the ends of lines, moved up where they would overlap."""
     last = lowest + gap
     for at, name in sorted(ends, reverse=True):
         last = min(at, last - gap)
@@ -196,7 +196,7 @@ def _axes(x: _Scale, y: _Scale, height: int, x_label: str, y_label: str, end: fl
 
 
 def stacked_bar(title: str, description: str, parts: Sequence[Part], unit: str) -> str:
-    """One bar, its parts hatched differently; those wide enough carry their share."""
+    """A stacked bar with different hatching per part; wide parts are labelled with their share."""
     total = sum(part.value for part in parts) or 1.0
     at, body = 0.0, []
     for number, part in enumerate(parts):
@@ -217,14 +217,14 @@ def stacked_bar(title: str, description: str, parts: Sequence[Part], unit: str) 
 
 
 def bars(title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: float = math.inf) -> str:
-    """Horizontal bars from zero.
+    """A horizontal bar chart that starts at zero.
 
     Args:
-        title: names the chart for screen readers.
-        description: its content in words.
-        rows: at least one; `strong` ones stand out.
-        unit: of the values.
-        cut_at: bars longer than this many times the shortest are cut, with an arrow.
+        title: name for screen readers.
+        description: content in words, for screen readers.
+        rows: at least one; `strong` bars are emphasised.
+        unit: unit of the values.
+        cut_at: cut bars longer than this many times the shortest, marked with an arrow.
     """
     known = [row.value for row in rows if row.value]
     end = min(max(known, default=1.0), cut_at * min(known, default=1.0)) or 1.0
@@ -256,7 +256,7 @@ def bars(title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: f
 
 
 def spark(title: str, description: str, points: Sequence[Point], top: float = 100.0) -> str:
-    """A small line from 0 to `top`, its area filled: one of many."""
+    """A sparkline from 0 to `top` with its area filled."""
     wide, height = 200, 54
     kept = thin(sorted(points), 120)
     low, high = kept[0][0], max(kept[-1][0], kept[0][0] + 1)
@@ -280,7 +280,7 @@ def spark(title: str, description: str, points: Sequence[Point], top: float = 10
 def scatter(
     title: str, description: str, dots: Sequence[tuple[str, float, float]], x_label: str, y_label: str
 ) -> str:
-    """Named points, both axes from zero."""
+    """A scatter plot of named points; both axes start at zero."""
     height = 240
     x_ticks = nice_ticks(0, max(a for _, a, _ in dots), 5)
     y_ticks = nice_ticks(0, max(b for _, _, b in dots), 4)

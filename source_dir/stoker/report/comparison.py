@@ -1,4 +1,4 @@
-"""Head and laptop: several runs as charts: time and cost against the shape of the cluster."""
+"""Head and laptop: charts that compare runs: time and cost by cluster shape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stoker.tracking.summary import number
 
 
 def comparison(runs: Sequence[RunData]) -> list[Panel]:
-    """Head and laptop: several runs: time and cost against the shape of the cluster."""
+    """Head and laptop: the panels that compare several runs."""
     from stoker.tracking.runs import shape_of
 
     labels = [f"{n + 1}" for n in range(len(runs))]
@@ -60,7 +60,7 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
         if run.summary.cost and run.summary.cost.get("usd") is not None
     ]
     if dots:
-        text = "Cost against time; further down and to the left is better."
+        text = "Cost against time; lower left is better."
         svg = charts.scatter("Cost against time", text, dots, "minutes", "$, estimated")
         found.append(panel("Time and cost", svg, caption=text))
     return found

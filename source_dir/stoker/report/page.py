@@ -1,4 +1,4 @@
-"""Head and laptop: run directories → one self-contained report.html, without a network, under a megabyte.
+"""Head and laptop: render run directories as one self-contained report.html of less than a megabyte.
 
 write_report([Path("runs/latest")], Path("report.html"))
 """
@@ -44,7 +44,7 @@ class Figure:
 
 @dataclass
 class Page:
-    """One run, ready for the template."""
+    """One run, as the template needs it."""
 
     run: RunData
     verdict: Verdict
@@ -53,18 +53,18 @@ class Page:
     panels: list[panels.Panel]
     hosts: list[dict[str, Any]]
     settings: list[tuple[str, str, str]]
-    """Key, value, origin of what is not a default."""
+    """(key, value, origin) of each non-default setting."""
     links: list[tuple[str, str]]
     mlflow: str
-    """The run's page there."""
+    """URL of the run in MLflow."""
 
 
 def write_report(run_dirs: Sequence[Path], target: Path) -> None:
-    """Head and laptop: the report of one run, or of several side by side.
+    """Head and laptop: write the report of one run, or of several side by side.
 
     Raises:
-        UsageError: one of them is no run directory.
-        OSError: it cannot be written.
+        UsageError: a path is not a run directory.
+        OSError: the file cannot be written.
     """
     text = render([read_run(path) for path in run_dirs])
     draft = target.with_name(f".{target.name}-{os.getpid()}")
@@ -73,7 +73,7 @@ def write_report(run_dirs: Sequence[Path], target: Path) -> None:
 
 
 def render(runs: Sequence[RunData]) -> str:
-    """Head and laptop: the page as text."""
+    """Head and laptop: render the page."""
     environment = Environment(
         loader=PackageLoader("stoker.report", "."),
         autoescape=select_autoescape(["html"]),
@@ -92,7 +92,7 @@ def render(runs: Sequence[RunData]) -> str:
 
 
 def page_of(run: RunData) -> Page:
-    """Head and laptop: everything about one run that the template shows."""
+    """Head and laptop: collect everything that the template shows of a run."""
     summary = run.summary
     return Page(
         run,
@@ -108,15 +108,15 @@ def page_of(run: RunData) -> Page:
 
 
 def judged(summary: Summary) -> Verdict:
-    """Head and laptop: the verdict; figures that it cannot use (a file changed by hand) are no obstacle."""
+    """Head and laptop: the verdict; tolerates invalid figures, as in a file edited by hand."""
     try:
         return verdict(summary)
     except (TypeError, ValueError, KeyError, ArithmeticError) as error:
-        return Verdict(f"no verdict: the summary's figures cannot be used ({where_raised(error)})", None)
+        return Verdict(f"no verdict: invalid figures in the summary ({where_raised(error)})", None)
 
 
 def key_figures(summary: Summary) -> list[Figure]:
-    """Head and laptop: what one wants to know first."""
+    """Head and laptop: the key figures at the top of the page."""
     speed, records = summary.speed, summary.records
     found: list[Figure] = []
     for name, value in summary.metrics.best.items():
@@ -125,15 +125,15 @@ def key_figures(summary: Summary) -> list[Figure]:
             shown = f"{100 * value:.2f} %" if percent else charts.figure(value)
             found.append(Figure(name, shown, "best"))
     if speed.steady_samples_per_s:
-        found.append(Figure("samples/s", charts.figure(speed.steady_samples_per_s), "without warm-up"))
-        found.append(Figure("input wait", f"{speed.input_wait_pct:.0f} %", "of the training time"))
+        found.append(Figure("samples/s", charts.figure(speed.steady_samples_per_s), "after warm-up"))
+        found.append(Figure("input wait", f"{speed.input_wait_pct:.0f} %", "of training time"))
     if speed.step_ms_p50:
         found.append(Figure("step", charts.figure(speed.step_ms_p50, "ms"), "median"))
     if summary.seconds:
         steps = f"{summary.steps:,} steps" if summary.steps or summary.script is None else ""
         found.append(Figure("time", duration(summary.seconds), steps))
     if records.read:
-        note = f"{records.quarantined:,} quarantined, {records.remainder:,} remaining"
+        note = f"{records.quarantined:,} quarantined, {records.remainder:,} left over"
         if records.repeated:
             note += f", {records.repeated:,} repeated"
         found.append(Figure("records trained", f"{records.trained:,}", note))
@@ -147,7 +147,7 @@ def key_figures(summary: Summary) -> list[Figure]:
 
 
 def settings_of(run: RunData) -> list[tuple[str, str, str]]:
-    """Head and laptop: the keys that somebody set: (key, value, who)."""
+    """Head and laptop: the keys that were set: (key, value, origin)."""
     import yaml
 
     try:
@@ -164,19 +164,19 @@ def settings_of(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def links_of(run: RunData) -> list[tuple[str, str]]:
-    """Head and laptop: where the rest lies, beside the report: (name, relative path)."""
+    """Head and laptop: links to the other files of the run: (name, relative path)."""
     names = {
         "summary.json": "all figures",
-        "events.jsonl": "everything that happened",
-        "quarantine.jsonl": "records that could not be used",
+        "events.jsonl": "all events",
+        "quarantine.jsonl": "quarantined records",
         "config.yaml": "the configuration",
-        "logs/console.log": "what was on the screen",
+        "logs/console.log": "console output",
     }
     return [(text, name) for name, text in names.items() if (run.run_dir / name).exists()]
 
 
 def mlflow_of(summary: Summary) -> str:
-    """Head and laptop: the run's page in MLflow, where it was sent there; only http(s) may become a link."""
+    """Head and laptop: the run's URL in MLflow, if it was sent there and is http(s)."""
     about = summary.tracking.get("mlflow")
     url = about.get("url") if isinstance(about, dict) else None
     return url if isinstance(url, str) and urlsplit(url).scheme in ("http", "https") else ""

@@ -1,4 +1,4 @@
-"""Head and laptop: the charts of a run with their captions and the tables behind them."""
+"""Head and laptop: the charts of a run with their captions and data tables."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from stoker.report.reading import RunData
 Rows = list[list[str]]
 
 TERMS = {
-    "compute": "compute on the device",
-    "host_to_device": "copy to the device",
+    "compute": "compute",
+    "host_to_device": "copy to device",
     "wait_production": "wait: preprocessing",
     "wait_transfer": "wait: network",
-    "wait_collate": "wait: batches are cut",
+    "wait_collate": "wait: collating batches",
 }
 SHORT = {
     "checkpoint": "c",
@@ -53,7 +53,7 @@ HATCHES = (
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart, or several small ones, with what it says and the numbers behind it."""
+    """A chart, or several small ones, with a caption and a data table."""
 
     title: str
     svgs: list[Markup]
@@ -61,19 +61,19 @@ class Panel:
     heads: list[str] = field(default_factory=list)
     rows: Rows = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    """Of small multiples, one per svg."""
+    """For small multiples: one per SVG."""
     wide: bool = False
     keys: list[tuple[int, str]] = field(default_factory=list)
-    """Legend: (number of the colour and hatching, text)."""
+    """Legend: (colour and hatching number, text)."""
 
 
 def panel(title: str, svg: str, **more: object) -> Panel:
-    """Head and laptop: a panel of one chart."""
+    """Head and laptop: a panel with one chart."""
     return Panel(title, [Markup(svg)], **more)  # type: ignore[arg-type]  # noqa: S704 - made by charts, escaped
 
 
 def of_run(run: RunData) -> list[Panel]:
-    """Head and laptop: the panels that a run has data for, in the order in which they are read."""
+    """Head and laptop: the panels for which a run has data, in display order."""
     makers = (throughput, waiting, step_time, limits, loss, metrics, chain, host_cpu)
     found: list[Panel] = []
     for make in makers:
@@ -84,7 +84,7 @@ def of_run(run: RunData) -> list[Panel]:
 
 def _events(run: RunData) -> list[Event]:
     marks = sorted([*run.marks, *run.epochs], key=lambda mark: mark.seconds)
-    if len(marks) > MOST_MARKS:  # what went wrong is kept, what is routine is thinned
+    if len(marks) > MOST_MARKS:  # keep failures, thin out routine events
         routine = [m for m in marks if m.kind in ("epoch", "checkpoint")]
         others = [m for m in marks if m.kind not in ("epoch", "checkpoint")][:MOST_MARKS]
         marks = others + routine[:: max(1, len(routine) // 12)]
@@ -96,7 +96,7 @@ def _table(points: Sequence[Point]) -> Rows:
     return [[figure(x), figure(y)] for x, y in list(points)[::step]]
 
 
-SIGNS = "e: end of an epoch, c: checkpoint, L/J: host lost/joined, r: resumed, S: stop"
+SIGNS = "e: epoch end, c: checkpoint, L/J: host lost/joined, r: resumed, S: stop"
 
 
 def throughput(run: RunData) -> Panel | None:
@@ -106,7 +106,7 @@ def throughput(run: RunData) -> Panel | None:
         return None
     mean = run.summary.speed.steady_samples_per_s
     text = f"From {figure(min(y for _, y in points))} to {figure(max(y for _, y in points))} samples/s"
-    text += f"; {figure(mean)} on average without warm-up." if mean else "."
+    text += f"; {figure(mean)} on average after warm-up." if mean else "."
     svg = charts.line_chart(
         "Throughput over time",
         text,
@@ -137,18 +137,18 @@ def waiting(run: RunData) -> Panel | None:
 
 
 def step_time(run: RunData) -> Panel | None:
-    """Where the time of a step goes."""
+    """Breakdown of the step time."""
     terms = getattr(run.summary.speed, "step_terms_ms", None) or {}
     parts = [Part(text, float(terms.get(name, 0.0))) for name, text in TERMS.items()]
     total = sum(part.value for part in parts)
     if total <= 0:
         return None
     largest = max(parts, key=lambda part: part.value)
-    text = f"A step takes {figure(total, 'ms')}; most of it: {largest.name}, {figure(largest.value, 'ms')}."
+    text = f"A step takes {figure(total, 'ms')}; largest part: {largest.name}, {figure(largest.value, 'ms')}."
     rows = [[p.name, figure(p.value), f"{100 * p.value / total:.1f} %"] for p in parts]
     return panel(
-        "Where the time of a step goes",
-        charts.stacked_bar("Where the time of a step goes", text, parts, "ms"),
+        "Step time breakdown",
+        charts.stacked_bar("Step time breakdown", text, parts, "ms"),
         caption=text,
         heads=["part", "ms", "share"],
         rows=rows,
@@ -157,7 +157,7 @@ def step_time(run: RunData) -> Panel | None:
 
 
 def limits(run: RunData) -> Panel | None:
-    """What each part alone could carry."""
+    """Throughput limit of each component on its own."""
     summary = run.summary
     rate = summary.speed.steady_samples_per_s
     if not rate:
@@ -168,7 +168,7 @@ def limits(run: RunData) -> Panel | None:
     on_gpu = any(host.gpus for host in summary.cluster.hosts)
     rows = [
         Bar("measured", rate, strong=True),
-        Bar("GPUs, were data never late" if on_gpu else "training, were data never late", rate / (1 - share)),
+        Bar("GPUs without input wait" if on_gpu else "training without input wait", rate / (1 - share)),
         Bar(f"chain on {figure(cpus)} CPUs", 1000 * cpus / chain_ms if chain_ms else None),
         Bar("network", network_limit(run), "baseline of the train hosts"),
     ]
@@ -176,16 +176,16 @@ def limits(run: RunData) -> Panel | None:
         f"{row.name}: {figure(row.value, 'samples/s') if row.value else 'not measured'}" for row in rows
     )
     return panel(
-        "What each part could carry",
+        "Throughput limits",
         charts.bars("Limits in samples per second", text, rows, "samples/s", cut_at=4),
-        caption="Widen the shortest bar under the measured one first. CPUs that also train carry less.",
+        caption="The lowest limit is the bottleneck. CPUs that also train reach less.",
         heads=["part", "samples/s"],
         rows=[[row.name, figure(row.value) if row.value else "not measured"] for row in rows],
     )
 
 
 def network_limit(run: RunData) -> float | None:
-    """Samples/s that the train hosts' links carry; None where their types are not known."""
+    """Network limit of the train hosts, samples/s; None for unknown instance types."""
     from stoker.costs.prices import machine
 
     size = run.summary.speed.bytes_per_sample
@@ -201,7 +201,7 @@ def network_limit(run: RunData) -> float | None:
 
 
 def loss(run: RunData) -> Panel | None:
-    """The loss at logged steps and at the ends of epochs."""
+    """Loss at logged steps and at the end of each epoch."""
     if not run.loss:
         return None
     lines = [Line("step", run.loss)]
@@ -216,7 +216,7 @@ def loss(run: RunData) -> Panel | None:
 
 
 def metrics(run: RunData) -> list[Panel]:
-    """Validation metrics other than the loss, or all that a script logs, each a chart."""
+    """One chart per validation metric except the loss, or per metric that a script logs."""
     found, own = [], run.summary.script is not None
     for name, points in run.metrics.items():
         if not own and (not name.startswith("val/") or name == "val/loss"):
@@ -241,7 +241,7 @@ def metrics(run: RunData) -> list[Panel]:
 
 
 def chain(run: RunData) -> Panel | None:
-    """CPU time and bytes of each stage."""
+    """CPU time and output bytes of each stage."""
     stages = run.summary.chain
     if not stages:
         return None
@@ -271,7 +271,7 @@ def chain(run: RunData) -> Panel | None:
 
 
 def host_cpu(run: RunData) -> Panel | None:
-    """CPU use of each host, as small multiples on one scale."""
+    """CPU utilisation per host, as small multiples on one scale."""
     if not run.host_cpu:
         return None
     means = {host: sum(y for _, y in p) / len(p) for host, p in run.host_cpu.items()}
@@ -288,7 +288,7 @@ def host_cpu(run: RunData) -> Panel | None:
     ]
     caption = f"From 0 to 100 % of each host's CPUs, over the run; {len(order)} hosts."
     if len(order) > len(shown):
-        caption += f" The first {len(shown)} are drawn, the table has all."
+        caption += f" The charts show the first {len(shown)}, the table all."
     return Panel(
         "CPU use per host",
         svgs,

@@ -1,4 +1,4 @@
-"""Head and laptop: a run directory as the report needs it; whatever is absent or cut short is left out."""
+"""Head and laptop: read a run directory for the report; skips missing or truncated data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COLOR = re.compile("#[0-9a-f]{6}")
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at a time."""
+    """An event at a point in time."""
 
     seconds: float
     kind: str
@@ -40,10 +40,10 @@ class Mark:
 
 
 class Pictures(NamedTuple):
-    """Head and laptop: images of a split as the model saw them."""
+    """Head and laptop: sample images of a split, as the model gets them."""
 
     images: list[dict[str, str]]
-    """`png` (base64), `label`, and `predicted` (another PNG) where the first one shows the target."""
+    """`png` (base64) and `label`; `predicted` (another PNG) if the first one shows the target."""
     legend: list[tuple[str, str]]
     """Class → colour, #rrggbb."""
     epoch: int | None
@@ -51,7 +51,7 @@ class Pictures(NamedTuple):
 
 @dataclass
 class RunData:
-    """One run as read."""
+    """The data of one run."""
 
     run_dir: Path
     summary: Summary
@@ -62,17 +62,17 @@ class RunData:
     loss: list[Point] = field(default_factory=list)
     """(global step, loss)."""
     metrics: dict[str, list[Point]] = field(default_factory=dict)
-    """Name → (global step, value) at the ends of epochs, or as a script logs it."""
+    """Name → (global step, value), at the end of each epoch or as a script logs it."""
     marks: list[Mark] = field(default_factory=list)
     epochs: list[Mark] = field(default_factory=list)
     host_cpu: dict[str, list[Point]] = field(default_factory=dict)
-    """Host → (seconds, % of its CPUs)."""
+    """Host → (seconds since the start, % of its CPUs)."""
     quarantine: list[dict[str, Any]] = field(default_factory=list)
     quarantined: int = 0
     config: str = ""
     origins: dict[str, str] = field(default_factory=dict)
     pictures: dict[str, Pictures] = field(default_factory=dict)
-    """Split → the last images shown of it."""
+    """Split → its latest sample images."""
 
     @property
     def name(self) -> str:
@@ -80,15 +80,15 @@ class RunData:
 
 
 def read_run(run_dir: Path) -> RunData:
-    """Head and laptop: all that a run directory tells.
+    """Head and laptop: read a run directory.
 
     Raises:
-        UsageError: no run directory, or a summary that cannot be read.
+        UsageError: not a run directory, or an unreadable summary.
     """
     path = run_dir / "summary.json"
     if not path.is_file():
         reason = "no summary.json in it" if run_dir.is_dir() else "no such folder"
-        raise UsageError(f"{run_dir}: is no run directory ({reason})")
+        raise UsageError(f"{run_dir}: is not a run directory ({reason})")
     summary = read_summary(path)
     summary.chain = [stage for stage in map(_stage, summary.chain) if stage]
     summary.host_cpu = [row for row in summary.host_cpu if number(row.get("mean_pct")) is not None]
@@ -102,7 +102,7 @@ def read_run(run_dir: Path) -> RunData:
 
 
 def _stage(stage: dict[str, Any]) -> dict[str, Any] | None:
-    """A stage of the chain that has its CPU time; its bytes are 0 where they are not known."""
+    """Normalise a stage; None without CPU time, and 0 for unknown bytes."""
     cpu_ms = number(stage.get("cpu_ms_per_sample"))
     if cpu_ms is None:
         return None
@@ -112,7 +112,7 @@ def _stage(stage: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a .jsonl file; a line that a crash cut short is passed over."""
+    """Parse a .jsonl file; skips a line that a crash truncated."""
     try:
         file = path.open(encoding="utf-8", errors="replace")
     except OSError:
@@ -165,7 +165,7 @@ def _mark_text(kind: str, event: dict[str, Any]) -> str:
 
 
 def _pictures(event: dict[str, Any]) -> Pictures:
-    """Those that are PNG files, and no more of them than a page of a megabyte has room for."""
+    """The valid PNG files, limited so that the page stays below a megabyte."""
     found, room = [], MOST_PICTURE_CHARACTERS
     for image in event["images"]:
         if not isinstance(image, dict):
@@ -195,7 +195,7 @@ def _is_png(text: Any) -> bool:
 def _take_step(
     run: RunData, event: dict[str, Any], at: float, before: tuple[int, float, float, float] | None
 ) -> tuple[int, float, float, float] | None:
-    """One logged step: figures since the one before it in the same epoch."""
+    """Take one logged step: rates since the previous one in the same epoch."""
     names = ("epoch_samples", "elapsed_s", "wait_s")
     samples, elapsed, wait = (number(event.get(name)) for name in names)
     step, loss = number(event.get("step")), number(event.get("loss"))
