@@ -1,1 +1,1 @@
-"""Every host: models and loops of other frameworks on Stoker's data."""
+"""Every host: integrations with other frameworks and with user scripts."""

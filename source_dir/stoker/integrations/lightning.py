@@ -1,12 +1,13 @@
-"""A LightningModule, unchanged, on Stoker's data: `recipe: stoker.integrations.lightning:LightningRecipe`.
+"""Train an unchanged LightningModule on Stoker's data, with
+`recipe: stoker.integrations.lightning:LightningRecipe`.
 
 params:
   data: .data/flowers                 # as for ImageClassification
   module: my_models:LitClassifier     # the LightningModule
   init: {hidden: 64}                  # its arguments
 
-The module's optimisers, schedulers, callbacks and `self.log` are its own; epochs, batch size, checkpoints and
-everything else are the job's. Needs the extra `lightning`.
+The module defines optimisers, schedulers, callbacks and `self.log`; the job defines epochs, batch size,
+checkpoints and everything else. Requires the extra `lightning`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ STEERED = {
     "plugins": "the cluster",
     "callbacks": "the module's configure_callbacks()",
     "default_root_dir": "output_dir",
-    "use_distributed_sampler": "the data, which come shared out already",
+    "use_distributed_sampler": "the data, which is already sharded",
     "limit_train_batches": "train.max_steps",
     "limit_val_batches": "the data: validation sees every record",
     "val_check_interval": "the data: validation follows each epoch",
@@ -41,7 +42,7 @@ STEERED = {
     "enable_checkpointing": "the section checkpoint",
     "log_every_n_steps": "tracking.log_every_steps",
 }
-"""Arguments of lightning.Trainer that the job decides on, and where."""
+"""Arguments of lightning.Trainer that the job sets, and where."""
 
 UNUSED = (
     "strategy",
@@ -63,11 +64,11 @@ UNUSED = (
     "cutmix",
     "scale_lr",
 )
-"""Keys of `train` that a LightningModule or `params.trainer` decide on."""
+"""Keys of `train` that a LightningModule or `params.trainer` replace."""
 
 
 class LightningRecipe(ImageClassification):
-    """Every host: a LightningModule; override `read`, `preprocess`, `on_device` for other data."""
+    """Every host: trains a LightningModule; override `read`, `preprocess` and `on_device` for other data."""
 
     model_config = ConfigDict(populate_by_name=True, protected_namespaces=())
     own_loop: ClassVar[str] = "stoker.integrations.lightning_loop"
@@ -76,10 +77,10 @@ class LightningRecipe(ImageClassification):
     init: dict[str, Any] = Field({}, description="arguments of the LightningModule")
     columns: list[str] | None = Field(
         ["image", "label"],
-        description="columns that make the batch, a tuple in this order; null: a dict of all columns",
+        description="columns of the batch, a tuple in this order; null: a dict of all columns",
     )
     trainer: dict[str, Any] = Field(
-        {}, description="further arguments of lightning.Trainer: precision, gradient_clip_val, …"
+        {}, description="additional arguments of lightning.Trainer: precision, gradient_clip_val, …"
     )
 
     def check(self, resolved: Resolved) -> None:
@@ -87,13 +88,13 @@ class LightningRecipe(ImageClassification):
             import lightning.pytorch as pl
         except ImportError:
             raise UsageError(
-                "recipe: LightningRecipe needs the package lightning; pip install 'stoker[lightning]', or add"
+                "recipe: LightningRecipe requires lightning; run pip install 'stoker[lightning]', or add"
                 " lightning to requirements.txt"
             ) from None
         import inspect
 
         problems = [
-            f"params.trainer.{key}: is decided by {STEERED[key]}; leave it out"
+            f"params.trainer.{key}: is set by {STEERED[key]}; leave it out"
             for key in self.trainer
             if key in STEERED
         ]
@@ -104,16 +105,16 @@ class LightningRecipe(ImageClassification):
             if key not in known
         ]
         problems += [
-            f"train.{key}: has no meaning with LightningRecipe, which trains by DDP with the module's own"
+            f"train.{key}: has no effect with LightningRecipe, which uses DDP and the module's own"
             " optimisers; set it in the module or in params.trainer"
             for key in UNUSED
             if f"train.{key}" in resolved.origins
         ]
         cls = load_object(self.module, SOURCE_FOLDER, "params.module")
         if not (inspect.isclass(cls) and issubclass(cls, pl.LightningModule)):
-            problems.append(f"params.module: {self.module} is no LightningModule class")
+            problems.append(f"params.module: {self.module} is not a LightningModule class")
         if "params.model" in resolved.origins:
-            problems.append("params.model: the model is params.module")
+            problems.append("params.model: LightningRecipe takes params.module instead")
         if problems:
             raise UsageError(*problems)
 
@@ -122,16 +123,16 @@ class LightningRecipe(ImageClassification):
         try:
             return cls(**self.init)
         except TypeError as error:
-            raise UsageError(f"params.init: {self.module} cannot be made of it: {error}") from None
+            raise UsageError(f"params.init: cannot create {self.module}: {error}") from None
 
     def wanted(self) -> list[str] | None:
         return self.columns
 
     def batch_of(self, columns: dict[str, Any]) -> Any:
-        """Train worker: what `training_step` and `validation_step` of the module get.
+        """Train worker: the batch passed to the module's `training_step` and `validation_step`.
 
         Args:
-            columns: tensors by name, on the device, `on_device` applied.
+            columns: tensors by name, on the device, after `on_device`.
         """
         if self.columns is None:
             return columns
@@ -141,5 +142,5 @@ class LightningRecipe(ImageClassification):
         return tuple(columns[name] for name in self.columns)
 
     def loggers(self) -> list[Any]:
-        """Train worker (rank 0): loggers of one's own for lightning.Trainer, beside the run's events."""
+        """Train worker (rank 0): additional loggers for lightning.Trainer."""
         return []

@@ -1,4 +1,4 @@
-"""Train worker: lightning.Trainer in place of the loop; batches, checkpoints and events stay Stoker's."""
+"""Train worker: runs lightning.Trainer as the loop, with Stoker's batches, checkpoints and events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from stoker.training.worker import Worker, check_finite, count_records, mean_ove
 
 
 def build(worker: Worker) -> None:
-    """Train worker: the module, as its author made it; the trainer wraps it for DDP."""
+    """Train worker: set up the unwrapped module; the trainer wraps it in DDP."""
     worker.model = worker.recipe.model().to(worker.device)
     worker.scheduler = TrainerState(lambda text: worker.log("note", text=text))
 
@@ -39,17 +39,17 @@ def build(worker: Worker) -> None:
 def run_epochs(
     worker: Worker, keeper: CheckpointManager, first: int, carried: Progress | None, has_val: bool
 ) -> bool:
-    """Train worker: all epochs, by Lightning.
+    """Train worker: run all epochs with Lightning.
 
     Args:
         worker: its model is the LightningModule.
         keeper: the run's checkpoints.
         first: the first epoch.
-        carried: what of it was done before this start.
+        carried: progress in it before this start.
         has_val: whether there is a validation split.
 
     Returns:
-        Whether somebody asked the run to stop.
+        Whether a stop was requested.
     """
     stop = nothing_left(worker, keeper, first)
     if stop:
@@ -91,20 +91,20 @@ class TrainerState:
     """Train worker: the trainer's optimisers, schedulers, loops and callbacks, for a checkpoint."""
 
     def __init__(self, tell: Callable[[str], Any]) -> None:
-        """Args: tell: takes what is left out of checkpoints, each line once."""
+        """Args: tell: called once per line about state that checkpoints omit."""
         self.trainer: pl.Trainer | None = None
         self.loaded: bytes = b""
         self._tell, self._told = tell, set[str]()
 
     def state_dict(self) -> dict[str, Any]:
-        """The trainer's checkpoint without the weights, as bytes in a tensor."""
+        """The trainer's checkpoint without weights, as bytes in a tensor."""
         return {"lightning": pack(self.state())} if self.trainer is not None else {}
 
     def state(self) -> dict[str, Any]:
-        """The same as plain values and tensors.
+        """The trainer's checkpoint without weights, as plain values and tensors.
 
         Raises:
-            UsageError: something that training cannot go on without is not plain.
+            UsageError: state that is required to resume is not plain.
         """
         assert self.trainer is not None  # noqa: S101 - set before fit
         return plain_state(self.trainer._checkpoint_connector.dump_checkpoint(), self._once)
@@ -119,7 +119,7 @@ class TrainerState:
             self.loaded = state["lightning"].numpy().tobytes()
 
     def as_file(self, module: Any) -> Any:
-        """What `Trainer.fit` continues from: a context with a path, or None."""
+        """Context manager with the checkpoint path for `Trainer.fit`, or None."""
         return _CheckpointFile(self.loaded, module)
 
 
@@ -144,7 +144,7 @@ class _CheckpointFile:
 
 
 class Given(NamedTuple):
-    """Train worker: how far the feed was when it gave a batch; Lightning asks for one more than it trains."""
+    """Train worker: position of the feed at a batch; Lightning fetches one batch ahead."""
 
     rows: int
     padded: int
@@ -186,14 +186,14 @@ class ValBatches:
         for columns in feed:
             if count_records(columns):
                 yield reports.batch_of("val", columns)
-        # Here and not after the batch that said so: all ranks end after the same one.
+        # Stop here and not after the previous batch, so that all ranks end at the same batch.
         reports.cut = reports.stop = feed.stop
 
 
 class Reports(RayTrainReportCallback):  # type: ignore[misc]
-    """Train worker: turns Lightning's hooks into the run's events, checkpoints and books.
+    """Train worker: maps Lightning's hooks to the run's events, checkpoints and accounting.
 
-    As Ray's callback it reports every epoch to Ray Train; the checkpoint goes where the job keeps its own.
+    Like Ray's callback, it reports every epoch to Ray Train; checkpoints go to the job's checkpoint folder.
     """
 
     def __init__(self, worker: Worker, keeper: CheckpointManager, carried: Progress | None) -> None:
@@ -205,22 +205,22 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         self.val: EpochFeed | None = None
         self.given: deque[Given] = deque()
         self.rows = 0
-        """Rows of this rank's trained batches since the pass began."""
+        """Rows that this rank has trained in this pass."""
         self.exhausted = False
         self.books: list[dict[str, Any]] = []
         self.stop = ""
         self.cut = ""
-        """Why a validation was not finished."""
+        """Why validation was interrupted."""
         self.asked = False
         self.started = self.elapsed = 0.0
 
     def batch_of(self, split: str, columns: dict[str, Any]) -> Any:
-        """Columns on the device → what the module's steps take."""
+        """Convert columns on the device to the batch of the module's steps."""
         recipe: Any = self.worker.recipe
         return recipe.batch_of(self.worker.modules[split](columns))
 
     def open_epoch(self) -> EpochFeed:
-        """The feed of the epoch that begins, or of the rest of the interrupted one."""
+        """Open the feed of the next epoch, or of the rest of an interrupted one."""
         assert self.trainer is not None  # noqa: S101 - set before fit
         epoch = self.trainer.current_epoch
         carried, self.carried = self.carried, None
@@ -237,7 +237,7 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
         if self.worker.rank == 0:
-            self.worker.scheduler.state()  # what no checkpoint can hold is refused before the first step
+            self.worker.scheduler.state()  # reject state that checkpoints cannot hold before the first step
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
         worker, progress, given = self.worker, self.progress, self.given.popleft()
@@ -248,9 +248,9 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         progress.samples = progress.carried_samples + (given.rows - given.padded) * worker.world_size
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         rows, self.rows = given.rows - self.rows, given.rows
-        if loss is not None:  # a module that optimises by hand returns none
+        if loss is not None:  # None with manual optimisation
             if module.automatic_optimization:
-                loss = loss.detach() * trainer.accumulate_grad_batches  # by which Lightning has divided it
+                loss = loss.detach() * trainer.accumulate_grad_batches  # undo Lightning's division
             progress.loss_sum += loss.detach() * rows
             progress.loss_rows += rows
         if progress.steps == 1 or progress.steps % worker.config.tracking.log_every_steps == 0:
@@ -261,7 +261,7 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
             log_step(worker, progress, self.train, self.started, loss=shown, lr=learning_rate(trainer))
         limit = worker.config.train.max_steps
         if given.stop or (worker.step == limit and not self.exhausted):
-            # Here and not at the end of the epoch, which Lightning would count as done.
+            # Stop here: at the end of the epoch, Lightning would count it as done.
             self.asked = worker.step != limit
             self.stop = given.stop if self.asked else f"train.max_steps reached at step {worker.step}"
             trainer.should_stop = True
@@ -285,7 +285,7 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         if self.stop and not self.cut:
             return
         self._reconcile_train()
-        # Of an unfinished validation nothing counts.
+        # Discard the results of an interrupted validation.
         logged = {} if self.cut else trainer.callback_metrics
         metrics = {conventional(name): float(value) for name, value in logged.items()}
         loss = mean_over_ranks(worker, progress.loss_sum / max(progress.loss_rows, 1))
@@ -308,7 +308,7 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         ray.train.report(metrics)
 
     def _reconcile_train(self) -> None:
-        """Once per epoch, when its last batch has been trained: the books and the figures of the pass."""
+        """After the last batch of an epoch: close the accounting and report the figures of the pass."""
         if self.train is None or not self.exhausted or self.books:
             return
         self.elapsed = time.perf_counter() - self.started
@@ -320,18 +320,17 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
 
 
 def conventional(name: str) -> str:
-    """Train worker: `val_loss`, as Lightning users write it, as `val/loss`, as runs are compared by."""
+    """Train worker: rename Lightning-style `val_loss` to `val/loss`, the name that runs are compared by."""
     return re.sub(r"^(?:(train)|val|valid|validation)[_/]", lambda m: f"{m[1] or 'val'}/", name)
 
 
 def learning_rate(trainer: pl.Trainer) -> float:
-    """Train worker: of the first group of the first optimiser."""
+    """Train worker: learning rate of the first parameter group of the first optimiser."""
     return float(trainer.optimizers[0].param_groups[0]["lr"]) if trainer.optimizers else 0.0
 
 
 def _sync_buffers(trainer: pl.Trainer, on: bool) -> None:
-    """DDP broadcasts buffers before each forward; ranks that validate different numbers of batches would
-    wait for each other for ever."""
+    """Toggle DDP's buffer broadcast, which deadlocks ranks that validate different numbers of batches."""
     model = trainer.strategy.model
     if hasattr(model, "require_forward_param_sync"):
         model.require_forward_param_sync = on

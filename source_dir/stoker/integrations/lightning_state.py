@@ -1,7 +1,7 @@
-"""Train worker: what of lightning.Trainer's state goes into a checkpoint: plain values and tensors only.
+"""Train worker: reduces lightning.Trainer's state to plain values and tensors for checkpoints.
 
-Whoever can write to a folder of checkpoints could otherwise run code on the train host: a pickle that may
-hold objects of any type executes what it names as it is read.
+An unrestricted pickle executes code when it is loaded, so anyone with write access to the checkpoint folder
+could run code on the train host.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from stoker.errors import UsageError
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.device, torch.dtype, torch.Size)
 OMITTED = ("state_dict", "hyper_parameters", "hparams_name", "hparams_type")
-"""The weights have a file of their own, and the module is made from `params.init`."""
+"""Weights are stored separately, and the module is created from `params.init`."""
 
 
 class NotPlainError(TypeError):
-    """Train worker: a value that only code could bring back; the text says where it lies."""
+    """Train worker: a value that cannot be restored without running code; the message locates it."""
 
 
 def plain(value: Any, where: str) -> Any:
-    """Train worker: the same nesting of dicts, lists, tuples, sets, plain values and tensors.
+    """Train worker: copy nested dicts, lists, tuples, sets, plain values and tensors.
 
     Args:
-        value: subclasses of these types become the types themselves, numbers of NumPy Python's.
-        where: names it in errors.
+        value: subclasses become their plain base types, NumPy scalars Python numbers.
+        where: location for errors.
 
     Raises:
-        NotPlainError: something in it is of another type.
+        NotPlainError: it contains another type.
     """
     if type(value) in PLAIN:
         return value
@@ -45,7 +45,7 @@ def plain(value: Any, where: str) -> Any:
         return type(value)(plain(below, f"{where}[{i}]") for i, below in enumerate(value))
     if isinstance(value, enum.Enum) or not isinstance(value, bool | int | float | str):
         item = getattr(value, "item", None)
-        if callable(item) and getattr(value, "ndim", None) == 0:  # a number of NumPy's
+        if callable(item) and getattr(value, "ndim", None) == 0:  # a NumPy scalar
             return plain(item(), where)
         kind = type(value)
         raise NotPlainError(f"{where} is a {kind.__module__}.{kind.__qualname__}")
@@ -54,15 +54,15 @@ def plain(value: Any, where: str) -> Any:
 
 
 def plain_state(dumped: dict[str, Any], tell: Callable[[str], Any]) -> dict[str, Any]:
-    """Train worker: a trainer's dumped checkpoint, without the weights, as plain values.
+    """Train worker: convert a trainer's checkpoint, without weights, to plain values.
 
     Args:
-        dumped: by lightning.Trainer.
-        tell: takes one line for each callback whose state is left out.
+        dumped: the checkpoint from lightning.Trainer.
+        tell: called with one line per callback whose state is omitted.
 
     Raises:
-        UsageError: the state of an optimiser, of a schedule, or what the module adds, is not plain; training
-            could not go on from such a checkpoint as if nothing had happened.
+        UsageError: the state of an optimiser, a scheduler or the module is not plain, so training could not
+            resume exactly.
     """
     state: dict[str, Any] = {"callbacks": {}}
     for name, content in dumped.get("callbacks", {}).items():
@@ -70,8 +70,8 @@ def plain_state(dumped: dict[str, Any], tell: Callable[[str], Any]) -> dict[str,
             state["callbacks"][str(name)] = plain(content, f"state of the callback {name}")
         except NotPlainError as error:
             tell(
-                f"checkpoints leave out the {error}, which is no plain value or tensor: after a resume this"
-                " callback begins anew"
+                f"checkpoints omit the {error}, which is not a plain value or tensor: after a resume this"
+                " callback starts from scratch"
             )
     try:
         for name, content in dumped.items():
@@ -79,28 +79,28 @@ def plain_state(dumped: dict[str, Any], tell: Callable[[str], Any]) -> dict[str,
                 state[str(name)] = plain(content, str(name))
     except NotPlainError as error:
         raise UsageError(
-            f"the LightningModule's checkpoint: {error}; only plain values and tensors can be read back"
-            " safely: change state_dict() or on_save_checkpoint() to give those"
+            f"the LightningModule's checkpoint: {error}; only plain values and tensors can be loaded"
+            " safely: make state_dict() and on_save_checkpoint() return only those"
         ) from None
     return state
 
 
 def pack(state: dict[str, Any]) -> torch.Tensor:
-    """Train worker: plain state as bytes in a tensor, which copies it to the CPU once."""
+    """Train worker: serialise plain state as bytes in a tensor, with one copy to the CPU."""
     file = io.BytesIO()
     torch.save(state, file)
     return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
 
 
 def unpack(content: bytes, where: str) -> dict[str, Any]:
-    """Train worker: the reverse of `pack`.
+    """Train worker: deserialise the result of `pack`.
 
     Args:
         content: from a checkpoint.
-        where: names the file in errors.
+        where: location for errors.
 
     Raises:
-        OSError: it holds more than plain values; nothing of it was executed.
+        OSError: it contains more than plain values; nothing was executed.
     """
     state: dict[str, Any] = read_plain(io.BytesIO(content), where)
     return state

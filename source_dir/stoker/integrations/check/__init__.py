@@ -1,1 +1,1 @@
-"""Script's process: observe torch's DataLoader in a training script that stays as it is."""
+"""Script's process: observes torch's DataLoader in an unchanged training script."""

@@ -1,8 +1,7 @@
-"""Loader's workers and script's process: CPU seconds of fetching a batch, by transform.
+"""Loader's workers and script's process: measures CPU seconds per batch, by transform.
 
-What is timed is torch's own fetcher (`__getitem__` of every index, then `collate_fn`), inside it whatever
-the dataset holds as transforms, and well-known decoders. Sums go to a file per process, for a worker may be
-ended at any time.
+Times torch's fetcher (`__getitem__` of every index, then `collate_fn`) and, within it, the dataset's
+transforms and well-known decoders. Sums go to one file per process, because workers may be killed any time.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from typing import Any
 
 WRITE_S = 0.5
 DEPTH = 8
-"""Datasets in datasets, and transforms in transforms, are followed so far."""
+"""Depth to which nested datasets and transforms are followed."""
 WRAPPED = ("dataset", "datasets", "source", "data")
-"""Attributes under which datasets hold the datasets that they wrap."""
+"""Attributes that hold wrapped datasets."""
 DECODERS = {
     "PIL.ImageFile": ("ImageFile.load",),
     "cv2": ("imread", "imdecode"),
@@ -33,12 +32,12 @@ DECODERS = {
     "torchaudio": ("load",),
 }
 DRAWS = ("random", "jitter", "augment", "trivial", "augmix", "erasing", "elastic", "mixup", "cutmix", "noise")
-"""Words in the names of transforms that draw random numbers."""
+"""Words in the names of random transforms."""
 _now = threading.local()
 
 
 class Fetching:
-    """Loader's worker: what the batches of one loader cost in this process."""
+    """Loader's worker: the cost of one loader's batches in this process."""
 
     def __init__(self, file: Path, loader: int, clock: Callable[[], float]) -> None:
         self.file, self.loader, self.clock = file, loader, clock
@@ -51,7 +50,7 @@ class Fetching:
         self.written = 0.0
 
     def fetch(self, original: Callable[[Any], Any], index: Any) -> Any:
-        """One batch, timed; the first one imports and opens things, and is counted apart."""
+        """Time a batch; the first one is counted separately, because it imports modules and opens files."""
         if self.calls < 2:
             time_decoders()
         self.pending, self.inner = {}, 0.0
@@ -77,7 +76,7 @@ class Fetching:
         return data
 
     def stage(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A stage's own time: that of the stages inside it is theirs."""
+        """Time a stage, excluding the stages inside it."""
         outer, self.inner = self.inner, 0.0
         started = self.clock()
         try:
@@ -88,7 +87,7 @@ class Fetching:
             self.inner = outer + spent
 
     def write(self) -> None:
-        """At once or not at all: it is read at any time."""
+        """Write atomically, because the file may be read at any time."""
         self.written = time.monotonic()
         running = self.sums["fetches"] > 0
         sums = {**self.sums, "stages": self.stages} if running else {**self.first, "first": True}
@@ -97,15 +96,15 @@ class Fetching:
             draft.write_text(json.dumps({"loader": self.loader, **sums}))
             draft.replace(self.file)
         except OSError:
-            return  # The check is over and its folder is gone.
+            return  # The check has ended and removed its folder.
 
 
 torch_loop: Callable[..., None] | None = None
-"""Where torch's own was replaced in this process, or in the one that it was forked from."""
+"""torch's worker loop, once replaced in this process or in its parent before a fork."""
 
 
 def worker_loop(folder: str, loader: int, *args: Any, **kwargs: Any) -> None:
-    """Loader's worker: torch's own loop, its fetchers observed, whether it was forked or spawned."""
+    """Loader's worker: run torch's worker loop with observed fetchers, forked or spawned."""
     from torch.utils.data._utils.worker import _worker_loop
     from torch.utils.data.dataloader import _DatasetKind
 
@@ -119,17 +118,17 @@ def worker_loop(folder: str, loader: int, *args: Any, **kwargs: Any) -> None:
 
 
 def observe_fetchers(kinds: Any, current: Callable[[], Fetching | None]) -> None:
-    """Loader's worker and script's process: time every fetcher that torch makes from now on.
+    """Loader's worker and script's process: time every fetcher that torch creates from now on.
 
     Args:
         kinds: torch's `_DatasetKind`.
-        current: what the next fetcher is counted under.
+        current: returns the counter for the next fetcher.
     """
     original = getattr(kinds.create_fetcher, "__wrapped__", kinds.create_fetcher)
 
     @functools.wraps(original)
     def create_fetcher(kind: Any, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        # A loader within a dataset is part of what its batch costs.
+        # A loader within a dataset is part of the cost of the batch.
         creating = getattr(_now, "creating", False)
         fetching = None if creating or getattr(_now, "fetching", None) else current()
         if fetching is not None:
@@ -148,12 +147,12 @@ def observe_fetchers(kinds: Any, current: Callable[[], Fetching | None]) -> None
 
 
 def timed(name: str, function: Callable[..., Any], names: dict[int, str] | None = None) -> Any:
-    """Loader's worker: the function, timed as a stage wherever a fetch is under way.
+    """Loader's worker: wrap a function to time it as a stage during a fetch.
 
     Args:
-        name: of the stage.
-        function: to call; one that is timed already is returned as it is.
-        names: of the objects, by id, where `function` is the `__call__` of their class.
+        name: name of the stage.
+        function: function to wrap; returned unchanged if already timed.
+        names: names of the objects by id, if `function` is the `__call__` of their class.
     """
     if getattr(function, "stoker_timed", False):
         return function
@@ -171,11 +170,11 @@ def timed(name: str, function: Callable[..., Any], names: dict[int, str] | None 
 
 _names: dict[int, str] = {}
 _kept: list[Any] = []
-"""The transforms whose names are known, so that their ids stay theirs."""
+"""References to the named transforms, so that their ids are not reused."""
 
 
 def time_transforms(dataset: Any) -> None:
-    """Loader's worker: find the transforms of a dataset, and of those that it wraps, and time each."""
+    """Loader's worker: find and time the transforms of a dataset and its wrapped datasets."""
     alike: Counter[type] = Counter()
     for holder, key, stage in list(stages_of(dataset)):
         cls = type(stage)
@@ -190,12 +189,12 @@ def time_transforms(dataset: Any) -> None:
         if id(stage) not in _names:
             _kept.append(stage)
             _names[id(stage)] = f"{cls.__name__} {alike[cls]}" if alike[cls] > 1 else cls.__name__
-        with contextlib.suppress(TypeError):  # a class written in C stays as it is
+        with contextlib.suppress(TypeError):  # a class written in C cannot be patched
             cls.__call__ = timed(cls.__name__, cls.__call__, _names)
 
 
 def stages_of(dataset: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Loader's worker: (what holds it, under which name or number, the transform)."""
+    """Loader's worker: yield (holder, attribute or index, transform)."""
     seen: set[int] = set()
     dataset_class = sys.modules["torch.utils.data.dataset"].Dataset
 
@@ -220,7 +219,7 @@ def stages_of(dataset: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def is_transform(key: str, value: Any) -> bool:
-    """Loader's worker: whether an attribute of a dataset is a transform, by its name or its maker."""
+    """Loader's worker: whether an attribute is a transform, by its name or its module."""
     made_by = type(value).__module__
     return (
         "transform" in key.lower()
@@ -241,7 +240,7 @@ def function_name(function: Any) -> str:
 
 
 def time_decoders() -> None:
-    """Loader's worker: time the decoders of the libraries that are loaded by now."""
+    """Loader's worker: time the decoders of the imported libraries."""
     for module, paths in DECODERS.items():
         if (holder := sys.modules.get(module)) is None:
             continue
@@ -253,17 +252,17 @@ def time_decoders() -> None:
 
 
 def draws(stage: str) -> bool:
-    """Anywhere: whether a transform of this name draws random numbers, as far as names tell."""
+    """Anywhere: guess from its name whether a transform is random."""
     return any(word in stage.lower() for word in (*DRAWS, "lambda", "dropout", "gaussianblur"))
 
 
 def rows(index: Any, data: Any) -> int:
-    """Loader's worker: samples of a fetch: its indices, or where it has one, the rows of what came."""
+    """Loader's worker: number of samples of a fetch: its indices, or the rows of its result."""
     return len(index) if isinstance(index, list | tuple) else first_length(data) or 1
 
 
 def first_length(data: Any) -> int | None:
-    """Script's process: the first dimension of the first tensor or array in a batch."""
+    """Script's process: first dimension of the first tensor or array in a batch."""
     if hasattr(data, "shape"):
         return int(data.shape[0]) if len(data.shape) else None
     if isinstance(data, Mapping):
@@ -274,9 +273,9 @@ def first_length(data: Any) -> int | None:
 
 
 def queued_s() -> float:
-    """Loader's worker: seconds that this thread was ready to run while all CPUs were taken; 0 if unknown."""
+    """Loader's worker: seconds that this thread waited for a CPU; 0 if unknown."""
     try:
-        with open("/proc/thread-self/schedstat") as file:  # noqa: PTH123 - it is read for every batch
+        with open("/proc/thread-self/schedstat") as file:  # noqa: PTH123 - read for every batch
             return int(file.read().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0

@@ -1,4 +1,4 @@
-"""Script's process: when the GPU, rather than the script, came to a next(). Steps are not synchronised."""
+"""Script's process: the time at which the GPU reaches a next(), without synchronising steps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 
 class GpuClock:
-    """Script's process: moments on the current CUDA stream.
+    """Script's process: timestamps on the current CUDA stream.
 
-    An event that is recorded as next() is entered happens once the GPU has done all work before it; so what
-    lies between it and the one after next() is the time for which the GPU had to wait, however far the script
-    runs ahead of it.
+    An event recorded before next() completes once the GPU has finished all earlier work. The time between it
+    and the event after next() is the time that the GPU waited, however far ahead of it the script runs.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -21,13 +20,13 @@ class GpuClock:
         self.name = str(torch.cuda.get_device_name())
 
     def mark(self) -> Any:
-        """An event now."""
+        """Record an event."""
         event = self.torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def resolve(self, moments: list[Any], wait: bool) -> list[float | None]:
-        """Seconds on this process's clock; None for what the GPU has not reached."""
+        """Events as seconds on this process's clock; None for events that the GPU has not reached."""
         if wait:
             self.torch.cuda.synchronize()
         found: list[float | None] = []

@@ -1,4 +1,4 @@
-"""Script's process: the CPUs that it may use here, and how busy they are. A container's quota counts."""
+"""Script's process: available CPUs and their utilisation, within a container's quota."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def cpus(groups: Path = CGROUPS) -> float:
-    """Script's process: CPUs that it may use."""
+    """Script's process: number of CPUs that it may use."""
     allowed = float(len(os.sched_getaffinity(0)))
     return min(allowed, quota(groups) or allowed)
 
 
 def cpu_times(groups: Path = CGROUPS) -> tuple[float, float]:
-    """Script's process: (busy, all) CPU seconds so far, of its container where that has a quota."""
+    """Script's process: (busy, total) CPU seconds so far, of its container if that has a quota."""
     limit, used = quota(groups), usage_s(groups)
     if limit is not None and used is not None:
         return used, limit * time.monotonic()
@@ -29,7 +29,7 @@ def cpu_times(groups: Path = CGROUPS) -> tuple[float, float]:
 
 
 def quota(groups: Path = CGROUPS) -> float | None:
-    """Script's process: CPUs that its container may use on average; None without a limit."""
+    """Script's process: CPU quota of its container; None without a limit."""
     try:
         if (groups / "cpu.max").is_file():
             most, period = (groups / "cpu.max").read_text().split()
@@ -41,7 +41,7 @@ def quota(groups: Path = CGROUPS) -> float | None:
 
 
 def usage_s(groups: Path) -> float | None:
-    """Script's process: CPU seconds that its container has used; None where that is not told."""
+    """Script's process: CPU seconds used by its container; None if unknown."""
     try:
         if (groups / "cpu.stat").is_file() and (groups / "cpu.max").is_file():
             lines = dict(line.split() for line in (groups / "cpu.stat").read_text().splitlines())

@@ -1,7 +1,7 @@
 """Script's process: `python runner.py FOLDER STEPS SCRIPT [arguments]`.
 
-Runs a training script as `python SCRIPT` would, with torch's loaders observed from the moment at which torch
-is imported. STEPS is a number, or `auto`.
+Runs a training script like `python SCRIPT`, and observes torch's loaders once torch is imported. STEPS is a
+number or `auto`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OBSERVED = "torch.utils.data.dataloader"
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Script's process: call back when a module has been imported by whomever."""
+    """Script's process: calls back after the first import of a module."""
 
     def __init__(self, name: str, then: Callable[[Any], None]) -> None:
         self.name, self.then = name, then
@@ -49,10 +49,10 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 
 def main(folder: str, steps: str, script: str, *arguments: str) -> int:
-    """Run the script; what was seen of it lies in FOLDER afterwards.
+    """Run the script and write the observations to FOLDER.
 
     Returns:
-        The exit code: the script's own, 0 where it was ended because enough had been seen.
+        The script's exit code; 0 if it was ended after enough steps.
     """
     watch = Watch(Path(folder), None if steps == "auto" else int(steps))
     sys.meta_path.insert(0, AfterImport(OBSERVED, watch.observe))
@@ -75,8 +75,8 @@ def main(folder: str, steps: str, script: str, *arguments: str) -> int:
         return 130
     except BaseException as error:
         if watch.over:
-            return 0  # The exception that ended it became another on its way through the script.
-        # As Python shows it, without the frames that lead to the script.
+            return 0  # The script turned `Enough` into another exception.
+        # Print the traceback as Python does, without our frames.
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename != script:
             frames = frames.tb_next
@@ -93,5 +93,5 @@ if __name__ == "__main__":
     sys.stdout.flush()
     sys.stderr.flush()
     if code == 130:
-        os._exit(code)  # Threads and workers of the script are ended by the launcher.
+        os._exit(code)  # The launcher ends the script's threads and workers.
     sys.exit(code)

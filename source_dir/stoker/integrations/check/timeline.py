@@ -1,4 +1,4 @@
-"""Anywhere: from the moments at which a script asked for batches to the share of a step that waits. Pure.
+"""Anywhere: computes the waiting share of a step from the times of batch requests. Pure.
 
 asked ──wait── got ──────── compute ──────── asked ──wait── got …
   └──────────────── one step ─────────────────┘
@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 LEAST_STEPS = 10
-"""Fewer steps are not judged."""
+"""Smallest number of steps for a verdict."""
 STEPS, MOST_STEPS = 20, 1000
-"""Measured at least and at most where no number was asked for."""
+"""Minimum and maximum number of steps without --steps."""
 SURE = 0.02
-"""± share of a step at which the measurement ends by itself."""
+"""Stop measuring at this uncertainty, ± share of a step."""
 LONG_S = 60.0
-"""Measuring for longer is not worth it once there are enough steps to judge."""
+"""Stop measuring after this time if there are enough steps."""
 STARTING = 3
-"""First steps of a script: kernels are chosen, memory is allocated, code is compiled."""
+"""Warm-up steps, in which kernels are selected, memory is allocated and code is compiled."""
 BLOCKS = 10
 TRAINS, TRAINED = 0.2, 3
-"""A loader is for training if batches of it came before this share of the optimizer's steps, and so many."""
+"""A loader trains if its batches precede this share of the optimizer steps, and at least this many."""
 
 
 @dataclass
@@ -34,16 +34,16 @@ class Take:
     loader: int
     epoch: int
     number: int
-    """Of the batch in its epoch, from 0."""
+    """Index of the batch in its epoch, from 0."""
     asked: float
     got: float
     ended: bool = False
-    """It brought no batch: the epoch was over."""
+    """Whether it returned no batch because the epoch ended."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Anywhere: from one batch being asked for to the next."""
+    """Anywhere: the time from one batch request to the next."""
 
     epoch: int
     number: int
@@ -53,46 +53,46 @@ class Step:
 
 @dataclass
 class Loader:
-    """Script's process: one loader of the script, as far as its own attributes tell."""
+    """Script's process: one loader of the script, described by its attributes."""
 
     place: str
-    """Where the script iterates it: `train.py:31`."""
+    """Where the script iterates over it: `train.py:31`."""
     dataset: str
     batch_size: int | None
     num_workers: int
     prefetch: int
     persistent: bool
     length: int | None
-    """Batches per epoch; None where it has no length."""
+    """Batches per epoch; None if it has no length."""
     batches: int = 0
     with_grad: int = 0
     """Batches taken while gradients were enabled."""
     trained: int = 0
-    """Steps of an optimizer that one of its batches came before."""
+    """Optimizer steps preceded by one of its batches."""
     optimizer_steps: int = 0
-    """Steps of all optimizers from the first to the last of these."""
+    """Steps of all optimizers between the first and the last of these."""
     starts: list[float] = field(default_factory=list)
     """Seconds that iter() took, by epoch."""
     samples: int = 0
     sized_batches: int = 0
-    """Batches that `samples` and `batch_bytes` were counted over."""
+    """Number of batches over which `samples` and `batch_bytes` were counted."""
     batch_bytes: int = 0
     in_thread: bool = False
-    """Its next() was called in another thread than the optimizer's step."""
+    """Whether next() was called in another thread than the optimizer's step."""
 
     @property
     def trains(self) -> bool:
-        """Whether optimizer steps follow its batches."""
+        """Whether its batches are followed by optimizer steps."""
         return self.trained >= max(TRAINED, TRAINS * self.optimizer_steps)
 
     @property
     def warmup(self) -> int:
-        """Steps to leave out at the start: what was prefetched during the slow first steps hides waits."""
+        """Steps to skip at the start, because batches prefetched during slow first steps hide waiting."""
         return STARTING + self.num_workers * self.prefetch
 
     @property
     def lead(self) -> int:
-        """Steps to leave out in later epochs: workers that all begin at once deliver all at once."""
+        """Steps to skip in later epochs, because workers that start together deliver together."""
         return max(self.num_workers, 1)
 
 
@@ -102,11 +102,11 @@ class Share:
 
     value: float
     spread: float
-    """± of `value`, 95 %; 1 where too little was seen to tell."""
+    """± of `value`, 95 %; 1 if there is too little data."""
 
 
 def training(loaders: Sequence[Loader]) -> int | None:
-    """Anywhere: which loader feeds the training: optimizer steps, else gradients, else batches decide."""
+    """Anywhere: the index of the training loader, by optimizer steps, then gradients, then batches."""
     seen = [n for n, loader in enumerate(loaders) if loader.batches]
     key = lambda n: (loaders[n].trains, loaders[n].with_grad, loaders[n].batches)  # noqa: E731
     return max(seen, key=key) if seen else None
@@ -115,8 +115,8 @@ def training(loaders: Sequence[Loader]) -> int | None:
 def steps_of(takes: Sequence[Take], loaders: Sequence[Loader], of: int) -> list[Step]:
     """Anywhere: the steps of a loader's loop.
 
-    Waiting for other loaders that train, as where two are zipped, counts in. A step in which a loader was
-    iterated that does not train, or in which an epoch ended, is no step.
+    Includes waiting for other training loaders, as with two zipped ones. Skips steps in which another loader
+    was iterated or an epoch ended.
     """
     own = [i for i, take in enumerate(takes) if take.loader == of]
     steps = []
@@ -134,9 +134,9 @@ def steps_of(takes: Sequence[Take], loaders: Sequence[Loader], of: int) -> list[
 
 
 def steady(steps: Sequence[Step], loader: Loader) -> list[Step]:
-    """Anywhere: the steps that say how the loop runs once it runs.
+    """Anywhere: the steps of the steady state.
 
-    Workers deliver in turn, late ones all together; so of each epoch only whole rounds of them count.
+    Workers deliver in turn, and late ones together, so only whole rounds of each epoch count.
     """
     found = []
     for epoch, group in itertools.groupby(steps, key=lambda step: step.epoch):
@@ -147,9 +147,9 @@ def steady(steps: Sequence[Step], loader: Loader) -> list[Step]:
 
 
 def judged(steps: Sequence[Step], loader: Loader) -> list[Step]:
-    """Anywhere: the steady steps; with epochs too short to have any, all but the script's first.
+    """Anywhere: the steady steps, or all but the script's first if epochs are too short.
 
-    These include the first of an epoch, which waits for workers to start, in iter() and in next().
+    The latter include the first step of each epoch, which waits in iter() and next() for workers to start.
     """
     found = steady(steps, loader)
     if len(found) >= LEAST_STEPS:
@@ -163,12 +163,12 @@ def judged(steps: Sequence[Step], loader: Loader) -> list[Step]:
 
 
 def waiting(steps: Sequence[Step]) -> Share:
-    """Anywhere: the share of the steps' time that waits for data."""
+    """Anywhere: the share of step time spent waiting for data."""
     whole = sum(step.whole for step in steps)
     if len(steps) < LEAST_STEPS or whole <= 0:
         return Share(sum(step.wait for step in steps) / whole if whole > 0 else 0.0, 1.0)
     value = sum(step.wait for step in steps) / whole
-    # Steps next to each other are alike, so it is blocks of them that are left out one at a time.
+    # Block jackknife, because neighbouring steps are correlated.
     edges = [round(i * len(steps) / BLOCKS) for i in range(BLOCKS + 1)]
     without = []
     for low, high in itertools.pairwise(edges):
@@ -179,12 +179,12 @@ def waiting(steps: Sequence[Step]) -> Share:
 
 
 def enough(steps: Sequence[Step], loader: Loader, wanted: int | None) -> bool:
-    """Script's process: whether a loader's steps suffice for a verdict.
+    """Script's process: whether there are enough steps for a verdict.
 
     Args:
-        steps: its steps so far.
-        loader: one that trains.
-        wanted: the number asked for; None: until the share is sure.
+        steps: the loader's steps so far.
+        loader: a training loader.
+        wanted: requested number of steps; None: until the share is certain.
     """
     found = steady(steps, loader)
     if not found and steps and steps[-1].epoch >= 2:
@@ -198,8 +198,8 @@ def enough(steps: Sequence[Step], loader: Loader, wanted: int | None) -> bool:
 
 
 def epoch_start(takes: Sequence[Take], loader: Loader, of: int) -> float | None:
-    """Anywhere: seconds from the begin of an epoch to its first batch, the usual one; None if unseen."""
+    """Anywhere: typical seconds from the start of an epoch to its first batch; None if unknown."""
     firsts = {take.epoch: take.got - take.asked for take in takes if take.loader == of and take.number == 0}
     found = [first + loader.starts[epoch] for epoch, first in firsts.items() if epoch < len(loader.starts)]
-    # The first start of a persistent loader is the only one that starts processes.
+    # A persistent loader starts processes only once.
     return statistics.median(found[1:] or found) if found else None

@@ -1,7 +1,7 @@
-"""Script's process: note every next() of every loader, and end the script when enough was seen.
+"""Script's process: records every next() of every loader, and ends the script after enough steps.
 
-torch's classes are changed in this process, not the script: `DataLoader.__iter__` and torch's iterators.
-Loaders of Accelerate and Lightning, and subclasses, come down to these; any other iterator is wrapped.
+Patches torch's `DataLoader.__iter__` and iterators in this process, not the script. Subclasses and the
+loaders of Accelerate and Lightning use these, too; any other iterator is wrapped.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from stoker.integrations.check.timeline import Loader, Take, enough, steps_of, t
 
 RESULT = "result.json"
 SIZED = 20
-"""Batches that are counted by samples and bytes."""
+"""Number of batches whose samples and bytes are counted."""
 UNTRAINED_S = 30.0
-"""Without any step of an optimizer, a loader must be iterated for so long to count as the one that trains."""
+"""Without optimizer steps, a loader counts as the training loader after this time."""
 LOOK_S = 0.2
 IGNORED = 3
-"""So often a script may swallow the exception that ends it."""
+"""How often a script may swallow the exception that ends it."""
 
 
 class Enough(BaseException):
-    """Script's process: ends the script; no Exception, so that scripts that go on after errors end, too."""
+    """Script's process: ends the script; a BaseException, so that `except Exception` does not catch it."""
 
 
 class Watch:
-    """Script's process: what its loaders were seen to do."""
+    """Script's process: observations of its loaders."""
 
     def __init__(self, folder: Path, wanted: int | None) -> None:
         self.folder, self.wanted = folder, wanted
@@ -52,11 +52,11 @@ class Watch:
         self.threads: dict[int, int] = {}
         self.rounds = 0
         self.begun: dict[int, int] = {}
-        """Of which loader the first batch was trained in which round."""
+        """Round in which the first batch of each loader was trained."""
         self.hooked = self.over = False
         self.next_look = time.monotonic()
         self.own_s = 0.0
-        """Of observing itself, which is no part of a step."""
+        """Overhead of observing, excluded from steps."""
         self.process = os.getpid()
         self.raised = 0
         self.cpu: list[tuple[float, float]] = []
@@ -70,7 +70,7 @@ class Watch:
 
     @property
     def _inside(self) -> bool:
-        """Whether this thread is in a next() already."""
+        """Whether this thread is already in a next()."""
         return getattr(self._thread, "inside", False)
 
     @_inside.setter
@@ -78,7 +78,7 @@ class Watch:
         self._thread.inside = inside
 
     def observe(self, module: Any) -> None:
-        """Change torch's `torch.utils.data.dataloader`, just imported."""
+        """Patch the newly imported `torch.utils.data.dataloader`."""
         watch, base = self, module._BaseDataLoaderIter
         original_init, original_next = base.__init__, base.__next__
         original_iter = module.DataLoader.__iter__
@@ -93,7 +93,7 @@ class Watch:
             if watch.fetching is None:
                 watch.fetching = Fetching(file, number, own_clock)
                 watch.fetchings.append(watch.fetching)
-            # Workers are started later in the constructors of subclasses: they must find this.
+            # Set before the constructors of subclasses start workers, which need it.
             worker_loop = functools.partial(fetching.worker_loop, str(watch.folder), number)
             module._utils.worker._worker_loop = worker_loop
             original_init(iterator, loader, *args, **kwargs)
@@ -110,11 +110,11 @@ class Watch:
             return iterator if isinstance(iterator, base) else Observed(iterator, watch, number)
 
         base.__init__, base.__next__, module.DataLoader.__iter__ = init, take, iterate
-        # Only fetchers of this process are told of it: a worker's loop says so itself.
+        # For fetchers in this process only; workers set it in their loop.
         observe_fetchers(module._DatasetKind, lambda: watch.fetching)
 
     def number(self, loader: Any) -> int:
-        """Which of the script's loaders this is; one that is made anew in each epoch stays the same."""
+        """Index of a loader; a loader that is recreated in each epoch keeps its index."""
         with self._lock:
             if loader in self._numbers:
                 return self._numbers[loader]
@@ -123,15 +123,15 @@ class Watch:
             key = (tuple(places), id(dataset))
             if key not in self._same:
                 self._same[key] = len(self.loaders)
-                self._datasets.append(dataset)  # so that its id stays its own
+                self._datasets.append(dataset)  # so that its id is not reused
                 self.loaders.append(about(loader, dataset, places))
             self._numbers[loader] = self._same[key]
             return self._same[key]
 
     def take(self, number: int | None, following: Callable[[], Any]) -> Any:
-        """One next(), timed."""
+        """Time a next()."""
         if number is None or self._inside or os.getpid() != self.process:
-            return following()  # the loader of a loader, or of a worker
+            return following()  # a nested loader, or one in a worker
         began = time.monotonic()
         self.look()
         self.own_s += time.monotonic() - began
@@ -150,7 +150,7 @@ class Watch:
             self.own_s += time.monotonic() - began
 
     def note(self, number: int, asked: Any, got: Any, ended: bool) -> None:
-        """A take, under its place in its epoch."""
+        """Record a take with its index in the epoch."""
         loader = self.loaders[number]
         epoch = max(len(loader.starts) - 1, 0)
         with self._lock:
@@ -173,9 +173,9 @@ class Watch:
                 self.cpu.append(cpu_times())
 
     def stepped(self, *_: Any) -> None:
-        """After a step of any optimizer: the batches since the last one came before it.
+        """Attribute the batches since the last optimizer step to this one.
 
-        Further optimizers for the same batches, as of a GAN, count once.
+        Several optimizers on the same batches, as in a GAN, count once.
         """
         if not self.since_step:
             return
@@ -189,21 +189,21 @@ class Watch:
         self.since_step.clear()
 
     def size(self, loader: Loader, data: Any) -> None:
-        """Samples and bytes of a batch, for the first few."""
+        """Count samples and bytes of the first few batches."""
         if loader.sized_batches < SIZED:
             loader.sized_batches += 1
             loader.samples += loader.batch_size or first_length(data) or 1
             loader.batch_bytes += bytes_of(data)
 
     def now(self) -> Any:
-        """The moment: of the GPU where there is one, so that nothing must wait for it."""
+        """Timestamp, taken on the GPU if there is one, to avoid a synchronisation."""
         torch: Any = sys.modules["torch"]
         if self.clock is None and torch.cuda.is_initialized():
             self.clock = GpuClock(torch)
         return self.clock.mark() if self.clock else time.monotonic() - self.own_s
 
     def look(self) -> None:
-        """Every now and then: whether enough was seen."""
+        """Check periodically whether there are enough steps."""
         if self.over:
             self.raised += 1
             if self.raised > IGNORED:
@@ -219,11 +219,11 @@ class Watch:
             self.over, self.raised = True, 1
             self.finish("enough")
             if threading.current_thread() is not threading.main_thread():
-                os._exit(0)  # an exception here would end this thread alone
+                os._exit(0)  # an exception would end this thread only
             raise Enough
 
     def seen_enough(self) -> bool:
-        """Whether the loader that trains has been seen for long enough."""
+        """Whether the training loader has enough steps."""
         of = training(self.loaders)
         if of is None:
             return False
@@ -233,7 +233,7 @@ class Watch:
         return enough(steps, loader, self.wanted)
 
     def resolved(self, wait: bool) -> list[Take]:
-        """The takes with all moments in seconds; without waiting for the GPU, those that it has reached."""
+        """The takes with timestamps in seconds; unless `wait`, only those that the GPU has reached."""
         if self.clock is None:
             return self.takes
         done = self.clock.resolve([m for t in self.takes for m in (t.asked, t.got)], wait)
@@ -247,7 +247,7 @@ class Watch:
         return found
 
     def finish(self, how: str, said: str = "") -> None:
-        """Write what was seen for the launcher."""
+        """Write the observations for the launcher."""
         for own in self.fetchings:
             if own.calls:
                 own.write()
@@ -268,7 +268,7 @@ class Watch:
 
 
 class Observed:
-    """Script's process: an iterator that is none of torch's, with its next() observed."""
+    """Script's process: wraps a foreign iterator to observe its next()."""
 
     def __init__(self, iterator: Any, watch: Watch, number: int) -> None:
         self._iterator, self._watch, self._number = iterator, watch, number
@@ -284,11 +284,11 @@ class Observed:
 
 
 def about(loader: Any, dataset: Any, places: list[str]) -> Loader:
-    """Script's process: a loader by its attributes, which a subclass may lack."""
+    """Script's process: describe a loader by its attributes, some of which a subclass may lack."""
     length = None
-    # torch compares what an IterableDataset once called its length with what comes, and warns.
+    # Calling len() makes torch warn if an IterableDataset yields more.
     if not isinstance(dataset, sys.modules["torch.utils.data.dataset"].IterableDataset):
-        with contextlib.suppress(Exception):  # what a user's __len__ raises is not ours
+        with contextlib.suppress(Exception):  # a user's __len__ may raise
             length = len(loader)
     return Loader(
         place=places[0] if places else "?",
@@ -302,7 +302,7 @@ def about(loader: Any, dataset: Any, places: list[str]) -> Loader:
 
 
 def user_places() -> list[str]:
-    """Script's process: the lines of the script, the innermost first, that are being executed."""
+    """Script's process: the script's lines on the stack, innermost first."""
     frames = traceback.extract_stack()[:-2]
     others = (str(Path(__file__).parents[2]), str(Path(threading.__file__).parent), "<")
     own = [f for f in reversed(frames) if not f.filename.startswith(others)]
@@ -310,17 +310,17 @@ def user_places() -> list[str]:
 
 
 def own_clock() -> float:
-    """Script's process: CPU seconds of fetching here.
+    """Script's process: CPU seconds of fetching in this process.
 
-    With a GPU those of all threads, for decoders have some. Without one the threads that train on the CPU
-    spin for a while after each step, so then those of this thread alone.
+    With a GPU, counts all threads, because decoders use several. Without one, counts this thread only:
+    threads that train on the CPU spin after each step.
     """
     torch: Any = sys.modules["torch"]
     return time.process_time() if torch.cuda.is_initialized() else time.thread_time()
 
 
 def bytes_of(data: Any) -> int:
-    """Script's process: bytes of the tensors, arrays and strings in a batch."""
+    """Script's process: total bytes of tensors, arrays and strings in a batch."""
     if hasattr(data, "nbytes"):
         return int(data.nbytes)
     if isinstance(data, str | bytes):

@@ -1,4 +1,4 @@
-"""Laptop and head: what a script job may ask for, refused before anything starts."""
+"""Laptop and head: validates the configuration of script jobs before anything starts."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from stoker.redaction import redact
 from stoker.schema import Config
 
 SCRIPT_FOLDER = "script"
-"""In a staged copy: the script's own folder, so that its `train.py` and the container's do not meet."""
+"""The script's folder in a staged copy, so that its `train.py` does not clash with the container's."""
 HONOURED = {
     "data": ("prepare",),
     "train": ("workers", "max_failures", "threads"),
     "checkpoint": ("dir", "resume"),
     "tracking": ("tensorboard", "mlflow", "sinks"),
 }
-"""Of the sections that describe a recipe's training, the keys that a script job has a use for."""
+"""Keys of recipe-specific sections that also apply to script jobs."""
 WITHOUT_USE = ("recipe", "seed", "export")
-REMEDY = "the script decides on that itself: pass it as an argument after --"
+REMEDY = "pass it to the script as an argument after --"
 
 
 def refuse_foreign_keys(resolved: Resolved) -> None:
-    """Laptop and head: refuse keys that somebody set and a script job would ignore.
+    """Laptop and head: reject keys that a script job would ignore.
 
     Raises:
-        UsageError: all of them, one line each.
+        UsageError: lists all of them, one per line.
     """
     config = resolved.config
     if config.script is None:
@@ -42,23 +42,23 @@ def refuse_foreign_keys(resolved: Resolved) -> None:
         problems.append("recipe: a job has a recipe or a script, not both; leave one out")
     if config.checkpoint.resume != "auto":
         problems.append(
-            f"checkpoint.resume: {config.checkpoint.resume} has no effect on a script, which looks for itself"
-            " in stoker.checkpoint_dir(); leave it out"
+            f"checkpoint.resume: {config.checkpoint.resume} has no effect on a script, which resumes from"
+            " stoker.checkpoint_dir(); leave it out"
         )
     if "://" in (config.checkpoint.dir or ""):
-        problems.append("checkpoint.dir: a script writes to a folder; name one, or leave it out")
+        problems.append("checkpoint.dir: must be a folder for a script; name one, or leave it out")
     if config.tracking.mlflow.registered_model:
         problems.append(
-            "tracking.mlflow.registered_model: a script's model is not exported; register it there"
+            "tracking.mlflow.registered_model: a script's model is not exported; register it in the script"
         )
     if problems:
         raise UsageError(*problems)
 
 
 def ignored_keys(resolved: Resolved) -> Iterator[str]:
-    """Laptop and head: the keys that somebody set to something and that a script would not see.
+    """Laptop and head: keys set to a non-default value that a script would not see.
 
-    A file may hold a default: so does the `config.yaml` of every run, which can be run again.
+    Defaults are allowed, because the `config.yaml` of a run contains them and can be run again.
     """
     plain = Config()
     for key, origin in resolved.origins.items():
@@ -80,10 +80,10 @@ def _at(config: Config, key: str) -> Any:
 
 
 def find_script(config: Config, folder: Path = SOURCE_FOLDER / SCRIPT_FOLDER) -> Path:
-    """Head and train worker: the script in the staged copy.
+    """Head and train worker: path of the script in the staged copy.
 
     Raises:
-        UsageError: it is not there.
+        UsageError: it does not exist.
     """
     path = folder / str(config.script)
     if not path.is_file():
@@ -92,7 +92,7 @@ def find_script(config: Config, folder: Path = SOURCE_FOLDER / SCRIPT_FOLDER) ->
 
 
 def no_such_script(named: str, path: Path) -> str:
-    """Laptop and head: one line, with the name that may have been meant."""
+    """Laptop and head: an error message with a suggestion."""
     folder = path.parent
     close = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.py")], n=1, cutoff=0.5)
     if close:
@@ -101,5 +101,5 @@ def no_such_script(named: str, path: Path) -> str:
 
 
 def command_line(config: Config) -> str:
-    """Anywhere: script and arguments as typed, without secrets."""
+    """Anywhere: the script and its arguments as typed, without secrets."""
     return shlex.join([str(config.script), *redact(config.args, "args")])

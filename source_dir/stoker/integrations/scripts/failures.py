@@ -1,4 +1,4 @@
-"""Train worker and head: one line for how a script failed, and which rank's failure came first. Pure."""
+"""Train worker and head: explains in one line how a script failed, and on which rank first. Pure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass
 LOG = "logs/script-rank-{rank}.log"
 TRACEBACK = "Traceback (most recent call last):"
 UNCAUGHT = 1
-"""The exit code of a Python program that an exception ended."""
+"""Exit code of Python after an uncaught exception."""
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning)\b")
 _RANK = re.compile(r"^\[rank\d+\]: ?")
-"""What PyTorch puts before the lines of a traceback where there are several ranks."""
+"""Prefix that PyTorch adds to traceback lines with several ranks."""
 _LOST_PEER = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (closed|refused|was|reset)|ECONNRE|DistBackendError"
     r"|DistNetworkError|DistStoreError|remote process exited|socket timeout",
     re.IGNORECASE,
 )
-"""What the other ranks say when one has gone."""
+"""Errors on the other ranks after one has died."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Exit:
 
     rank: int
     code: int
-    """As `subprocess` has it: negative where a signal ended it."""
+    """As in `subprocess`: negative for a signal."""
     asked: bool = False
-    """Whether it was sent SIGTERM before."""
+    """Whether it received SIGTERM before."""
     line: str = ""
-    """The last line of its traceback, with file and line of the script."""
+    """Last line of its traceback, with file and line in the script."""
 
     @property
     def failed(self) -> bool:
@@ -44,7 +44,7 @@ class Exit:
 
 
 def reason_of(script: str, end: Exit) -> str:
-    """Head: why a run failed, in one line."""
+    """Head: one line with the reason of a failure."""
     log = LOG.format(rank=end.rank)
     where = f"(rank {end.rank}); see {log}"
     if end.code < 0:
@@ -57,7 +57,7 @@ def reason_of(script: str, end: Exit) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Anywhere: SIGKILL for 9."""
+    """Anywhere: name of a signal: 9 → SIGKILL."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -65,9 +65,9 @@ def signal_name(number: int) -> str:
 
 
 def first_failure(exits: Sequence[Exit]) -> Exit | None:
-    """Head: the failure to tell people of, among exits in the order in which they came.
+    """Head: the root failure among exits in order of arrival.
 
-    A rank that dies takes the others along: what these raise about a closed connection may come first.
+    When a rank dies, the others fail with closed connections, and their exits may arrive first.
     """
     failed = [end for end in exits if end.failed]
     causes = [end for end in failed if not end.lost_a_peer]
@@ -75,7 +75,7 @@ def first_failure(exits: Sequence[Exit]) -> Exit | None:
 
 
 def last_error(output: str, script: str) -> str:
-    """Train worker: the last line of the last traceback: `ValueError: no (train.py:12)`; "" without one."""
+    """Train worker: last line of the last traceback: `ValueError: no (train.py:12)`; "" if there is none."""
     lines = [_RANK.sub("", line) for line in output.splitlines()]
     begins = [at for at, line in enumerate(lines) if line.strip() == TRACEBACK]
     if not begins:

@@ -1,4 +1,4 @@
-"""Train worker: the script as a process of its own: what it prints, how it is stopped, that nothing stays."""
+"""Train worker: runs the script as a child process: captures its output, stops it and cleans up."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from typing import Any
 from stoker.session import EVENTS_VARIABLE
 
 MOST_BYTES = 1 << 18
-"""Taken of its output at a time; where it prints faster, it waits, as on a slow terminal."""
+"""Read limit per poll; a script that prints faster blocks, as on a slow terminal."""
 PART_EVERY_S = 10.0
-"""A line that is not complete, such as a progress bar, is passed on so often."""
+"""Interval for forwarding incomplete lines, such as progress bars."""
 PIPE_S = 2.0
-"""How long after the script's end a process that it left may still hold its output."""
+"""How long to wait for output of leftover processes after the script has ended."""
 TAIL_CHARACTERS = 1 << 16
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Child:
-    """Train worker: the user's script, and all processes that it starts.
+    """Train worker: the user's script and all processes that it starts.
 
     Args:
         command: program and arguments.
-        environment: all of it.
-        folder: in which it runs.
+        environment: complete environment.
+        folder: working directory.
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str], folder: Path) -> None:
@@ -46,7 +46,7 @@ class Child:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._part, self._part_since = "", time.monotonic()
         self.tail = ""
-        """The end of what it has printed."""
+        """Tail of its output."""
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
         self._pipe = os.fdopen(reading, "rb", buffering=0)
@@ -57,7 +57,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=writing,
             stderr=writing,
-            start_new_session=True,  # a terminal's Ctrl-C is the job's to pass on, and all of it can be ended
+            start_new_session=True,  # the job forwards Ctrl-C and can kill the whole group
             preexec_fn=_die_with_parent,
         )
         os.close(writing)
@@ -65,7 +65,7 @@ class Child:
         self._ended_at: float | None = None
 
     def poll(self) -> int | None:
-        """Its exit code once it has ended and all of its output was read."""
+        """Its exit code, once it has ended and all output is read."""
         code = self._process.poll()
         if code is None:
             return None
@@ -75,7 +75,7 @@ class Child:
         return None if self._open and time.monotonic() - self._ended_at < 2 * PIPE_S else code
 
     def output(self) -> str:
-        """What it has printed since the last call, in whole lines."""
+        """Its output since the last call, in whole lines."""
         data = b""
         while self._open and len(data) < MOST_BYTES:
             more = self._pipe.read(MOST_BYTES - len(data))
@@ -93,7 +93,7 @@ class Child:
         return text
 
     def events(self) -> list[dict[str, Any]]:
-        """What it has told by `stoker.log` since the last call."""
+        """Its `stoker.log` events since the last call."""
         with self._events.open("rb") as file:
             file.seek(self._events_read)
             data = file.read()
@@ -102,17 +102,17 @@ class Child:
         return [json.loads(line) for line in lines.splitlines()]
 
     def terminate(self) -> None:
-        """Ask the script, and only that, to end: SIGTERM."""
+        """Send SIGTERM to the script only."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End the script and what it has started."""
+        """Kill the script and all processes that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Leave no process and no file."""
+        """Clean up all processes and files."""
         self.kill()
         self._process.wait()
         self._pipe.close()

@@ -1,6 +1,6 @@
-"""Head and train worker: where the script's ranks meet, chosen as Ray Train sets up its group.
+"""Head and train worker: chooses the rendezvous address of the script's ranks during Ray Train's set-up.
 
-Ray's own set-up would open a process group in the train workers, and hold the port that the script needs.
+Ray's own backend would open a process group in the train workers and occupy the port that the script needs.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
 ATTEMPT_VARIABLE = "STOKER_ATTEMPT"
-"""The same in all train workers of one start of the group, another in the next."""
+"""Identical in all train workers of a group start; changes with the next start."""
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LOWEST = 20_000
-"""Below lie the ports of Ray's workers."""
+"""Ray's workers use the ports below."""
 
 
 class Rendezvous(Backend):  # type: ignore[misc]
-    """Ray Train's controller: agree on an address; the script opens it."""
+    """Ray Train's controller: agrees on an address, which the script opens."""
 
     share_cuda_visible_devices = True
-    """All ranks of a host see all of its GPUs, as under torchrun; LOCAL_RANK tells which is whose."""
+    """All ranks of a host see all its GPUs, as under torchrun; LOCAL_RANK selects one."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         address, port = worker_group.execute_single(0, free_address)
@@ -36,7 +36,7 @@ class Rendezvous(Backend):  # type: ignore[misc]
 
 
 class ScriptConfig(TorchConfig):  # type: ignore[misc]
-    """Head: in place of TorchConfig for train workers that do not use PyTorch themselves."""
+    """Head: replaces TorchConfig, because train workers of a script do not use PyTorch."""
 
     @property
     def backend_cls(self) -> type[Rendezvous]:
@@ -48,15 +48,15 @@ class ScriptConfig(TorchConfig):  # type: ignore[misc]
 
 
 def set_variables(variables: dict[str, str]) -> None:
-    """Train worker: into its environment, where its script finds them."""
+    """Train worker: set environment variables for the script."""
     os.environ.update(variables)
 
 
 def free_address() -> tuple[str, int]:
-    """Train worker of rank 0: this host's address and a port that is free.
+    """Train worker of rank 0: this host's address and a free port.
 
-    The script opens it seconds later. Ports from which the kernel takes those of outgoing connections are
-    left alone: one of Ray's many could take it meanwhile.
+    The script opens the port seconds later. Avoids the kernel's ephemeral range, from which one of Ray's
+    connections could take it in between.
     """
     import ray.util
 

@@ -1,4 +1,4 @@
-"""Head: the actor between the driver and the script's processes: events, stops, and how it all ended."""
+"""Head: the actor between the driver and the script's processes: events, stops and exits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from stoker.data.transport.agents import Agents
 from stoker.integrations.scripts.failures import Exit, first_failure, reason_of
 
 GRACE_S = 3.0
-"""From the first failure until the other ranks are ended: those that fail with it tell why themselves."""
+"""Time between the first failure and stopping the other ranks, which may report the cause themselves."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Train worker → head: what its script did since the last report."""
+    """Train worker → head: changes since the last report."""
 
     attempt: str
     rank: int
@@ -30,21 +30,21 @@ class Order:
     """Head → train worker."""
 
     stop: str = ""
-    """Why the script is to end, or "": somebody asked, or another rank has failed."""
+    """Why the script must stop (a request, or another rank's failure); "" to continue."""
     soon: bool = False
-    """Whether it gets only seconds for that, as there is nothing more to save together."""
+    """Whether it has only seconds, because the ranks cannot save a common state any more."""
     over: bool = False
     """All ranks have ended."""
     failure: str = ""
-    """Why the run has failed, in one line; "" where it has not."""
+    """One line with the reason of a failure; "" otherwise."""
 
 
 class Supervisor:
-    """Head: one per run, zero CPUs; every call answers at once.
+    """Head: one per run, uses zero CPUs; every call returns immediately.
 
     Args:
-        script: its name.
-        workers: train workers.
+        script: name of the script.
+        workers: number of train workers.
     """
 
     def __init__(self, script: str, workers: int) -> None:
@@ -56,7 +56,7 @@ class Supervisor:
         self.failed_at = math.inf
 
     def watch_hosts(self) -> None:
-        """Driver's call, once: have every host say how busy its CPUs are."""
+        """Driver's call, once: start CPU utilisation reports from every host."""
         self._agents = Agents(lambda used: self.log("host_cpu", {"hosts": used}), serve=False)
 
     def report(self, report: Report) -> Order:
@@ -81,7 +81,7 @@ class Supervisor:
             self.log("note", {"text": text})
 
     def _ended(self, end: Exit) -> None:
-        # Once a stop was asked for, a rank that it ended takes others along.
+        # After a stop request, ranks that stop may make others fail.
         stopped = self.stop_reason and any(other.asked for other in [*self.exits, end])
         self.exits.append(end)
         if end.failed and not stopped:
@@ -99,11 +99,11 @@ class Supervisor:
         return Order(self.stop_reason, False, over)
 
     def log(self, event: str, values: dict[str, Any]) -> None:
-        """Anyone's call: one event for the sinks."""
+        """Anyone's call: send an event to the sinks."""
         self.events.append({"time": round(time.time(), 3), "event": event, **values})
 
     def request_stop(self, reason: str) -> None:
-        """Driver's call: have every rank sent SIGTERM."""
+        """Driver's call: send SIGTERM to every rank."""
         if not self.stop_reason:
             self.stop_reason = reason
             self.log("stop", {"reason": reason})
@@ -114,12 +114,12 @@ class Supervisor:
         return events
 
     def figures(self) -> dict[str, Any]:
-        """Driver's call: a script's data plane is its own."""
+        """Driver's call: empty, because a script has its own data loading."""
         return {}
 
 
 def _finite(event: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN: what is not finite becomes null."""
+    """Replace non-finite numbers by null, because JSON has no NaN."""
     metrics = event.get("metrics")
     if not isinstance(metrics, dict):
         return event

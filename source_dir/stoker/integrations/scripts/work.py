@@ -1,4 +1,4 @@
-"""Head: a run of the user's own script."""
+"""Head: the work of a script job."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from stoker.training.trainer import count_workers
 
 
 class ScriptWork:
-    """Head: run a script on every train worker; implements `Work`.
+    """Head: runs a script on every train worker; implements `Work`.
 
     Raises:
-        UsageError: more workers than GPUs, or checkpoints that a restart may not see.
+        UsageError: more workers than GPUs, or a checkpoint folder that a restart may not see.
     """
 
     loop = "stoker.integrations.scripts.worker:run_script"
@@ -64,7 +64,7 @@ class ScriptWork:
             "run_dir": str(self.place.run_dir),
             "checkpoint_dir": self.where,
             "model_dir": str(self.place.model_dir),
-            # There the script's relative paths mean what they meant where the command was typed.
+            # Relative paths in the script resolve as they did where the command was typed.
             "folder": os.environ.get(LAUNCH_DIR_VARIABLE) if local else None,
             "channels": self.config.params,
         }

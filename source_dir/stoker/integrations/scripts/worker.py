@@ -1,4 +1,4 @@
-"""Train worker: starts the script with torchrun's environment and watches it to its end."""
+"""Train worker: starts the script with torchrun's environment and watches it until it ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from stoker.session import CHECKPOINTS_VARIABLE, JOB_VARIABLE
 
 POLL_S = 0.2
 STOP_S = 60.0
-"""From SIGTERM to SIGKILL; the driver itself gives up after 90 s, SageMaker after 120 s."""
+"""Time from SIGTERM to SIGKILL; the driver gives up after 90 s, SageMaker after 120 s."""
 SOON_S = 10.0
 """The same after another rank has failed."""
 ANSWER_S = 60.0
@@ -31,18 +31,18 @@ NOT_THE_SCRIPTS = (
     *("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE", RUNTIME_VARIABLE, "PYTHONBREAKPOINT"),
     *("STOKER_FORKS", "STOKER_TRAINS"),
 )
-"""What Ray tells its own worker processes; the script's is a driver of its own where it uses Ray."""
+"""Variables that Ray sets for workers; a script that uses Ray is a separate driver."""
 
 
 def run_script(settings: dict[str, Any]) -> None:
     """Train worker: entered by Ray Train in every process.
 
     Args:
-        settings: config, coordinator (a `Supervisor`), job (its id), run_dir, checkpoint_dir, model_dir,
-            folder (in which the script runs, or None for its own), channels (name → path of its data).
+        settings: config, coordinator (a `Supervisor`), job (id), run_dir, checkpoint_dir, model_dir, folder
+            (working directory, or None for the script's folder), channels (name → path of the data).
 
     Raises:
-        ScriptError: it failed, on this rank or another.
+        ScriptError: the script failed on any rank.
     """
     import ray
     import ray.train
@@ -73,13 +73,13 @@ def run_script(settings: dict[str, Any]) -> None:
 
 
 def watch(child: Child, script: str, rank: int, tell: Any) -> Order:
-    """Train worker: until all ranks have ended, pass on what the script says, and what it is told.
+    """Train worker: relay output and orders until all ranks have ended.
 
     Args:
         child: the running script.
-        script: its name.
-        rank: of this train worker.
-        tell: reports output and end to the head and gives its order.
+        script: name of the script.
+        rank: rank of this train worker.
+        tell: reports output and exit to the head; returns its order.
     """
     asked_at: float | None = None
     end: Exit | None = None
@@ -107,7 +107,7 @@ def watch(child: Child, script: str, rank: int, tell: Any) -> Order:
 
 
 def environment(settings: dict[str, Any]) -> dict[str, str]:
-    """Train worker: what `torchrun` gives a script, and what reaches this run and its Ray cluster."""
+    """Train worker: the environment of `torchrun`, and variables for the run and its Ray cluster."""
     import ray
 
     context, config = ray.train.get_context(), settings["config"]
@@ -127,7 +127,7 @@ def environment(settings: dict[str, Any]) -> dict[str, str]:
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": size,
         "ROLE_NAME": "default",
-        # By these PyTorch and Lightning know that the processes were started for them.
+        # PyTorch and Lightning detect an external launcher by these.
         "TORCHELASTIC_RUN_ID": settings["job"],
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": str(config.train.max_failures),
@@ -145,9 +145,9 @@ def environment(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _same_runtime_environment() -> dict[str, str]:
-    """Train worker: on a cluster that this job did not form, its code travels as a runtime environment.
+    """Train worker: the runtime environment with the job's code, on a cluster that the job did not form.
 
-    The script's own tasks need it, too; Ray itself hands it to a job's driver in this variable.
+    The script's tasks need it, too; Ray passes it to a job's driver in this variable.
     """
     import ray
 
