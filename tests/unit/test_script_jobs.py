@@ -60,7 +60,7 @@ def test_keys_that_a_script_job_honours_are_accepted() -> None:
     ("key", "text"),
     [
         ("checkpoint.resume=never", "stoker.checkpoint_dir()"),
-        ("checkpoint.dir=s3://bucket/x", "writes to a folder"),
+        ("checkpoint.dir=s3://bucket/x", "must be a folder"),
         ("tracking.mlflow.registered_model=m", "is not exported"),
         ("train.early_stopping.monitor=val/loss", "train.early_stopping.monitor: has no effect"),
     ],
