@@ -231,7 +231,7 @@ def check_groups(config: Config, hosts: list[Host]) -> None:
     unknown = [group for group in config.data.preprocess_on if label(group) not in there]
     if unknown:
         raise UsageError(
-            f"data.preprocess_on: no host in group {', '.join(unknown)}; there are: {', '.join(there)}"
+            f"data.preprocess_on: no host in group {', '.join(unknown)}; available: {', '.join(there)}"
         )
 
 

@@ -226,7 +226,7 @@ def load_object(path: str, source: Path, key: str, offers: type | None = None) -
             and (offers is None or (inspect.isclass(value) and issubclass(value, offers)))
         ]
         close = difflib.get_close_matches(name, there, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"it offers: {', '.join(there) or 'nothing'}"
+        hint = f"did you mean {close[0]}?" if close else f"available: {', '.join(there) or 'nothing'}"
         raise UsageError(f"{key}: {module_name} ({module.__file__}) has no {name}; {hint}")
     return getattr(module, name)
 
@@ -238,5 +238,5 @@ def _no_such_module(key: str, module_name: str, source: Path) -> str:
     if (source / first).is_dir() and "." in module_name:
         names = [f"{first}.{p.stem}" for p in (source / first).glob("*.py") if p.stem != "__init__"]
     close = difflib.get_close_matches(module_name, names, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(names)) or 'none'}"
+    hint = f"did you mean {close[0]}?" if close else f"available: {', '.join(sorted(names)) or 'none'}"
     return f"{key}: no module {module_name} in {source}; {hint}"

@@ -103,7 +103,7 @@ class EarlyStoppingConfig(Section):
     mode: Literal["auto", "min", "max"] = Field(
         "auto", description="whether lower or higher is better; auto: decide by the metric's name"
     )
-    min_delta: float = Field(0.0, ge=0, description="smallest change that counts as an improvement")
+    min_delta: float = Field(0.0, ge=0, description="an improvement must exceed this")
     patience: int = Field(3, ge=0, description="stop after this many epochs without improvement")
     stopping_threshold: float | None = Field(None, description="stop once the metric is better than this")
 

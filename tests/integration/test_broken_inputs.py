@@ -103,7 +103,7 @@ BEFORE_TRAINING = {
 
 BY_OVERRIDE = {
     "unknown optimiser": ("train.optimizer=adamm", "timm has no optimiser 'adamm'; did you mean adam"),
-    "a group that is not there": ("data.preprocess_on=[cpus]", "no host in group cpus; there are: "),
+    "a group that is not there": ("data.preprocess_on=[cpus]", "no host in group cpus; available: "),
     "batch larger than the data": ("train.batch_size=500", "exceed the 101 training records"),
 }
 

@@ -190,7 +190,7 @@ def test_a_restart_counts_its_own_exits_and_ends_what_is_left_of_the_start_befor
     assert supervisor.report(Report("a", 0)).over
     assert supervisor.report(Report("b", 0, end=Exit(0, 0))) == Order(over=True)
     notes = [event["text"] for event in supervisor.events if event["event"] == "note"]
-    assert notes == ["the script starts again on all train workers (start 2)"]
+    assert notes == ["restarting the script on all train workers (start 2)"]
 
 
 def test_metrics_that_are_not_finite_are_null_and_not_lost() -> None:

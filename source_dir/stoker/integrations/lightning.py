@@ -138,7 +138,9 @@ class LightningRecipe(ImageClassification):
             return columns
         absent = [name for name in self.columns if name not in columns]
         if absent:
-            raise UsageError(f"params.columns: no column {', '.join(absent)}; there are {', '.join(columns)}")
+            raise UsageError(
+                f"params.columns: no column {', '.join(absent)}; available: {', '.join(columns)}"
+            )
         return tuple(columns[name] for name in self.columns)
 
     def loggers(self) -> list[Any]:

@@ -83,7 +83,7 @@ def run_epochs(
     if reports.stop:
         worker.log("stopped", reason=reports.stop)
     elif trainer.current_epoch < config.train.epochs:
-        worker.log("stopped", reason="the module's callbacks asked for it")
+        worker.log("stopped", reason="requested by the module's callbacks")
     return reports.asked
 
 

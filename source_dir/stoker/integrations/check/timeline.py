@@ -115,8 +115,8 @@ def training(loaders: Sequence[Loader]) -> int | None:
 def steps_of(takes: Sequence[Take], loaders: Sequence[Loader], of: int) -> list[Step]:
     """Anywhere: the steps of a loader's loop.
 
-    Includes waiting for other training loaders, as with two zipped ones. Skips steps in which another loader
-    was iterated or an epoch ended.
+    Includes waiting for other training loaders, as with two zipped ones. Skips steps in which a loader that
+    does not train was iterated or an epoch ended.
     """
     own = [i for i, take in enumerate(takes) if take.loader == of]
     steps = []

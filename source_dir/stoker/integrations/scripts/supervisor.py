@@ -32,7 +32,7 @@ class Order:
     stop: str = ""
     """Why the script must stop (a request, or another rank's failure); "" to continue."""
     soon: bool = False
-    """Whether it has only seconds, because the ranks cannot save a common state any more."""
+    """Whether it has only seconds, because the ranks can no longer save a common state."""
     over: bool = False
     """All ranks have ended."""
     failure: str = ""
@@ -64,7 +64,7 @@ class Supervisor:
         if report.attempt not in self.attempts:
             self._begin(report.attempt)
         if report.attempt != self.attempts[-1]:
-            return Order(stop="the train workers have started again", soon=True, over=True)
+            return Order(stop="the train workers have restarted", soon=True, over=True)
         if report.output:
             self.log("output", {"rank": report.rank, "text": report.output})
         for event in report.events:
@@ -77,7 +77,7 @@ class Supervisor:
         self.attempts.append(attempt)
         self.exits, self.failed_at = [], math.inf
         if len(self.attempts) > 1:
-            text = f"the script starts again on all train workers (start {len(self.attempts)})"
+            text = f"restarting the script on all train workers (start {len(self.attempts)})"
             self.log("note", {"text": text})
 
     def _ended(self, end: Exit) -> None:
