@@ -1,4 +1,4 @@
-# What a newcomer types: `make demo`, `make test`. Set-up runs once and again when its inputs change.
+# Start with `make demo` or `make test`. Setup runs once, and again when its inputs change.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -9,10 +9,10 @@ SYSTEM := $(VENV)/.system
 
 .PHONY: help setup demo test check lint types unit integration rehearsal e2e long slow soak bench bench-peers bench-gpu clean
 
-help:  ## this list
+help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
 
-setup: $(READY) $(SYSTEM)  ## a virtual environment with everything, and the tests' system programs
+setup: $(READY) $(SYSTEM)  ## create the virtual environment and install the system packages of the tests
 
 $(READY): pyproject.toml constraints.txt scripts/setup.sh
 	@PYTHON=$(PYTHON) VENV=$(VENV) bash scripts/setup.sh
@@ -22,18 +22,18 @@ $(SYSTEM): scripts/system.sh | $(READY)
 	@bash scripts/system.sh
 	@touch $@
 
-demo: $(READY)  ## train on real images here and end with a validated model
+demo: $(READY)  ## train a model on real images on this machine
 	@$(BIN)/python launcher/submit.py source_dir/configs/digits.yaml
 
-check: setup lint types unit  ## what should be clean before every commit, under a minute
+check: setup lint types unit  ## lint, types and unit tests before every commit, under a minute
 
-test: setup  ## everything but `make soak`; a part that fails does not keep the next from running
+test: setup  ## all tests except `make soak`; continues after a failed part
 	@bash scripts/test.sh lint types unit long slow
 
-soak: setup  ## what takes minutes, before a release; writes docs/soak.md
+soak: setup  ## slow tests before a release; writes docs/soak.md
 	@bash scripts/soak.sh
 
-lint: $(READY)  ## ruff, style and format rules
+lint: $(READY)  ## ruff
 	@$(BIN)/ruff check .
 
 types: $(READY)  ## mypy --strict
@@ -45,7 +45,7 @@ unit: setup
 long: setup
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m long tests/unit
 
-# Three files at a time, also on two cores: much of it is waiting for processes.
+# Three files at a time even on two cores: the tests mostly wait for processes.
 SLOW := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
 
 integration rehearsal e2e: setup
@@ -54,14 +54,14 @@ integration rehearsal e2e: setup
 slow: setup
 	@$(SLOW) tests/integration tests/rehearsal tests/e2e
 
-bench: setup  ## benchmarks against peers, as tables and benchmarks/results/latest.json
+bench: setup  ## benchmarks against peers; writes benchmarks/results/latest.json
 	@$(BIN)/python -m benchmarks
 
-bench-peers: setup  ## install the loaders that the benchmarks compare with (1 GB); without them they are skipped
+bench-peers: setup  ## install the peer loaders (1 GB); benchmarks skip missing ones
 	@bash scripts/bench_peers.sh
 
-bench-gpu: setup  ## training on a real GPU against data that costs nothing; says so where there is none
+bench-gpu: setup  ## input-bound against synthetic training; needs a GPU
 	@$(BIN)/python -m benchmarks.gpu
 
-clean:  ## remove the environment, caches and example data, never runs/
+clean:  ## remove the environment, caches and example data; keeps runs/
 	rm -rf $(VENV) .peers .data .pytest_cache .mypy_cache .ruff_cache

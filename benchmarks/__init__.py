@@ -1,1 +1,1 @@
-"""Laptop: measurements against peers, as ratios within one run. `make bench`."""
+"""Laptop: benchmarks against peers, reported as ratios within one run: `make bench`."""

@@ -1,4 +1,4 @@
-"""Laptop: run all benchmarks, or those named: `python -m benchmarks per_core`."""
+"""Laptop: runs all or the named benchmarks: `python -m benchmarks per_core`."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if __name__ == "__main__":
     chosen = sys.argv[1:] or ALL
     unknown = [name for name in chosen if name not in ALL]
     if unknown:
-        sys.exit(f"error: no benchmark {', '.join(unknown)}; there are: {', '.join(ALL)}")
+        sys.exit(f"error: no benchmark {', '.join(unknown)}; choose from: {', '.join(ALL)}")
     failed = []
     for name in chosen:
-        # Each by itself: one that fails takes neither the others' results along nor their turn.
+        # Isolate each benchmark, so that a failure affects no other.
         try:
             publish(importlib.import_module(f"benchmarks.{name}").run())
         except Exception:

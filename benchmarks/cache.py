@@ -1,4 +1,4 @@
-"""Laptop: what keeping decoded images across epochs saves, per core and in the whole data plane."""
+"""Laptop: what caching decoded images saves, per core and in the whole data plane."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from stoker.data.preprocessing.transforms import DecodeImage, ShrinkLarger
 from stoker.data.sources.images import ImageFolderSource
 
 COPIES = 25
-"""Of each photo, under other names: 600 images, 0.34 GB decoded."""
+"""Copies of each photo: 600 images, 0.34 GB decoded."""
 EPOCHS = 8
 ROUNDS = 3
 ROUNDS_PER_CORE = 9
@@ -33,12 +33,12 @@ GOAL = 1.5
 
 
 def run() -> list[Measure]:
-    """The rows of this benchmark."""
+    """Run the benchmark and return its rows."""
     return [*per_core(500, 375), *per_core(2048, 1536), *by_epoch()]
 
 
 def per_core(width: int, height: int) -> list[Measure]:
-    """Images/s of one core: read or found, cropped at random to 224², flipped."""
+    """Images/s of one core: read or look up, crop at random to 224², flip."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as shared:
         images = photos(width, height)
@@ -78,7 +78,7 @@ def per_core(width: int, height: int) -> list[Measure]:
 
 
 def by_epoch() -> list[Measure]:
-    """Images/s of the first and of later epochs, through chain tasks, coordinator and feed."""
+    """Images/s of the first and later epochs, through chain tasks, coordinator and feed."""
     from stoker.bootstrap.cluster import set_environment
 
     set_environment(secrets.token_hex(32))
@@ -88,7 +88,7 @@ def by_epoch() -> list[Measure]:
         write(Path(folder), photos(500, 375) * COPIES)
         ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         try:
-            # Taking turns, so that what else the machine does hits all alike.
+            # Interleave the cases, so that other load affects all of them equally.
             rates: dict[str, list[list[float]]] = {"none": [], "memory": [], "disk": []}
             for _ in range(ROUNDS):
                 for kind, found in rates.items():
@@ -110,7 +110,7 @@ def by_epoch() -> list[Measure]:
 
 
 def write(folder: Path, images: list[bytes]) -> None:
-    """Photos in class folders."""
+    """Write photos to class folders."""
     for number, content in enumerate(images):
         path = folder / "train" / f"c{number % 2}" / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,8 +118,8 @@ def write(folder: Path, images: list[bytes]) -> None:
 
 
 def epochs(folder: str, kind: str) -> list[float]:
-    """Images/s of a job: of its first epoch, and of all later ones, which are produced ahead of one another;
-    its train worker takes all that comes."""
+    """Images/s of a job in its first epoch and in later ones, which overlap; its train worker consumes
+    batches as fast as they arrive."""
     import ray
 
     from stoker.data.feed.feed import EpochFeed, PrefetchLimit
@@ -137,7 +137,7 @@ def epochs(folder: str, kind: str) -> list[float]:
     config = Config.model_validate(settings)
     coordinator = start_coordinator(config, open_data(config), workers=1)
     ends: list[tuple[float, int]] = []
-    """When the first batch and each epoch's last came, and how many images came since."""
+    """The times of the first batch and of each epoch's last one, and the images in between."""
     try:
         ray.get(coordinator.begin.remote(coordinator, 0, 1, 0), timeout=60)
         device = torch.device("cpu")
@@ -161,7 +161,7 @@ def epochs(folder: str, kind: str) -> list[float]:
                     ends.append((time.perf_counter(), 0))
             ends.append((time.perf_counter(), count - first))
             if stream.rows != count:
-                raise RuntimeError(f"epoch {epoch}: {stream.rows} of {count} images came")
+                raise RuntimeError(f"epoch {epoch}: got {stream.rows} of {count} images")
             used = (stream.rows, stream.id_sum, 0)
             ray.get(coordinator.epoch_done.remote(0, "train", epoch, 0, used), timeout=60)
         (begun, _), (warm, images), *_, (end, _) = ends

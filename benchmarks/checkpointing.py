@@ -1,9 +1,8 @@
-"""Laptop: what a checkpoint every 50 steps costs the training.
+"""Laptop: the cost of a checkpoint every 50 steps.
 
-One real job takes a checkpoint every 100 steps. Of each 100 steps, the first 50 bear a checkpoint (the
-copy in memory, then the writing beside them) and the next 50 bear none, so that both cases take turns in
-one process and drift hits both alike. The training has one thread, as on a GPU host, where the writer finds
-a core of its own.
+A real job writes a checkpoint every 100 steps. Of each 100 steps, the first 50 include a checkpoint (a copy
+in memory, then an asynchronous write) and the next 50 do not, so both cases alternate in one process and
+drift affects both equally. Training uses one thread, as on a GPU host, where the writer has a core to spare.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ GOAL = 0.98
 
 
 def run() -> list[Measure]:
-    """The rows of this benchmark."""
+    """Run the benchmark and return its rows."""
     steps = 2 * EVERY * (PAIRS + 1) + 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -60,13 +59,13 @@ def run() -> list[Measure]:
 
 
 def ratio(name: str, seconds: list[float]) -> Measure:
-    """Steps per second with a checkpoint in 50 steps over those without, the median over pairs.
+    """Ratio of steps per second with a checkpoint in 50 steps to those without, median over pairs.
 
     Args:
-        name: of the row.
-        seconds: of each step, the first step being the run's first.
+        name: the name of the row.
+        seconds: the time of each step, from the run's first step.
     """
-    # The checkpoint of step n falls into what is noted as step n's time, the writing into those after.
+    # The copy of step n counts into step n's time, the write into the steps after it.
     windows = [seconds[at - 1 : at - 1 + EVERY] for at in range(2 * EVERY, len(seconds), EVERY)]
     with_, without = windows[: 2 * PAIRS : 2], windows[1 : 2 * PAIRS : 2]
     pairs = [sum(b) / sum(a) for a, b in zip(with_, without, strict=True)]

@@ -1,7 +1,7 @@
-"""Laptop: `stoker.DataLoader` beside torch's on this machine, and on emulated hosts beside the ideal.
+"""Laptop: `stoker.DataLoader` against torch's on this machine, and against the ideal on emulated hosts.
 
-Each loader runs in a process of its own, in turns. Hosts are Ray nodes, on which records sleep: that takes no
-CPU.
+Each loader runs in a separate process, interleaved. Hosts are Ray nodes on which records sleep, which takes
+no CPU.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ROUNDS, IMAGES, BATCH = 3, 1_920, 64
 WARM_BATCHES = 6
 HOSTS, HOST_CPUS, RECORD_S = 3, 2, 0.05
 WARM_S, SECONDS = 12.0, 25.0
-"""Of the sleeping records: first, without counting, and then."""
+"""Sleeping records: warm-up, then measured."""
 
 
 class Photos(Dataset[Any]):
-    """Photos of usual size, decoded and augmented as everybody does it."""
+    """Photos of typical size with the usual decoding and augmentation."""
 
     def __init__(self) -> None:
         from torchvision import transforms
@@ -54,7 +54,7 @@ class Photos(Dataset[Any]):
 
 
 class Sleeping(Dataset[Any]):
-    """Records that take their time."""
+    """Records that sleep."""
 
     def __len__(self) -> int:
         return 1_000_000
@@ -65,14 +65,14 @@ class Sleeping(Dataset[Any]):
 
 
 def loader_of(name: str) -> type[DataLoader[Any]]:
-    """torch's, or ours."""
+    """The DataLoader of torch or of Stoker."""
     from stoker import DataLoader as Ours
 
     return Ours if name == "stoker" else DataLoader
 
 
 def images_per_s(name: str) -> float:
-    """In a process of its own: once warm, to the end of an epoch."""
+    """In a separate process: the rate after warm-up, to the end of an epoch."""
     batches = iter(loader_of(name)(Photos(), batch_size=BATCH, shuffle=True, num_workers=2))
     for _ in range(WARM_BATCHES):
         next(batches)
@@ -82,7 +82,7 @@ def images_per_s(name: str) -> float:
 
 
 def records_per_s() -> float:
-    """Connected to the hosts: records of all hosts, in the middle of an epoch."""
+    """Connected to the hosts: records/s of all hosts in the middle of an epoch."""
     batches = iter(loader_of("stoker")(Sleeping(), batch_size=8))
     next(batches)
     began = time.perf_counter()
@@ -95,7 +95,7 @@ def records_per_s() -> float:
 
 
 def alone(what: str) -> float:
-    """Run a function of this module in a process of its own."""
+    """Run a function of this module in a separate process."""
     code = f"from benchmarks import drop_in; print(drop_in.{what})"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
@@ -108,7 +108,7 @@ def alone(what: str) -> float:
 
 
 def run() -> list[Measure]:
-    """The rows of this benchmark."""
+    """Run the benchmark and return its rows."""
     found: dict[str, list[float]] = {"torch": [], "stoker": []}
     for _ in range(ROUNDS):
         for name, rates in found.items():

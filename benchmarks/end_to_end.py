@@ -1,10 +1,10 @@
 """Laptop: images/s from JPEG files to a consumer of batches, against loaders that do the same work.
 
 JPEG 500×375 → random crop of 224², antialiased, uint8 → flip. Stoker runs as a real job: launcher, cluster,
-coordinator, two chain tasks, feed, and a train worker that looks at each batch and drops it. Peers have two
-workers and the same consumer. Each runs in processes of its own, in turn, for some rounds; measured is the
-wall time between 45 % and 95 % of the records, when nothing that was made ahead is left, so starting is no
-part of it. It is shown by itself: from the command to the first batch.
+coordinator, two chain tasks, feed, and a train worker that inspects each batch and drops it. Peers have two
+workers and the same consumer. Loaders run in separate processes, interleaved, for several rounds. The window
+is the wall time between 45 % and 95 % of the records, after prefetched data is used up, so it excludes the
+start. The time from the command to the first batch is reported separately.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from benchmarks.loaders.work import BATCH, WORKERS, write_folder
 TOTAL = 8_960
 ROUNDS = 3
 STORE_MB = 400
-"""A quarter of it holds blocks that are ready: 700 images, beside the feed's own."""
+"""A quarter of it holds ready blocks: 700 images, besides those of the feed."""
 TIMEOUT_S = 180
 LEVELS = 1.5
-"""How far mean pixels may lie apart, random crops being different ones."""
+"""Allowed difference of mean pixels, as random crops differ."""
 GOAL = 1.0
 BASE = "DataLoader, Pillow + v2"
 PEERS = {
@@ -43,11 +43,11 @@ PEERS = {
     "MosaicML Streaming": ("mosaic", "streaming"),
     "DALI on CPUs": ("dali", "nvidia.dali"),
 }
-"""Name → loader, and the module that it needs besides."""
+"""Name → loader and the extra module that it needs."""
 
 
 def run() -> list[Measure]:
-    """The rows of this benchmark."""
+    """Run the benchmark and return its rows."""
     from benchmarks.loaders import shards
     from benchmarks.per_core import photos
 
@@ -72,7 +72,7 @@ def run() -> list[Measure]:
 
 
 def survived(folder: Path, name: str, loader: str) -> dict[str, Any] | None:
-    """One run of a peer; None, with a line, where it fails or is too slow: that costs its own row alone."""
+    """One run of a peer; None, with a message, if it fails or is too slow, which costs only its own row."""
     try:
         return peer(folder, loader)
     except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
@@ -81,7 +81,7 @@ def survived(folder: Path, name: str, loader: str) -> dict[str, Any] | None:
 
 
 def show(number: int, name: str, one: dict[str, Any]) -> None:
-    """One line while it runs. Halves of the window that differ much: that run was not steady."""
+    """Print one line per run. Halves of the window that differ much show an unsteady run."""
     first, second = one["halves"]
     print(
         f"round {number + 1}: {name:<32} {one['samples_per_s']:7.0f} images/s"
@@ -92,7 +92,7 @@ def show(number: int, name: str, one: dict[str, Any]) -> None:
 
 
 def there(name: str, module: str) -> bool:
-    """Whether a peer is installed; one line where it is not."""
+    """Whether a peer is installed; prints one line if not."""
     try:
         if not module or importlib.util.find_spec(module):
             return True
@@ -103,14 +103,14 @@ def there(name: str, module: str) -> bool:
 
 
 def stoker(folder: Path, total: int) -> dict[str, Any]:
-    """One run of a real job over so many images."""
+    """One run of a real job over the images."""
     out = folder / "stoker.json"
     job = {
         "name": "loading",
         "recipe": "images:Images",
         "params": {"data": str(folder / "data"), "out": str(out), "total": total},
         "train": {"epochs": 1, "batch_size": BATCH, "threads": 1},
-        # What is made ahead has to be used up before the window, so there is little room for it.
+        # Prefetched data must be used up before the window, so keep its buffers small.
         "cluster": {"cpus": WORKERS, "object_store_mb": STORE_MB},
         "tracking": {"tensorboard": False},
     }
@@ -133,17 +133,17 @@ def peer(folder: Path, loader: str) -> dict[str, Any]:
 
 
 def taken(out: Path, began: float) -> dict[str, Any]:
-    """What a run's consumer has written, and how long it took to its first batch."""
+    """The result that a run's consumer wrote, and its time to the first batch."""
     seen: dict[str, Any] = json.loads(out.read_text())
     out.unlink()
     return seen | {"start_s": seen["first_batch_at"] - began}
 
 
 def check(found: dict[str, list[dict[str, Any]]]) -> None:
-    """Speed never comes from doing less: every image once, and the same light in them.
+    """Check that speed does not come from doing less: every image once, with the same brightness.
 
     Raises:
-        RuntimeError: a loader gave something else.
+        RuntimeError: a loader gave other data.
     """
     means = {name: statistics.median(one["mean"] for one in runs) for name, runs in found.items()}
     for name, runs in found.items():
@@ -157,7 +157,7 @@ def check(found: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def rows(found: dict[str, list[dict[str, Any]]]) -> list[Measure]:
-    """Ours against each; a ratio is the median of the rounds' ratios."""
+    """Ours against each peer; a ratio is the median over rounds."""
     ours, unit = found["Stoker"], "images/s"
 
     def median(runs: list[dict[str, Any]], key: str) -> float:

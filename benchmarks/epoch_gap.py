@@ -1,10 +1,10 @@
 """Laptop: the wait for the first batch of an epoch, and a train worker's memory over 20 epochs.
 
-A real job on JPEGs, with validation and checkpoints between epochs, whose steps take as long as a GPU would:
-data is made faster than it is used. The wait is that of the loop, between asking for an epoch's first batch
-and having it. Memory is the train worker's own (anonymous pages: no files, and no pages of the object store,
-which has a size of its own) at the end of each epoch, without the batches that are kept ready for
-`data.prefetch_s`. In the same process the clocks that account for each step's time are timed.
+A real job on JPEGs, with validation and checkpoints between epochs and steps as long as on a GPU: data is
+produced faster than it is consumed. The wait is the loop's, from requesting an epoch's first batch to
+receiving it. Memory is the train worker's own at the end of each epoch (anonymous pages: no files and no
+pages of the object store, whose size is bounded), without the batches prefetched for `data.prefetch_s`. The
+same process also measures the overhead of the step timers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ STEP_S = 0.1
 PREFETCH_S = 1.0
 GAP_GOAL_S, MEMORY_GOAL, ACCOUNTING_GOAL = 0.3, 0.02, 0.01
 WARM = 3
-"""Epochs in which imports, checkpoints and buffers still find their place."""
+"""Warm-up epochs, in which imports, checkpoints and buffers still allocate memory."""
 SHORT_STEP_MS = 10.0
-"""A short step of a fast GPU: what accounting is held against."""
+"""A short step of a fast GPU, the reference for accounting."""
 LOG_EVERY = 10
 
 
 def run() -> list[Measure]:
-    """The rows of this benchmark."""
+    """Run the benchmark and return its rows."""
     from benchmarks.per_core import photos
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -61,14 +61,14 @@ def run() -> list[Measure]:
             round((note["uss"] - note["anonymous"]) / 2**20)
             for note in map(json.loads, out.read_text().splitlines())
         ]
-        print("of the object store's pages, touched by this process alone, MB by epoch:", *shared)
+        print("pages of the object store touched by this process only, MB by epoch:", *shared)
         notes = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(passes) == len(notes) == EPOCHS, (len(passes), len(notes))
     return [*gaps(passes), *memory([note["anonymous"] for note in notes]), accounting(notes[-1])]
 
 
 def gaps(passes: list[dict[str, dict[str, float]]]) -> list[Measure]:
-    """The waits for the first batches, but for the run's first."""
+    """The waits for the first batches, except the run's first."""
     waits = [one["times"]["first_wait_s"] for one in passes[1:]]
     worst, name = max(waits), "input wait at an epoch boundary"
     ratio = GAP_GOAL_S / max(worst, 1e-6)
@@ -78,7 +78,7 @@ def gaps(passes: list[dict[str, dict[str, float]]]) -> list[Measure]:
 
 
 def memory(own: list[int]) -> list[Measure]:
-    """Memory beyond the batches kept ready: its last epochs against its first ones, and how far it strays."""
+    """Memory beyond prefetched batches: last epochs against first ones, and the largest deviation."""
     ready = round(PREFETCH_S / STEP_S) * BATCH * SIDE * SIDE * 3
     beyond = [(value - ready) / 2**20 for value in own[WARM:]]
     first, last = statistics.median(beyond[:5]), statistics.median(beyond[-5:])
@@ -96,7 +96,7 @@ def memory(own: list[int]) -> list[Measure]:
 
 
 def accounting(note: dict[str, float]) -> Measure:
-    """The clocks of a step, and its share of the logged one, against a short step."""
+    """The timers of a step and its share of a logged step, relative to a short step."""
     us = note["per_step_us"] + note["per_log_us"] / LOG_EVERY
     most = 1000 * SHORT_STEP_MS * ACCOUNTING_GOAL
     name = f"accounting, of a {SHORT_STEP_MS:.0f} ms step"

@@ -1,8 +1,8 @@
-"""Laptop: an S3 server that costs next to nothing, behind a link: `python -m benchmarks.far_s3 FILE COPIES`.
+"""Laptop: a cheap S3 server behind an emulated link: `python -m benchmarks.far_s3 FILE COPIES`.
 
-The server answers what readers ask (HEAD, GET with a range, ListObjectsV2) and shows one file under many
-names. The link holds all connections together to a rate and lets every answer take its time, as a network
-does: data in flight is not limited by how slow it is to travel. Both ports are printed, as JSON.
+The server answers the requests of readers (HEAD, GET with a range, ListObjectsV2) and serves one file under
+many names. The link limits the total rate of all connections and delays every answer, as a network does;
+latency does not limit the data in flight. Prints both ports as JSON.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from xml.sax.saxutils import escape
 BUCKET = "bench"
 LINK_BYTES_PER_S = 1e9 / 8
 LATENCY_S = 0.02
-"""From a request to the first byte of its answer; opening a connection takes as long again."""
+"""From a request to the first byte of its answer; opening a connection takes the same again."""
 AHEAD_S = 0.005
-"""What may wait at the link's entrance: more than an event loop oversleeps, so that the link never idles."""
+"""Queue at the link's entrance: longer than an event loop oversleeps, so that the link never idles."""
 CHUNK = 128 * 1024
 
 
 class Objects(BaseHTTPRequestHandler):
-    """The server's answers, for one bucket."""
+    """The S3 server of one bucket."""
 
     protocol_version = "HTTP/1.1"
     file: Path
@@ -83,7 +83,7 @@ class Objects(BaseHTTPRequestHandler):
 
 
 def _listing(names: list[str], query: dict[str, list[str]], size: int) -> bytes:
-    """ListObjectsV2, in one page."""
+    """ListObjectsV2 in one page."""
     prefix, delimiter = (query.get(part, [""])[0] for part in ("prefix", "delimiter"))
     keys, folders = [], set()
     for name in names:
@@ -107,19 +107,19 @@ def _listing(names: list[str], query: dict[str, list[str]], size: int) -> bytes:
 
 
 Travelling = asyncio.Queue[tuple[float, bytes]]
-"""Chunks on their way, and when each arrives."""
+"""Chunks in flight with their arrival times."""
 
 
 class Link:
-    """What lies between: one rate for all answers, each chunk of which is on its way for `LATENCY_S`."""
+    """The link: one rate for all answers, with a latency of `LATENCY_S` per chunk."""
 
     def __init__(self, port: int) -> None:
         self.port = port
         self.free_at = 0.0
-        """When the link has sent what it was given."""
+        """When the link has sent all queued data."""
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, until either end closes it."""
+        """Forward one connection until either end closes it."""
         try:
             await asyncio.sleep(LATENCY_S)
             from_server, to_server = await asyncio.open_connection("127.0.0.1", self.port, limit=2 * CHUNK)
@@ -169,14 +169,14 @@ async def _arrive(travelling: asyncio.Queue[tuple[float, bytes]], writer: asynci
 
 
 async def serve(port: int, told: Callable[[int], None]) -> None:
-    """The link, for ever."""
+    """Run the link forever."""
     server = await asyncio.start_server(Link(port).connected, "127.0.0.1", 0)
     told(server.sockets[0].getsockname()[1])
     await server.serve_forever()
 
 
 def main(file: Path, copies: int) -> None:
-    """Serve until standard input ends. The server is another process: each has a core for itself."""
+    """Serve until stdin closes. Server and link are separate processes, so each can use a core."""
     Objects.file, Objects.names = file, [f"train/{number:05d}.tar" for number in range(copies)]
     server = ThreadingHTTPServer(("127.0.0.1", 0), Objects)
     server.daemon_threads = True

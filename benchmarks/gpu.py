@@ -1,8 +1,8 @@
-"""A GPU host: input-bound training of real models, against the same training on data that costs nothing.
+"""GPU host: training of real models on JPEGs, against the same training on synthetic data.
 
-`make bench-gpu`. timm's ResNet-50 and ViT-S/16 in bf16 train on JPEGs (500×375 → 224²) through a real job on
-this machine; then the same job trains on one image made once per task, which is what the GPU can do. Shown:
-images/s, input wait and GPU utilisation of both. Without a GPU it says so and ends.
+`make bench-gpu`. timm's ResNet-50 and ViT-S/16 in bf16 train on JPEGs (500×375 → 224²) in a real job on this
+machine, then on a single image made once per task, which shows the limit of the GPU. Reports images/s, input
+wait and GPU utilisation of both. Skipped without a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAMPLE_S = 0.5
 
 @dataclass(frozen=True)
 class Size:
-    """How much is trained; the tests take less."""
+    """The amount of training; tests use less."""
 
     records: int = 12_800
     batch: int = 128
@@ -38,7 +38,7 @@ class Size:
 
 @dataclass
 class Utilization:
-    """GPU host: what `nvidia-smi` says that the first GPU does, sampled in a thread while it is open."""
+    """GPU host: samples the first GPU's utilisation from `nvidia-smi` in a thread."""
 
     percent: list[float] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
@@ -62,13 +62,13 @@ class Utilization:
                 return
 
     def busy(self) -> float | None:
-        """The median of the samples in which it did anything: starting and ending do not count."""
+        """The median of the non-zero samples, to exclude start and end."""
         used = [value for value in self.percent if value > 0]
         return statistics.median(used) if used else None
 
 
 def run() -> list[Measure]:
-    """The rows of this benchmark; none without a GPU."""
+    """Run the benchmark and return its rows; none without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -78,7 +78,7 @@ def run() -> list[Measure]:
 
 
 def compare(model: str, size: Size) -> list[Measure]:
-    """One model on JPEGs and on data that costs nothing."""
+    """One model on JPEGs and on synthetic data."""
     from benchmarks.per_core import photos
 
     with tempfile.TemporaryDirectory() as scratch:

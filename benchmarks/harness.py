@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results" / "latest.json"
 
 @dataclass(frozen=True)
 class Measure:
-    """One row of the results: ours against a peer, and the goal for their ratio (more is better)."""
+    """A row of the results: ours, a peer, and the goal for their ratio (higher is better)."""
 
     measure: str
     ours: float
@@ -31,7 +31,7 @@ class Measure:
 
 
 def cpu_seconds(cases: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median CPU seconds of one call of each case, the cases taking turns so that drift hits all alike."""
+    """Median CPU seconds per call of each case, interleaved so that drift affects all equally."""
     times: dict[str, list[float]] = {name: [] for name in cases}
     for case in cases.values():
         case()
@@ -44,10 +44,10 @@ def cpu_seconds(cases: dict[str, Callable[[], Any]], rounds: int) -> dict[str, f
 
 
 def merged(earlier: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows by measure: what was measured now in place of what was before, the rest as it was.
+    """Merge rows by measure: new rows replace old ones of the same name.
 
     Raises:
-        ValueError: two new rows have one name.
+        ValueError: two new rows have the same name.
     """
     rows = {row["measure"]: row for row in earlier}
     names = [row["measure"] for row in new]

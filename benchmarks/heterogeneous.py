@@ -1,9 +1,9 @@
-"""Laptop: records/s of GPU hosts and CPU hosts together where training is skipped, against stock Ray Data.
+"""Laptop: records/s of GPU and CPU hosts with training skipped, against stock Ray Data.
 
-The shape of Ray's own benchmark "heterogenous_fixed_size.skip_training" (ray-project/ray pull request 60458:
-GPU hosts of 48 CPUs, as many CPU hosts of 16, a train worker that drops its batches) at an eighth: two of
-each, and a core of each GPU host left to its train worker. Records sleep, which takes no CPU, so more virtual
-CPUs fit here than the machine has. Both sides run on the same nodes, in turn, by the same consumers.
+Ray's own benchmark "heterogenous_fixed_size.skip_training" (ray-project/ray pull request 60458: GPU hosts of
+48 CPUs, as many CPU hosts of 16, a train worker that drops its batches) at one eighth of its size: two of
+each, with a core of each GPU host reserved for its train worker. Records sleep, which takes no CPU, so the
+machine can emulate more CPUs than it has. Both sides run on the same nodes and consumers, interleaved.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ SLOTS = GPU_HOSTS * GPU_HOST_CPUS + CPU_HOSTS * CPU_HOST_CPUS
 RECORD_S, RECORD_BYTES = 0.05, 4_096
 TOTAL, BATCH, BLOCK_RECORDS = 6_400, 32, 16
 STOCK_BLOCKS = 200
-"""What Ray Data cuts data of usual size into at least (`DataContext.read_op_min_num_blocks`)."""
+"""Ray Data's minimum number of blocks (`DataContext.read_op_min_num_blocks`)."""
 ROUNDS = 3
 WINDOW = (0.25, 0.9)
 """Part of the records that is measured: without the start, and without the last ones, which run alone."""
 GOAL = 1.12
 Taken = list[tuple[float, list[int]]]
-"""When each batch came, and which records it had."""
+"""The arrival time and records of each batch."""
 
 
 class Sleep:
-    """Chain worker: a block of Stoker's."""
+    """Chain worker: make a block for Stoker."""
 
     def __call__(self, columns: dict[str, Any]) -> dict[str, Any]:
         rows = len(columns["index"])
@@ -54,22 +54,22 @@ class Sleep:
 
 
 def asleep(row: dict[str, Any]) -> dict[str, Any]:
-    """Ray Data's task: a record, as its benchmark maps them."""
+    """Ray Data task: map a record as its benchmark does."""
     time.sleep(RECORD_S)
     return {"index": row["id"], "payload": np.zeros(RECORD_BYTES, dtype=np.uint8)}
 
 
 class TrainWorker:
-    """GPU host: takes batches as fast as they come."""
+    """GPU host: consumes batches as fast as they arrive."""
 
     def stock(self, shard: Any) -> Taken:
-        """Of Ray Data."""
+        """Consume batches of Ray Data."""
         return [
             (time.time(), batch["index"].tolist()) for batch in shard.iter_torch_batches(batch_size=BATCH)
         ]
 
     def ours(self, coordinator: Any, rank: int, config: Config) -> Taken:
-        """Of Stoker."""
+        """Consume batches of Stoker."""
         device = torch.device("cpu")
         feed = EpochFeed(
             coordinator=coordinator,
@@ -84,7 +84,7 @@ class TrainWorker:
 
 
 def run() -> list[Measure]:
-    """The rows of this benchmark."""
+    """Run the benchmark and return its rows."""
     found: dict[str, list[float]] = {"Stoker": [], "stock": []}
     with ray_nodes(GPU_HOST_CPUS) as nodes:
         for group, cpus in [("gpu", GPU_HOST_CPUS)] * (GPU_HOSTS - 1) + [("cpu", CPU_HOST_CPUS)] * CPU_HOSTS:
@@ -104,14 +104,14 @@ def run() -> list[Measure]:
 
 
 def measure(loader: Any) -> float:
-    """Records per second of all train workers together, in the window.
+    """Records/s of all train workers in the window.
 
     Raises:
-        RuntimeError: not every record came once.
+        RuntimeError: records are missing or repeated.
     """
     import ray
 
-    # The CPUs that their hosts declare are those beside a train worker's own.
+    # Hosts declare their CPUs without the train worker's core.
     workers = [
         ray.remote(TrainWorker)
         .options(num_cpus=0, label_selector={"stoker.host": f"gpu-{host}"})
@@ -126,13 +126,13 @@ def measure(loader: Any) -> float:
     batches = sorted((batch for one in taken for batch in one), key=lambda batch: batch[0])
     indices = [index for _, some in batches for index in some]
     if sorted(indices) != list(range(TOTAL)):
-        raise RuntimeError(f"{len(indices)} records came, {len(set(indices))} different ones, of {TOTAL}")
+        raise RuntimeError(f"{len(indices)} of {TOTAL} records, {len(set(indices))} of them distinct")
     sums = np.cumsum([len(some) for _, some in batches]).tolist()
     return slope([(at, rows) for (at, _), rows in zip(batches, sums, strict=True)], TOTAL, WINDOW)
 
 
 def stoker(workers: list[Any]) -> list[Taken]:
-    """By the real coordinator, chain workers and feeds."""
+    """Run the real coordinator, chain workers and feeds."""
     import ray
 
     config = load(
@@ -157,7 +157,7 @@ def stoker(workers: list[Any]) -> list[Taken]:
 
 
 def stock(workers: list[Any]) -> list[Taken]:
-    """By Ray Data, split among the train workers as TorchTrainer does it."""
+    """Run Ray Data, split among the train workers as TorchTrainer does."""
     import ray
 
     ray.data.DataContext.get_current().enable_progress_bars = False

@@ -1,4 +1,4 @@
-"""Laptop: real jobs, through the launcher, as a benchmark needs them."""
+"""Laptop: runs real jobs through the launcher for benchmarks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ RECIPES = ROOT / "benchmarks" / "recipes"
 
 
 def environment() -> dict[str, str]:
-    """The environment of a benchmark's processes: this project and its peers can be imported.
+    """The environment of benchmark processes, which can import this project and its peers.
 
-    Ray runs its workers at nice 15. Beside a peer at 0 they would lose whatever else the machine does.
+    Ray runs its workers at nice 15. Against a peer at nice 0 they would lose time to other load.
     """
     paths = [str(ROOT), str(ROOT / "source_dir"), os.environ.get("PYTHONPATH", ""), str(ROOT / ".peers")]
     importable = os.pathsep.join(path for path in paths if path)
@@ -26,16 +26,16 @@ def environment() -> dict[str, str]:
 
 
 def run_job(folder: Path, job: dict[str, Any], *arguments: str, timeout_s: float = 600) -> Path:
-    """Run a job of `benchmarks/recipes` to its end; its run directory.
+    """Run a job of `benchmarks/recipes` to its end and return its run directory.
 
     Args:
-        folder: where the job's file and its runs lie.
+        folder: the folder of the job's file and its runs.
         job: the configuration.
-        arguments: further ones of the command.
-        timeout_s: of the whole command.
+        arguments: extra command-line arguments.
+        timeout_s: the limit for the whole command.
 
     Raises:
-        RuntimeError: it failed, with the last lines of what it printed.
+        RuntimeError: the job failed; contains the last lines of its output.
     """
     (folder / "job.yaml").write_text(yaml.safe_dump(job))
     command = [sys.executable, str(ROOT / "launcher/submit.py"), "job.yaml", "--source-dir", str(RECIPES)]
@@ -54,6 +54,6 @@ def run_job(folder: Path, job: dict[str, Any], *arguments: str, timeout_s: float
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    """The events of one kind, in order."""
+    """The events of a kind, in order."""
     lines = (run_dir / "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["event"] == kind]

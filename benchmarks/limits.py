@@ -1,9 +1,9 @@
-"""Laptop: twelve shapes of a cluster: samples/s and what binds, as the limits model says and as measured.
+"""Laptop: samples/s and bottleneck of twelve cluster shapes, predicted by the limits model and measured.
 
-Chain and training sleep, so that more virtual CPUs fit here than the machine has; nodes, tasks, blocks,
-coordinator and feed are real. Network-bound shapes run as jobs on rehearsed hosts whose links a token bucket
-holds to their rate, all others in this process (benchmarks/sleeping.py). What binds is read off the waits of
-the steps, by the rule with which a run is judged.
+Chain and training sleep, so the machine can emulate more CPUs than it has; nodes, tasks, blocks, coordinator
+and feed are real. Network-bound shapes run as jobs on rehearsed hosts with links limited by a token bucket,
+all others in this process (benchmarks/sleeping.py). The bottleneck follows from the waits of the steps, by
+the same rule as the verdict of a run.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ WAITS_FOR: Mapping[str, model.Term] = {
     "host_to_device": "receiver",
 }
 PAYLOAD = 1448 / 1514
-"""Bytes of data in a full TCP segment over those of its Ethernet frame, which the token bucket counts."""
+"""Payload bytes of a full TCP segment over bytes of its Ethernet frame, which the token bucket counts."""
 PASS_S = 8.0
-"""What an epoch of a rehearsed job shall take."""
+"""Target duration of an epoch of a rehearsed job."""
 
 
 @dataclass(frozen=True)
 class Linked:
-    """A rehearsed shape: every host behind a link of `link_mbps`."""
+    """A rehearsed shape with every host behind a link of `link_mbps`."""
 
     name: str
     hosts: int
@@ -87,7 +87,7 @@ NETWORK = [
 
 @dataclass(frozen=True)
 class Row:
-    """One shape: the model's word and the measurement."""
+    """The prediction and measurement of a shape."""
 
     case: Case | Linked
     samples_per_s: float
@@ -103,11 +103,11 @@ class Row:
 
     @property
     def right(self) -> bool:
-        """Within the tolerance, and for the reason that the model gives."""
+        """Whether the ratio is within tolerance and the predicted bottleneck binds."""
         return abs(self.ratio - 1) <= WITHIN and self.binds == self.predicted.binds
 
     def line(self) -> str:
-        """As the table in docs/sizing.md."""
+        """A row of the table in docs/sizing.md."""
         found = self.predicted
         return (
             f"| {self.case.name} | {found.samples_per_s:.1f} | {self.samples_per_s:.1f} | {self.ratio:.3f}"
@@ -116,7 +116,7 @@ class Row:
 
 
 def run() -> list[Measure]:
-    """The rows of this benchmark."""
+    """Run the benchmark and return its rows."""
     print("| Shape | predicted | measured | ratio | binds: model | binds: run |\n|---|---|---|---|---|---|")
     asleep = list(_said(slept()))
     return measures([*asleep, *_said(map(rehearsed, NETWORK))])
@@ -129,7 +129,7 @@ def _said(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def slept() -> Iterator[Row]:
-    """The shapes of this process, with one host more at a time."""
+    """The shapes that run in this process, adding one host at a time."""
     with ray_nodes(HEAD_CPUS) as nodes:
         for count in range(MAX_HOSTS + 1):
             if count:
@@ -143,10 +143,10 @@ def slept() -> Iterator[Row]:
 
 
 def rehearsed(case: Linked) -> Row:
-    """One job on rehearsed hosts, through the command line.
+    """Run a job on rehearsed hosts through the command line.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the job failed.
     """
     expected = model.predict(case.work, case.shape).samples_per_s
     blocks = max(round(expected * PASS_S / case.block_records), 2 * case.host_cpus * case.hosts)
@@ -185,7 +185,7 @@ def rehearsed(case: Linked) -> Row:
 
 
 def binding(terms: Mapping[str, float]) -> model.Term:
-    """What steps waited for most; the GPU where they hardly waited.
+    """The term that steps waited for most, or the GPU if they hardly waited.
 
     Args:
         terms: time by STEP_TERMS, in any unit.
@@ -199,7 +199,7 @@ def binding(terms: Mapping[str, float]) -> model.Term:
 
 
 def measures(rows: Iterable[Row]) -> list[Measure]:
-    """Each shape against the model, and what the model's number of hosts costs against the best one."""
+    """Each shape against the model, and the cost of the model's number of hosts against the best one."""
     found = list(rows)
     table = [
         Measure(

@@ -1,7 +1,7 @@
-"""Laptop: samples/s over a link of 1 Gb/s: images as uint8 against images that a CPU host made float32.
+"""Laptop: samples/s over a 1 Gb/s link: uint8 images against float32 images converted on a CPU host.
 
-A rehearsal: one host that trains and one that preprocesses, each in namespaces of its own, their links held
-to the rate by `tc tbf`. Records cost nothing to make, so the link binds.
+A rehearsal of a GPU host and a CPU host in separate namespaces, with links limited by `tc tbf`. Records cost
+nothing to make, so the link binds.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ GOAL = 3.5
 
 
 def run() -> list[Measure]:
-    """The rows of this benchmark."""
+    """Run the benchmark and return its rows."""
     missing = [tool for tool in ("ip", "tc", "unshare", "nsenter") if not shutil.which(tool)]
     if missing:
-        print(f"skipped: a link of its own needs {', '.join(missing)}")
+        print(f"skipped: emulating a link needs {', '.join(missing)}")
         return []
     found = {dtype: measure(dtype) for dtype in RECORDS}
     ours, peer = found["uint8"], found["float32"]
@@ -45,10 +45,10 @@ def run() -> list[Measure]:
 
 
 def measure(dtype: str) -> float:
-    """Samples per second of a rehearsed job, between 45 % and 95 % of its records.
+    """Samples/s of a rehearsed job between 45 % and 95 % of its records.
 
     Raises:
-        RuntimeError: the job says that something else than the network bound it.
+        RuntimeError: the network is not the job's bottleneck.
     """
     job: dict[str, Any] = {
         "name": f"network-{dtype}",

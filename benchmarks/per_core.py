@@ -1,4 +1,4 @@
-"""Laptop: one core's images/s through the chain against Pillow + torchvision, outputs compared."""
+"""Laptop: images/s per core through the chain against Pillow + torchvision; compares outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CROP = [v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()]
 
 
 def photos(width: int, height: int) -> list[bytes]:
-    """JPEGs (quality 85) with structure at several scales, as photos have."""
+    """JPEGs (quality 85) with structure at several scales, like photos."""
     rng = np.random.default_rng(0)
     found = []
     for _ in range(IMAGES):
@@ -41,7 +41,7 @@ def photos(width: int, height: int) -> list[bytes]:
 
 
 def run() -> list[Measure]:
-    """The rows of this benchmark."""
+    """Run the benchmark and return its rows."""
     torch.set_num_threads(1)
     rows = []
     for size, goal in (((500, 375), 1.8), ((2048, 1536), 2.7)):
@@ -64,7 +64,7 @@ def decoding(width: int, height: int, goal: float) -> list[Measure]:
 
 
 def cached(goal: float) -> list[Measure]:
-    """The same from images that are decoded already, against decoding them anew."""
+    """The same from decoded images, against decoding them again."""
     images = photos(500, 375)
     decoded = [np.asarray(Image.open(io.BytesIO(image)).convert("RGB")) for image in images]
     records = [{"key": str(i), "image": image, "label": 0} for i, image in enumerate(decoded)]
@@ -78,7 +78,7 @@ def cached(goal: float) -> list[Measure]:
 
 
 def peers(images: list[bytes]) -> dict[str, Callable[[], Any]]:
-    """From the JPEG: on Pillow's images, as torchvision's own scripts do by default, and on tensors."""
+    """From the JPEG on Pillow images, the default of torchvision's own scripts, and on tensors."""
     on_images = v2.Compose([*CROP, v2.PILToTensor()])
     on_tensors = v2.Compose([v2.PILToTensor(), *CROP])
 
@@ -89,7 +89,7 @@ def peers(images: list[bytes]) -> dict[str, Callable[[], Any]]:
 
 
 def blurring(goal: float) -> list[Measure]:
-    """A random image and ten Gaussian blurs, as recipes/synthetic_vit.py has them."""
+    """A random image and ten Gaussian blurs, as in recipes/synthetic_vit.py."""
     blurs = [v2.GaussianBlur(11) for _ in range(10)]
     chain = Chain(as_stages([RandomImage(224, 1000), *blurs]), seed=0)
     records = [{"key": str(i), "index": i} for i in range(IMAGES)]
@@ -108,7 +108,7 @@ def blurring(goal: float) -> list[Measure]:
 def compare(
     name: str, ours: Callable[[], Any], theirs: dict[str, Callable[[], Any]], goal: float
 ) -> list[Measure]:
-    """All in turn; the goal is for the first peer, which runs twice: its ratio to itself is the noise."""
+    """Interleave all cases; the goal applies to the first peer, which runs twice to measure the noise."""
     first = next(iter(theirs))
     cases = {"ours": ours, **theirs, "again": theirs[first]}
     rates = {case: IMAGES / seconds for case, seconds in cpu_seconds(cases, ROUNDS).items()}
@@ -126,7 +126,7 @@ def compare(
 
 
 def check(image: bytes, record: dict[str, Any], resize: list[Any]) -> None:
-    """Speed never comes from doing less: the same picture within 4 of 255 levels."""
+    """Check that speed does not come from doing less: the same picture within 4 of 255 levels."""
     columns, _ = Chain(as_stages([DecodeImage(), *resize]), seed=0).run([dict(record)], epoch=0)
     expected = v2.Compose([v2.PILToTensor(), *resize])(Image.open(io.BytesIO(image)).convert("RGB"))
     difference = np.abs(

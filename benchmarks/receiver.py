@@ -1,9 +1,8 @@
 """Laptop: CPU time that the GPU host spends to receive one preprocessed image (κ of the limits model).
 
-Two Ray nodes with object stores of their own on this machine: one makes images of constant content, the
-other receives them in a process that does nothing with them. Counted are that process and its Ray daemon
-("received"), and besides everything else that runs on the GPU host, which is Stoker's coordinator or Ray
-Data's executor ("whole host").
+Two Ray nodes on this machine, each with its own object store: one makes constant images, the other receives
+and drops them. "Received" counts the receiving process and its Ray daemon; "whole host" adds everything else
+on the GPU host: Stoker's coordinator or Ray Data's executor.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ IMAGES = {"uint8": 10_240, "float32": 4_096}
 ROUNDS = 3
 STORE_MB = 1500
 RAW_BUFFERS = 32
-"""The raw receiver's buffers take turns, as a feed's do: one alone would stay in the processor's cache."""
+"""The raw receiver rotates buffers like a feed: a single one would stay in the CPU cache."""
 
 
 class Picture:
-    """Chain worker: the same image for every record; making it costs next to nothing."""
+    """Chain worker: the same image for every record, at almost no cost."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
@@ -45,7 +44,7 @@ _KEPT: dict[tuple[int, str], Any] = {}
 
 
 def images(count: int, dtype: str) -> dict[str, Any]:
-    """Chain worker: a block; float32 images are channels first, as normalising leaves them."""
+    """Chain worker: make a block; float32 images are channels first, as after normalisation."""
     if (count, dtype) not in _KEPT:
         shape = (count, SIDE, SIDE, 3) if dtype == "uint8" else (count, 3, SIDE, SIDE)
         _KEPT[count, dtype] = np.full(shape, 7, dtype)
@@ -53,21 +52,21 @@ def images(count: int, dtype: str) -> dict[str, Any]:
 
 
 def stock_block(batch: dict[str, Any], dtype: str, rows: int) -> dict[str, Any]:
-    """Chain worker: one block for Ray Data."""
+    """Chain worker: make a block for Ray Data."""
     return images(rows, dtype)
 
 
 class Receiver:
-    """GPU host: the process that would train."""
+    """GPU host: the process that receives in place of a train worker."""
 
     def __init__(self) -> None:
         from stoker.data.transport.buffers import BufferPool
 
-        # A training process allocates its batches' memory in the first seconds and then never again.
+        # A training process allocates its batch buffers once, in the first seconds.
         self.buffers = BufferPool(pinned=False)
 
     def stock(self, dtype: str, rows: int) -> tuple[float, float]:
-        """Ray Data as under TorchTrainer: its executor in another process of this host."""
+        """Ray Data as under TorchTrainer, with its executor in another process of this host."""
         import ray
 
         ray.data.DataContext.get_current().enable_progress_bars = False
@@ -109,12 +108,12 @@ class Receiver:
             came = stream.transport.bytes_by
             expected = "direct" if transport == "direct" else "ray"
             if came[expected] < 0.95 * came.total():
-                raise RuntimeError(f"blocks came another way than asked for: {dict(came)}")
+                raise RuntimeError(f"blocks did not use the requested transport: {dict(came)}")
         return figures
 
 
 class Used:
-    """GPU host: CPU time of this process with its Ray daemon, and of all that this daemon has started."""
+    """GPU host: CPU time of this process and its Ray daemon, and of all processes the daemon started."""
 
     def __init__(self) -> None:
         self.before = self.now()
@@ -136,7 +135,7 @@ class Used:
 
 
 def seconds(process: Any) -> float:
-    """CPU seconds of a process so far."""
+    """CPU seconds used by a process."""
     import psutil
 
     with contextlib.suppress(psutil.Error):
@@ -146,7 +145,7 @@ def seconds(process: Any) -> float:
 
 
 def raw() -> float:
-    """The floor: the same bytes over one TCP connection into memory of the process, ms per image."""
+    """The lower bound: ms per image for the same bytes over one TCP connection into process memory."""
     batches = IMAGES["uint8"] // BATCH
     server = socket.create_server(("127.0.0.1", 0))
     sender = os.fork()
@@ -194,7 +193,7 @@ def measure() -> dict[str, tuple[float, float]]:
                 "stock, blocks of 64": lambda: receiver.stock.remote("uint8", 64),
                 "stock, blocks of 1024": lambda: receiver.stock.remote("uint8", 1024),
             }
-            for number in range(ROUNDS + 1):  # the first warms up
+            for number in range(ROUNDS + 1):  # the first round is a warm-up
                 for name, case in (cases | once if number == 1 else cases).items():
                     figures = ray.get(case(), timeout=120)
                     if number:
@@ -208,7 +207,7 @@ def measure() -> dict[str, tuple[float, float]]:
 
 
 def run() -> list[Measure]:
-    """The rows of this benchmark; ratios are the peer's cost in units of ours."""
+    """Run the benchmark and return its rows; ratios are the peer's cost over ours."""
     floor = statistics.median(raw() for _ in range(ROUNDS))
     found = measure()
     ours = found["ours"][0]

@@ -1,10 +1,9 @@
 """Laptop: MB/s of tar shards that chain workers read from S3 and decode, against the rate of the link.
 
-An S3 server of our own stands behind a link of 1 Gb/s on which every answer takes 20 ms
-(`benchmarks/far_s3.py`). The link's own rate is that of plain downloads over several connections, in the same
-run. Decoding sleeps, which takes no CPU, and would do half as much again as the link brings: so who reads
-while decoding fills the link, and who reads and decodes in turn does not. Shuffled, a shard of at most 1,024
-records is read whole before its first record is given.
+A local S3 server is behind an emulated link of 1 Gb/s with 20 ms latency (`benchmarks/far_s3.py`). The link's
+own rate is that of plain downloads over several connections in the same run. Decoding sleeps, which takes no
+CPU, and has 1.5 times the throughput of the link: reading while decoding fills the link, reading and decoding
+in turn does not. When shuffling, a shard of at most 1,024 records is read completely before its first record.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ ORDERS = {"in order": "false", "shuffled": "true"}
 CONNECTIONS = 8
 ROUNDS, GOAL = 3, 0.9
 WINDOW = (0.25, 0.9)
-"""Part of the records that is measured: without the start, and without the last shards."""
+"""The measured part of the records, without the start and the last shards."""
 
 
 class Decode:
-    """Chain worker: takes its time, and a checksum of what came."""
+    """Chain worker: sleeps, and computes a checksum of the record."""
 
     def __call__(self, columns: dict[str, Any]) -> dict[str, Any]:
         contents = columns.pop("bin")
@@ -63,7 +62,7 @@ class Decode:
 
 
 def run() -> list[Measure]:
-    """The rows of this benchmark."""
+    """Run the benchmark and return its rows."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         file = Path(folder) / "shard.tar"
         crcs = write(file)
@@ -82,7 +81,7 @@ def run() -> list[Measure]:
 
 
 def rows(found: dict[str, list[float]]) -> list[Measure]:
-    """Ours against the link; ratios are medians of the rounds'."""
+    """Ours against the link; ratios are medians over rounds."""
     name = "tar shards from S3, 1 Gb/s, 20 ms"
     link, server = (statistics.median(found[port]) for port in ("link", "server"))
     measures = []
@@ -97,7 +96,7 @@ def rows(found: dict[str, list[float]]) -> list[Measure]:
 
 
 def write(file: Path) -> dict[str, int]:
-    """A shard of noise; the checksum of each record by its name."""
+    """Write a shard of noise; return the checksum of each record by name."""
     noise, crcs = np.random.default_rng(0), {}
     with tarfile.open(file, "w") as tar:
         for number in range(SHARD_RECORDS):
@@ -111,7 +110,7 @@ def write(file: Path) -> dict[str, int]:
 
 @contextmanager
 def served(file: Path) -> Iterator[dict[str, int]]:
-    """Server and link, in processes of their own; the ports, while this process's clients use the link."""
+    """Run server and link in separate processes and point S3 clients here at the link; yields the ports."""
     command = [sys.executable, "-m", "benchmarks.far_s3", str(file), str(SHARDS)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     process = subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, **pipes)
@@ -126,7 +125,7 @@ def served(file: Path) -> Iterator[dict[str, int]]:
         os.environ |= client | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{ports['link']}"}
         yield ports
     finally:
-        # Ray's token, which has come meanwhile, stays.
+        # Keep Ray's token, which was set in the meantime.
         for name in (*client, "AWS_ENDPOINT_URL"):
             os.environ.pop(name, None)
         process.stdin.close()
@@ -134,7 +133,7 @@ def served(file: Path) -> Iterator[dict[str, int]]:
 
 
 def downloaded(port: int, size: int) -> float:
-    """MB/s of plain downloads, several connections at once, each a whole shard after the other."""
+    """MB/s of plain downloads over several connections, each fetching whole shards in sequence."""
     each = max(SHARDS // 4 // CONNECTIONS, 1)
     came: list[int] = []
 
@@ -155,15 +154,15 @@ def downloaded(port: int, size: int) -> float:
         thread.join()
     spent = time.perf_counter() - began
     if sum(came) != each * CONNECTIONS * size:
-        raise RuntimeError(f"{sum(came)} bytes came of {each * CONNECTIONS * size}")
+        raise RuntimeError(f"{sum(came)} bytes received of {each * CONNECTIONS * size}")
     return sum(came) / spent / 1e6
 
 
 def stoker(size: int, crcs: dict[str, int], shuffle: str) -> float:
-    """MB/s of shards, by the real pipeline.
+    """MB/s of shards through the real pipeline.
 
     Raises:
-        RuntimeError: not every record came once, or one with other contents.
+        RuntimeError: records are missing, repeated or corrupted.
     """
     config = load(
         None, [f"data.shuffle={shuffle}", f"data.block_records={BATCH}", f"train.batch_size={BATCH}"]
@@ -182,9 +181,9 @@ def stoker(size: int, crcs: dict[str, int], shuffle: str) -> float:
 
 
 def check(stream: EpochFeed, sums: list[int], crcs: dict[str, int]) -> None:
-    """Speed never comes from doing less: every record of every shard once, and the right contents."""
+    """Check that speed does not come from doing less: every record once, with the right contents."""
     ids = sum(record_id(f"{shard:05d}.tar:{name}") for shard in range(SHARDS) for name in crcs)
     if stream.rows != TOTAL or stream.id_sum != ids % ID_MODULUS:
-        raise RuntimeError(f"{stream.rows} records came of {TOTAL}; not every record once")
+        raise RuntimeError(f"{stream.rows} records received of {TOTAL}; some are missing or repeated")
     if Counter(sums) != dict.fromkeys(crcs.values(), SHARDS):
-        raise RuntimeError("records came with other contents")
+        raise RuntimeError("records with wrong contents")

@@ -1,7 +1,7 @@
-"""Laptop: what the head does for each block, without Ray, at 100 hosts of 96 cores and 390,000 shards.
+"""Laptop: the head's CPU time per block at 100 hosts of 96 cores and 390,000 shards, without Ray.
 
-Planner, accounting and splitter are the real ones; chain workers are calls of this process, in the order in
-which those of a busy cluster come. 64 train workers take the rows.
+Planner, accounting and splitter are real; chain workers are calls in this process, in the order of a busy
+cluster. 64 train workers consume the rows.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from stoker.schema import Config
 HOSTS, CORES, WORKERS, BATCH = 100, 96, 64, 256
 SHARDS, ROWS, HELD = 390_000, 1024, 50_000
 RECORD_S = 0.005
-"""Of a core, for a JPEG of ImageNet."""
+"""CPU time of an ImageNet JPEG."""
 FRAGMENTED = 98_000
 GOAL_CORES, GOAL_RESUME_S = 1.0, 5.0
 
 
 class Shards(Source):
-    """As many shards as there are, of one block each."""
+    """A source of single-block shards."""
 
     random = False
 
@@ -48,7 +48,7 @@ class Shards(Source):
 
 
 def attempt_of(start: Callable[[Passes], DataCursor], hosts: Hosts) -> Attempt:
-    """One start of training on that cluster."""
+    """An attempt of a training run on that cluster."""
     data = {"block_records": ROWS, "shuffle": False}
     config = Config.model_validate(
         {"recipe": "none:None", "data": data, "train": {"epochs": 1, "batch_size": BATCH}}
@@ -74,7 +74,7 @@ def listed(attempt: Attempt) -> float:
 
 
 def run() -> list[Measure]:
-    """The rows of this benchmark."""
+    """Run the benchmark and return its rows."""
     hosts = Hosts()
     hosts.update([ChainHost(f"h{n}", CORES) for n in range(HOSTS)], False, 0.0)
     attempt = attempt_of(lambda passes: DataCursor(epoch=0, plan=passes.identity("f")), hosts)
@@ -100,7 +100,7 @@ def run() -> list[Measure]:
                 made += 1
             planner.ended(ticket)
     per_block_s = (time.process_time() - began) / made
-    ids_s = seconds(lambda: sum(range(10**9, 10**9 + ROWS)))  # the chain worker's work, above
+    ids_s = seconds(lambda: sum(range(10**9, 10**9 + ROWS)))  # the chain worker's share, measured above
     steps = 200
     began = time.process_time()
     for step in range(steps):
@@ -134,7 +134,7 @@ def run() -> list[Measure]:
 
 
 def resumed(hosts: Hosts) -> float:
-    """Seconds to the first ticket from a place where every other shard is done."""
+    """Seconds to the first ticket from a data cursor with every other shard done."""
 
     def start(passes: Passes) -> DataCursor:
         done = [(2 * n, 2 * n + 1) for n in range(FRAGMENTED)]
@@ -144,7 +144,7 @@ def resumed(hosts: Hosts) -> float:
 
 
 def seconds(call: Callable[[], Any], times: int = 1000) -> float:
-    """Of one call, CPU."""
+    """CPU seconds of one call."""
     began = time.process_time()
     for _ in range(times):
         call()

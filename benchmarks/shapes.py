@@ -1,9 +1,9 @@
-"""Laptop: the example recipes whose data are no images of one size, against a DataLoader that does the same.
+"""Laptop: the example recipes without fixed-size images, against a DataLoader that does the same.
 
-Both open the same files, call the same transforms and give the same columns, shuffled within each file and
-padded alike; that is compared. Stoker: coordinator, two chain tasks and a feed, on a cluster of this machine.
-The peer: what one writes by hand, an `IterableDataset` that reads its share of the files, in two workers and
-a process by itself. Both take turns; measured is the wall time between 45 % and 95 % of the records.
+Both read the same files, call the same transforms and give the same columns, shuffled within each file and
+padded the same way; the benchmark compares them. Stoker uses coordinator, two chain tasks and a feed on a
+local cluster. The peer is a hand-written `IterableDataset` with two workers in a separate process. Both
+alternate; the window is the wall time between 45 % and 95 % of the records.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ KINDS = {
     "audio": ("recipes.audio:Tones", 200, 80, 1e-6),
     "video": ("recipes.video:Motion", 100, 40, 0.02),
 }
-"""Recipe, records of a file, how many files (links to one, so that no disk counts), and how far the mean sum
-of a record's values may lie apart: more than rounding only where crops and clips are drawn at random."""
+"""Recipe, records per file, number of files (links to one file, to exclude the disk), and the allowed
+difference of the mean sum of a record's values: above rounding only for random crops and clips."""
 ROUNDS, BATCH, WORKERS = 3, 64, 2
 
 
 class Files(IterableDataset[dict[str, Any]]):
-    """Records of a worker's files: read, shuffled file by file, transformed."""
+    """Records of a worker's files: read, shuffled within each file, transformed."""
 
     def __init__(self, folder: Path, columns: list[str], chain: list[Any]) -> None:
         self.files, self.columns = sorted((folder / "train").iterdir()), columns
@@ -62,7 +62,7 @@ class Files(IterableDataset[dict[str, Any]]):
 
 
 def rows(path: Path, columns: list[str]) -> list[dict[str, Any]]:
-    """Of a Parquet file."""
+    """Read a Parquet file."""
     from pyarrow import parquet
 
     found = parquet.read_table(path, columns=columns).to_pylist()
@@ -70,7 +70,7 @@ def rows(path: Path, columns: list[str]) -> list[dict[str, Any]]:
 
 
 def members(path: Path) -> list[dict[str, Any]]:
-    """Of a tar shard: files of one stem are a record."""
+    """Read a tar shard; files with the same stem form a record."""
     found: dict[str, dict[str, Any]] = {}
     with tarfile.open(path) as tar:
         for member in tar:
@@ -85,7 +85,7 @@ def members(path: Path) -> list[dict[str, Any]]:
 
 
 def collate(records: list[dict[str, Any]], pads: dict[str, Any]) -> dict[str, Any]:
-    """Tensors of a batch; padded columns with their lengths."""
+    """The tensors of a batch, with lengths for padded columns."""
     batch: dict[str, Any] = {}
     for name in records[0]:
         values = [torch.as_tensor(record[name]) for record in records]
@@ -103,7 +103,7 @@ def collate(records: list[dict[str, Any]], pads: dict[str, Any]) -> dict[str, An
 
 
 def consume(batches: Iterable[dict[str, Any]], total: int) -> dict[str, Any]:
-    """Take all batches: the rate, and what tells whether the work was the same."""
+    """Consume all batches: the rate, and statistics to compare the work."""
     times: list[tuple[float, int]] = []
     sums: dict[str, float] = {}
     kinds: dict[str, list[Any]] = {}
@@ -111,7 +111,7 @@ def consume(batches: Iterable[dict[str, Any]], total: int) -> dict[str, Any]:
     for batch in batches:
         count += len(next(iter(batch.values())))
         for name, column in batch.items():
-            # Padding is 0, so that sums do not depend on it.
+            # Padding is 0 and does not affect sums.
             sums[name] = sums.get(name, 0.0) + float(column.sum(dtype=torch.float64))
             kinds[name] = [str(column.dtype), column.ndim]
         times.append((time.perf_counter(), count))
@@ -120,7 +120,7 @@ def consume(batches: Iterable[dict[str, Any]], total: int) -> dict[str, Any]:
 
 
 def peer(kind: str, folder: str) -> dict[str, Any]:
-    """In a process of its own: an epoch by torch's DataLoader."""
+    """In a separate process: an epoch with torch's DataLoader."""
     from stoker.data.opening import pads_of
 
     recipe = recipe_of(kind)(data=folder)
@@ -131,7 +131,7 @@ def peer(kind: str, folder: str) -> dict[str, Any]:
 
 
 def stoker(kind: str, folder: str) -> dict[str, Any]:
-    """Connected to the cluster: an epoch by Stoker."""
+    """Connected to the cluster: an epoch with Stoker."""
     from stoker.data.opening import open_data
     from stoker.schema import Config
     from stoker.sizing.stream import pass_over
@@ -155,7 +155,7 @@ def total_of(kind: str) -> int:
 
 
 def write(kind: str, folder: Path) -> None:
-    """The recipe's own data, its training file under many names."""
+    """The recipe's own data, with its training file under many names."""
     recipe, records, files, _ = KINDS[kind]
     importlib.import_module(recipe.partition(":")[0]).write(folder / "once", records=records)
     first = next((folder / "once").glob("train/*.tar"), folder / "once/train.parquet")
@@ -165,7 +165,7 @@ def write(kind: str, folder: Path) -> None:
 
 
 def alone(kind: str, folder: str) -> dict[str, Any]:
-    """The peer, in a process of its own."""
+    """Run the peer in a separate process."""
     code = f"import json; from benchmarks import shapes; print(json.dumps(shapes.peer({kind!r}, {folder!r})))"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
@@ -180,10 +180,10 @@ def alone(kind: str, folder: str) -> dict[str, Any]:
 
 
 def check(kind: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Speed never comes from doing less: all records, the same columns, the same in them.
+    """Check that speed does not come from doing less: all records, with the same columns and values.
 
     Raises:
-        RuntimeError: one did something else.
+        RuntimeError: the two sides differ.
     """
     for name, seen in (("Stoker", ours), ("DataLoader", theirs)):
         if seen["rows"] != total_of(kind):
@@ -196,7 +196,7 @@ def check(kind: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 def run() -> list[Measure]:
-    """The rows of this benchmark."""
+    """Run the benchmark and return its rows."""
     from stoker.bootstrap.cluster import set_environment
 
     set_environment(secrets.token_hex(32))

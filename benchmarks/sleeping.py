@@ -1,8 +1,8 @@
-"""Laptop: predicted against measured samples/s where the chain sleeps and so does the GPU.
+"""Laptop: predicted against measured samples/s with a sleeping chain and a sleeping GPU.
 
-Sleeping takes no CPU, so that more virtual CPUs fit on this machine than it has, on real Ray nodes with
-real tasks, blocks, coordinator and feed. What falls short of the model is what the pipeline loses between
-tasks and batches. It is aborted where its own CPU use could disturb the measurement.
+Sleeping takes no CPU, so this machine can emulate more CPUs than it has, on real Ray nodes with real tasks,
+blocks, coordinator and feed. The gap to the model is the pipeline's loss between tasks and batches. A run
+aborts if its own CPU use could distort the measurement.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from stoker.sizing.stream import one_pass
 
 HEAD_CPUS, HOST_CPUS, MAX_HOSTS = 2, 3, 6
 MAX_REAL_CPUS = 1.2
-"""From this use of the machine's real cores on, sleeping tasks wake late."""
+"""Above this use of the machine's real cores, sleeping tasks wake late."""
 SECONDS = 14.0
 WINDOW = (0.25, 0.9)
-"""Part of the rows that is measured: without the start and without the last tasks, which run alone."""
+"""The measured part of the rows, without the start and the last tasks, which run alone."""
 GPU_HOST_USD, CPU_HOST_USD = 1.408, 0.204
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape: a workload on so many CPU hosts."""
+    """A shape: a workload and a number of CPU hosts."""
 
     name: str
     hosts: int
@@ -82,7 +82,7 @@ SHAPES = [
 
 @dataclass(frozen=True)
 class Found:
-    """What a case measured."""
+    """The measurement of a case."""
 
     case: Case
     samples_per_s: float
@@ -99,7 +99,7 @@ class Found:
 
 
 class Sleep:
-    """Chain worker: a stage that takes `cpu_s` seconds per record and no CPU, and sends so many bytes."""
+    """Chain worker: a stage that sleeps `cpu_s` per record and emits a given number of bytes."""
 
     def __init__(self, cpu_s: float, size: int) -> None:
         self.cpu_s, self.size = cpu_s, size
@@ -111,7 +111,7 @@ class Sleep:
 
 
 def run() -> list[Measure]:
-    """The rows of this benchmark."""
+    """Run the benchmark and return its rows."""
     found: list[Found] = []
     with ray_nodes(HEAD_CPUS) as nodes:
         for count in range(MAX_HOSTS + 1):
@@ -126,7 +126,7 @@ def run() -> list[Measure]:
 
 
 def rows(found: list[Found]) -> list[Measure]:
-    """Measured against predicted, and what the model's choice costs against the best one measured."""
+    """Measured against predicted, and the cost of the model's choice against the best measured one."""
     measures = []
     for one in found:
         goal = 0.95 if one.case in SWEEP else 0.9
@@ -158,7 +158,7 @@ def rows(found: list[Found]) -> list[Measure]:
 
 
 def show(one: Found) -> None:
-    """One line while it runs."""
+    """Print one line per case."""
     print(
         f"{one.case.name:<32} n={one.case.hosts} measured {one.samples_per_s:7.1f} model"
         f" {one.predicted.samples_per_s:7.1f} = {one.ratio:5.3f}  {one.predicted.binds:<10}"
@@ -168,10 +168,10 @@ def show(one: Found) -> None:
 
 
 def measure(case: Case) -> Found:
-    """Run one case on the nodes there are.
+    """Run a case on the current nodes.
 
     Raises:
-        RuntimeError: the machine was too busy with the benchmark itself.
+        RuntimeError: the benchmark itself used too much CPU.
     """
     import torch
 
@@ -196,7 +196,7 @@ def measure(case: Case) -> Found:
                 times.append(stream.times.figures())
             if not before and stream.rows > WINDOW[0] * total:
                 before, began = real_cpu_seconds(), now
-            # What the operating system oversleeps shall not add up.
+            # Do not accumulate oversleep of the operating system.
             free_at = max(free_at, now) + count / case.gpu_samples_per_s
             time.sleep(max(free_at - time.perf_counter(), 0))
     used = sum(seconds - before.get(pid, 0.0) for pid, seconds in real_cpu_seconds().items())
@@ -207,13 +207,13 @@ def measure(case: Case) -> Found:
         )
     first, last = (next(i for i, (_, n) in enumerate(arrivals) if n >= part * total) for part in WINDOW)
     rate = (arrivals[last][1] - arrivals[first][1]) / (arrivals[last][0] - arrivals[first][0])
-    # Of the same part of the pass as the rate: before it, chain workers start on all hosts.
+    # Measure the same window as the rate: chain workers start before it.
     inside = {name: value - times[0][name] for name, value in times[-1].items() if name != "first_wait_s"}
     return Found(case, rate, inside, real)
 
 
 def config_of(case: Case) -> Config:
-    """The job's configuration: records in their order, batches of half a block."""
+    """The job's configuration: unshuffled records, batches of half a block."""
     return load(
         None,
         [
@@ -227,7 +227,7 @@ def config_of(case: Case) -> Config:
 
 @contextmanager
 def slow_receiving(seconds_per_row: float) -> Iterator[None]:
-    """Cutting a batch takes so long per row, one batch after the other: what a receiver at its limit is."""
+    """Emulate a receiver at its limit: cutting a batch sleeps per row, one batch at a time."""
     cut, one_at_a_time = feed.as_tensors, threading.Lock()
 
     def slow(columns: dict[str, Any]) -> Any:
@@ -240,16 +240,16 @@ def slow_receiving(seconds_per_row: float) -> Iterator[None]:
 
 
 def wake_all_slots(slots: int, benchmark: ModuleType | None = None) -> None:
-    """Start one worker process per virtual CPU: their start is no part of the measurement.
+    """Start one worker process per virtual CPU, to exclude start-up from the measurement.
 
     Args:
         slots: virtual CPUs of all nodes.
-        benchmark: a module whose classes will be sent to them, besides this one's.
+        benchmark: another module whose classes are sent to them.
     """
     import ray
     from ray import cloudpickle
 
-    # Worker processes cannot import these modules by their names.
+    # Worker processes cannot import these modules by name.
     for module in filter(None, (sys.modules[__name__], benchmark)):
         cloudpickle.register_pickle_by_value(module)
 
@@ -264,7 +264,7 @@ def wake_all_slots(slots: int, benchmark: ModuleType | None = None) -> None:
 
 
 def real_cpu_seconds() -> dict[int, float]:
-    """CPU seconds that this process and those of all nodes have used, by process."""
+    """CPU seconds used by this process and those of all nodes, by process."""
     found = {}
     own = psutil.Process()
     for process in [own, *own.children(recursive=True)]:

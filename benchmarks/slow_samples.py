@@ -1,9 +1,8 @@
-"""Laptop: records/s where 5 % of the records take 20 times as long, against a DataLoader of as many workers.
+"""Laptop: records/s when 5 % of the records take 20 times as long, against an equally large DataLoader.
 
-Records sleep, which takes no CPU, and training takes batches as fast as they come. A DataLoader hands out
-batches in order, so one slow record holds up those that are ready behind it; `order: any` has no such line.
-What that costs depends on the batch: small ones (volumes, videos) vary much, large ones hardly, as their
-slow records even out.
+Records sleep, which takes no CPU, and training consumes batches as fast as they arrive. A DataLoader delivers
+batches in order, so a slow record blocks ready batches behind it; `order: any` does not. The cost depends on
+the batch size: small batches (volumes, videos) vary a lot, in large ones slow records average out.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ WORKERS, ROUNDS = 12, 3
 FAST_S, SLOW_S, SLOW_SHARE = 0.02, 0.4, 0.05
 TOTAL = 2_400
 WINDOW = (0.25, 0.9)
-"""Part of the records that is measured: without the start, and without the last ones, which run alone."""
+"""The measured part of the records, without the start and the last ones, which run alone."""
 BATCHES = {2: 2.0, 16: None}
-"""Batch size → goal: of volumes (nnU-Net) and large images (MMDetection), of smaller ones."""
+"""Batch size → goal: for volumes (nnU-Net) and large images (MMDetection), for smaller images."""
 BLOCK_RECORDS = 8
 IN_ORDER, UNORDERED = "DataLoader", "DataLoader, in_order=False"
 
 
 def seconds_of(index: int) -> float:
-    """What a record takes; which ones are slow is drawn by their number, alike for all loaders."""
+    """The time of a record; slow ones are drawn by index, the same for all loaders."""
     return SLOW_S if index * 2_654_435_761 % 2**32 < SLOW_SHARE * 2**32 else FAST_S
 
 
@@ -47,7 +46,7 @@ MEAN_S = sum(map(seconds_of, range(TOTAL))) / TOTAL
 
 
 class Uneven(Dataset[Any]):
-    """The records, for a DataLoader."""
+    """The records as a dataset for a DataLoader."""
 
     def __len__(self) -> int:
         return TOTAL
@@ -58,7 +57,7 @@ class Uneven(Dataset[Any]):
 
 
 class Sleep:
-    """Chain worker: the same records, a block at a time."""
+    """Chain worker: the same records, block by block."""
 
     def __call__(self, columns: dict[str, Any]) -> dict[str, Any]:
         time.sleep(sum(map(seconds_of, columns["index"].tolist())))
@@ -66,7 +65,7 @@ class Sleep:
 
 
 def run() -> list[Measure]:
-    """The rows of this benchmark."""
+    """Run the benchmark and return its rows."""
     found: dict[tuple[int, str], list[float]] = {}
     with ray_nodes(WORKERS):
         wake_all_slots(WORKERS, sys.modules[__name__])
@@ -80,7 +79,7 @@ def run() -> list[Measure]:
 
 
 def rows(found: dict[tuple[int, str], list[float]]) -> list[Measure]:
-    """Ours against each, and against what the workers can do at most; ratios are medians of the rounds'."""
+    """Ours against each peer and against the workers' limit; ratios are medians over rounds."""
     measures = []
     for batch, goal in BATCHES.items():
         ours = found[batch, "Stoker"]
@@ -101,7 +100,7 @@ def rows(found: dict[tuple[int, str], list[float]]) -> list[Measure]:
 
 
 def stoker(batch: int) -> float:
-    """Records per second of the real pipeline on the node there is."""
+    """Records/s of the real pipeline on the current node."""
     config = load(
         None,
         ["data.order=any", f"data.block_records={BLOCK_RECORDS}", f"train.batch_size={batch}"],
@@ -116,12 +115,12 @@ def in_torch(batch: int, in_order: bool) -> float:
 
 
 def taken(batches: Any) -> float:
-    """Take all as fast as it comes; records per second in the window.
+    """Consume everything as fast as it arrives; return records/s in the window.
 
-    A record counts by what it takes: how many slow ones come within the window is chance.
+    Records are weighted by their time, as the number of slow ones in the window is random.
 
     Raises:
-        RuntimeError: not every record came once.
+        RuntimeError: records are missing or repeated.
     """
     indices: list[int] = []
     times: list[tuple[float, float]] = []
@@ -131,12 +130,12 @@ def taken(batches: Any) -> float:
         work += sum(map(seconds_of, batch.tolist()))
         times.append((time.perf_counter(), work / MEAN_S))
     if sorted(indices) != list(range(TOTAL)):
-        raise RuntimeError(f"{len(indices)} records came, {len(set(indices))} different ones, of {TOTAL}")
+        raise RuntimeError(f"{len(indices)} of {TOTAL} records, {len(set(indices))} of them distinct")
     return slope(times, TOTAL, WINDOW)
 
 
 def torch_alone(batch: int, in_order: bool) -> float:
-    """`in_torch` in a process of its own: its workers are forked, which one that uses Ray should not do."""
+    """Run `in_torch` in a separate process: it forks workers, which a process with Ray must not do."""
     code = f"from benchmarks import slow_samples; print(slow_samples.in_torch({batch}, {in_order}))"
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(

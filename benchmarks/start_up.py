@@ -1,4 +1,4 @@
-"""Laptop: how long a user waits: for the first batch beside a DataLoader, for the demo, for a refusal."""
+"""Laptop: the time to the first batch (against a DataLoader), of the demo, and to an error message."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ WRONG = {
     "recipe": [DIGITS, "recipe=rowz:Counting"],
     "address": [DIGITS, "--on", "ray", "--address", "http://127.0.0.1:9"],
 }
-"""What is wrong → arguments of `submit.py`."""
+"""Mistake → arguments of `submit.py`."""
 
 
 def run() -> list[Measure]:
-    """The rows of this benchmark."""
+    """Run the benchmark and return its rows."""
     ours, theirs = [], []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -59,7 +59,7 @@ def run() -> list[Measure]:
 
 
 def demo(folder: Path) -> list[Measure]:
-    """The whole example, and where its start goes."""
+    """The whole example, with a breakdown of its start."""
     began = time.time()
     submit(folder, DIGITS)
     seconds = time.time() - began
@@ -77,7 +77,7 @@ def demo(folder: Path) -> list[Measure]:
 
 
 def refusals(folder: Path) -> list[Measure]:
-    """Seconds until a job that cannot run is refused."""
+    """Seconds until an invalid job is refused."""
     rows = []
     for name, arguments in WRONG.items():
         began = time.time()
@@ -96,7 +96,7 @@ def refusals(folder: Path) -> list[Measure]:
 
 
 def submit(folder: Path, *arguments: str, may_fail: bool = False) -> int:
-    """Run the launcher to its end; its exit code."""
+    """Run the launcher to its end and return its exit code."""
     command = [sys.executable, str(ROOT / "launcher/submit.py"), *arguments]
     done = subprocess.run(
         command,

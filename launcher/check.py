@@ -1,4 +1,4 @@
-"""Laptop: `submit.py check train.py`: how much an unchanged training script waits for data."""
+"""Laptop: `submit.py check train.py`: measures how long an unchanged script waits for data."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from stoker.sizing.advice_table import Advice, advise
 from stoker.sizing.candidates import Wanted
 
 CLOSING_S = 30.0
-"""So long the script may take to end once enough was seen, or it was interrupted."""
+"""How long the script may take to exit once enough steps are measured or it is interrupted."""
 ROWS = 8
 UNSURE = 0.05
-"""± share of a step from which on more steps are recommended."""
+"""A wider ± share of a step recommends more steps."""
 
 
 @dataclass(frozen=True)
 class CheckOptions(HostOptions):
-    """Laptop: what stands on the command line beside the script."""
+    """Laptop: the command-line options of `check`."""
 
     arguments: list[str] = field(default_factory=list)
     steps: int | None = None
@@ -45,23 +45,23 @@ class CheckOptions(HostOptions):
 
 
 class ScriptError(Exception):
-    """Laptop: the script ended before there was a verdict; exit code 1."""
+    """Laptop: the script ended before a verdict was possible; exit code 1."""
 
 
 def check(script: Path | None, options: CheckOptions) -> int:
-    """Laptop: run the script observed, and print the verdict.
+    """Laptop: run the script under observation and print the verdict.
 
     Returns:
-        0, or 1 where the script failed.
+        0, or 1 if the script failed.
 
     Raises:
-        UsageError: wrong options, no such script, or one without a DataLoader.
+        UsageError: options are wrong, or the script does not exist or has no DataLoader.
     """
     rates = options.rates()
     if options.steps is not None and options.steps < LEAST_STEPS:
-        raise UsageError(f"--steps: at least {LEAST_STEPS} (got {options.steps})")
+        raise UsageError(f"--steps: must be at least {LEAST_STEPS} (got {options.steps})")
     if options.timeout <= 0:
-        raise UsageError(f"--timeout: more than 0 seconds (got {options.timeout:g})")
+        raise UsageError(f"--timeout: must be more than 0 seconds (got {options.timeout:g})")
     path = existing(script)
     try:
         seen, sums = observe(path, options)
@@ -81,12 +81,12 @@ def existing(script: Path | None) -> Path:
     """Laptop: the script as typed.
 
     Raises:
-        UsageError: there is none, with what may have been meant.
+        UsageError: it does not exist; suggests a close match.
     """
     if script is None:
-        raise UsageError("no script given; write: check train.py")
+        raise UsageError("no script given; run: check train.py")
     if script.suffix in (".yaml", ".yml"):
-        raise UsageError(f"{script}: a job's configuration; `size {script}` measures it")
+        raise UsageError(f"{script}: is a job's configuration; measure it with `size {script}`")
     if script.is_file():
         return script
     beside = [path.name for path in script.parent.glob("*.py")] if script.parent.is_dir() else []
@@ -96,18 +96,18 @@ def existing(script: Path | None) -> Path:
 
 
 def observe(path: Path, options: CheckOptions) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Laptop: run the script until enough was seen; what it prints goes to the error output.
+    """Laptop: run the script until enough steps are measured; its output goes to stderr.
 
     Returns:
-        What was seen of the loaders, and what each process that fetched spent.
+        The observations of the loaders, and the time spent by each fetching process.
 
     Raises:
-        ScriptError: it failed, or too little was seen in time.
+        ScriptError: the script failed, or too few steps were measured in time.
     """
     steps = "auto" if options.steps is None else str(options.steps)
     with tempfile.TemporaryDirectory(prefix="stoker-check-") as folder:
         command = [sys.executable, str(runner.__file__), folder, steps, str(path), *options.arguments]
-        # What Python compiles of the user's modules must not stay in the user's folder.
+        # Leave no __pycache__ in the user's folder.
         environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
         with started(command, environment) as process:
             code = wait(process, Path(folder) / RESULT, options.timeout)
@@ -118,7 +118,7 @@ def observe(path: Path, options: CheckOptions) -> tuple[dict[str, Any], list[dic
         sums = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("fetch-*.json"))]
     if seen["ended"] == "failed":
         before = f"{options.steps} steps" if options.steps else "enough steps"
-        raise ScriptError(f"the script failed before {before} were seen: {seen['said']}")
+        raise ScriptError(f"the script failed before {before} were measured: {seen['said']}")
     if code is None and seen["ended"] == "interrupted" and len(seen["takes"]) < 2 * LEAST_STEPS:
         steps_seen = max((loader["batches"] for loader in seen["loaders"]), default=0)
         raise ScriptError(f"only {steps_seen} batches within --timeout {options.timeout:.0f} s")
@@ -127,7 +127,7 @@ def observe(path: Path, options: CheckOptions) -> tuple[dict[str, Any], list[dic
 
 @contextlib.contextmanager
 def started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Laptop: the script in a process group of its own, of which nothing is left afterwards."""
+    """Laptop: start the script in its own process group and kill the group on exit."""
     process = subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
     )
@@ -136,7 +136,7 @@ def started(command: list[str], environment: dict[str, str]) -> Iterator[subproc
     try:
         yield process
     except KeyboardInterrupt:
-        # It is not in the terminal's group, so this is the only Ctrl-C that it gets.
+        # The script is outside the terminal's process group, so Ctrl-C must be forwarded.
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired, KeyboardInterrupt):
             os.killpg(process.pid, signal.SIGINT)
             process.wait(CLOSING_S)
@@ -150,7 +150,7 @@ def started(command: list[str], environment: dict[str, str]) -> Iterator[subproc
 
 
 def wait(process: subprocess.Popen[bytes], result: Path, timeout_s: float) -> int | None:
-    """Laptop: the script's exit code; None where it had to be interrupted, or did not end."""
+    """Laptop: the script's exit code; None if it was interrupted or did not exit."""
     deadline = time.monotonic() + timeout_s
     interrupted = closing = False
     while time.monotonic() < deadline:
@@ -167,14 +167,14 @@ def wait(process: subprocess.Popen[bytes], result: Path, timeout_s: float) -> in
 
 def _ended(code: int | None) -> str:
     if code is not None and code < 0:
-        return f"the script was ended by {signal.Signals(-code).name} before enough steps were seen"
-    return "the script ended without a word before enough steps were seen"
+        return f"the script was killed by {signal.Signals(-code).name} before enough steps were measured"
+    return "the script exited without a result before enough steps were measured"
 
 
 def advised(
     one: judging.Checked, seen: dict[str, Any], rates: dict[str, float], options: CheckOptions
 ) -> Advice | None:
-    """Laptop: the limits model on the script's figures, where it waits or hosts were asked for."""
+    """Laptop: apply the limits model if the script waits or hosts were requested."""
     found = judging.measured(one, rates, seen["gpu"])
     if found is None or not (one.waits or options.gpu or options.cpu):
         return None
@@ -188,7 +188,7 @@ def advised(
 
 
 def show(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | None) -> None:
-    """Laptop: the verdict on one screen."""
+    """Laptop: print the verdict on one screen."""
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
@@ -202,12 +202,12 @@ def show(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | 
     line(f"  {about(first)}")
     for other in loaders[1:]:
         waits = f", {100 * other.share.value:.0f} % waiting" if other.steps >= LEAST_STEPS else ""
-        line(f"  besides {about(other)}{waits}")
+        line(f"  also {about(other)}{waits}")
     for text in fetching(first):
         line(text)
     helpful = judging.help_here(first, seen["cpus"], seen["idle"])
     if helpful:
-        line("what would help here")
+        line("what would help on this machine")
         for text in helpful:
             line(f"  {text}")
     if advice is not None:
@@ -219,7 +219,7 @@ def show(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | 
 
 
 def about(one: judging.Checked) -> str:
-    """Laptop: a loader in a few words."""
+    """Laptop: a loader in one line."""
     loader = one.loader
     size = f"{one.samples_per_step:.0f} samples"
     if one.bytes_per_step:
@@ -228,10 +228,10 @@ def about(one: judging.Checked) -> str:
 
 
 def fetching(one: judging.Checked) -> list[str]:
-    """Laptop: what a sample costs, by stage."""
+    """Laptop: the cost of a sample by stage."""
     fetched = one.fetched
     if fetched is None:
-        return ["CPU per sample: not seen, for this loader does not fetch in torch's own workers"]
+        return ["CPU per sample: not measured; this loader does not fetch in torch's own workers"]
     blocked = f", and {1000 * fetched.blocked_s:.2f} ms waiting (storage, network)"
     whole = fetched.slot_s + fetched.queued_s
     head = f"CPU per sample: {1000 * fetched.cpu_s:.2f} ms"
@@ -246,29 +246,29 @@ def fetching(one: judging.Checked) -> list[str]:
 
 
 def notes(loaders: list[judging.Checked], seen: dict[str, Any]) -> list[str]:
-    """Laptop: what the verdict rests on."""
+    """Laptop: the assumptions behind the verdict."""
     first = loaders[0]
     found = []
     if not first.loader.trains:
-        found.append("no step of a torch optimizer was seen: taken is the loader that was iterated most")
+        found.append("no torch optimizer step seen: using the loader that was iterated most")
     if first.whole_epochs:
-        found.append("epochs are short, so the starts of the workers are counted in")
+        found.append("epochs are short, so the figures include worker start-up")
     if first.share.spread > UNSURE:
-        found.append("the steps are few or differ much: a longer run (--steps, more data) is surer")
+        found.append("few or uneven steps: a longer run (--steps, more data) gives a more reliable figure")
     if seen["ended"] == "interrupted":
         found.append("the script was stopped at --timeout")
     if first.loader.batch_size is None:
-        found.append("batch_size=None: a batch counts as many samples as its first tensor has rows")
+        found.append("batch_size=None: samples per batch are the rows of its first tensor")
     found.append(
-        f"waiting: measured on the GPU's own clock ({seen['gpu']})"
+        f"waiting: measured with CUDA events ({seen['gpu']})"
         if seen["gpu"]
-        else "waiting: time in next() against time between"
+        else "waiting: time in next() relative to the time between calls"
     )
     return found
 
 
 def as_json(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | None) -> dict[str, Any]:
-    """Laptop: the same for programs."""
+    """Laptop: the same figures for programs."""
     return {
         "loaders": [
             {**asdict(one), "compute_s": one.compute_s, "trains": one.loader.trains} for one in loaders

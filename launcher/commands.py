@@ -1,4 +1,4 @@
-"""Laptop: what each verb of the command line does."""
+"""Laptop: the actions behind the commands of `submit.py`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 
 def refuse_meaningless(options: Options, chosen: Backend) -> None:
-    """Laptop: refuse options that only other places know: ignoring them would surprise.
+    """Laptop: refuse options of other backends instead of ignoring them.
 
     Raises:
-        UsageError: naming each, and where it has a meaning.
+        UsageError: names each option and the backends that support it.
     """
     fields = [name for name in Options.__dataclass_fields__ if name not in ("on", *chosen.options)]
     problems = []
     for name in filter(lambda field: getattr(options, field), fields):
-        # The other places are imported only where something was typed that may be theirs.
+        # Import the other backends only for an option that may be theirs.
         if known := [place.name for place in backends() if name in place.options]:
             use = " or --on ".join(known)
-            problems.append(f"--{name}: has no meaning with --on {chosen.name}; use it with --on {use}")
+            problems.append(f"--{name}: is not supported with --on {chosen.name}; use it with --on {use}")
     if problems:
         raise UsageError(*problems)
 
@@ -38,19 +38,19 @@ def refuse_meaningless(options: Options, chosen: Backend) -> None:
 def run(
     config: Path | None, overrides: list[str], options: Options, arguments: list[str] | None = None
 ) -> int:
-    """Laptop: resolve, plan, and unless it is a dry run, submit and wait.
+    """Laptop: resolve and plan the job, then submit it and wait unless it is a dry run.
 
     Args:
         config: the job's YAML file, or a script.
-        overrides: of single keys.
-        options: what else was typed.
-        arguments: for a script; None where none were typed.
+        overrides: `key=value` overrides of the configuration.
+        options: the other command-line options.
+        arguments: the script's arguments; None if none were given.
 
     Returns:
         The job's exit code.
 
     Raises:
-        UsageError: whatever is wrong with the request.
+        UsageError: the request is wrong.
     """
     place = backend(options.on)
     refuse_meaningless(options, place)
@@ -58,7 +58,7 @@ def run(
         raise UsageError("no configuration file or script given; try source_dir/configs/digits.yaml")
     if "=" in str(config) and not config.exists():
         raise UsageError(
-            f"{config}: no configuration file or script stands before it; write: JOB.yaml {config}"
+            f"{config}: name the configuration file or script before overrides: JOB.yaml {config}"
         )
     from launcher import runs
     from launcher.job import open_job
@@ -70,7 +70,7 @@ def run(
     resume = resolve(options.resume, place, load(config, given).config)
     job = open_job(load(config, [*given, *resume.overrides()]), options.source_dir)
     if job.resolved.config.cluster.dashboard and "dashboard" not in place.options:
-        raise UsageError(f"cluster.dashboard: only for local runs, not with --on {options.on}")
+        raise UsageError(f"cluster.dashboard: only for local runs, not --on {options.on}")
     if place.name != "local" and job.resolved.config.script is None:
         check_recipe(job)
     request: Any = place.plan(job, options, resume)
@@ -85,12 +85,12 @@ def run(
 
 
 def check_recipe(job: Job) -> None:
-    """Laptop: refuse a wrong recipe or parameter here, before hosts are paid for.
+    """Laptop: refuse a wrong recipe or parameter before hosts cost money.
 
-    A local run does without: its process makes the same check a moment later.
+    A local run skips this: its driver makes the same check a moment later.
 
     Raises:
-        UsageError: unless the recipe only lacks a package that the hosts may well have.
+        UsageError: the recipe is wrong; a missing package only warns, as the hosts may have it.
     """
     from launcher.job import source_root
     from stoker.recipe import load_recipe
@@ -101,11 +101,11 @@ def check_recipe(job: Job) -> None:
     except UsageError as error:
         if "which is not installed" not in str(error):
             raise
-        print(f"warning: {error} (not checked further here)", file=sys.stderr)
+        print(f"warning: {error} (skipping further checks of the recipe)", file=sys.stderr)
 
 
 def status(run_id: str) -> int:
-    """Laptop: print how a run stands and, as far as its figures can be reached, what binds it."""
+    """Laptop: print the status of a run and, if its figures are available, its bottleneck."""
     found = attach(run_id)
     print(found.status())
     run_dir = getattr(found, "run_dir", None)
@@ -115,11 +115,11 @@ def status(run_id: str) -> int:
 
 
 def standing(run_dir: Path) -> list[str]:
-    """Laptop: the verdict and the figures of a run on this machine, finished or under way."""
+    """Laptop: the verdict and figures of a finished or running run on this machine."""
     from stoker.report.page import judged
     from stoker.tracking.summary import read_summary
 
-    # A rehearsal's files lie with its head until it ends.
+    # A rehearsal's head holds the files until the rehearsal ends.
     places = [run_dir / "summary.json", *sorted(run_dir.glob("hosts/*/ml/output/data/summary.json"))]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
@@ -144,19 +144,19 @@ LOG_TIMEOUT_S = 20.0
 
 
 def last_progress(run: Any, timeout_s: float = LOG_TIMEOUT_S) -> list[str]:
-    """Laptop: the last line of a remote run's log that tells its throughput.
+    """Laptop: the last line with a throughput in a remote run's log.
 
     Args:
-        run: remote, whose log may be long.
-        timeout_s: how long to read.
+        run: a remote run, whose log may be long.
+        timeout_s: how long to read the log.
     """
     from launcher.runs import last_lines
 
     found, whole = last_lines(run, "samples/s", timeout_s)
     if whole:
         return found
-    note = f"its log could not be read to the end within {timeout_s:.0f} s"
-    return [*found, f"{note}; `logs` shows all of it"]
+    note = f"the log could not be read to the end within {timeout_s:.0f} s"
+    return [*found, f"{note}; use `logs` for all of it"]
 
 
 def logs(run_id: str, follow: bool) -> int:
@@ -172,14 +172,14 @@ def logs(run_id: str, follow: bool) -> int:
 
 
 def stop(run_id: str) -> int:
-    """Laptop: ask a run to stop with a checkpoint."""
+    """Laptop: ask a run to write a checkpoint and stop."""
     attach(run_id).stop()
-    print(f"{run_id}: asked to stop; it writes a checkpoint first")
+    print(f"{run_id}: stop requested; the run writes a checkpoint first")
     return 0
 
 
 def show(config: Path | None, overrides: list[str], source_dir: Path | None) -> int:
-    """Laptop: print every key, with this job's values where a file is given."""
+    """Laptop: print every configuration key, with the job's values if a file is given."""
     from launcher.scripts import as_overrides
 
     file, own = as_overrides(config, None)

@@ -1,4 +1,4 @@
-"""Laptop: runs side by side: `submit.py compare RUN…` on the terminal, `submit.py report RUN…` as a page."""
+"""Laptop: compare runs: `submit.py compare RUN…` on the terminal, `submit.py report RUN…` as a page."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def compare(paths: list[str], csv: str | None) -> int:
     """Laptop: print the table, or write every column as CSV.
 
     Args:
-        paths: run directories, or folders that hold some.
-        csv: file to write, "-" for standard output; None prints the table.
+        paths: run directories, or folders that contain them.
+        csv: file to write, "-" for stdout; None prints the table.
 
     Returns:
         The exit code.
 
     Raises:
-        UsageError: none of the paths is a run directory, or a run cannot be read.
+        UsageError: none of the paths is a readable run directory.
     """
     found, passed_over = find_runs(paths)
     runs = []
@@ -34,12 +34,12 @@ def compare(paths: list[str], csv: str | None) -> int:
         try:
             row_of(run)
             runs.append(run)
-        except UsageError as error:  # one that was cut short shall not hide the others
+        except UsageError as error:  # a truncated run must not hide the others
             passed_over += error.problems
     if not runs:
         raise UsageError(*passed_over)
     for line in passed_over:
-        print(f"passed over: {line}", file=sys.stderr)
+        print(f"skipped: {line}", file=sys.stderr)
     frame = runs_dataframe(runs)
     if csv is None:
         show(frame)
@@ -54,18 +54,18 @@ def compare(paths: list[str], csv: str | None) -> int:
 
 
 def report(paths: list[Path], output: Path | None, show: bool) -> int:
-    """Laptop: write report.html of one run into its directory, or of several where it was asked for.
+    """Laptop: write report.html for one run or for several side by side.
 
     Args:
         paths: run directories.
-        output: the file; default: report.html of the one run, or in this folder for several.
-        show: open it in the browser.
+        output: the file; default: report.html in the run directory, or here for several runs.
+        show: open the report in the browser.
 
     Returns:
         The exit code.
 
     Raises:
-        UsageError: a path that is no run directory, or a file that cannot be written.
+        UsageError: a path is not a run directory, or the file cannot be written.
     """
     from stoker.report.page import REPORT, write_report
 
@@ -83,7 +83,7 @@ def report(paths: list[Path], output: Path | None, show: bool) -> int:
 
 
 def show(frame: pandas.DataFrame) -> None:
-    """Laptop: how good, how fast, how dear each run was, and below it what each was given."""
+    """Laptop: print the results, speed and cost of each run, then the configuration differences."""
     from rich.console import Console
     from rich.table import Table
 
@@ -102,13 +102,13 @@ def show(frame: pandas.DataFrame) -> None:
     console = Console(highlight=False)
     console.print(results)
     console.print(
-        "metrics are the best of each run; wait: for data, of the training time"
+        "metrics: best of each run; wait: share of the training time spent waiting for data"
         + ("; costs are estimated" if costs else ""),
         style="dim",
     )
     keys = differing(frame)
     if keys:
-        console.print("\nwhat differs", style="bold")
+        console.print("\ndifferences", style="bold")
         given = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
         given.add_column(no_wrap=True)
         given.add_column(overflow="fold")
@@ -117,7 +117,7 @@ def show(frame: pandas.DataFrame) -> None:
             given.add_row(str(name), "  ".join(values))
         console.print(given)
     elif len(frame) > 1:
-        console.print("\nthe configurations do not differ")
+        console.print("\nthe configurations are identical")
 
 
 TITLES = {
@@ -131,7 +131,7 @@ TITLES = {
 
 
 def metric_columns(frame: pandas.DataFrame) -> list[str]:
-    """Laptop: the best validation metrics, or the training loss where nothing was validated."""
+    """Laptop: the best validation metrics, or the training loss if nothing was validated."""
     found = [column for column in frame.columns if column.startswith("best/val/")]
     return found or [column for column in frame.columns if column == "best/train/loss"]
 

@@ -1,4 +1,4 @@
-"""Laptop: `submit.py doctor [JOB]`: what this machine, and the job's AWS account, lack. Starts nothing."""
+"""Laptop: `submit.py doctor [JOB]`: checks this machine and the job's AWS account. Starts nothing."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from stoker.schema import Config
 
 PYTHONS = ((3, 11), (3, 12))
 LEAST_SHM_BYTES = 512 * 2**20
-"""With less, as in a container that nobody gave more, Ray keeps its objects on a disk."""
+"""With less, as in a container with default settings, Ray spills its object store to disk."""
 LEAST_DISK_BYTES = 2 * 2**30
 FULLEST = 0.95
-"""Ray refuses to write objects to a disk that is fuller."""
+"""Ray does not write objects to a fuller disk."""
 PORTS = 64
-"""About as many as a small cluster of one machine listens on."""
+"""About the number of ports that a small one-machine cluster uses."""
 DRIVER_TIMEOUT_S = 5.0
 Mark = Literal["ok", "note", "FAIL"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Laptop: one line of what was found; a `FAIL` makes the exit code 1."""
+    """Laptop: the result of one check; a `FAIL` makes the exit code 1."""
 
     mark: Mark
     what: str
@@ -53,14 +53,14 @@ class Finding:
 
 
 def doctor(job: Path | None, overrides: list[str]) -> int:
-    """Laptop: print every finding, slow ones as they come.
+    """Laptop: run the checks and print each finding as it arrives.
 
     Args:
-        job: a configuration, whose folders and instance types are looked at, too.
-        overrides: of single keys.
+        job: a configuration, whose folders and instance types are also checked.
+        overrides: `key=value` overrides of the configuration.
 
     Returns:
-        0, or 1 where something must be mended first.
+        0, or 1 if something must be fixed first.
 
     Raises:
         UsageError: the configuration is wrong.
@@ -76,16 +76,16 @@ def doctor(job: Path | None, overrides: list[str]) -> int:
 
 
 def python(config: Config) -> Iterator[Finding]:
-    """Laptop: the interpreter."""
+    """Laptop: the Python version."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] in PYTHONS:
         yield Finding("ok", "Python", version)
     else:
-        yield Finding("FAIL", "Python", version, "install 3.11 or 3.12 and make the environment again")
+        yield Finding("FAIL", "Python", version, "install 3.11 or 3.12 and recreate the environment")
 
 
 def packages(config: Config) -> Iterator[Finding]:
-    """Laptop: everything Stoker needs, Ray in the version that its engine was written for."""
+    """Laptop: the required packages, and Ray in the exact version that the engine needs."""
     absent = requirements.unsatisfied("\n".join(needed_here()))
     ray = [line for line in absent if requirements.canonical(line).startswith("ray")]
     version = requirements.image_pins().get("ray", "absent")
@@ -96,14 +96,14 @@ def packages(config: Config) -> Iterator[Finding]:
     others = [line for line in absent if line not in ray]
     if others:
         install = " ".join(f"'{line}'" for line in others)
-        yield Finding("FAIL", "packages", f"{len(others)} absent or too old", f"pip install {install}")
+        yield Finding("FAIL", "packages", f"{len(others)} missing or too old", f"pip install {install}")
 
 
 def needed_here() -> list[str]:
-    """Laptop: the requirements of the installed package, without those of extras."""
+    """Laptop: the requirements of the installed package, without extras."""
     try:
         lines = metadata.requires("stoker") or []
-    except metadata.PackageNotFoundError:  # a checkout that was never installed
+    except metadata.PackageNotFoundError:  # an uninstalled checkout
         lines = (source_root() / "requirements.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if "extra ==" not in line]
 
@@ -112,20 +112,20 @@ def torch(config: Config) -> Iterator[Finding]:
     """Laptop: whether torch and torchvision were built for each other."""
     pins = requirements.image_pins()
     if not {"torch", "torchvision"} <= pins.keys():
-        return  # `packages` has said so
+        return  # reported by `packages`
     pair = f"{pins['torch']} with torchvision {pins['torchvision']}"
     wants = [line for line in metadata.requires("torchvision") or [] if re.match(r"torch\b(?!-)", line)]
     builds = {pins[name].partition("+")[2] for name in ("torch", "torchvision")} - {""}
     if wrong := requirements.unsatisfied("\n".join(wants)):
         yield Finding("FAIL", "torch", pair, f"torchvision needs {wrong[0]}; install both in one command")
     elif len(builds) > 1:
-        yield Finding("FAIL", "torch", pair, "two builds; install both from one index, in one command")
+        yield Finding("FAIL", "torch", pair, "two builds; install both from one index in one command")
     else:
         yield Finding("ok", "torch", pair)
 
 
 def cuda_of_torch() -> str | None:
-    """Laptop: the CUDA version that torch was built for, from a file: importing torch takes seconds."""
+    """Laptop: the CUDA version of torch, read from a file because importing torch takes seconds."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -134,13 +134,13 @@ def cuda_of_torch() -> str | None:
 
 
 def gpus(config: Config, built_for: Callable[[], str | None] = cuda_of_torch) -> Iterator[Finding]:
-    """Laptop: NVIDIA's GPUs, and whether their driver runs this build of torch."""
+    """Laptop: NVIDIA GPUs, and whether the driver supports this build of torch."""
     if shutil.which("nvidia-smi") is None:
         if Path("/dev/nvidiactl").exists():
-            yield Finding("FAIL", "GPU", "a GPU without nvidia-smi", "install the driver's utilities")
+            yield Finding("FAIL", "GPU", "found, but nvidia-smi is missing", "install the driver's utilities")
         else:
             yield Finding(
-                "note", "GPU", "none", "jobs train on the CPUs here; --on ray or sagemaker has GPUs"
+                "note", "GPU", "none", "local jobs train on the CPU; for GPUs use --on ray or sagemaker"
             )
         return
     try:
@@ -154,7 +154,7 @@ def gpus(config: Config, built_for: Callable[[], str | None] = cuda_of_torch) ->
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stdout", "") or str(error)
         yield Finding(
-            "FAIL", "GPU", f"nvidia-smi: {said.strip().splitlines()[0]}", "reinstall NVIDIA's driver"
+            "FAIL", "GPU", f"nvidia-smi: {said.strip().splitlines()[0]}", "reinstall the NVIDIA driver"
         )
         return
     found = [line.strip() for line in names.splitlines() if line.strip()]
@@ -162,7 +162,7 @@ def gpus(config: Config, built_for: Callable[[], str | None] = cuda_of_torch) ->
     runs_up_to = re.search(r"CUDA (?:\w+ )?Version:\s*(\d+)", whole)
     cuda = built_for()
     if not found:
-        yield Finding("note", "GPU", "nvidia-smi lists none", "give the container its GPUs: --gpus all")
+        yield Finding("note", "GPU", "nvidia-smi lists none", "start the container with --gpus all")
     elif cuda is None:
         yield Finding("FAIL", "GPU", f"{about}; torch is built without CUDA", "install a CUDA build of torch")
     elif runs_up_to and int(runs_up_to[1]) < int(cuda.partition(".")[0]):
@@ -173,7 +173,7 @@ def gpus(config: Config, built_for: Callable[[], str | None] = cuda_of_torch) ->
 
 
 def shared_memory(config: Config, folder: Path = Path("/dev/shm")) -> Iterator[Finding]:  # noqa: S108
-    """Laptop: where Ray keeps its objects on Linux."""
+    """Laptop: the size of shared memory, which holds Ray's object store on Linux."""
     if not folder.is_dir():
         return
     size = shutil.disk_usage(folder).total
@@ -183,7 +183,7 @@ def shared_memory(config: Config, folder: Path = Path("/dev/shm")) -> Iterator[F
 
 
 def disk(config: Config) -> Iterator[Finding]:
-    """Laptop: room and permission where runs, and Ray's own files, will lie."""
+    """Laptop: free space and write permission for runs and for Ray's files."""
     output = Path(config.output_dir).resolve()
     ray = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
     for what, key, folder in (("results", "output_dir=…", output), ("Ray's files", "RAY_TMPDIR", ray)):
@@ -193,29 +193,31 @@ def disk(config: Config) -> Iterator[Finding]:
         try:
             runs.refuse_unwritable(folder)
         except UsageError as error:
-            yield Finding("FAIL", what, str(error).removeprefix("output_dir: "), f"name another with {key}")
+            yield Finding(
+                "FAIL", what, str(error).removeprefix("output_dir: "), f"choose another folder with {key}"
+            )
             continue
         if usage.free < LEAST_DISK_BYTES or usage.used > FULLEST * (usage.used + usage.free):
-            yield Finding("FAIL", what, free, f"make room there, or name another disk with {key}")
+            yield Finding("FAIL", what, free, f"free up space, or choose another disk with {key}")
         else:
             yield Finding("ok", what, free)
 
 
 def ports(config: Config) -> Iterator[Finding]:
-    """Laptop: ports on loopback, and a name of this machine that leads somewhere."""
+    """Laptop: free ports on loopback."""
     try:
         with ExitStack() as sockets:
             for _ in range(PORTS):
                 sockets.enter_context(socket.socket()).bind(("127.0.0.1", 0))
     except OSError as error:
-        remedy = "end what holds them (ss -tlnp), or raise `ulimit -n`"
-        yield Finding("FAIL", "ports", f"not {PORTS} free on 127.0.0.1 ({error.strerror})", remedy)
+        remedy = "stop the processes that hold them (ss -tlnp), or raise `ulimit -n`"
+        yield Finding("FAIL", "ports", f"fewer than {PORTS} free on 127.0.0.1 ({error.strerror})", remedy)
     else:
         yield Finding("ok", "ports", "free on 127.0.0.1")
 
 
 def namespaces(config: Config) -> Iterator[Finding]:
-    """Laptop: whether `--on rehearsal` can emulate hosts here; nothing else needs it."""
+    """Laptop: the namespaces that `--on rehearsal` needs to emulate hosts."""
     from launcher.rehearsal.isolation import unshare_command
 
     try:
@@ -229,7 +231,7 @@ def namespaces(config: Config) -> Iterator[Finding]:
 
 
 def aws(config: Config) -> Iterator[Finding]:
-    """Laptop: identity and quotas, where the job names instance types or this machine has credentials."""
+    """Laptop: AWS identity and quotas, if the job names instance types or credentials exist."""
     from launcher.sagemaker import quotas
 
     yield from (Finding(*row) for row in quotas.findings(config))

@@ -1,4 +1,4 @@
-"""Laptop: files to send, and tables as people read them."""
+"""Laptop: walk files and format tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def files_below(source: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
-    """Laptop: (name relative to `source`, path, stat) of a file, or of every file in a folder."""
+    """Laptop: yield (name relative to `source`, path, stat) for a file or every file in a folder."""
     if source.is_file():
         yield source.name, source, source.stat()
         return
@@ -21,7 +21,7 @@ def files_below(source: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Laptop: aligned columns; numbers to the right."""
+    """Laptop: format aligned columns, with numbers right-aligned."""
     lines = [tuple(head), *(tuple(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
 

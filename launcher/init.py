@@ -1,4 +1,4 @@
-"""Laptop: `submit.py init [FOLDER]`: a small project that trains as it is, and tests of it."""
+"""Laptop: `submit.py init [FOLDER]`: writes a small project that trains as it is, with a test."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from stoker.errors import UsageError, nearest
 
 PROJECTS = Path(__file__).resolve().parent / "projects"
 KINDS = {
-    "images": "image classification: a folder of images per class",
-    "text": "text classification: rows of texts and labels",
-    "tabular": "a table: columns of numbers in Parquet",
+    "images": "image classification: one folder of images per class",
+    "text": "text classification: rows of text and label",
+    "tabular": "tabular data: numeric columns in Parquet",
     "script": "your own training script with stoker.DataLoader",
 }
 EXAMPLES = {"text": {"recipe.py": "recipes/text.py", "job.yaml": "configs/text.yaml"}}
-"""What a project shares with the examples in `source_dir`."""
+"""Files that a project copies from the examples in `source_dir`."""
 IGNORED = ".data/\nruns/\n__pycache__/\n"
 
 
 def init(folder: Path | None, kind: str | None) -> int:
-    """Laptop: write the project, and say how to run it; in a terminal, ask for what was not given.
+    """Laptop: write the project and print how to run it; on a terminal, prompt for missing options.
 
     Raises:
-        UsageError: no such kind, a file that is there already, or a folder that cannot be written.
+        UsageError: the kind is unknown, a file already exists, or the folder is not writable.
     """
     if kind is None:
         if not sys.stdin.isatty():
-            raise UsageError(f"--kind: say which: {', '.join(KINDS)}")
+            raise UsageError(f"--kind: choose one of: {', '.join(KINDS)}")
         for name, meaning in KINDS.items():
             print(f"  {name:<8} {meaning}")
         kind = str(typer.prompt("What do you train on?", default="images")).strip()
@@ -49,7 +49,7 @@ def init(folder: Path | None, kind: str | None) -> int:
 
 
 def files_of(kind: str, folder: Path) -> dict[str, str]:
-    """Laptop: name → content of a project's files; the job has the folder's name."""
+    """Laptop: name → content of a project's files; the job is named after the folder."""
     sources = {path.name: path for path in sorted((PROJECTS / kind).iterdir()) if path.is_file()}
     sources |= {name: source_root() / path for name, path in EXAMPLES.get(kind, {}).items()}
     texts = {name: path.read_text(encoding="utf-8") for name, path in sorted(sources.items())}
@@ -60,14 +60,14 @@ def files_of(kind: str, folder: Path) -> dict[str, str]:
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
-    """Laptop: write all files, or none where one of them is there already.
+    """Laptop: write all files, or none if any of them already exists.
 
     Raises:
-        UsageError: naming each that is there, or why the folder cannot be written.
+        UsageError: files already exist, or the folder is not writable.
     """
     there = [name for name in files if (folder / name).exists() or (folder / name).is_symlink()]
     if there:
-        raise UsageError(*(f"{folder / name}: is there already; nothing was written" for name in there))
+        raise UsageError(*(f"{folder / name}: already exists; nothing was written" for name in there))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():

@@ -1,7 +1,7 @@
-"""Laptop: one job, resolved and checked: its configuration, its source to stage, its data.
+"""Laptop: a resolved and checked job: configuration, source to stage, and data.
 
-Every backend runs `COMMAND` in a staged copy of the source, so what differs between a laptop and
-SageMaker is only where that copy lies and where the data of `channels` appears.
+Every backend runs `COMMAND` in a staged copy of the source. A laptop and SageMaker differ only in the
+location of that copy and of the data in `channels`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from stoker.integrations.scripts.checks import SCRIPT_FOLDER
 from stoker.place import COMMIT_FILE
 
 COMMAND = ("python", "train.py", "--config", "job.yaml")
-"""What every backend runs, in the staged folder."""
+"""The command that every backend runs in the staged folder."""
 
 HIDING = ("stoker", "train.py", SECRETS_FILE)
-"""Names that a user's folder must not have; a script's has a folder of its own in the staged copy."""
+"""Reserved names in a user's folder; a script's folder is staged separately and may have most of them."""
 _ENTRY = 'from stoker.bootstrap.run import main\n\nif __name__ == "__main__":\n    main()\n'
 
 
 @dataclass(frozen=True)
 class Job:
-    """Laptop: what is run, before anyone has said where."""
+    """Laptop: what to run, independent of the backend."""
 
     resolved: Resolved
     source_dir: Path | None = None
-    """The user's own folder, staged beside `stoker`; None stages the examples."""
+    """The user's folder, staged next to `stoker`; None stages the examples."""
     data: dict[str, str] = field(default_factory=dict)
     """Recipe parameters that name data on this machine: parameter → absolute path."""
 
@@ -50,8 +50,8 @@ class Job:
         """Laptop: write the staged copy: `train.py`, `stoker/`, the recipe's source, `job.yaml`.
 
         Args:
-            folder: made where absent; it must be empty.
-            data_at: where the parameters of `data` lie for the hosts; default: where they lie here.
+            folder: an empty folder; created if missing.
+            data_at: paths of the `data` parameters on the hosts; default: the paths on this machine.
         """
         folder.mkdir(parents=True, exist_ok=True)
         own = source_root()
@@ -65,7 +65,7 @@ class Job:
         extras = requirement_lines(self.resolved.config)
         if extras:
             with (folder / "requirements.txt").open("a") as file:
-                file.write("\n# what this job needs besides\n" + "".join(f"{line}\n" for line in extras))
+                file.write("\n# extra requirements of this job\n" + "".join(f"{line}\n" for line in extras))
         config = self.resolved.config
         ignored = scripts.ignoring(Path(config.output_dir).resolve(), folder.resolve())
         if config.script is not None and self.source_dir is not None:
@@ -88,11 +88,11 @@ class Job:
             (folder / COMMIT_FILE).write_text(commit + "\n")
         (folder / "job.origins.json").write_text(json.dumps(self.resolved.origins, indent=1))
         if prices.user_file().is_file():
-            # Newer than the table in the package, so that the run's cost is that of today's prices.
+            # Newer than the packaged table, so that the run's cost uses current prices.
             shutil.copy2(prices.user_file(), folder / prices.STAGED_FILE.name)
 
     def _stage_constraints(self, folder: Path) -> None:
-        """The versions on this machine, so that hosts which install at different times install the same."""
+        """Pin this machine's versions, so that hosts installing at different times get the same ones."""
         wanted, constraints = folder / "requirements.txt", folder / CONSTRAINTS
         if wanted.is_file():
             given = constraints.read_text() if constraints.is_file() else ""
@@ -118,13 +118,13 @@ class Job:
 
 
 def write_private(file: Path, text: str) -> None:
-    """Laptop: a new file that only its owner may read."""
+    """Laptop: write a new file that only its owner can read."""
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as output:
         output.write(text)
 
 
 def git_commit(folder: Path) -> str | None:
-    """Laptop: the commit checked out in a folder, "-dirty" after it where files differ; None without git."""
+    """Laptop: the commit checked out in a folder, with "-dirty" if files differ; None without git."""
     git = ["git", "-C", str(folder)]
     try:
         done = [
@@ -139,14 +139,14 @@ def git_commit(folder: Path) -> str | None:
 
 
 def source_root() -> Path:
-    """Laptop: the folder that holds the `stoker` package, `source_dir` in a clone."""
+    """Laptop: the folder that contains the `stoker` package, `source_dir` in a clone."""
     import stoker
 
     return Path(stoker.__file__).parent.parent
 
 
 def beside(resolved: Resolved) -> Path | None:
-    """Laptop: the folder of the job's file if the recipe's module lies in it, else None."""
+    """Laptop: the folder of the job's file if it contains the recipe's module, else None."""
     if resolved.file is None or ":" not in resolved.config.recipe:
         return None
     folder, module = resolved.file.resolve().parent, resolved.config.recipe.partition(":")[0].split(".")[0]
@@ -155,17 +155,17 @@ def beside(resolved: Resolved) -> Path | None:
 
 
 def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
-    """Laptop: check what can be checked here and find the data that lies on this machine.
+    """Laptop: check the job and find the data that it reads from this machine.
 
-    A recipe parameter whose value is a relative or absolute path that exists here names local
-    data. It becomes absolute for local runs; elsewhere it travels as an input channel.
+    A recipe parameter whose value is an existing path names local data. The path becomes absolute for
+    local runs; other backends upload the data as an input channel.
 
     Args:
         resolved: the configuration.
-        source_dir: the user's own folder; None: that of the job's file, if the recipe or script lies there.
+        source_dir: the user's folder; None: that of the job's file, if it contains the recipe or script.
 
     Raises:
-        UsageError: the source folder is absent or hides a file of Stoker's, or the script cannot be run.
+        UsageError: the source folder is missing or shadows a Stoker file, or the script cannot be run.
     """
     if resolved.config.script is not None:
         resolved, source_dir = scripts.located(resolved, source_dir)
@@ -179,7 +179,7 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
             problems.append(f"--source-dir {source_dir}: no such folder")
         else:
             problems += [
-                f"--source-dir {source_dir}: {name} would hide Stoker's own; rename it"
+                f"--source-dir {source_dir}: {name} would shadow Stoker's own; rename it"
                 for name in HIDING[: 1 if resolved.config.script else None]
                 if (source_dir / name).exists()
             ]
@@ -197,10 +197,10 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
 
 
 def prepare_data(resolved: Resolved, source_dir: Path | None) -> None:
-    """Laptop: call `data.prepare`, if the job names one, so that its data exists.
+    """Laptop: call the job's `data.prepare` function, if any, to create its data.
 
     Raises:
-        UsageError: the function cannot be loaded or raised.
+        UsageError: the function cannot be loaded, or it raised.
     """
     target = resolved.config.data.prepare
     if not target:

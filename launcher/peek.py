@@ -1,4 +1,4 @@
-"""Laptop: `submit.py peek`: a look at the data before a run, or at one batch of a run."""
+"""Laptop: `submit.py peek`: shows a job's data before a run, or one batch of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Row:
-    """Laptop: a column after a stage, as the tables show it."""
+    """Laptop: a table row: one column after a stage."""
 
     name: str
     type: str
@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class StageRows:
-    """Laptop: what a stage gives that was not there before it."""
+    """Laptop: the columns that a stage adds or changes."""
 
     name: str
     cost: str
@@ -44,36 +44,36 @@ class StageRows:
 
 
 def peek(target: str | None, overrides: list[str], options: PeekOptions) -> int:
-    """Laptop: look at a job's data, or at a batch of a run.
+    """Laptop: show a job's data or a batch of a run.
 
     Returns:
-        0; 2 where a run with this data would be refused, or end at once.
+        0, or 2 if a run with this data would be refused or fail immediately.
 
     Raises:
-        UsageError: whatever is wrong with the request.
+        UsageError: the request is wrong.
     """
     if target is None:
-        raise UsageError("peek: name a job's YAML file, or a run and --step N")
+        raise UsageError("peek: name a job's YAML file, or a run with --step N")
     if not 1 <= options.n <= MOST_SHOWN:
         raise UsageError(f"--n: between 1 and {MOST_SHOWN} (got {options.n})")
     if options.split not in ("train", "val"):
         raise UsageError(f"--split: train or val (got {options.split!r})")
     if options.step is None:
         if options.rank is not None:
-            raise UsageError("--rank: names a train worker of a run; add --step N")
+            raise UsageError("--rank: selects a train worker of a run; add --step N")
         return peek_job(Path(target), overrides, options)
     if options.split != "train":
-        raise UsageError("--split: belongs to a job; --step counts training steps")
+        raise UsageError("--split: applies to a job only; --step counts training steps")
     return peek_run(target, overrides, options)
 
 
 def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
-    """Laptop: the first records of a job's data, before and after each stage of its chain."""
+    """Laptop: show the first records of a job before and after each stage of its chain."""
     began = time.monotonic()
     if config.is_dir():
         raise UsageError(f"peek: {config} is a folder; name a YAML file, or add --step N for a run")
     if config.suffix == ".py" or (resolved := load(config, overrides)).config.script is not None:
-        raise UsageError("peek: looks at the data of a recipe; a script reads its own")
+        raise UsageError("peek: needs a recipe; a script reads its own data")
     from stoker.peek.looking import look
     from stoker.peek.page import write_page
     from stoker.peek.problems import problems_of
@@ -83,7 +83,7 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
     target = page_at(options.out)
     opened, data = open_job_data(resolved, options)
     if options.split not in data.sources:
-        raise UsageError(f"--split {options.split}: the recipe has none; it has: {', '.join(data.sources)}")
+        raise UsageError(f"--split {options.split}: the recipe has only {', '.join(data.sources)}")
     seen = look(data, options.split, opened, options.n)
     recipe = load_recipe(opened.recipe, opened.params, SOURCE_FOLDER)
     problems = problems_of(seen, opened, recipe)
@@ -98,7 +98,7 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
         title=f"{opened.name}: {options.split}",
         lines=lines,
         problems=problems,
-        heading=f"{len(tiles)} records as they leave the chain",
+        heading=f"{len(tiles)} records after the chain",
         tiles=tiles,
         places=places,
     )
@@ -108,10 +108,10 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
 
 
 def open_job_data(resolved: Resolved, options: PeekOptions) -> tuple[Any, Any]:
-    """Laptop: the job's configuration and its opened splits, whose chains have not run yet.
+    """Laptop: the job's configuration and its opened splits, before the chains run.
 
     Raises:
-        UsageError: the data, or a recipe that reads with Ray Data.
+        UsageError: the data cannot be read, or the recipe reads with Ray Data.
     """
     from stoker.data.engine.datasets import DatasetSource
     from stoker.data.opening import discover, open_splits
@@ -134,24 +134,24 @@ def open_job_data(resolved: Resolved, options: PeekOptions) -> tuple[Any, Any]:
 
 
 NEEDS_RAY = (
-    "peek: the recipe reads a ray.data.Dataset, which only a Ray cluster executes; look at its rows with"
+    "peek: the recipe reads a ray.data.Dataset, which needs a Ray cluster; look at its rows with"
     " dataset.show(), or read with stoker.data.read_…"
 )
 
 
 def headlines(seen: Look, name: str) -> list[str]:
-    """Laptop: what was looked at."""
+    """Laptop: the headlines: record counts, examined records, and time per record."""
     counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in seen.totals.items()]
     lines = [f"{name}: {' + '.join(counts)} records from {seen.source}"]
-    failed = f", {len(seen.bad)} fail" if seen.bad else ""
-    lines.append(f"looked at {seen.examined} of {seen.split}{failed}")
+    failed = f", {len(seen.bad)} failed" if seen.bad else ""
+    lines.append(f"examined {seen.examined} {seen.split} records{failed}")
     if seen.ms is not None:
         lines.append(f"{seen.ms:.2f} ms and {size(seen.bytes_per_record)} per record")
     return lines
 
 
 def stage_rows(places: list[Place]) -> list[StageRows]:
-    """Laptop: the columns after each stage, those that it leaves as they are in one line."""
+    """Laptop: the changed columns after each stage, with unchanged columns in one line."""
     found, before = [], dict[str, Row]()
     for place in places:
         rows = {
@@ -169,7 +169,7 @@ def stage_rows(places: list[Place]) -> list[StageRows]:
 
 
 def show(lines: list[str], places: list[StageRows], problems: list[Problem]) -> None:
-    """Laptop: the same on the terminal."""
+    """Laptop: print the page's content on the terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -190,7 +190,7 @@ def show(lines: list[str], places: list[StageRows], problems: list[Problem]) -> 
             title, cost = Text(""), Text("")
     console.print(table)
     if not problems:
-        console.print("no problem found", style="green")
+        console.print("no problems found", style="green")
     for problem in problems:
         style = "bold red" if problem.level == "error" else "yellow"
         console.print(Text(problem.level, style), Text(problem.text), soft_wrap=True)

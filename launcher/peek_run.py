@@ -1,4 +1,4 @@
-"""Laptop: `submit.py peek RUN --step N`: exactly that batch of a run, with the loss of each record."""
+"""Laptop: `submit.py peek RUN --step N`: rebuilds that batch of a run, with the loss of each record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = 20
 
 @dataclass(frozen=True)
 class PeekOptions:
-    """Laptop: what stands on the command line beside the job."""
+    """Laptop: the command-line options of `peek`."""
 
     split: str = "train"
     n: int = 16
@@ -30,7 +30,7 @@ class PeekOptions:
 
 @dataclass(frozen=True)
 class Line:
-    """Laptop: one record of the step."""
+    """Laptop: a record of the step."""
 
     rank: int
     key: str
@@ -43,7 +43,7 @@ class Step:
     """Laptop: a rebuilt step."""
 
     lines: list[Line]
-    """In the order of ranks and batches."""
+    """Ordered by rank and position in the batch."""
     epoch: int
     workers: int
     notes: list[str]
@@ -51,24 +51,24 @@ class Step:
 
 
 def peek_run(run: str, overrides: list[str], options: PeekOptions) -> int:
-    """Laptop: rebuild, show on the terminal and as a page.
+    """Laptop: rebuild a step, print it and write it as a page.
 
     Raises:
-        UsageError: no such run or step, or one that cannot be rebuilt.
+        UsageError: the run or step does not exist or cannot be rebuilt.
     """
     from stoker.peek.page import write_page
     from stoker.peek.tiles import tile_of
 
     run_dir = getattr(attach(run), "run_dir", None)
     if run_dir is None or not (run_dir / "config.yaml").is_file():
-        raise UsageError(f"peek: {run}: only runs whose directory lies on this machine can be rebuilt")
+        raise UsageError(f"peek: {run}: the run directory must be on this machine")
     target = page_at(options.out)
-    assert options.step is not None  # noqa: S101 - the caller's
+    assert options.step is not None  # noqa: S101 - the caller checked it
     step = rebuild(run_dir, options.step, overrides)
     lines = step.lines
     if options.rank is not None:
         if not 0 <= options.rank < step.workers:
-            raise UsageError(f"--rank {options.rank}: the step had the train workers 0 to {step.workers - 1}")
+            raise UsageError(f"--rank {options.rank}: the step had train workers 0 to {step.workers - 1}")
         lines = [line for line in lines if line.rank == options.rank]
     if all(line.loss is not None for line in lines):
         lines = sorted(lines, key=lambda line: -math.inf if math.isnan(line.loss or 0) else -(line.loss or 0))
@@ -88,10 +88,10 @@ def peek_run(run: str, overrides: list[str], options: PeekOptions) -> int:
 
 
 def rebuild(run_dir: Path, step: int, overrides: list[str]) -> Step:
-    """Laptop: the records of a step in the order in which train workers took them.
+    """Laptop: the records of a step in the order in which train workers received them.
 
     Raises:
-        UsageError: it cannot be rebuilt.
+        UsageError: the step cannot be rebuilt.
     """
     import json
 
@@ -103,11 +103,11 @@ def rebuild(run_dir: Path, step: int, overrides: list[str]) -> Step:
 
     resolved = load(run_dir / "config.yaml", [*overrides, "tracking.record_ids=true"])
     if resolved.config.script is not None:
-        raise UsageError("peek: the run is of a script, whose batches only the script knows")
+        raise UsageError("peek: cannot rebuild batches of a script; only runs of a recipe")
     summary = json.loads((run_dir / "summary.json").read_text())
     over = summary.get("status") != "running"
     found = find(history(run_dir), step, resolved.config.tracking.log_every_steps if over else 0)
-    # The recipe as the run staged it.
+    # Import the recipe as the run staged it.
     sys.path.insert(0, str(run_dir / "code"))
     config = discover(resolved)
     data = open_data(config)
@@ -116,7 +116,7 @@ def rebuild(run_dir: Path, step: int, overrides: list[str]) -> Step:
     made = Rebuild(config, data, found, own, code if code.is_dir() else SOURCE_FOLDER)
     exact = found.attempt.start.plan.order == "exact"
     parts = made.exact() if exact else made.recorded(run_dir)
-    notes = [] if found.sure else ["the run did not log this step and may have ended before it"]
+    notes = [] if found.sure else ["the run did not log this step and may have ended earlier"]
     if refuse_contradiction(run_dir, found, parts):
         notes.append("as recorded by the train workers")
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
@@ -134,40 +134,40 @@ def rebuild(run_dir: Path, step: int, overrides: list[str]) -> Step:
 def losses_of(
     run_dir: Path, config: Any, recipe: Any, step: int, parts: list[Any]
 ) -> tuple[list[list[float]] | None, str]:
-    """Laptop: the losses, part by part, and a line about them; None where there are none."""
+    """Laptop: the losses of each part, or None, and a line that explains them."""
     from stoker.peek.losses import losses, nearest_checkpoint
     from stoker.storage.checkpoint_store import open_store, step_of
 
     if recipe.own_loop:
-        return None, "no losses: the recipe trains in a loop of its own"
+        return None, "no losses: the recipe runs its own training loop"
     store = open_store(config.checkpoint.dir or str(run_dir / "checkpoints"))
     name = nearest_checkpoint(store, step)
     if name is None:
-        return None, "no losses: the run has left no checkpoint"
+        return None, "no losses: the run has no checkpoint"
     try:
         found = losses(config, recipe, store, name, parts)
     except Exception as error:
         return None, f"no losses: {where_raised(error)}"
-    return found, f"losses by {name}, {abs(step_of(name) - (step - 1))} steps from the weights of the step"
+    return found, f"losses with the weights of {name}, {abs(step_of(name) - (step - 1))} steps away"
 
 
 def page_at(out: Path | None) -> Path:
-    """Laptop: where the page goes; refused before any work where it cannot."""
+    """Laptop: the path of the page, checked before any work."""
     target = out or Path(PAGE)
     if target.is_dir():
         target = target / PAGE
     if not target.parent.is_dir():
-        raise UsageError(f"--out {target}: no folder {target.parent}")
+        raise UsageError(f"--out {target}: {target.parent} does not exist")
     return target
 
 
 def boxes_of(stages: list[Any]) -> dict[str, str]:
-    """Laptop: the columns that the chain treats as boxes, with their format."""
+    """Laptop: the columns that the chain treats as boxes, with their formats."""
     return {name: stage.apply.format for stage in stages for name in getattr(stage.apply, "boxes", ())}
 
 
 def show(heads: list[str], lines: list[Line], tiles: list[Any]) -> None:
-    """Laptop: the records on the terminal, those with the greatest loss first."""
+    """Laptop: print the records on the terminal, highest loss first."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -185,4 +185,4 @@ def show(heads: list[str], lines: list[Line], tiles: list[Any]) -> None:
         table.add_row(str(line.rank), Text(line.key), Text(tile.label), loss)
     console.print(table)
     if len(lines) > SHOWN:
-        console.print(f"and {len(lines) - SHOWN} more in the page")
+        console.print(f"and {len(lines) - SHOWN} more on the page")

@@ -1,4 +1,4 @@
-"""Laptop: `submit.py prices`: the prices that every cost is estimated from, and today's from AWS."""
+"""Laptop: `submit.py prices`: shows the prices behind cost estimates and fetches current ones from AWS."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from stoker.costs import prices
 from stoker.errors import UsageError
 
 LIST_REGION = "us-east-1"
-"""Where the price list is served; it holds the prices of every region."""
+"""The region that serves the price list of all regions."""
 SERVICE = "AmazonSageMaker"
 _TRAINING = re.compile(r"(?:^|-)Train:(ml\.[a-z0-9-]+\.[a-z0-9-]+)$")
-"""The usage type that training is billed under: USE1-Train:ml.g5.xlarge. Other attributes of the list differ
-between products; this one is what the bill shows."""
+"""The usage type that training is billed under: USE1-Train:ml.g5.xlarge. Other attributes differ between
+products; the bill shows this one."""
 
 
 def show(region: str | None, update: bool) -> int:
-    """Laptop: print the prices in use for a region; with `update`, fetch them first.
+    """Laptop: print the prices for a region; with `update`, fetch them first.
 
     Raises:
-        UsageError: AWS cannot be asked, or does not sell training there.
+        UsageError: AWS cannot be reached or does not offer training in the region.
     """
     region = aws.region_of(region) or prices.PRICES_REGION
     if update:
@@ -46,12 +46,12 @@ def show(region: str | None, update: bool) -> int:
     print(table(("type", "$/h", "vCPUs", "GiB", "GPUs", "Gb/s"), rows))
     print(known.label)
     if known.region != region:
-        print(f"no list of {region} here: submit.py prices --update --region {region}")
+        print(f"no prices of {region} yet; fetch them: submit.py prices --update --region {region}")
     return 0
 
 
 def training_prices(region: str) -> dict[str, float]:
-    """Laptop: today's on-demand $/h of every training instance type of a region, from AWS.
+    """Laptop: fetch the current on-demand $/h of every training instance type in a region.
 
     Raises:
         UsageError: no credentials, no permission (pricing:GetProducts), no network, or no such region.
@@ -71,12 +71,12 @@ def training_prices(region: str) -> dict[str, float]:
                 if usage:
                     found.update((usage[1], price) for price in _hourly(product))
     if not found:
-        raise UsageError(f"--region {region}: AWS's price list names no training instance there")
+        raise UsageError(f"--region {region}: the AWS price list has no training instances there")
     return found
 
 
 def _hourly(product: dict[str, Any]) -> Iterator[float]:
-    """The on-demand prices of one product; a free tier counts as none."""
+    """The on-demand prices of one product, without free tiers."""
     for term in product.get("terms", {}).get("OnDemand", {}).values():
         for dimension in term["priceDimensions"].values():
             price = float(dimension["pricePerUnit"].get("USD", 0))

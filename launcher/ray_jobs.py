@@ -1,7 +1,7 @@
-"""Laptop: Ray's job server over HTTP, with a token and errors of one line; needs no ray to import.
+"""Laptop: an HTTP client for Ray's job server with token authentication; does not import ray.
 
-Ray's own `JobSubmissionClient` wants `ray[default]` on the laptop, loads ray (a second or more) and
-leaves the package's `.gitignore` to decide what is uploaded; the requests below are the same ones.
+Ray's own `JobSubmissionClient` needs `ray[default]` on the laptop, imports ray (a second or more) and
+honours the package's `.gitignore` when uploading. The requests below are the same.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from launcher.files import files_below
 from stoker.errors import UsageError
 
 PACKAGE_LIMIT_BYTES = 100 * 2**20
-"""Ray keeps packages in the head's memory and refuses larger ones."""
+"""Ray stores packages in the head's memory and refuses larger ones."""
 TIMEOUT_S = 30
-_TOKEN_HINT = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that holds it"  # noqa: S105
+_TOKEN_HINT = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that contains it"  # noqa: S105
 
 
 @dataclass(frozen=True)
 class JobServer:
-    """Laptop: the dashboard's address and how to enter."""
+    """Laptop: the dashboard's address and token."""
 
     address: str
     token: str | None = field(repr=False)
@@ -37,7 +37,7 @@ class JobServer:
         return self._ask("POST", path, json=content).json()
 
     def upload(self, package: bytes) -> str:
-        """Send a zip file unless the cluster has it; its URI for `runtime_env`."""
+        """Upload a zip file unless the cluster has it; return its URI for `runtime_env`."""
         name = f"_ray_pkg_{hashlib.sha256(package).hexdigest()[:32]}.zip"
         path = f"/api/packages/gcs/{name}"
         if self._ask("GET", path, missing_ok=True).status_code == 404:
@@ -45,7 +45,7 @@ class JobServer:
         return f"gcs://{name}"
 
     def versions(self) -> tuple[str, str | None]:
-        """(Ray's version, Python's version where the cluster tells it)."""
+        """The versions of Ray and, if the cluster reports it, of Python."""
         ray = str(self.get("/api/version")["ray_version"])
         answer = self._ask("GET", "/api/v0/cluster_metadata", missing_ok=True)
         if answer.status_code == 404:
@@ -61,49 +61,49 @@ class JobServer:
                 method, self.address + path, headers=headers, timeout=TIMEOUT_S, **content
             )
         except requests.exceptions.SSLError as error:
-            raise UsageError(f"--address {self.address}: the certificate is refused: {error}") from None
+            raise UsageError(f"--address {self.address}: certificate verification failed: {error}") from None
         except requests.exceptions.ConnectionError as error:
             raise UsageError(
-                f"--address {self.address}: nobody answers ({_root_cause(error)});"
-                " the dashboard's port is 8265 unless changed, and may need a port-forward"
+                f"--address {self.address}: cannot connect ({_root_cause(error)});"
+                " the dashboard's default port is 8265, and it may need a port-forward"
             ) from None
         except requests.exceptions.Timeout:
             raise UsageError(f"--address {self.address}: no answer within {TIMEOUT_S} s") from None
         except requests.exceptions.RequestException as error:
             raise UsageError(f"--address {self.address}: {error}") from None
         if answer.status_code == 401:
-            raise UsageError(f"--address {self.address}: the cluster wants a token; {_TOKEN_HINT}")
+            raise UsageError(f"--address {self.address}: the cluster requires a token; {_TOKEN_HINT}")
         if answer.status_code == 403:
-            raise UsageError(f"--address {self.address}: the cluster refuses this token; {_TOKEN_HINT}")
+            raise UsageError(f"--address {self.address}: the cluster rejected the token; {_TOKEN_HINT}")
         if answer.status_code == 404 and missing_ok:
             return answer
         if not answer.ok:
             last = (answer.text.strip().splitlines() or [answer.reason])[-1]
             raise UsageError(f"--address {self.address}: {method} {path}: {answer.status_code}: {last}")
         if "json" not in answer.headers.get("content-type", "json") and method == "GET" and not missing_ok:
-            raise UsageError(f"--address {self.address}: answers, but not as a Ray dashboard")
+            raise UsageError(f"--address {self.address}: not a Ray dashboard: the answer is not JSON")
         return answer
 
 
 def job_server(address: str | None) -> JobServer:
-    """Laptop: the server at `--address`, or where Ray's own variables point.
+    """Laptop: the server at `--address`, or at the address in Ray's environment variables.
 
     Raises:
-        UsageError: no address, or not one of a dashboard.
+        UsageError: the address is missing or is not a dashboard's.
     """
     found = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
     if not found:
-        raise UsageError("--address: needed with --on ray, the dashboard's: http://<head>:8265")
+        raise UsageError("--address: needed with --on ray; name the dashboard: http://<head>:8265")
     if not found.startswith(("http://", "https://")):
         raise UsageError(
-            f"--address {found}: jobs go to the dashboard; write http://<head>:8265, not the"
+            f"--address {found}: jobs go to the dashboard; use http://<head>:8265, not the"
             " address of Ray Client or GCS"
         )
     return JobServer(found.rstrip("/"), _token())
 
 
 def package(folder: Path) -> bytes:
-    """Laptop: a staged folder as a zip file, the same bytes for the same content."""
+    """Laptop: zip a staged folder, with the same bytes for the same content."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, path, stat in files_below(folder):
@@ -128,7 +128,7 @@ def _token() -> str | None:
 
 
 def _root_cause(error: BaseException) -> str:
-    """requests wraps urllib3, which wraps the operating system's reason."""
+    """Unwrap requests and urllib3 errors down to the operating system's reason."""
     reason: Any = error
     while True:
         inner = getattr(reason, "reason", None) or next(

@@ -1,4 +1,4 @@
-"""Laptop: `submit.py replay RUN`: send a finished run to MLflow, whole or what the server still lacks."""
+"""Laptop: `submit.py replay RUN`: sends a finished run, or its missing parts, to MLflow."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def replay(run: str, uri: str | None, registered_model: str | None) -> int:
         registered_model: register the model under this name; default: the run's own.
 
     Returns:
-        The exit code: 1 where the server did not take everything.
+        The exit code: 1 if the server did not accept everything.
 
     Raises:
-        UsageError: no such run, it still runs, or nobody says which server.
+        UsageError: the run does not exist or is still running, or no server is named.
     """
     run_dir = Path(run).resolve()
     summary = _summary(run_dir)
     config = flat_config(run_dir)
     settings = _settings(config, uri, registered_model)
     if not settings.uri:
-        raise UsageError(f"{run}: was not tracked by MLflow; name a server: --uri http://…")
+        raise UsageError(f"{run}: was not tracked by MLflow; name a server with --uri http://…")
     refuse_missing(Config(tracking=TrackingConfig(mlflow=settings)))
     tags = run_tags(config.get("script") or config["recipe"], summary.backend, run_dir / "code")
 
@@ -57,15 +57,15 @@ def _summary(run_dir: Path) -> Summary:
     try:
         summary = Summary.model_validate_json((run_dir / "summary.json").read_text())
     except (OSError, ValidationError) as error:
-        raise UsageError(f"{run_dir}: is no run directory: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"{run_dir}: not a run directory: {str(error).splitlines()[0]}") from None
     if summary.status == "running":
-        raise UsageError(f"{run_dir}: still runs, or ended without a word; replay is for finished runs")
+        raise UsageError(f"{run_dir}: still running or ended without a result; replay needs a finished run")
     return summary
 
 
 def _settings(config: dict[str, Any], uri: str | None, registered_model: str | None) -> MlflowConfig:
     given = {"uri": uri, "registered_model": registered_model}
-    # Not the whole configuration: a run of an earlier version may hold keys that are no more.
+    # Only the MLflow keys: a run of an earlier version may contain removed keys.
     known = {name: config[SECTION + name] for name in MlflowConfig.model_fields if SECTION + name in config}
     tags = SECTION + "tags."
     known["tags"] = {key.removeprefix(tags): config[key] for key in config if key.startswith(tags)}

@@ -1,7 +1,7 @@
-"""Laptop: what `--resume` means where the job runs.
+"""Laptop: resolves `--resume` for each backend.
 
-The key `checkpoint.resume` is read on the head. What only the laptop can know is which run directory a
-local run continues in, and which files a rehearsal's hosts find.
+The head reads `checkpoint.resume`. Only the laptop knows which run directory a local run resumes in and
+which files to copy for the hosts of a rehearsal.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _STEP = re.compile(r"step-\d{8,}")
 
 
 def resolve(asked: str | None, backend: Backend, config: Config) -> Resume:
-    """Laptop: the option `--resume` for a place.
+    """Laptop: resolve the option `--resume` for a backend.
 
     Args:
-        asked: auto, never, a path or an `s3://` URI; None: not given.
-        backend: the place.
+        asked: auto, never, a path or an `s3://` URI; None if not given.
+        backend: where the job runs.
         config: the job.
 
     Raises:
-        UsageError: nothing to go on from lies there.
+        UsageError: there is nothing to resume from.
     """
     if asked is None:
         return Resume()
     own = config.script is not None
     if own and (asked == "never" or "://" in asked or _STEP.fullmatch(Path(asked).name)):
         raise UsageError(
-            f"--resume {asked}: a script looks for itself in stoker.checkpoint_dir(); name a run, or"
-            " auto for the last one"
+            f"--resume {asked}: a script resumes from stoker.checkpoint_dir() itself; name a run, or"
+            " use auto for the last one"
         )
     if asked == "never" or "://" in asked:
         return Resume(asked)
@@ -45,7 +45,7 @@ def resolve(asked: str | None, backend: Backend, config: Config) -> Resume:
     if asked == "auto":
         found = newest_unfinished(config)
         if found is None:
-            print(f"no unfinished run of {config.name} in {config.output_dir}/: a new one begins")
+            print(f"no unfinished run of {config.name} in {config.output_dir}/; starting a new one")
             return Resume("auto")
         return _run(found, backend, config)
     copied = backend.checkpoints == "copies"
@@ -54,7 +54,7 @@ def resolve(asked: str | None, backend: Backend, config: Config) -> Resume:
         raise UsageError(f"--resume {asked}: no such folder{deepest_there(asked)}")
     path = path.resolve()
     if own and not _is_run(path):
-        raise UsageError(f"--resume {asked}: is no run directory")
+        raise UsageError(f"--resume {asked}: not a run directory")
     if _STEP.fullmatch(path.name):
         return Resume(checkpoints=(path,)) if copied else Resume(str(path))
     if path.name == "checkpoints" and _is_run(path.parent):
@@ -63,15 +63,15 @@ def resolve(asked: str | None, backend: Backend, config: Config) -> Resume:
         return _run(path, backend, config)
     steps = steps_in(path)
     if not steps:
-        raise UsageError(f"--resume {asked}: neither a run directory nor a folder with step-… in it")
+        raise UsageError(f"--resume {asked}: neither a run directory nor a folder with step-… folders")
     return Resume(checkpoints=tuple(steps)) if copied else Resume(str(path))
 
 
 def newest_unfinished(config: Config) -> Path | None:
-    """Laptop: the newest run of the job's name in `output_dir` that has not succeeded and left a checkpoint.
+    """Laptop: the newest run of the job in `output_dir` that did not succeed and has a checkpoint.
 
     Raises:
-        UsageError: it still runs.
+        UsageError: it is still running.
     """
     form = re.compile(re.escape(config.name) + r"-\d{8}-\d{6}(-\d+)?")
     root = Path(config.output_dir)
@@ -84,7 +84,7 @@ def newest_unfinished(config: Config) -> Path | None:
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """Laptop: the checkpoints in a folder or in its `checkpoints/`, the newest first."""
+    """Laptop: the checkpoints in a folder or its `checkpoints/`, newest first."""
     for place in (folder, folder / "checkpoints"):
         if place.is_dir():
             found = [path for path in place.iterdir() if _STEP.fullmatch(path.name)]
@@ -94,7 +94,7 @@ def steps_in(folder: Path) -> list[Path]:
 
 
 def kept_in(run_dir: Path, config: Config) -> list[Path]:
-    """Laptop: a run's checkpoints; of a script, whatever it has written to their folder."""
+    """Laptop: a run's checkpoints; for a script, everything in its checkpoint folder."""
     if config.script is None:
         return steps_in(run_dir)
     folder = run_dir / "checkpoints"
@@ -112,7 +112,7 @@ def _run(run_dir: Path, backend: Backend, config: Config) -> Resume:
         return Resume("auto", checkpoints=tuple(steps))
     if not steps and config.checkpoint.dir is None:
         raise UsageError(f"--resume: {run_dir} holds no checkpoint")
-    print(f"going on in {run_dir}", file=sys.stderr)
+    print(f"resuming in {run_dir}", file=sys.stderr)
     return Resume("auto", run_dir=run_dir)
 
 
@@ -120,14 +120,14 @@ def _elsewhere(asked: str, backend: Backend, config: Config) -> Resume:
     if asked == "auto":
         if config.checkpoint.dir is None:
             raise UsageError(
-                f"--resume auto: with --on {backend.name} each launch has checkpoints of its own; name them:"
-                " checkpoint.dir=s3://… for all launches, or --resume with an earlier run's"
+                f"--resume auto: with --on {backend.name} each launch writes its own checkpoints; set"
+                " checkpoint.dir=s3://… for all launches, or name an earlier run's with --resume"
             )
         return Resume("auto")
     only_s3 = backend.checkpoints == "s3"
     if only_s3 or not Path(asked).is_absolute():
-        remedy = "s3://" if only_s3 else "an absolute folder that the cluster's hosts share, or s3://"
-        raise UsageError(f"--resume {asked}: the hosts do not see a folder of this machine; name {remedy}")
+        remedy = "s3://" if only_s3 else "an absolute folder shared by the cluster's hosts, or s3://"
+        raise UsageError(f"--resume {asked}: the hosts cannot read a folder of this machine; name {remedy}")
     return Resume(asked)
 
 
@@ -136,6 +136,6 @@ def _is_run(folder: Path) -> bool:
 
 
 def _order(name: str) -> tuple[str, int]:
-    """Runs of the same second are numbered from the second one on."""
+    """Sort key; the second and later runs of the same second have a number."""
     found = re.search(r"-(\d{8}-\d{6})(?:-(\d+))?$", name)
     return (found[1], int(found[2] or 1)) if found else (name, 0)

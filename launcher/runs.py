@@ -1,4 +1,4 @@
-"""Laptop: runs that go on elsewhere: found again by their id, followed, left alone."""
+"""Laptop: run directories, and following the logs of remote runs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from launcher.job import Job
 
 LEAST_FREE_BYTES = 20 * 2**20
-"""Less is not even enough for a run's logs."""
+"""Less does not even fit a run's logs."""
 
 
 def new_run_dir(job: Job) -> Path:
-    """Laptop: a run directory of its own below `output_dir`; it is not made yet.
+    """Laptop: the path of a new run directory below `output_dir`; does not create it.
 
     Raises:
-        UsageError: it cannot be made there.
+        UsageError: it cannot be created there.
     """
     root = Path(job.resolved.config.output_dir).resolve()
     refuse_unwritable(root)
@@ -39,10 +39,10 @@ def new_run_dir(job: Job) -> Path:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Laptop: refuse a folder in which no run can be kept.
+    """Laptop: refuse a folder that cannot hold a run.
 
     Raises:
-        UsageError: it cannot be written to, or its disk is full.
+        UsageError: the folder is not writable, or its disk is full.
     """
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
@@ -51,11 +51,11 @@ def refuse_unwritable(folder: Path) -> None:
     except OSError as error:
         raise UsageError(f"output_dir: {folder} cannot be written: {there}: {error.strerror}") from None
     if free < LEAST_FREE_BYTES:
-        raise UsageError(f"output_dir: the disk of {there} is full ({free >> 20} MB are free)")
+        raise UsageError(f"output_dir: the disk of {there} is full ({free >> 20} MB free)")
 
 
 def point_latest(run_dir: Path) -> str | None:
-    """Laptop: let `latest` beside a run directory lead to it, at once or not at all; where it led before."""
+    """Laptop: point `latest` atomically at a run directory; returns the previous target."""
     latest, draft = run_dir.parent / "latest", run_dir.parent / f".latest-{os.getpid()}"
     before = str(latest.readlink()) if latest.is_symlink() else None
     draft.symlink_to(run_dir.name)
@@ -64,11 +64,11 @@ def point_latest(run_dir: Path) -> str | None:
 
 
 def forget(run_dir: Path, latest: str | None) -> None:
-    """Laptop: a run that was refused leaves no directory.
+    """Laptop: remove the directory of a refused run.
 
     Args:
-        run_dir: of the run.
-        latest: where the link of this name led before.
+        run_dir: the run directory.
+        latest: the previous target of the link `latest`.
     """
     link = run_dir.parent / "latest"
     if link.is_symlink() and str(link.readlink()) == run_dir.name:
@@ -77,14 +77,14 @@ def forget(run_dir: Path, latest: str | None) -> None:
             link.symlink_to(latest)
     shutil.rmtree(run_dir, ignore_errors=True)
     with contextlib.suppress(OSError):
-        run_dir.parent.rmdir()  # it holds nothing else
+        run_dir.parent.rmdir()  # only if empty
 
 
 def last_lines(run: Run, word: str, timeout_s: float, most: int = 1) -> tuple[list[str], bool]:
-    """Laptop: the last lines of a run's log so far that hold a word, and whether all of it was read.
+    """Laptop: the last lines of a run's log that contain a word, and whether all of it was read.
 
     Raises:
-        UsageError: the log cannot be reached.
+        UsageError: the log is unavailable.
     """
     found: deque[str] = deque(maxlen=most)
     failed: list[BaseException] = []
@@ -95,7 +95,7 @@ def last_lines(run: Run, word: str, timeout_s: float, most: int = 1) -> tuple[li
         except BaseException as error:
             failed.append(error)
 
-    # The services' own time-outs hold for one answer each, and a log has any number of these.
+    # The services' timeouts apply per response, and a log has any number of responses.
     reader = threading.Thread(target=read, name="log", daemon=True)
     reader.start()
     reader.join(timeout_s)
@@ -105,12 +105,12 @@ def last_lines(run: Run, word: str, timeout_s: float, most: int = 1) -> tuple[li
 
 
 def show(line: str) -> None:
-    """Laptop: print at once, into a pipe too."""
+    """Laptop: print and flush, so that pipes get the line immediately."""
     print(line, flush=True)
 
 
 def follow(run: RemoteRun, tell: Callable[[str], None] = show) -> int:
-    """Laptop: show the logs until the end, then the outcome; Ctrl-C leaves the job alone.
+    """Laptop: show the logs until the job ends, then the outcome; Ctrl-C leaves the job running.
 
     Returns:
         The job's exit code; 130 after Ctrl-C.

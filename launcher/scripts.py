@@ -1,4 +1,4 @@
-"""Laptop: a training script of the user's own as a job: found, checked, its folder staged."""
+"""Laptop: runs a user's training script as a job: finds and checks it and its folder."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MOST_FILES = 20_000
 IGNORED = shutil.ignore_patterns(
     "__pycache__", "*.pyc", ".git", ".venv", ".data", "runs", ".*_cache", "*.egg-info", ".ipynb_checkpoints"
 )
-"""What no job's staged source holds."""
+"""Never staged."""
 Ignore = Callable[[str, list[str]], set[str]]
 
 
 def as_overrides(path: Path | None, arguments: list[str] | None) -> tuple[Path | None, list[str]]:
-    """Laptop: what stands on the command line for a configuration, as (file, overrides of its keys).
+    """Laptop: turn the command line's file and script arguments into (YAML file, key overrides).
 
     Args:
-        path: a YAML file, or a script, which then is all there is to configure.
-        arguments: what stood after `--`; None without it.
+        path: a YAML file, or a script without a YAML file.
+        arguments: the words after `--`; None without it.
     """
     words = [] if arguments is None else [f"args={json.dumps(arguments)}"]
     if path is None or path.suffix != ".py":
@@ -40,14 +40,15 @@ def as_overrides(path: Path | None, arguments: list[str] | None) -> tuple[Path |
 
 
 def located(resolved: Resolved, source_dir: Path | None) -> tuple[Resolved, Path]:
-    """Laptop: the job with its script's path below the folder that is staged, and that folder.
+    """Laptop: the job with its script's path relative to the staged folder, and that folder.
 
     Args:
-        resolved: names the script as typed.
-        source_dir: the folder that holds it; None: the one in which it lies, here or beside the job's file.
+        resolved: the configuration, which names the script as typed.
+        source_dir: the folder to stage; None: the script's folder, found here or next to the job's file.
 
     Raises:
-        UsageError: no such script, two of the name, keys that it would ignore, or too much beside it.
+        UsageError: the script is missing, ambiguous or invalid, ignores a given key, or its folder is too
+            large.
     """
     refuse_foreign_keys(resolved)
     named = str(resolved.config.script)
@@ -60,11 +61,11 @@ def located(resolved: Resolved, source_dir: Path | None) -> tuple[Resolved, Path
         raise UsageError(no_such_script(named, tried[-1].absolute()))
     if len(found) > 1 and source_dir is None:
         both = " and ".join(map(str, found))
-        raise UsageError(f"script: {named} could be {both}; name the folder with --source-dir")
+        raise UsageError(f"script: {named} could be {both}; choose the folder with --source-dir")
     folder = source_dir.resolve() if source_dir else next(iter(found)).parent
     path = next((path for path in found if path.is_relative_to(folder)), None)
     if path is None:
-        raise UsageError(f"script: {named} does not lie in --source-dir {source_dir}")
+        raise UsageError(f"script: {named} is not in --source-dir {source_dir}")
     try:
         ast.parse(path.read_bytes(), str(path))
     except (SyntaxError, ValueError) as error:
@@ -76,10 +77,10 @@ def located(resolved: Resolved, source_dir: Path | None) -> tuple[Resolved, Path
 
 
 def refuse_too_much(folder: Path, script: str, ignore: Ignore, key: str = "script") -> None:
-    """Laptop: refuse a folder that would take long to travel, before it is copied.
+    """Laptop: refuse a folder that is too large to stage, before copying it.
 
     Raises:
-        UsageError: naming the script and the folder.
+        UsageError: names the script and the folder.
     """
     size = files = 0
     for at, folders, names in os.walk(folder, followlinks=True):
@@ -90,14 +91,14 @@ def refuse_too_much(folder: Path, script: str, ignore: Ignore, key: str = "scrip
             size += (Path(at) / name).stat().st_size if (Path(at) / name).is_file() else 0
         if size > MOST_BYTES or files > MOST_FILES:
             raise UsageError(
-                f"{key}: {folder}, the folder of {script}, travels with the job and holds more than"
-                f" {MOST_BYTES // 10**6} MB or {MOST_FILES:,} files; put the code in a folder of its own (or"
+                f"{key}: {folder}, the folder of {script}, is staged with the job but holds more than"
+                f" {MOST_BYTES // 10**6} MB or {MOST_FILES:,} files; move the code to a separate folder (or"
                 " name one with --source-dir), and name data in params"
             )
 
 
 def ignoring(*folders: Path) -> Ignore:
-    """Laptop: what is not staged: the usual, and folders in which runs and staged copies lie."""
+    """Laptop: a filter of what not to stage: caches and the like, and folders of runs and staged copies."""
 
     def ignore(at: str, names: list[str]) -> set[str]:
         return {*IGNORED(at, names), *(name for name in names if (Path(at) / name).resolve() in folders)}
@@ -106,13 +107,13 @@ def ignoring(*folders: Path) -> Ignore:
 
 
 def refuse_unusable_params(params: dict[str, Any], data: dict[str, str]) -> None:
-    """Laptop: a script's parameters name data; all else it takes as arguments.
+    """Laptop: refuse parameters of a script that do not name data.
 
     Raises:
-        UsageError: one line for each that names none.
+        UsageError: one line per parameter.
     """
     problems = [
-        f"params.{name}: names no file or folder here (got {value!r}); a script's params name its data, which"
+        f"params.{name}: no such file or folder here (got {value!r}); a script's params name its data, which"
         f" it finds in $SM_CHANNEL_{name.upper()}; pass anything else as an argument after --"
         for name, value in params.items()
         if name not in data and not (isinstance(value, str) and Path(value).is_absolute())

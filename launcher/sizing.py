@@ -1,4 +1,4 @@
-"""Laptop: `submit.py size`: which hosts, how many of them, and what a job will cost."""
+"""Laptop: `submit.py size`: recommends host types and counts, and estimates the cost of a job."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHOWN = 14
 
 @dataclass(frozen=True)
 class HostOptions:
-    """Laptop: which hosts to look at, as typed."""
+    """Laptop: the command-line options that name candidate hosts."""
 
     gpu: list[str] = field(default_factory=list)
     cpu: list[str] = field(default_factory=list)
@@ -36,17 +36,17 @@ class HostOptions:
     cpu_speed: float = 1.0
 
     def rates(self) -> dict[str, float]:
-        """Samples/s by GPU name, "" for all; empty where none was given.
+        """Samples/s by GPU name, "" for all; empty if none was given.
 
         Raises:
-            UsageError: whatever is wrong with any of the options.
+            UsageError: an option is wrong.
         """
         rates, problems = parse_rates(self.gpu_samples_per_s)
         problems += list(_type_problems(self))
         if self.max_cpu_hosts < 0:
-            problems.append(f"--max-cpu-hosts: at least 0 (got {self.max_cpu_hosts})")
+            problems.append(f"--max-cpu-hosts: must be at least 0 (got {self.max_cpu_hosts})")
         if not 0 < self.cpu_speed <= 10:
-            problems.append(f"--cpu-speed: between 0 and 10 (got {self.cpu_speed})")
+            problems.append(f"--cpu-speed: must be between 0 and 10 (got {self.cpu_speed})")
         if problems:
             raise UsageError(*problems)
         return rates
@@ -54,7 +54,7 @@ class HostOptions:
 
 @dataclass(frozen=True)
 class SizeOptions(HostOptions):
-    """Laptop: what stands on the command line beside the configuration."""
+    """Laptop: the command-line options of `size`."""
 
     from_run: Path | None = None
     source_dir: Path | None = None
@@ -63,23 +63,23 @@ class SizeOptions(HostOptions):
 
 
 def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int:
-    """Laptop: measure, judge every candidate, print the table and the recommendation.
+    """Laptop: measure the job, evaluate the candidates, and print the table and the recommendation.
 
     Returns:
-        0, or 1 where nothing can be recommended because no GPU's rate is known.
+        0, or 1 without a recommendation because no GPU's rate is known.
 
     Raises:
-        UsageError: whatever is wrong with the request, the data or the chain.
+        UsageError: the request, the data or the chain is wrong.
     """
     rates = options.rates()
     if config is None:
         raise UsageError("no configuration file given; try source_dir/configs/digits.yaml")
     if config.suffix == ".py" or (resolved := load(config, overrides)).config.script is not None:
-        raise UsageError("size: measures the chain of a recipe, and a script has none that it could see")
+        raise UsageError("size: needs a recipe; for a script use `check`")
     settings = resolved.config.sagemaker
     wanted = wanted_of(resolved, options)
     if options.write and settings.groups:
-        raise UsageError("--write: the job names its hosts in sagemaker.groups; change them there by hand")
+        raise UsageError("--write: the job names its hosts in sagemaker.groups; edit them there")
     with told(options.as_json) as tell:
         measured = measure_job(resolved, options, rates, tell)
     advice = advise(measured, wanted, price_list(settings.region, settings.prices))
@@ -95,7 +95,7 @@ def size(config: Path | None, overrides: list[str], options: SizeOptions) -> int
 def measure_job(
     resolved: Resolved, options: SizeOptions, rates: dict[str, float], tell: Callable[[str], None]
 ) -> Measured:
-    """Laptop: from a run, or by a profile on this machine."""
+    """Laptop: take the measurements from a run, or profile the job on this machine."""
     if options.from_run is not None:
         return measure.from_run(options.from_run, resolved.config, rates)
     job = open_job(resolved, options.source_dir)
@@ -105,7 +105,7 @@ def measure_job(
 
 
 def parse_rates(texts: list[str]) -> tuple[dict[str, float], list[str]]:
-    """Laptop: `400` or `A10G=400` → (samples/s by GPU name, problems)."""
+    """Laptop: parse `400` or `A10G=400` into samples/s by GPU name, and list the problems."""
     names = {machine.gpu_name for machine in prices.MACHINES.values() if machine.gpu_name}
     rates: dict[str, float] = {}
     problems = []
@@ -120,7 +120,7 @@ def parse_rates(texts: list[str]) -> tuple[dict[str, float], list[str]]:
             rates[name] = 0.0
         if not 0 < rates[name] < float("inf"):
             problems.append(
-                f"--gpu-samples-per-s {text}: write samples per second of one GPU, 400 or A10G=400"
+                f"--gpu-samples-per-s {text}: give samples per second of one GPU, such as 400 or A10G=400"
             )
     return rates, problems
 
@@ -129,14 +129,14 @@ def _type_problems(options: HostOptions) -> Iterator[str]:
     for flag, names, with_gpu in (("--gpu", options.gpu, True), ("--cpu", options.cpu, False)):
         for name in names:
             if prices.machine(name) is None:
-                hint = nearest(name, prices.MACHINES, "`submit.py prices` lists them")
-                yield f"{flag} {name}: its vCPUs and network are not known here{hint}"
+                hint = nearest(name, prices.MACHINES, "list them with `submit.py prices`")
+                yield f"{flag} {name}: unknown instance type{hint}"
             elif prices.has_gpu(name) != with_gpu:
                 yield f"{flag} {name}: has {'no' if with_gpu else 'a'} GPU"
 
 
 def wanted_of(resolved: Resolved, options: SizeOptions) -> Wanted:
-    """Laptop: the types to look at: asked for, else configured, else the usual ones."""
+    """Laptop: the instance types to evaluate: requested, else configured, else the defaults."""
     settings = resolved.config.sagemaker
     own_gpu, own_cpu = settings.gpu.type, settings.cpu.type
     gpus = options.gpu or [own_gpu if own_gpu and prices.machine(own_gpu) else DEFAULT_GPU]
@@ -153,7 +153,7 @@ def wanted_of(resolved: Resolved, options: SizeOptions) -> Wanted:
 
 @contextmanager
 def told(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Laptop: a line on stderr that says what is being measured; a spinner on a terminal."""
+    """Laptop: report progress on stderr, with a spinner on a terminal."""
     if quiet or not sys.stderr.isatty():
         yield lambda text: None if quiet else print(f"measuring: {text} …", file=sys.stderr, flush=True)
         return
@@ -164,7 +164,7 @@ def told(quiet: bool) -> Iterator[Callable[[str], None]]:
 
 
 def show(advice: Advice) -> None:
-    """Laptop: table, recommendation, what else would help, and what all of it rests on."""
+    """Laptop: print the table, the recommendation, other remedies and the assumptions."""
     from rich.console import Console
     from rich.table import Table
 
@@ -194,7 +194,7 @@ def _cells(one: Candidate, advice: Advice) -> list[str]:
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
-    """Laptop: the same for programs."""
+    """Laptop: the advice for programs."""
     measured = asdict(advice.measured)
     return {
         "measured": measured,
@@ -208,7 +208,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
 
 
 def write(config: Path, best: Candidate) -> None:
-    """Laptop: put the choice into the configuration's `sagemaker` section, and nothing else."""
+    """Laptop: write the recommended hosts to the configuration and change nothing else."""
     from launcher.yaml_edit import with_values
 
     changes: dict[str, Any] = {
@@ -225,4 +225,4 @@ def write(config: Path, best: Candidate) -> None:
     draft.write_text(after, encoding="utf-8")
     load(draft)
     draft.replace(config)
-    print(f"{config}: sagemaker.gpu and sagemaker.cpu say {best.hosts} now")
+    print(f"{config}: sagemaker.gpu and sagemaker.cpu set to {best.hosts}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 if __package__ in (None, ""):
-    # Run as a file: the folder above holds the `launcher` package.
+    # Run as a file: make the `launcher` package importable.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import typer
@@ -31,11 +31,11 @@ REHEARSED = {
     "--link-mbps": "link_mbps=100",
     "--cpu-quota": "cpu_quota=2",
 }
-"""What was an option once, and is a key of the configuration."""
+"""Former options that are now configuration keys."""
 
 
 ARGUMENTS = "stoker.arguments"
-"""Where the words after `--` are kept: they are the script's."""
+"""The key in `ctx.meta` of the script arguments after `--`."""
 
 
 class DefaultsToRun(TyperGroup):
@@ -54,15 +54,15 @@ class DefaultsToRun(TyperGroup):
             at = args.index("--")
             ctx.meta[ARGUMENTS], args = args[at + 1 :], args[:at]
             if args[:1] != ["run"]:
-                raise UsageError("--: only jobs and `check` take arguments for a script after it")
+                raise UsageError("--: only jobs and `check` accept script arguments after it")
         return list(super().parse_args(ctx, args))
 
 
 def refuse_mistyped(word: str, commands: list[str]) -> None:
-    """Laptop: refuse a first word that is neither a command nor anything that can be run.
+    """Laptop: refuse a first word that is neither a command nor an existing file.
 
     Raises:
-        UsageError: with the command, or the file here, that may have been meant.
+        UsageError: suggests a similar command or file.
     """
     if not re.fullmatch(r"[a-z][a-z_-]*", word) or Path(word).exists():
         return
@@ -75,14 +75,14 @@ app = typer.Typer(
     cls=DefaultsToRun,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    epilog=f"Example: {EXAMPLE} train.epochs=3 --on rehearsal   (`run` may be left out; `run --help`)",
+    epilog=f"Example: {EXAMPLE} train.epochs=3 --on rehearsal   (`run` is the default command; `run --help`)",
 )
 
 Option = typer.Option
 
 
 def show_version(asked: bool) -> None:
-    """Laptop: `--version`."""
+    """Laptop: print the version for `--version`."""
     if asked:
         print(f"stoker {stoker.__version__}")
         raise typer.Exit
@@ -101,7 +101,7 @@ def start(
 
 
 def keys(incomplete: str) -> list[str]:
-    """Laptop: for the shell's completion: the configuration's keys that begin like this."""
+    """Laptop: shell completion of configuration keys."""
     from stoker.config import schema_rows
     from stoker.schema import Config
 
@@ -109,18 +109,18 @@ def keys(incomplete: str) -> list[str]:
 
 
 def places(incomplete: str) -> list[str]:
-    """Laptop: for the shell's completion: what can follow `--on`."""
+    """Laptop: shell completion of the values of `--on`."""
     from launcher.backends import backends
 
     return [place.name for place in backends() if place.name.startswith(incomplete)]
 
 
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, as in the file", autocompletion=keys)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="override keys, key=value", autocompletion=keys)]
 Given = TypeVar("Given", bound=Any)
 
 
 def given_to(options: type[Given], ctx: typer.Context) -> Given:
-    """Laptop: what was typed, as the fields of a dataclass that have the names of the options."""
+    """Laptop: the typed options as a dataclass whose fields are named after them."""
     typed = {name: ctx.params[name] for name in options.__dataclass_fields__}
     given: Given = options(**{name: value for name, value in typed.items() if value is not None})
     return given
@@ -129,20 +129,20 @@ def given_to(options: type[Given], ctx: typer.Context) -> Given:
 @app.command(epilog=f"Example: {EXAMPLE} train.epochs=3 --on rehearsal rehearsal.hosts=gpu=1,cpu=2")
 def run(
     ctx: typer.Context,
-    config: Annotated[Path | None, typer.Argument(help="YAML file, or your script: train.py")] = None,
+    config: Annotated[Path | None, typer.Argument(help="YAML file, or your script, such as train.py")] = None,
     overrides: Overrides = None,
     on: Annotated[str, Option(help="local, ray, rehearsal or sagemaker", autocompletion=places)] = "local",
-    source_dir: Annotated[Path | None, Option(help="your own folder with recipes")] = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="check and show, do nothing")] = False,
+    source_dir: Annotated[Path | None, Option(help="your folder with recipes")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="check and print the plan, run nothing")] = False,
     show_config: Annotated[bool, Option("--show-config", help="list every key")] = False,
     address: Annotated[str | None, Option(help="ray: http://head:8265")] = None,
-    offline: Annotated[bool, Option("--offline", help="with --dry-run: ask no network")] = False,
-    request: Annotated[Path | None, Option(help="ray, sagemaker: write it, do not send")] = None,
+    offline: Annotated[bool, Option("--offline", help="with --dry-run: no network access")] = False,
+    request: Annotated[Path | None, Option(help="ray, sagemaker: write to a file, do not send")] = None,
     resume: Annotated[str | None, Option(help="auto, never, or a run or checkpoint")] = None,
     install: Annotated[bool, Option("--install", help="ray: pip install on the hosts")] = False,
-    dashboard: Annotated[bool, Option("--dashboard", help="local: Ray's, on 127.0.0.1")] = False,
+    dashboard: Annotated[bool, Option("--dashboard", help="local: Ray dashboard on 127.0.0.1")] = False,
 ) -> None:
-    """Run a job from its YAML file, or your own script; its arguments follow --."""
+    """Run a job from a YAML file or a script; its arguments follow --."""
     from launcher import commands
     from launcher.backends.base import Options
 
@@ -157,7 +157,7 @@ Run = Annotated[str, typer.Argument(help="a run directory, runs/latest, ray:… 
 
 @app.command(epilog="Example: python launcher/submit.py status runs/latest")
 def status(run: Run = "runs/latest") -> None:
-    """Show how a run stands."""
+    """Show the status of a run."""
     from launcher import commands
 
     raise typer.Exit(commands.status(run))
@@ -166,9 +166,9 @@ def status(run: Run = "runs/latest") -> None:
 @app.command(epilog="Example: python launcher/submit.py logs -f runs/latest")
 def logs(
     run: Run = "runs/latest",
-    follow: Annotated[bool, Option("--follow", "-f", help="until the end")] = False,
+    follow: Annotated[bool, Option("--follow", "-f", help="follow the log until the run ends")] = False,
 ) -> None:
-    """Show a run's log; Ctrl-C leaves the run alone."""
+    """Show the log of a run; Ctrl-C leaves the run running."""
     from launcher import commands
 
     raise typer.Exit(commands.logs(run, follow))
@@ -176,7 +176,7 @@ def logs(
 
 @app.command(epilog="Example: python launcher/submit.py stop runs/latest")
 def stop(run: Run = "runs/latest") -> None:
-    """Ask a run to stop with a checkpoint."""
+    """Ask a run to write a checkpoint and stop."""
     from launcher import commands
 
     raise typer.Exit(commands.stop(run))
@@ -186,9 +186,9 @@ def stop(run: Run = "runs/latest") -> None:
 def report(
     runs: Annotated[list[Path] | None, typer.Argument(help="run directories")] = None,
     output: Annotated[Path | None, Option("--output", "-o", help="the file to write")] = None,
-    show: Annotated[bool, Option("--open", help="open it in the browser")] = False,
+    show: Annotated[bool, Option("--open", help="open the report in the browser")] = False,
 ) -> None:
-    """Draw a run, or several side by side, as one HTML file."""
+    """Write an HTML report of a run, or of several side by side."""
     from launcher.compare import report
 
     raise typer.Exit(report(runs or [Path("runs/latest")], output, show))
@@ -197,9 +197,9 @@ def report(
 @app.command(epilog="Example: python launcher/submit.py compare runs/* --csv runs.csv")
 def compare(
     runs: Annotated[list[str] | None, typer.Argument(help="run directories; default: runs")] = None,
-    csv: Annotated[str | None, Option(help="write every column to a file; - prints")] = None,
+    csv: Annotated[str | None, Option(help="write all columns to this file; - for stdout")] = None,
 ) -> None:
-    """Set runs side by side: what differs, how good, how fast, at what cost."""
+    """Compare runs: results, speed, cost and configuration differences."""
     from launcher.compare import compare
 
     raise typer.Exit(compare(runs or ["runs"], csv))
@@ -211,7 +211,7 @@ def replay(
     uri: Annotated[str | None, Option(help="MLflow server; default: the run's own")] = None,
     registered_model: Annotated[str | None, Option(help="register the model under this name")] = None,
 ) -> None:
-    """Send a finished run to MLflow: what the server missed, or all of it."""
+    """Send a finished run, or its missing parts, to MLflow."""
     from launcher.replay import replay
 
     raise typer.Exit(replay(run, uri, registered_model))
@@ -222,19 +222,19 @@ def size(
     ctx: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="the job's YAML file")] = None,
     overrides: Overrides = None,
-    gpu: Annotated[list[str] | None, Option(help="GPU host type, ml.g5.xlarge; again for more")] = None,
-    cpu: Annotated[list[str] | None, Option(help="CPU host type, ml.c5.xlarge; again for more")] = None,
-    from_run: Annotated[Path | None, Option("--from", help="a run's figures, no profile")] = None,
+    gpu: Annotated[list[str] | None, Option(help="GPU host type, ml.g5.xlarge; repeatable")] = None,
+    cpu: Annotated[list[str] | None, Option(help="CPU host type, ml.c5.xlarge; repeatable")] = None,
+    from_run: Annotated[Path | None, Option("--from", help="use a run's figures, no profiling")] = None,
     gpu_samples_per_s: Annotated[
-        list[str] | None, Option(help="what one GPU trains if never late: 400, A10G=400")
+        list[str] | None, Option(help="samples/s of one GPU that never waits: 400, A10G=400")
     ] = None,
-    max_cpu_hosts: Annotated[int, Option(help="look at so many CPU hosts at most")] = 32,
-    cpu_speed: Annotated[float, Option(help="a vCPU there against a core here")] = 1.0,
-    source_dir: Annotated[Path | None, Option(help="your own folder with recipes")] = None,
-    write: Annotated[bool, Option("--write", help="put the choice into CONFIG")] = False,
+    max_cpu_hosts: Annotated[int, Option(help="most CPU hosts to consider")] = 32,
+    cpu_speed: Annotated[float, Option(help="speed of a vCPU relative to a core here")] = 1.0,
+    source_dir: Annotated[Path | None, Option(help="your folder with recipes")] = None,
+    write: Annotated[bool, Option("--write", help="write the recommendation to CONFIG")] = False,
     as_json: Annotated[bool, Option("--json", help="print everything as JSON")] = False,
 ) -> None:
-    """Measure a job for a minute; say which hosts, how many, how fast, at what cost."""
+    """Profile a job and recommend hosts, with speed and cost."""
     from launcher import sizing
 
     raise typer.Exit(sizing.size(config, overrides or [], given_to(sizing.SizeOptions, ctx)))
@@ -245,14 +245,14 @@ def peek(
     ctx: typer.Context,
     target: Annotated[str | None, typer.Argument(help="the job's YAML file, or a run directory")] = None,
     overrides: Overrides = None,
-    split: Annotated[str, Option(help="of a job: train or val")] = "train",
-    n: Annotated[int, Option("--n", "-n", help="of a job: how many records to show")] = 16,
-    step: Annotated[int | None, Option(help="of a run: the step whose batch to rebuild")] = None,
-    rank: Annotated[int | None, Option(help="of a run: one train worker's part; default: all")] = None,
-    out: Annotated[Path | None, Option("--out", "-o", help="the page; default: peek.html")] = None,
-    source_dir: Annotated[Path | None, Option(help="your own folder with recipes")] = None,
+    split: Annotated[str, Option(help="job: train or val")] = "train",
+    n: Annotated[int, Option("--n", "-n", help="job: number of records to show")] = 16,
+    step: Annotated[int | None, Option(help="run: the step whose batch to rebuild")] = None,
+    rank: Annotated[int | None, Option(help="run: a single train worker; default: all")] = None,
+    out: Annotated[Path | None, Option("--out", "-o", help="HTML file to write; default: peek.html")] = None,
+    source_dir: Annotated[Path | None, Option(help="your folder with recipes")] = None,
 ) -> None:
-    """Look at a job's records before and after each stage, or at one batch of a run."""
+    """Show a job's records after each stage, or one batch of a run."""
     from launcher.peek import peek
     from launcher.peek_run import PeekOptions
 
@@ -263,19 +263,19 @@ def peek(
 def check(
     ctx: typer.Context,
     script: Annotated[Path | None, typer.Argument(help="your training script, unchanged")] = None,
-    arguments: Annotated[list[str] | None, typer.Argument(help="behind --: the script's own")] = None,
-    steps: Annotated[int | None, Option(help="measure so many; default: until sure")] = None,
-    timeout: Annotated[float, Option(help="seconds for all of it, the script's start too")] = 900.0,
-    gpu: Annotated[list[str] | None, Option(help="GPU host type, ml.g5.xlarge; again for more")] = None,
-    cpu: Annotated[list[str] | None, Option(help="CPU host type, ml.c5.xlarge; again for more")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="the script's arguments, after --")] = None,
+    steps: Annotated[int | None, Option(help="steps to measure; default: until stable")] = None,
+    timeout: Annotated[float, Option(help="limit in seconds, including start-up")] = 900.0,
+    gpu: Annotated[list[str] | None, Option(help="GPU host type, ml.g5.xlarge; repeatable")] = None,
+    cpu: Annotated[list[str] | None, Option(help="CPU host type, ml.c5.xlarge; repeatable")] = None,
     gpu_samples_per_s: Annotated[
-        list[str] | None, Option(help="what one GPU trains if never late: 400, A10G=400")
+        list[str] | None, Option(help="samples/s of one GPU that never waits: 400, A10G=400")
     ] = None,
-    max_cpu_hosts: Annotated[int, Option(help="look at so many CPU hosts at most")] = 32,
-    cpu_speed: Annotated[float, Option(help="a vCPU there against a core here")] = 1.0,
+    max_cpu_hosts: Annotated[int, Option(help="most CPU hosts to consider")] = 32,
+    cpu_speed: Annotated[float, Option(help="speed of a vCPU relative to a core here")] = 1.0,
     as_json: Annotated[bool, Option("--json", help="print everything as JSON")] = False,
 ) -> None:
-    """Run your script for some steps; say how much it waits for data, and what would help."""
+    """Measure how long your script waits for data, and suggest fixes."""
     from launcher import check
 
     raise typer.Exit(check.check(script, given_to(check.CheckOptions, ctx)))
@@ -283,10 +283,10 @@ def check(
 
 @app.command(epilog="Example: python launcher/submit.py prices --update --region eu-west-1")
 def prices(
-    update: Annotated[bool, Option("--update", help="fetch today's list from AWS")] = False,
+    update: Annotated[bool, Option("--update", help="fetch current prices from AWS")] = False,
     region: Annotated[str | None, Option(help="AWS region; default: the AWS profile's")] = None,
 ) -> None:
-    """Show what training instances cost, and of which day these prices are."""
+    """Show the prices of training instances and their date."""
     from launcher import pricing
 
     raise typer.Exit(pricing.show(region, update))
@@ -294,12 +294,10 @@ def prices(
 
 @app.command(epilog="Example: python launcher/submit.py doctor job.yaml")
 def doctor(
-    job: Annotated[
-        Path | None, typer.Argument(help="a job's YAML file; its instance types are asked for")
-    ] = None,
+    job: Annotated[Path | None, typer.Argument(help="a job's YAML file, to check its instance types")] = None,
     overrides: Overrides = None,
 ) -> None:
-    """Look at this machine, and at AWS for a job: what is missing, and what to do about it."""
+    """Check this machine and your AWS account, and suggest fixes."""
     from launcher.doctor import doctor
 
     raise typer.Exit(doctor(job, overrides or []))
@@ -307,25 +305,25 @@ def doctor(
 
 @app.command(epilog="Example: python launcher/submit.py init my-images --kind images")
 def init(
-    folder: Annotated[Path | None, typer.Argument(help="where to write it; default: here")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="folder to create; default: here")] = None,
     kind: Annotated[str | None, Option(help="images, text, tabular or script")] = None,
 ) -> None:
-    """Write a small project that trains as it is: a job, a recipe, a test."""
+    """Write a small project that trains as it is: job, recipe and test."""
     from launcher.init import init
 
     raise typer.Exit(init(folder, kind))
 
 
 def unwritable(error: OSError) -> str | None:
-    """Laptop: a folder that is full or may not be written, in one line; None: the error is another one."""
+    """Laptop: describe a full or unwritable folder in one line; None for other errors."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM):
         return None
     place = error.filename2 or error.filename or "a file"
-    return f"{place}: {error.strerror}; make room or name another folder (output_dir=…, TMPDIR)"
+    return f"{place}: {error.strerror}; free up space or choose another folder (output_dir=…, TMPDIR)"
 
 
 def main() -> None:
-    """Laptop: run the command line; wrong usage is one line per problem and exit code 2."""
+    """Laptop: run the command line; wrong usage prints one line per problem and exits with 2."""
     try:
         sys.exit(app(standalone_mode=False))
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""Laptop: change single values of a YAML file and leave every other character, comments too, as it is."""
+"""Laptop: changes single values of a YAML file and preserves everything else, including comments."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from stoker.errors import UsageError
 
 
 def with_values(text: str, changes: dict[str, Any]) -> str:
-    """Laptop: the text with `section.key` → value put in, where they stand or as new keys.
+    """Laptop: the text with values set by `section.key`, replacing existing keys or adding new ones.
 
     Args:
         text: a YAML document whose root is a mapping, or an empty one.
         changes: plain values (strings, numbers, null) by dotted path.
 
     Raises:
-        UsageError: the file's form does not allow it (anchors, several documents, …).
+        UsageError: the file's form is not supported (anchors, several documents, …).
     """
     wanted = _unshared(yaml.safe_load(text) or {})
     for path, value in changes.items():
         text = _set(text, path.split("."), value)
         _put(wanted, path.split("."), value)
-    # Whatever an unusual file made of it, nothing but the asked-for change may be written.
+    # Verify that unusual YAML did not cause any other change.
     try:
         if yaml.safe_load(text) == wanted:
             return text
     except yaml.YAMLError:
         pass
-    raise UsageError(f"cannot change {', '.join(changes)} in a file of this form; write them in by hand")
+    raise UsageError(f"cannot change {', '.join(changes)} in a YAML file of this form; edit it by hand")
 
 
 def _set(text: str, path: list[str], value: Any) -> str:
@@ -51,19 +51,19 @@ def _set(text: str, path: list[str], value: Any) -> str:
 
 
 def _replace(text: str, pair: Any, below: list[str], value: Any) -> str:
-    """Put a value where another one, or nothing, stands behind a key."""
+    """Replace the value of a key, which may be empty."""
     key, old = pair
     new = _flow(below, value)
     start, end = old.start_mark.index, old.end_mark.index
     if start == end:
-        # Nothing stands there: the mark may lie lines below the key.
+        # The value is empty: its mark may be lines below the key.
         start = end = text.index(":", key.end_mark.index) + 1
         new = " " + new
     return text[:start] + new + text[end:]
 
 
 def _add(text: str, node: Any, path: list[str], value: Any) -> str:
-    """A new key at the end of a mapping."""
+    """Add a key at the end of a mapping."""
     if node.flow_style:
         end = node.end_mark.index - 1
         comma = ", " if node.value else ""
@@ -77,7 +77,7 @@ def _add(text: str, node: Any, path: list[str], value: Any) -> str:
 
 
 def _last_character(node: Any) -> int:
-    """Where the last written value below a node ends; a block's own mark lies behind its comments."""
+    """The end of the last value below a node; a block's own end mark includes trailing comments."""
     if isinstance(node, yaml.ScalarNode) or node.flow_style or not node.value:
         return int(node.end_mark.index)
     last = node.value[-1]
@@ -92,7 +92,7 @@ def _last_character(node: Any) -> int:
 
 
 def _block(path: list[str], value: Any, indent: int) -> str:
-    """`gpu: {type: x}` or, at the top of a file, the section with its keys below."""
+    """`gpu: {type: x}`, or a section with indented keys at the top level."""
     if indent or len(path) == 1:
         return f"{' ' * indent}{path[0]}: {_flow(path[1:], value)}\n"
     return f"{path[0]}:\n" + _block(path[1:], value, indent + 2)
@@ -113,7 +113,7 @@ def _put(tree: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def _unshared(value: Any) -> Any:
-    """A copy in which what an anchor shares stands twice."""
+    """A deep copy that duplicates values shared by anchors."""
     if isinstance(value, dict):
         return {key: _unshared(item) for key, item in value.items()}
     return [_unshared(item) for item in value] if isinstance(value, list) else value

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Makes the virtual environment with the versions of constraints.txt; safe to run again.
+# Creates the virtual environment with the versions in constraints.txt; safe to run again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3} VENV=${VENV:-.venv}
 "$PYTHON" - <<'CHECK' || exit 2
 import sys
 if not (3, 11) <= sys.version_info[:2] < (3, 13):
-    sys.exit(f"error: Python 3.11 or 3.12 is needed, {sys.executable} is {sys.version.split()[0]};"
+    sys.exit(f"error: needs Python 3.11 or 3.12, but {sys.executable} is {sys.version.split()[0]};"
              " try: make PYTHON=python3.11 …")
 CHECK
-[ -x "$VENV/bin/python" ] || { echo "making $VENV (torch and Ray: a few minutes, 5 GB) …"; "$PYTHON" -m venv "$VENV"; }
+[ -x "$VENV/bin/python" ] || { echo "creating $VENV (torch and Ray: a few minutes, 5 GB) …"; "$PYTHON" -m venv "$VENV"; }
 "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade -c constraints.txt pip
 "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 "$VENV/bin/python" -c 'import torchvision' || {
-  echo "error: torch and torchvision do not fit together; remove $VENV and run make setup again" >&2
+  echo "error: torch and torchvision are incompatible; remove $VENV and run make setup again" >&2
   exit 1
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The tests that take minutes, and how they ended, in docs/soak.md: run it before a release.
+# Runs the soak tests before a release and writes the results to docs/soak.md.
 set -u
 cd "$(dirname "$0")/.."
 VENV=${VENV:-.venv}

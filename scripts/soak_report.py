@@ -1,4 +1,4 @@
-"""Writes how the soak tests ended: `python scripts/soak_report.py docs/soak.md RESULTS.xml …`."""
+"""Writes the results of the soak tests: `python scripts/soak_report.py docs/soak.md RESULTS.xml …`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 
 HEAD = """# Soak tests
 
-What takes minutes and is therefore run by `make soak`, before a release, and not by `make test`. This file is
-written by it.
+`make soak` runs these slow tests before a release and writes this file. `make test` leaves them out.
 
 Last run on {day}, commit `{commit}`, {cores} cores.
 
@@ -22,7 +21,7 @@ Last run on {day}, commit `{commit}`, {cores} cores.
 
 
 def main(target: str, *results: str) -> None:
-    """Laptop: the table of one run, from the reports of pytest."""
+    """Laptop: write the table of a run from the pytest reports."""
     rows = []
     for file in results:
         for case in ET.parse(file).iter("testcase"):  # noqa: S314 - pytest wrote it

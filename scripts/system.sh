@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The programs that tests and rehearsals start: installs them where this is root on Debian, else names them.
+# Installs the programs that tests and rehearsals need if run as root on Debian, else lists the missing ones.
 set -euo pipefail
 declare -A package=([ip]=iproute2 [tc]=iproute2 [unshare]=util-linux [nsenter]=util-linux [mount]=mount [tmux]=tmux [chromium]=chromium)
 missing=()
@@ -11,6 +11,6 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   echo "installing ${missing[*]} …"
   apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y "${missing[@]}" >/dev/null
 else
-  echo "error: these system packages are absent: ${missing[*]}; install them (on Debian: apt-get install ${missing[*]})" >&2
+  echo "error: missing system packages: ${missing[*]}; install them (on Debian: apt-get install ${missing[*]})" >&2
   exit 1
 fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs parts of the tests one after the other, whatever becomes of one of them, and says how long each took and
-# which tests were slowest.
+# Runs parts of the tests one after the other, even after failures, and prints the time of each part and the
+# slowest tests.
 set -u
 cd "$(dirname "$0")/.."
 log=$(mktemp)

@@ -202,7 +202,7 @@ def test_the_screen_of_a_script_with_images(tmp_path: Path) -> None:
     lines = IMAGES.splitlines()
     trains, validates = (1 + lines.index(f"    {one}") for one in LOOPS)
     assert f"train.py:{trains}: Images, batches of 16 samples, 197 kB, num_workers=2" in screen
-    assert f"besides train.py:{validates}: Subset, batches of 16 samples" in screen
+    assert f"also train.py:{validates}: Subset, batches of 16 samples" in screen
     stages = {line.split()[0] for line in screen.splitlines() if line.endswith(" %") and " ms " in line}
     assert {"decode", "RandomResizedCrop", "GaussianBlur", "halve", "ToDtype", "__getitem__"} <= stages
     assert "CenterCrop" not in stages, "that is the validation's"
@@ -251,8 +251,8 @@ def test_a_lightning_trainer_is_seen_through(tmp_path: Path) -> None:
     ("script", "code", "said"),
     [
         ("import os\n1 / 0\n", 1, "ZeroDivisionError: division by zero"),
-        ("import sys\nsys.exit(3)\n", 1, "the script failed before 20 steps were seen: exit code 3"),
-        ("import os\nos.kill(os.getpid(), 9)\n", 1, "the script was ended by SIGKILL"),
+        ("import sys\nsys.exit(3)\n", 1, "the script failed before 20 steps were measured: exit code 3"),
+        ("import os\nos.kill(os.getpid(), 9)\n", 1, "the script was killed by SIGKILL"),
         ("def broken(:\n", 1, "SyntaxError"),
         ("print('no torch')\n", 2, "no torch DataLoader was iterated"),
     ],
@@ -286,16 +286,16 @@ def test_a_script_that_fails_on_its_way_has_no_verdict(tmp_path: Path) -> None:
     done = submit("check", "train.py", cwd=tmp_path)
     assert done.returncode == 1 and done.stdout == ""
     assert "record 70 is damaged" in done.stderr
-    assert "error: train.py: the script failed before enough steps were seen: ValueError" in done.stderr
+    assert "error: train.py: the script failed before enough steps were measured: ValueError" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["trian.py"], "trian.py: no such script; did you mean train.py?"),
-        (["job.yaml"], "job.yaml: a job's configuration; `size job.yaml` measures it"),
+        (["job.yaml"], "job.yaml: is a job's configuration; measure it with `size job.yaml`"),
         ([], "no script given"),
-        (["train.py", "--steps", "3"], "--steps: at least 10 (got 3)"),
+        (["train.py", "--steps", "3"], "--steps: must be at least 10 (got 3)"),
         (["train.py", "--gpu", "ml.c5.xlarge"], "--gpu ml.c5.xlarge: has no GPU"),
     ],
 )

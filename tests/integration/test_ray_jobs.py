@@ -165,10 +165,10 @@ def refused(address: str | None, output: Path, job: Job | None = None) -> tuple[
 
 def test_no_token_and_a_wrong_token(nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (problem,) = refused(nodes.dashboard, tmp_path)
-    assert "wants a token; set RAY_AUTH_TOKEN" in problem
+    assert "requires a token; set RAY_AUTH_TOKEN" in problem
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     (problem,) = refused(nodes.dashboard, tmp_path)
-    assert "refuses this token" in problem
+    assert "rejected the token" in problem
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "none"))
     (problem,) = refused(nodes.dashboard, tmp_path)
@@ -179,9 +179,9 @@ def test_wrong_addresses(tmp_path: Path) -> None:
     (problem,) = refused(None, tmp_path)
     assert problem.startswith("--address: needed")
     (problem,) = refused(f"http://127.0.0.1:{free_port()}", tmp_path)
-    assert "nobody answers" in problem and "refused" in problem
+    assert "cannot connect" in problem and "refused" in problem
     (problem,) = refused("http://no-such-host.invalid:8265", tmp_path)
-    assert "nobody answers" in problem
+    assert "cannot connect" in problem
     (problem,) = refused("ray://127.0.0.1:10001", tmp_path)
     assert "jobs go to the dashboard" in problem
 
@@ -260,7 +260,7 @@ def test_digits_train_through_ray_jobs_as_a_user_types_it(
     assert any("samples/s" in line for line in figures), "what the job's log told last"
     wrong = submit(*job, token="0" * 64)
     assert wrong.returncode == 2
-    assert wrong.stderr.count("\n") == 1 and "refuses this token" in wrong.stderr
+    assert wrong.stderr.count("\n") == 1 and "rejected the token" in wrong.stderr
     (path,) = tmp_path.glob("digits-*/summary.json")
     summary = json.loads(path.read_text())
     assert (summary["status"], summary["backend"]) == ("succeeded", "ray")

@@ -51,7 +51,7 @@ CASES = {
     "an option of other places": (
         "seed: 1",
         ["--address", "http://h:1"],
-        "--address: has no meaning with --on",
+        "--address: is not supported with --on",
     ),
     "an option of old": ("seed: 1", ["--hosts", "gpu=1"], "--hosts: write rehearsal.hosts=gpu=1,cpu=2"),
     "no address": (
@@ -62,7 +62,7 @@ CASES = {
     "an address of another kind": (
         "output_dir: /shared\nparams: {data: s3://b/x}",
         ["--on", "ray", "--address", "head:8265"],
-        "write http://<head>:8265",
+        "use http://<head>:8265",
     ),
     "wrong hosts": (
         "params: {data: s3://b/x}",
@@ -130,7 +130,7 @@ TYPED = {
     "an option without a value": (["jobs/job.yaml", "--on"], "Option '--on' requires an argument"),
     "a folder as the job": (["jobs"], "jobs: is a folder; did you mean jobs/job.yaml?"),
     "an empty folder as the job": (["empty"], "empty: is a folder; name a job's YAML file"),
-    "an override in the job's place": (["train.epochs=3"], "write: JOB.yaml train.epochs=3"),
+    "an override in the job's place": (["train.epochs=3"], "before overrides: JOB.yaml train.epochs=3"),
     "no such script": (["nope.py"], "script: no file nope.py"),
     "a script that is not Python": (["broken.py"], "script: broken.py is not Python"),
     "a key that a script ignores": (["fine.py", "train.lr=3"], "train.lr: has no effect on a script"),
@@ -140,18 +140,24 @@ TYPED = {
     "stop of no run": (["stop", "nowhere"], "nowhere: not a run directory"),
     "status without a region": (["status", "sagemaker:x"], "write sagemaker:<region>/x"),
     "status of no Ray job": (["status", "ray:foo"], "write ray:http://<head>:8265/<job>"),
-    "report of no run": (["report", "nowhere"], "nowhere: is not a run directory"),
-    "report of another folder": (["report", "jobs"], "jobs: is not a run directory (no summary.json in it)"),
+    "report of no run": (["report", "nowhere"], "nowhere: not a run directory"),
+    "report of another folder": (["report", "jobs"], "jobs: not a run directory (no summary.json in it)"),
     "comparing nothing": (["compare", "nowhere"], "nowhere: not a run directory"),
-    "replay of no run": (["replay", "nowhere"], "nowhere: is no run directory"),
-    "size of a script": (["size", "fine.py"], "size: measures the chain of a recipe"),
+    "replay of no run": (["replay", "nowhere"], "nowhere: not a run directory"),
+    "size of a script": (["size", "fine.py"], "size: needs a recipe"),
     "size of nothing": (["size", "jbos/job.yaml"], "jbos/job.yaml: no such configuration file"),
     "a wrong speed": (["size", "jobs/job.yaml", "--gpu-samples-per-s", "fast"], "--gpu-samples-per-s fast"),
-    "a negative limit": (["size", "jobs/job.yaml", "--max-cpu-hosts", "-3"], "--max-cpu-hosts: at least 0"),
-    "checking a job": (["check", "jobs/job.yaml"], "a job's configuration; `size jobs/job.yaml`"),
+    "a negative limit": (
+        ["size", "jobs/job.yaml", "--max-cpu-hosts", "-3"],
+        "--max-cpu-hosts: must be",
+    ),
+    "checking a job": (
+        ["check", "jobs/job.yaml"],
+        "is a job's configuration; measure it with `size jobs/job.yaml`",
+    ),
     "checking nothing": (["check"], "no script given"),
-    "too few steps": (["check", "fine.py", "--steps", "0"], "--steps: at least 10 (got 0)"),
-    "no time": (["check", "fine.py", "--timeout", "-5"], "--timeout: more than 0 seconds (got -5)"),
+    "too few steps": (["check", "fine.py", "--steps", "0"], "--steps: must be at least 10 (got 0)"),
+    "no time": (["check", "fine.py", "--timeout", "-5"], "--timeout: must be more than 0 seconds (got -5)"),
     "too many words": (["status", "a", "b"], "Got unexpected extra argument(s) (b)"),
     "a word for a number": (["check", "fine.py", "--steps", "x"], "Invalid value for '--steps'"),
 }
@@ -207,5 +213,6 @@ def test_a_staging_folder_that_is_full_is_one_line(
         code, lines, _ = type_command(["job.yaml"], capsys)
     assert code == 2
     assert lines == [
-        "error: /tmp/staged: No space left on device; make room or name another folder (output_dir=…, TMPDIR)"
+        "error: /tmp/staged: No space left on device; free up space or choose another folder"
+        " (output_dir=…, TMPDIR)"
     ]

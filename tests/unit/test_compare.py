@@ -83,7 +83,7 @@ def test_what_is_no_run_is_named(runs: list[Path], tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     shown = CliRunner().invoke(app, ["compare", str(runs[0]), str(empty)])
-    assert shown.exit_code == 0 and f"passed over: {empty}" in shown.output
+    assert shown.exit_code == 0 and f"skipped: {empty}" in shown.output
     with pytest.raises(UsageError, match="no such folder"):
         runs_dataframe([tmp_path / "nope"])
     (runs[1] / "summary.json").write_text("{")

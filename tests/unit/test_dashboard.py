@@ -22,8 +22,8 @@ DIGITS = str(Path(__file__).resolve().parents[2] / "source_dir/configs/digits.ya
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--dashboard", "--on", "rehearsal"], "--dashboard: has no meaning with --on rehearsal"),
-        (["--dashboard", "--on", "sagemaker"], "--dashboard: has no meaning with --on sagemaker"),
+        (["--dashboard", "--on", "rehearsal"], "--dashboard: is not supported with --on rehearsal"),
+        (["--dashboard", "--on", "sagemaker"], "--dashboard: is not supported with --on sagemaker"),
         (["cluster.dashboard=true", "--on", "rehearsal"], "cluster.dashboard: only for local runs"),
     ],
 )

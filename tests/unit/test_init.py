@@ -101,8 +101,8 @@ def test_no_file_is_overwritten_and_nothing_half_written(
     code, lines, _ = type_command(["init", "--kind", "text"], capsys)
     assert code == 2
     assert lines == [
-        "error: recipe.py: is there already; nothing was written",
-        "error: .gitignore: is there already; nothing was written",
+        "error: recipe.py: already exists; nothing was written",
+        "error: .gitignore: already exists; nothing was written",
     ]
     assert {path.name for path in here.iterdir()} == {"recipe.py", ".gitignore"}
     assert (here / "recipe.py").read_text() == "mine"
@@ -115,7 +115,7 @@ def test_no_file_is_overwritten_and_nothing_half_written(
             ["--kind", "image"],
             "--kind image: no such kind (known: images, text, tabular, script); did you mean",
         ),
-        ([], "--kind: say which: images, text, tabular, script"),
+        ([], "--kind: choose one of: images, text, tabular, script"),
         (["/proc/nothing", "--kind", "text"], "/proc/nothing: cannot be written: "),
     ],
 )
@@ -160,6 +160,6 @@ def test_two_scripts_of_one_name_are_not_guessed_between(here: Path) -> None:
     (here / "jobs/train.py").touch()
     assert open_job(load("jobs/job.yaml")).source_dir == here / "jobs"
     (here / "train.py").touch()
-    with pytest.raises(UsageError, match=r"train\.py could be .* name the folder with --source-dir"):
+    with pytest.raises(UsageError, match=r"train\.py could be .* choose the folder with --source-dir"):
         open_job(load("jobs/job.yaml"))
     assert open_job(load("jobs/job.yaml"), Path("jobs")).source_dir == here / "jobs"

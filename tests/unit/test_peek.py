@@ -41,7 +41,7 @@ def test_counts_columns_types_shapes_and_costs_after_each_stage(tmp_path: Path) 
     result, page = peek(tmp_path, "--n", "5", chain="batch")
     assert result.exit_code == 0, result.output
     assert "look: 60 train + 7 val records from Made" in result.output
-    assert "looked at 60 of train" in result.output
+    assert "examined 60 train records" in result.output
     assert re.search(r"read +image +uint8 +24×32×3 +0 .*\d\.\d{3}", result.output)
     assert re.search(r"note +NULL +60", result.output)
     assert re.search(r"whole +mean +float64 +0 .*\d\.\d{3}", result.output)
@@ -52,7 +52,7 @@ def test_counts_columns_types_shapes_and_costs_after_each_stage(tmp_path: Path) 
 
 def test_the_other_split(tmp_path: Path) -> None:
     result, page = peek(tmp_path, "--split", "val")
-    assert "looked at 7 of val" in result.output
+    assert "examined 7 val records" in result.output
     assert page.count('class="tile') == 7
 
 
@@ -117,7 +117,7 @@ def test_the_examples_digits_with_their_labels(tmp_path: Path, digits: Path) -> 
     where = str(digits / "webdataset")
     result, page = peek(tmp_path, "-n", "6", recipe="recipes.digits:Digits", data=where)
     assert result.exit_code == 0, result.output
-    assert "no problem found" in result.output
+    assert "no problems found" in result.output
     assert re.search(r"DecodeImage +image +uint8 +32×32×1", result.output)
     assert page.count('alt="as read"') == len(pictures(page)) == 6
     assert len(set(re.findall(r"<b>label \d</b>", page))) > 1, "from several places of the data"
@@ -159,8 +159,8 @@ def test_a_page_that_is_written_where_the_user_works_needs_no_network(
     [
         (["--n", "0"], "--n: between 1 and 512 (got 0)"),
         (["--split", "test"], "--split: train or val (got 'test')"),
-        (["--rank", "1"], "--rank: names a train worker of a run; add --step N"),
-        (["--out", "/no/such/folder/x.html"], "--out /no/such/folder/x.html: no folder /no/such/folder"),
+        (["--rank", "1"], "--rank: selects a train worker of a run; add --step N"),
+        (["--out", "/no/such/folder/x.html"], "--out /no/such/folder/x.html: /no/such/folder does not exist"),
         (["params.records=0"], "peek: the train split has no records"),
     ],
 )

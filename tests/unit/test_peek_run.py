@@ -195,7 +195,7 @@ def test_each_record_has_its_loss_by_the_nearest_checkpoint_and_the_worst_comes_
         weights = {"weight": torch.tensor([[weight, 0.0]]), "bias": torch.zeros(1)}
         save(store, Content(weights, {}, {"step": step, "finite": True}))
     result = run.peek("--step", "4")
-    assert "losses by step-00000003, 0 steps from the weights of the step" in result.output
+    assert "losses with the weights of step-00000003, 0 steps away" in result.output
     keys = sorted(run.trained[4, 0], key=lambda key: -(int(key) % 3))
     # Off by x1: record i has the loss (i % 3)².
     rows = [line.split() for line in result.output.splitlines() if line.strip().startswith("0 ")]
@@ -212,7 +212,7 @@ def test_what_cannot_be_rebuilt_is_refused_in_one_line(tmp_path: Path) -> None:
         run.rebuilt(1)
     with pytest.raises(UsageError, match="--step 40: the run has trained steps 1 to 8"):
         run.rebuilt(40)
-    assert "--split: belongs to a job" in str(run.peek("--step", "1", "--split", "val").exception)
+    assert "--split: applies to a job only" in str(run.peek("--step", "1", "--split", "val").exception)
 
 
 @pytest.mark.parametrize(
@@ -250,9 +250,9 @@ def test_one_train_workers_part_on_the_screen_and_as_a_page(tmp_path: Path) -> N
     assert result.exit_code == 0, result.exception
     page = (tmp_path / "p.html").read_text()
     assert "step 2, epoch 0, 8 records" in result.output
-    assert "no losses: the run has left no checkpoint" in result.output
+    assert "no losses: the run has no checkpoint" in result.output
     assert all(f'<span class="n">{key}</span>' in page for key in run.trained[2, 1])
-    assert "the train workers 0 to 1" in str(run.peek("--step", "2", "--rank", "2").exception)
+    assert "the step had train workers 0 to 1" in str(run.peek("--step", "2", "--rank", "2").exception)
 
 
 def test_a_batch_that_changed_code_would_make_is_never_shown(tmp_path: Path) -> None:

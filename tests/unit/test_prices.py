@@ -118,7 +118,7 @@ class TestUpdate:
     def test_a_region_without_training(self, price_service: Stubber, own_file: Path) -> None:
         price_service.add_response("get_products", {"PriceList": []})
         with pytest.raises(
-            UsageError, match="--region eu-west-1: AWS's price list names no training instance"
+            UsageError, match="--region eu-west-1: the AWS price list has no training instances"
         ):
             pricing.show("eu-west-1", update=True)
 

@@ -252,7 +252,7 @@ def test_status_of_a_remote_run_reads_its_log_no_longer_than_it_may() -> None:
 
 
 def test_a_wrong_path_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is not a run directory"):
+    with pytest.raises(UsageError, match="not a run directory"):
         write_report([tmp_path], tmp_path / "report.html")
 
 

@@ -207,8 +207,8 @@ def test_a_run_that_still_runs_is_left_alone(runs: Config) -> None:
         ("{root}/digits-20260104-000000", "local", "holds no checkpoint"),
         ("{root}", "local", "neither a run directory nor a folder with step-"),
         ("{root}/latest", "sagemaker", "name s3://"),
-        ("runs/latest", "ray", "an absolute folder that the cluster's hosts share"),
-        ("auto", "sagemaker", "each launch has checkpoints of its own"),
+        ("runs/latest", "ray", "an absolute folder shared by the cluster's hosts"),
+        ("auto", "sagemaker", "each launch writes its own checkpoints"),
     ],
 )
 def test_a_wrong_path_is_one_line(runs: Config, asked: str, on: str, says: str) -> None:

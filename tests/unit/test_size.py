@@ -169,14 +169,14 @@ def test_as_json_for_programs(job: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gpu", "ml.g5.xlarg"], "--gpu ml.g5.xlarg: its vCPUs and network are not known here; did you"),
+        (["--gpu", "ml.g5.xlarg"], "--gpu ml.g5.xlarg: unknown instance type; did you"),
         (["--cpu", "ml.g5.xlarge"], "--cpu ml.g5.xlarge: has a GPU"),
         (["--gpu", "ml.c5.xlarge"], "--gpu ml.c5.xlarge: has no GPU"),
-        (["--gpu-samples-per-s", "many"], "--gpu-samples-per-s many: write samples per second"),
+        (["--gpu-samples-per-s", "many"], "--gpu-samples-per-s many: give samples per second"),
         (["--gpu-samples-per-s", "B7=4"], "--gpu-samples-per-s B7=4: no GPU 'B7'; known: A100-40GB, A10G"),
-        (["--gpu-samples-per-s", "-1"], "--gpu-samples-per-s -1: write samples per second"),
-        (["--max-cpu-hosts", "-1"], "--max-cpu-hosts: at least 0 (got -1)"),
-        (["--cpu-speed", "0"], "--cpu-speed: between 0 and 10 (got 0.0)"),
+        (["--gpu-samples-per-s", "-1"], "--gpu-samples-per-s -1: give samples per second"),
+        (["--max-cpu-hosts", "-1"], "--max-cpu-hosts: must be at least 0 (got -1)"),
+        (["--cpu-speed", "0"], "--cpu-speed: must be between 0 and 10 (got 0.0)"),
         (["--from", "nowhere"], "--from nowhere: no run there"),
         (["train.epochs=0"], "train.epochs"),
     ],
@@ -195,5 +195,5 @@ def test_a_run_too_short_to_tell_is_refused(job: Path) -> None:
 
 def test_own_groups_are_not_overwritten(job: Path) -> None:
     shown = size(job, "--write", "sagemaker.groups=[{name: gpu, type: ml.g5.xlarge}]")
-    assert "change them there by hand" in str(shown.exception)
+    assert "edit them there" in str(shown.exception)
     assert job.read_text() == JOB

@@ -63,8 +63,8 @@ def write_report(run_dirs: Sequence[Path], target: Path) -> None:
     """Head and laptop: write the report of one run, or of several side by side.
 
     Raises:
-        UsageError: a path is not a run directory.
-        OSError: the file cannot be written.
+        UsageError: one of them is not a run directory.
+        OSError: it cannot be written.
     """
     text = render([read_run(path) for path in run_dirs])
     draft = target.with_name(f".{target.name}-{os.getpid()}")

@@ -88,7 +88,7 @@ def read_run(run_dir: Path) -> RunData:
     path = run_dir / "summary.json"
     if not path.is_file():
         reason = "no summary.json in it" if run_dir.is_dir() else "no such folder"
-        raise UsageError(f"{run_dir}: is not a run directory ({reason})")
+        raise UsageError(f"{run_dir}: not a run directory ({reason})")
     summary = read_summary(path)
     summary.chain = [stage for stage in map(_stage, summary.chain) if stage]
     summary.host_cpu = [row for row in summary.host_cpu if number(row.get("mean_pct")) is not None]
