@@ -1,4 +1,4 @@
-"""Laptop: one loader in this process: `python -m benchmarks.loaders NAME FOLDER OUT`."""
+"""Laptop: runs a loader in this process: `python -m benchmarks.loaders NAME FOLDER OUT`."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ Batches = Iterator[tuple[Any, Any]]
 
 
 class Pillow(Dataset[Any]):
-    """What most people write: Pillow and torchvision, an image at a time."""
+    """The common way: Pillow and torchvision, image by image."""
 
     def __init__(self, files: list[tuple[str, int]], on_tensors: bool) -> None:
         self.files, self.of = files, pillow(on_tensors)
@@ -35,7 +35,7 @@ def dataloader(folder: Path, on_tensors: bool = False) -> Batches:
 
 
 class Ours(Dataset[Any]):
-    """Stoker's chain in a DataLoader, a batch at a time: what is left is the way of the data."""
+    """Stoker's chain in a DataLoader, batch by batch, which isolates the data path."""
 
     def __init__(self, files: list[tuple[str, int]]) -> None:
         from stoker.data.preprocessing.chain import Chain
@@ -65,7 +65,7 @@ def dataloader_ours(folder: Path) -> Batches:
 
 
 def dali(folder: Path) -> Batches:
-    """NVIDIA DALI on CPUs: fused decoding and crop, resize, flip in its own threads."""
+    """NVIDIA DALI on CPUs: fused decode and crop, resize, and flip in its own threads."""
     from nvidia.dali import fn, pipeline_def, types
 
     files = files_of(folder)

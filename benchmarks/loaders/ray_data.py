@@ -1,4 +1,4 @@
-"""Laptop: stock Ray Data into a TorchTrainer, as its documentation shows, and the way of the first post."""
+"""Laptop: stock Ray Data into a TorchTrainer, as in its documentation and in the first post."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.loaders.work import BATCH, WORKERS, Consumer, files_of, pillow, 
 
 
 def read(folder: Path) -> Any:
-    """The files, in an order of its own, with their labels by folder."""
+    """The files in random order, labelled by folder."""
     import ray
 
     return ray.data.read_binary_files(str(folder / "train"), include_paths=True, shuffle="files")
@@ -32,7 +32,7 @@ def stock(folder: Path, out: Path) -> None:
 
 
 def float32(folder: Path, out: Path) -> None:
-    """Images decoded first, then a `TorchVisionPreprocessor` that crops, flips and normalises in float32."""
+    """Decode first, then crop, flip and normalise in float32 with a `TorchVisionPreprocessor`."""
 
     def prepared() -> Any:
         import numpy as np
@@ -56,14 +56,14 @@ def float32(folder: Path, out: Path) -> None:
 
 
 def train(folder: Path, out: Path, dataset: Any) -> None:
-    """One train worker that takes the batches, beside `WORKERS` CPUs for tasks."""
-    # Else Ray writes a token of its own into the home folder.
+    """Run one train worker that consumes the batches, plus `WORKERS` CPUs for tasks."""
+    # Otherwise Ray writes a token to the home folder.
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     import ray
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    # Train asks for a CPU, Ray Data counts on the others.
+    # Ray Train reserves one CPU; Ray Data uses the others.
     ray.init(address="local", num_cpus=WORKERS + 1, include_dashboard=False, log_to_driver=False)
     ray.data.DataContext.get_current().enable_progress_bars = False
     total = len(files_of(folder))

@@ -1,4 +1,4 @@
-"""Laptop: loaders that read shards of their own kind, written before the clock starts."""
+"""Laptop: loaders with their own shard formats, written before the measurement."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARD_RECORDS = 500
 
 
 def write(folder: Path, mosaic_too: bool) -> None:
-    """The images of a folder as tar shards (`folder/tars`) and MDS (`folder/mds`)."""
+    """Write the images of a folder as tar shards (`folder/tars`) and MDS (`folder/mds`)."""
     files = files_of(folder)
     tars = folder / "tars"
     tars.mkdir()

@@ -1,4 +1,4 @@
-"""Laptop: the work that all loaders do alike: the data, the transform, the consumer and what it notes."""
+"""Laptop: the work common to all loaders: data, transform, consumer and its statistics."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from typing import Any
 
 SIDE, BATCH, WORKERS = 224, 64, 2
 STRIDE = 16
-"""The consumer looks at each sixteenth pixel, both ways."""
+"""The consumer samples every 16th pixel in both directions."""
 WINDOW = (0.45, 0.95)
-"""Part of the records that is measured: what was made while the consumer still started is used up by then."""
+"""The measured part of the records, after data prefetched during start-up is used up."""
 MIDDLE = sum(WINDOW) / 2
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a loader's consumer noted."""
+    """The statistics of a loader's consumer."""
 
     first_batch_at: float
     """`time.time()` of the first batch."""
     rows: int
     mean: float
-    """Of the pixels that were looked at, 0 to 255."""
+    """Mean of the sampled pixels, 0 to 255."""
     samples_per_s: float
-    """In the window, wall time."""
+    """Wall-clock rate in the window."""
     halves: tuple[float, float]
-    """The same in the first and in the second half of the window."""
+    """The same for the two halves of the window."""
     sorted_labels: str
-    """Each label and how many records had it."""
+    """Record count by label."""
 
 
 class Consumer:
-    """Where batches arrive: takes them as fast as they come and looks at a part of each.
+    """Consumes batches as fast as they arrive and samples part of each.
 
     Args:
-        total: records of the run.
+        total: number of records in the run.
     """
 
     def __init__(self, total: int) -> None:
@@ -53,7 +53,7 @@ class Consumer:
         self.labels: dict[int, int] = {}
 
     def take(self, images: Any, labels: Any) -> None:
-        """One batch.
+        """Consume a batch.
 
         Args:
             images: tensor, records × 3 × 224 × 224 (any memory order), uint8, or float32 normalised by mean
@@ -74,7 +74,7 @@ class Consumer:
         self.times.append((time.perf_counter(), self.rows))
 
     def seen(self) -> Seen:
-        """The figures, once all is there."""
+        """The statistics after the last batch."""
         first, second = (WINDOW[0], MIDDLE), (MIDDLE, WINDOW[1])
         return Seen(
             self.first_at,
@@ -86,26 +86,26 @@ class Consumer:
         )
 
     def write(self, path: Path) -> None:
-        """The figures as JSON, whole or not at all."""
+        """Write the statistics atomically as JSON."""
         draft = path.with_suffix(".draft")
         draft.write_text(json.dumps(asdict(self.seen())))
         draft.replace(path)
 
 
 def rate(times: list[tuple[float, int]], total: int, window: tuple[float, float] = WINDOW) -> float:
-    """Records per second within a window.
+    """Records/s within a window.
 
     Args:
         times: (clock in s, records so far) after each batch.
-        total: records of the run.
-        window: from which part of the records to which.
+        total: number of records in the run.
+        window: start and end as fractions of the records.
     """
     first, last = (next(i for i, (_, n) in enumerate(times) if n >= part * total) for part in window)
     return (times[last][1] - times[first][1]) / (times[last][0] - times[first][0])
 
 
 def slope(times: list[tuple[float, float]], total: int, window: tuple[float, float]) -> float:
-    """As `rate`, of batches that come in waves: the slope of a line through all of the window."""
+    """Like `rate`, for bursty batches: the slope of a line fitted to the window."""
     import numpy as np
 
     inside = [(at, records) for at, records in times if window[0] <= records / total <= window[1]]
@@ -118,7 +118,7 @@ def longest_gap(times: list[tuple[float, int]]) -> float:
 
 
 def write_folder(folder: Path, images: list[bytes], total: int, classes: int = 4) -> None:
-    """`folder/train/<class>/<number>.jpg`: the images again and again, as links, so that no disk counts."""
+    """Write `folder/train/<class>/<number>.jpg`, repeating the images as links to exclude the disk."""
     kept = folder / "kept"
     kept.mkdir(parents=True)
     for number, content in enumerate(images):
@@ -131,14 +131,14 @@ def write_folder(folder: Path, images: list[bytes], total: int, classes: int = 4
 
 
 def files_of(folder: Path) -> list[tuple[str, int]]:
-    """All images with their labels, in order."""
+    """All images and labels, in order."""
     classes = sorted(path.name for path in (folder / "train").iterdir())
     found = [(str(p), classes.index(p.parent.name)) for p in sorted((folder / "train").glob("*/*.jpg"))]
     return sorted(found, key=lambda pair: Path(pair[0]).name)
 
 
 def transforms() -> list[Any]:
-    """The transform of all: a random crop of 224², antialiased, and a flip."""
+    """The common transform: a random crop to 224², antialiased, and a flip."""
     from torchvision.transforms import v2
 
     return [v2.RandomResizedCrop(SIDE, antialias=True), v2.RandomHorizontalFlip()]
@@ -148,8 +148,8 @@ def pillow(on_tensors: bool = False) -> Any:
     """bytes → uint8 tensor by Pillow and torchvision v2.
 
     Args:
-        on_tensors: a tensor first and v2's own kernels, which is faster; else all on Pillow's images, as
-            torchvision's training scripts do by default.
+        on_tensors: convert to a tensor first and use v2's kernels, which is faster; otherwise transform
+            Pillow images, the default of torchvision's training scripts.
     """
     from PIL import Image
     from torchvision.transforms import v2
@@ -160,7 +160,7 @@ def pillow(on_tensors: bool = False) -> Any:
 
 
 def consume(batches: Iterable[tuple[Any, Any]], total: int, out: Path) -> None:
-    """Take all batches and write what was seen."""
+    """Consume all batches and write the statistics."""
     consumer = Consumer(total)
     for images, labels in batches:
         consumer.take(images, labels)

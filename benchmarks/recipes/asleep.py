@@ -1,4 +1,4 @@
-"""A job that sleeps instead of working: its chain, its training step, and as many bytes as it is told."""
+"""A job whose chain and training step sleep, with records of a configurable size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stoker.recipe import Recipe
 
 
 class Asleep(Recipe):
-    """Each record costs `cpu_s` seconds of a chain task and 1/`gpu_samples_per_s` of the training, no CPU."""
+    """Each record takes `cpu_s` seconds of a chain task and 1/`gpu_samples_per_s` of training, no CPU."""
 
     records: int
     cpu_s: float
@@ -36,7 +36,7 @@ class Asleep(Recipe):
 
 
 class Sleep:
-    """Chain worker: a stage that takes `cpu_s` seconds per record and no CPU."""
+    """Chain worker: a stage that sleeps `cpu_s` seconds per record."""
 
     def __init__(self, cpu_s: float, size: int) -> None:
         self.cpu_s, self.size = cpu_s, size

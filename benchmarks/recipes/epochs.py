@@ -1,4 +1,4 @@
-"""A training job of short epochs that notes its memory, and at the end what its own accounting costs."""
+"""A training job of short epochs that records its memory and, at the end, the cost of accounting."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ REPEATS, CALLS = 20_000, 300
 
 
 class Epochs(Images):
-    """As `Images`, with steps that last, as a GPU's do, and a validation."""
+    """Like `Images`, with steps as long as on a GPU, and validation."""
 
     epochs: int
     step_s: float = 0.0
-    """What a step takes beside its batch; slept, so that it costs no CPU."""
+    """Sleep per step, besides fetching the batch."""
 
     def read(self, split: str) -> Any:
         from stoker.data import read_images
@@ -45,7 +45,7 @@ class Epochs(Images):
 
 
 def memory() -> dict[str, Any]:
-    """Train worker: bytes that are this process's alone, and those of them that are no file's or store's."""
+    """Train worker: private bytes of this process, and the anonymous ones among them."""
     import psutil
 
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
@@ -54,7 +54,7 @@ def memory() -> dict[str, Any]:
 
 
 def accounting() -> dict[str, float]:
-    """Train worker: CPU time of this thread for one step's clocks, and for one logged step, µs."""
+    """Train worker: CPU time of this thread in µs for the timers of a step, and for a logged step."""
     import ray
 
     from stoker.data.feed.step_timer import HostClock, Stamps, StepTimes

@@ -1,4 +1,4 @@
-"""Real training of a timm model on JPEGs, or on one image again and again, which costs nothing."""
+"""Real training of a timm model on JPEGs, or on one repeated image, which costs nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Same:
 
 
 class GpuTraining(ImageClassification):
-    """The built-in recipe, with the choice of data that costs nothing."""
+    """The built-in recipe with optional synthetic data."""
 
     synthetic: bool = False
     records: int

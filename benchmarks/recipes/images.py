@@ -1,4 +1,4 @@
-"""A training job that takes its batches as fast as they come and does next to nothing with them."""
+"""A training job that consumes batches as fast as they arrive, at almost no cost."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from stoker.recipe import Recipe
 
 
 class Images(Recipe):
-    """The same transform and the same consumer as the other loaders'."""
+    """The same transform and consumer as the other loaders."""
 
     data: str
     out: str
-    """File that gets what the consumer noted."""
+    """Output file for the consumer's statistics."""
     total: int
 
     def read(self, split: str) -> Any:

@@ -1,5 +1,5 @@
-"""A training job whose batches cost nothing but their way over the network. It stands alone: emulated hosts
-see nothing of this project but what is staged."""
+"""A training job whose batches cost only network transfer. Self-contained, because emulated hosts see only
+the staged files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SIDE = 224
 
 
 class Constant:
-    """Chain worker: the same image for every record, uint8 or normalised on the CPU, as float32."""
+    """Chain worker: the same image for every record, as uint8 or as float32 normalised on the CPU."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
@@ -25,7 +25,7 @@ class Constant:
 
 
 class Payload(Recipe):
-    """224² images of constant content."""
+    """Constant 224² images."""
 
     dtype: Literal["uint8", "float32"]
     records: int

@@ -1,4 +1,4 @@
-"""A training job of equal steps that notes the clock and its process's CPU time at each of them."""
+"""A training job of equal steps that records wall and CPU time at each step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ IMAGES = 8
 
 
 class Steady(Recipe):
-    """A ResNet-18 (11.7 million weights, as many momenta: 94 MB a checkpoint) on the same images again."""
+    """A ResNet-18 (11.7 million weights and as many momenta: 94 MB per checkpoint) on repeated images."""
 
     clock: str
-    """File that gets `step wall_s cpu_s` at the begin of each step."""
+    """Output file for `step wall_s cpu_s` at the start of each step."""
     steps: int
     side: int = 96
 

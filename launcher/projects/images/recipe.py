@@ -1,4 +1,4 @@
-"""Images in a folder per class: a chain of your own on the CPU hosts, a timm model on the GPU."""
+"""Image classification with one folder per class: a custom chain on CPU hosts, a timm model on the GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLOURS = {"go": (40, 190, 60), "stop": (200, 40, 40), "wait": (210, 190, 40)}
 
 
 def write(folder: Path = FOLDER, records: int = 480) -> None:
-    """Laptop: make train/<class>/ and val/<class>/ with PNG files where there is no such folder yet."""
+    """Laptop: write PNG files to train/<class>/ and val/<class>/ unless the folder exists."""
     from PIL import Image
 
     if folder.exists():
@@ -47,7 +47,7 @@ class Brighten(RecordTransform):
 
 
 class Images(ImageClassification):
-    """Every host: as the built-in recipe, with one stage more. Fields are the job's `params`."""
+    """Every host: the built-in recipe with an extra stage. Fields are the job's `params`."""
 
     image_size: int = 32
     brightness: float = Field(0.2, ge=0, le=1, description="largest change of an image's brightness")

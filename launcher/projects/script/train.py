@@ -1,4 +1,4 @@
-"""A training script of your own: plain PyTorch, its batches made on every CPU of the cluster.
+"""Your training script: plain PyTorch, with batches prepared on every CPU of the cluster.
 
 python train.py                       on this machine
 stoker job.yaml --on sagemaker …      the same, on a cluster
@@ -18,7 +18,7 @@ import stoker
 
 
 class Curve(Dataset[tuple[Tensor, Tensor]]):
-    """Any map-style dataset goes here; this one draws points of a sine with noise."""
+    """Replace with any map-style dataset; this one samples a noisy sine."""
 
     def __init__(self, records: int) -> None:
         self.records = records

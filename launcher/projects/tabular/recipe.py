@@ -1,4 +1,4 @@
-"""Rows of a table: columns from Parquet, a derived column on the CPU hosts, a small network on the GPU."""
+"""Tabular data: columns from Parquet, a derived column on the CPU hosts, a small network on the GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDER = Path(".data/homes")
 
 
 def write(folder: Path = FOLDER, records: int = 6000) -> None:
-    """Laptop: make train.parquet and then val.parquet, where it is absent."""
+    """Laptop: write train.parquet and then val.parquet, unless val.parquet exists."""
     import pyarrow as pa
     from pyarrow import parquet
 
