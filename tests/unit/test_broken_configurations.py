@@ -38,7 +38,11 @@ CASES = {
     "an override of the wrong type": ("seed: 1", ["train.lr=fast"], "command line: train.lr: "),
     "no such place": ("seed: 1", ["--on", "sagemakr"], "--on sagemakr: no such place"),
     "no such source folder": ("seed: 1", ["--source-dir", "nowhere"], "nowhere: no such folder"),
-    "no such strategy": ("seed: 1", ["train.strategy=fdsp"], "train.strategy: has the wrong form: ddp: replicate the model"),
+    "no such strategy": (
+        "seed: 1",
+        ["train.strategy=fdsp"],
+        "train.strategy: has the wrong form: ddp: replicate the model",
+    ),
     "a negative number": (
         "seed: 1",
         ["train.epochs=-1"],
