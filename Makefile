@@ -46,7 +46,7 @@ long: setup
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m long tests/unit
 
 # Three files at a time even on two cores: the tests mostly wait for processes.
-SLOW := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
+SLOW := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
 
 integration rehearsal e2e: setup
 	@$(SLOW) tests/$@

@@ -272,17 +272,43 @@ def test_digits_train_through_ray_jobs_as_a_user_types_it(
 
 
 SCRIPT = """
+import os
+import time
+
 import torch
 import torch.distributed as dist
 from points import Points
 
 import stoker
 
+
+def until(true):
+    deadline = time.monotonic() + 400
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 dist.init_process_group("gloo")
-found = [i for batch in stoker.DataLoader(Points(), batch_size=8, num_workers=2) for i in batch.tolist()]
+folder = stoker.checkpoint_dir()
+begun, joined, ends = folder / "begun", folder / "joined", folder / "ends"
+loader = stoker.DataLoader(Points(), batch_size=8, num_workers=2)
+found = []
+if dist.get_rank() == 1:  # starts the service of the loaders, and ends before the other
+    found = [i for batch in loader for i in batch.tolist()]
+    begun.touch()
+    until(joined.exists)
+    ends.write_text(str(os.getpid()))
+else:
+    until(begun.exists)
+    for batch in loader:
+        found += batch.tolist()
+        joined.touch()
+        until(lambda: ends.exists() and not os.path.exists("/proc/" + ends.read_text()))
+    assert [i for batch in loader for i in batch.tolist()] == found
+    stoker.log({"loss": torch.tensor(0.5)})
+    (folder / "last.txt").write_text("saved")
 assert found == list(range(200)), found
-stoker.log({"loss": torch.tensor(0.5)})
-(stoker.checkpoint_dir() / "last.txt").write_text("saved")
 """
 POINTS = """
 import torch

@@ -127,9 +127,17 @@ class DataLoader(TorchDataLoader[Any]):
         pages = self._packed()
         if os.environ.get(HERE_VARIABLE) == "process":
             return ProcessMaker(pages)
-        from stoker.loader.service import service_of
+        import ray
 
         cluster.connect(self.address)
+        try:
+            return self._cluster_maker(pages)
+        except ray.exceptions.RayActorError:
+            return self._cluster_maker(pages)  # the service was ending with its last script
+
+    def _cluster_maker(self, pages: tuple[Any, Any]) -> ClusterMaker:
+        from stoker.loader.service import service_of
+
         service = service_of(cluster.group(), self.stall_timeout_s)
         name = hashlib.sha256(b"".join(part.tobytes() for part in pages)).hexdigest()[:32]
         register(service, pages, name)

@@ -65,9 +65,10 @@ class ClusterMaker:
 
         key = secrets.token_hex(8)
         self._service, self._key, self._stall_s = service, key, stall_s
-        node = ray.get_runtime_context().get_node_id()
+        context = ray.get_runtime_context()
+        node, job = context.get_node_id(), context.get_job_id()
         split = f"{name}/{key}" if fresh else name
-        ray.get(service.open.remote(service, key, split, streams, node), timeout=ANSWER_S)
+        ray.get(service.open.remote(service, key, split, streams, node, job), timeout=ANSWER_S)
         self._puller = Puller(service, key, pinned)
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
@@ -243,7 +244,7 @@ def register(service: Any, pages: tuple[Any, Any], name: str) -> None:
     if ray.get(service.knows.remote(name), timeout=ANSWER_S):
         return
     setup = Setup(LoaderSource(pages), pickle.dumps(LoaderChain()))  # type: ignore[arg-type]
-    ray.get(service.register.remote(name, [ray.put(setup)]), timeout=ANSWER_S)
+    ray.get(service.register.remote(name, setup), timeout=ANSWER_S)
 
 
 class ProcessMaker:

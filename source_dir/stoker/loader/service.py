@@ -6,12 +6,14 @@ a shard is the indices of some batches, a block is these batches.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from stoker.data.coordinator.production import Production
+from stoker.data.engine import ray_internals
 from stoker.data.engine.chain_worker import MOST_LOADED
 from stoker.data.engine.pool import ChainHost
 from stoker.data.messages import BlockReport, Origin, Server, Shard, Told
@@ -24,6 +26,8 @@ HOLD_S = 60.0
 """Longest time to hold back a worker of an iterable dataset at once."""
 IDLE_S = 15.0
 """Without a pass for this long, chain workers stop and free their CPUs."""
+
+USERS_EVERY_S, ENDS_WITHIN_S = 5.0, 30.0
 
 
 class Taken:
@@ -55,6 +59,9 @@ class LoaderService(Production):
 
         self._busy = time.monotonic()
         """When a pass was last open."""
+        self._over = False
+        self._users: dict[str, str] = {}
+        """Passes, open or not → Ray job of the script."""
 
     def is_idle(self, now: float) -> bool:
         """Stop chain workers between passes: others may need the CPUs."""
@@ -86,10 +93,12 @@ class LoaderService(Production):
                 self.setups[name] = known  # most recently used
             return known is not None
 
-    def register(self, name: str, references: list[Any]) -> None:
-        """Called by scripts: register a loader by the reference of its Setup."""
+    def register(self, name: str, setup: Any) -> None:
+        """Called by scripts: register a loader; its Setup outlives the script, as others may share it."""
+        import ray
+
         with self.changed:
-            self.setups[name] = references[0]
+            self.setups[name] = ray.put(setup)
             used = {split.partition("/")[0] for split in self._open()}
             for oldest in [each for each in list(self.setups)[:-MOST_LOADED] if each not in used]:
                 del self.setups[oldest]
@@ -104,7 +113,7 @@ class LoaderService(Production):
             references, _ = super().setup(split.partition("/")[0], loaded)
             return references, [each for each in loaded if "/" in each and each not in self._open()]
 
-    def open(self, me: Any, key: str, name: str, streams: int, node: str) -> None:
+    def open(self, me: Any, key: str, name: str, streams: int, node: str, job: str) -> None:
         """Called by scripts: open a pass.
 
         Args:
@@ -113,8 +122,14 @@ class LoaderService(Production):
             name: name of the registered loader.
             streams: see LoaderPass.
             node: Ray node of the script.
+            job: Ray job of the script.
         """
         with self.changed:
+            if self._over:
+                time.sleep(ENDS_WITHIN_S)  # until it is killed: the script then starts another one
+            if not self._users:
+                threading.Thread(target=self._watch_users, args=(me,), daemon=True).start()
+            self._users[key] = job
             attempt = self.attempt
             if attempt is None or attempt.over:
                 number = attempt.number + 1 if attempt else 0
@@ -128,6 +143,22 @@ class LoaderService(Production):
             attempt.open(key, name, streams)
             self.changed.notify_all()
         self.start_engine(me)
+
+    def _watch_users(self, me: Any) -> None:
+        """Thread: close passes of scripts that have ended, and end with the last script."""
+        import ray
+
+        while True:
+            time.sleep(USERS_EVERY_S)
+            ended = ray_internals.ended_jobs()
+            with self.changed:
+                for key in [key for key, job in self._users.items() if job in ended]:
+                    self.close(key)
+                    del self._users[key]
+                if not self._users:
+                    self._over = True
+                    ray.kill(me)
+                    return
 
     def submit(self, key: str, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
         """Called by scripts: add work; see LoaderAttempt."""
@@ -211,13 +242,11 @@ class LoaderService(Production):
         return go_on
 
 
-_held: set[Any] = set()
-"""Script: Ray ends a named actor when its creator drops the first handle, even if others still use it. A set
-keeps the first of equal handles alive."""
-
-
 def service_of(group: str, stall_s: float) -> Any:
-    """Script: return the service of this job; the first caller starts it."""
+    """Script: return the service of this job; the first caller starts it.
+
+    It is detached, so that it outlives the script that starts it while other ranks use it.
+    """
     import ray
 
     from stoker.bootstrap.topology import NODE_LABEL
@@ -229,6 +258,7 @@ def service_of(group: str, stall_s: float) -> Any:
         name=f"stoker-loader-{group}",
         namespace="stoker",
         get_if_exists=True,
+        lifetime="detached",
         num_cpus=0,
         max_concurrency=64 + 2 * int(resources.get("CPU", 1)),
         label_selector={NODE_LABEL: node},
@@ -236,6 +266,4 @@ def service_of(group: str, stall_s: float) -> Any:
     budget = max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0)))
     from stoker.schema import Config
 
-    service = actor.remote(Hosts(Config(), node), budget, stall_s)
-    _held.add(service)
-    return service
+    return actor.remote(Hosts(Config(), node), budget, stall_s)

@@ -63,6 +63,16 @@ def keep_blocks_whole() -> None:
     BlockOutputBuffer._exceeded_block_size_slice_limit = lambda self, block: False
 
 
+def ended_jobs() -> set[str]:
+    """Head: ids of the Ray jobs whose driver has ended, also by SIGKILL. Written for Ray 2.60."""
+    from ray._private.worker import global_worker
+
+    jobs = global_worker.gcs_client.get_all_job_info(
+        skip_submission_job_info_field=True, skip_is_running_tasks_field=True
+    )
+    return {job.hex() for job, about in jobs.items() if about.is_dead}
+
+
 class FixedCluster:
     """Head: replaces Ray Data's cluster autoscaler, which starts an actor to request hosts.
 
