@@ -339,3 +339,13 @@ def test_a_script_trains_through_ray_jobs_and_loads_on_the_clusters_cpus(
     assert (summary["status"], summary["backend"], summary["script"]) == ("succeeded", "ray", "train.py")
     assert summary["metrics"]["last"]["loss"] == 0.5 and summary["steps"] > 0
     assert (path.parent / "checkpoints" / "last.txt").read_text() == "saved"
+    deadline = time.monotonic() + 120
+    while (states := states_of("LoaderService", entered)) != {"DEAD"}:
+        assert time.monotonic() < deadline, f"the job has ended, the loaders' service has not: {states}"
+        time.sleep(1)
+
+
+def states_of(kind: str, nodes: RayNodes) -> set[str]:
+    """Of all actors of a class that the cluster has had."""
+    actors = ray_jobs.job_server(nodes.dashboard).get("/logical/actors")["data"]["actors"].values()
+    return {actor["state"] for actor in actors if actor["actorClass"] == kind}
