@@ -97,8 +97,9 @@ class LoaderService(Production):
         """Called by scripts: register a loader; its Setup outlives the script, as others may share it."""
         import ray
 
+        kept = ray.put(setup)
         with self.changed:
-            self.setups[name] = ray.put(setup)
+            self.setups[name] = kept
             used = {split.partition("/")[0] for split in self._open()}
             for oldest in [each for each in list(self.setups)[:-MOST_LOADED] if each not in used]:
                 del self.setups[oldest]
@@ -148,17 +149,15 @@ class LoaderService(Production):
         """Thread: close passes of scripts that have ended, and end with the last script."""
         import ray
 
-        while True:
+        while not self._over:
             time.sleep(USERS_EVERY_S)
             ended = ray_internals.ended_jobs()
             with self.changed:
                 for key in [key for key, job in self._users.items() if job in ended]:
                     self.close(key)
                     del self._users[key]
-                if not self._users:
-                    self._over = True
-                    ray.kill(me)
-                    return
+                self._over = not self._users
+        ray.kill(me)
 
     def submit(self, key: str, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
         """Called by scripts: add work; see LoaderAttempt."""
