@@ -6,6 +6,7 @@ a shard is the indices of some batches, a block is these batches.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
@@ -27,7 +28,7 @@ HOLD_S = 60.0
 IDLE_S = 15.0
 """Without a pass for this long, chain workers stop and free their CPUs."""
 
-USERS_EVERY_S, ENDS_WITHIN_S = 5.0, 30.0
+JOBS_EVERY_S, ENDS_WITHIN_S = 5.0, 30.0
 
 
 class Taken:
@@ -60,8 +61,10 @@ class LoaderService(Production):
         self._busy = time.monotonic()
         """When a pass was last open."""
         self._over = False
-        self._users: dict[str, str] = {}
-        """Passes, open or not → Ray job of the script."""
+        self._jobs: set[str] = set()
+        """Ray jobs of all scripts."""
+        self._job_of: dict[str, str] = {}
+        """Ray job of each open pass."""
 
     def is_idle(self, now: float) -> bool:
         """Stop chain workers between passes: others may need the CPUs."""
@@ -128,9 +131,10 @@ class LoaderService(Production):
         with self.changed:
             if self._over:
                 time.sleep(ENDS_WITHIN_S)  # until it is killed: the script then starts another one
-            if not self._users:
-                threading.Thread(target=self._watch_users, args=(me,), daemon=True).start()
-            self._users[key] = job
+            if not self._jobs:
+                threading.Thread(target=self._watch_jobs, args=(me,), daemon=True).start()
+            self._jobs.add(job)
+            self._job_of[key] = job
             attempt = self.attempt
             if attempt is None or attempt.over:
                 number = attempt.number + 1 if attempt else 0
@@ -145,18 +149,20 @@ class LoaderService(Production):
             self.changed.notify_all()
         self.start_engine(me)
 
-    def _watch_users(self, me: Any) -> None:
+    def _watch_jobs(self, me: Any) -> None:
         """Thread: close passes of scripts that have ended, and end with the last script."""
         import ray
 
         while not self._over:
-            time.sleep(USERS_EVERY_S)
-            ended = ray_internals.ended_jobs()
+            time.sleep(JOBS_EVERY_S)
+            ended: set[str] = set()
+            with contextlib.suppress(Exception):  # Ray's control store may be restarting
+                ended = ray_internals.ended_jobs()
             with self.changed:
-                for key in [key for key, job in self._users.items() if job in ended]:
+                for key in [key for key, job in self._job_of.items() if job in ended]:
                     self.close(key)
-                    del self._users[key]
-                self._over = not self._users
+                self._jobs -= ended
+                self._over = not self._jobs
         ray.kill(me)
 
     def submit(self, key: str, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
@@ -212,6 +218,7 @@ class LoaderService(Production):
     def close(self, key: str) -> None:
         """Called by scripts: close a pass."""
         with self.changed:
+            self._job_of.pop(key, None)
             if self.attempt is not None:
                 self.attempt.close(key)
 
