@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -22,6 +23,8 @@ for name in ("STOKER_RUN_DIR", "STOKER_BACKEND", "RAY_ADDRESS", "AWS_PROFILE"):
     os.environ.pop(name, None)
 # Ray runs its workers at nice 15: beside anything else that computes here, they would hardly get on.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - so Ray spells it
+# A shell starts background jobs with SIGINT ignored, and children inherit that; tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Prices that this machine's user has fetched must not change what tests expect.
 os.environ["STOKER_PRICES_FILE"] = os.devnull
 

@@ -185,7 +185,6 @@ def test_a_timeout_is_an_error_as_torch_words_it() -> None:
 
 def test_an_interrupt_leaves_loader_and_cluster_of_use() -> None:
     """As Ctrl-C does in a notebook's cell: the process that hangs at the batch is ended and replaced."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs without it
     for _ in range(3):  # more than there are processes
         iterator = iter(DataLoader(Hangs(), batch_size=30))
         next(iterator)

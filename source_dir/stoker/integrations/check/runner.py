@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import os
 import runpy
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -54,6 +55,8 @@ def main(folder: str, steps: str, script: str, *arguments: str) -> int:
     Returns:
         The script's exit code; 0 if it was ended after enough steps.
     """
+    # `check` ends the script by SIGINT, which a shell's background jobs inherit as ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     watch = Watch(Path(folder), None if steps == "auto" else int(steps))
     sys.meta_path.insert(0, AfterImport(OBSERVED, watch.observe))
     sys.argv = [script, *arguments]
