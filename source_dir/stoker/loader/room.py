@@ -90,8 +90,9 @@ class Room:
         if self._flat is None or self._end + size + spare > len(self._flat):
             places = [None] * len(arrays)
             size = sum(aligned(len(array)) for array in arrays) + spare
-            if size <= LARGEST:
-                self._size = max(self._size, size + size // 8)
+            if self._size < size <= LARGEST:
+                self._size = size + size // 8
+                self._pool = BufferPool(pinned=False)  # drops the smaller buffers once they are unused
             flat, end = self._empty(size), 0
         else:
             flat, end = self._flat, self._end
