@@ -117,6 +117,18 @@ class LoaderService(Production):
             references, _ = super().setup(split.partition("/")[0], loaded)
             return references, [each for each in loaded if "/" in each and each not in self._open()]
 
+    def enter(self, me: Any, job: str) -> None:
+        """Called by scripts, first of all: without this call, nothing would end a detached actor.
+
+        Args:
+            me: this actor's handle.
+            job: Ray job of the script.
+        """
+        with self.changed:
+            if not self._jobs and not self._over:
+                threading.Thread(target=self._watch_jobs, args=(me,), daemon=True).start()
+            self._jobs.add(job)
+
     def open(self, me: Any, key: str, name: str, streams: int, node: str, job: str) -> None:
         """Called by scripts: open a pass.
 
@@ -131,9 +143,6 @@ class LoaderService(Production):
         with self.changed:
             if self._over:
                 time.sleep(ENDS_WITHIN_S)  # until it is killed: the script then starts another one
-            if not self._jobs:
-                threading.Thread(target=self._watch_jobs, args=(me,), daemon=True).start()
-            self._jobs.add(job)
             self._job_of[key] = job
             attempt = self.attempt
             if attempt is None or attempt.over:
@@ -272,4 +281,6 @@ def service_of(group: str, stall_s: float) -> Any:
     budget = max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0)))
     from stoker.schema import Config
 
-    return actor.remote(Hosts(Config(), node), budget, stall_s)
+    service = actor.remote(Hosts(Config(), node), budget, stall_s)
+    service.enter.remote(service, ray.get_runtime_context().get_job_id())
+    return service
