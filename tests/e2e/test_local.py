@@ -132,7 +132,7 @@ def test_a_misspelt_relative_path_is_looked_for_where_the_user_typed_it(tmp_path
     assert done.returncode == 2
     where = tmp_path / ".data/digits"
     assert done.stderr == f"error: .data/digits/webdatast: no such file or folder ({where} exists)\n"
-    assert not list((tmp_path / "runs").iterdir()), "a run that was refused leaves nothing"
+    assert not list((tmp_path / "runs").glob("*")), "a run that was refused leaves nothing"
 
 
 READS = '''

@@ -79,7 +79,7 @@ def train(settings: dict[str, Any]) -> None:
     threads = config.train.threads or max(1, (os.cpu_count() or 1) // context.get_local_world_size())
     torch.set_num_threads(threads)
     node = ray.get_runtime_context().get_node_id()
-    worker.coordinator.log.remote("train_worker", {"rank": worker.rank, "node": node})
+    worker.log("train_worker", every_rank=True, rank=worker.rank, node=node)
     worker.log("phase", phase="train workers started")
     keeper = CheckpointManager(worker, open_store(*settings["checkpoints"]))
     try:
@@ -95,10 +95,11 @@ def train(settings: dict[str, Any]) -> None:
             # Skip the export after an early stop: the instance may be reclaimed.
             if not asked:
                 export_model(worker, Path(settings["model_dir"]))
-                # Wait: a stop that arrives later has nothing left to interrupt.
-                ray.get(worker.coordinator.log.remote("complete", {}), timeout=60)
+                # A stop that arrives later has nothing left to interrupt.
+                worker.log("complete")
     finally:
         keeper.close()
+        worker.flush()
 
 
 def run_epochs(

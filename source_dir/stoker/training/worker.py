@@ -12,6 +12,8 @@ from stoker.errors import DataError
 from stoker.recipe import Batch, Recipe
 from stoker.schema import Config
 
+FLUSH_S = 60.0
+
 
 @dataclass
 class Worker:
@@ -52,15 +54,25 @@ class Worker:
     """The last checkpoint taken or resumed from."""
     pictured: set[str] = field(default_factory=set)
     """Splits whose images the report has."""
+    logged: Any = None
+    """The last call of `log`."""
 
     @property
     def global_batch(self) -> int:
         """Records per optimiser step, over all ranks."""
         return self.config.train.batch_size * self.config.train.accumulate_steps * self.world_size
 
-    def log(self, event: str, **values: Any) -> None:
-        if self.rank == 0:
-            self.coordinator.log.remote(event, values)
+    def log(self, event: str, *, every_rank: bool = False, **values: Any) -> None:
+        """Log an event, in the order of the calls; only on rank 0 unless `every_rank`."""
+        if every_rank or self.rank == 0:
+            self.logged = self.coordinator.log.remote(event, values)
+
+    def flush(self) -> None:
+        """Wait until the coordinator has all logged events, so that none is missing from the summary."""
+        import ray
+
+        if self.logged is not None:
+            ray.wait([self.logged], timeout=FLUSH_S)
 
 
 def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
@@ -68,9 +80,8 @@ def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
     import ray
 
     if worker.config.tracking.record_ids:
-        worker.coordinator.log.remote(
-            "record_ids", {"split": feed.split, "epoch": feed.epoch, "rank": feed.rank, "keys": feed.keys}
-        )
+        ids = {"split": feed.split, "epoch": feed.epoch, "rank": feed.rank, "keys": feed.keys}
+        worker.log("record_ids", every_rank=True, **ids)
     used = (feed.rows, feed.id_sum, feed.padded)
     call = worker.coordinator.epoch_done.remote(worker.attempt, feed.split, feed.epoch, worker.rank, used)
     answer = ray.get(call, timeout=worker.config.data.stall_timeout_s)
@@ -189,7 +200,7 @@ def tee_prints(worker: Worker) -> None:
         if "\n" in text:
             for line in "".join(pending).splitlines():
                 if line.strip():
-                    worker.coordinator.log.remote("print", {"text": line})
+                    worker.log("print", text=line)
             pending.clear()
         return write(text)
 
