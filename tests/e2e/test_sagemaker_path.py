@@ -7,6 +7,7 @@ import json
 import shutil
 import tarfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,13 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         aws.client.cache_clear()
+        s3.cache_clear()
         s3().create_bucket(Bucket=BUCKET)
         yield variables
         aws.client.cache_clear()
 
 
+@cache
 def s3() -> Any:
     return boto3.session.Session().client("s3", region_name=REGION)
 

@@ -62,9 +62,9 @@ def placement() -> dict[str, Any]:
     """Blocks by host while enough is ready, and while training always waits for data."""
     idle = Train(job({"records": 20_000, "ms": 5}))
     # Until eight steps are ready everybody works, and a task holds several shards.
-    until(lambda: sum(made_by(idle).values()) > 150)
+    until(lambda: sum(made_by(idle).values()) > 80)
     before = Counter(made_by(idle))
-    until(lambda: sum(made_by(idle).values()) > 350)
+    until(lambda: sum(made_by(idle).values()) > 200)
     enough = Counter(made_by(idle)) - before
     idle.close()
     hungry = Train(job({"records": 100_000, "ms": 5}, batch=400))
@@ -77,7 +77,7 @@ def placement() -> dict[str, Any]:
     # The host that trains has been asked to help.
     until(lambda: made()["gpu-0"])
     before = made()
-    until(lambda: (made() - before).total() > 300)
+    until(lambda: (made() - before).total() > 150)
     found = {"enough": enough, "hungry": made() - before, "each_once": len(ids) == len(set(ids))}
     hungry.close()
     return found

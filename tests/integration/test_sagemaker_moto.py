@@ -144,8 +144,9 @@ def test_kms_key_encrypts_every_object(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"1")
     request = backend.plan(make_job({"sagemaker.kms_key": key, "params.data": str(tmp_path / "x.bin")}))
     backend.submit(request, quiet)
+    client = boto3.client("s3")
     for name in keys_below("stoker/"):
-        head = boto3.client("s3").head_object(Bucket=BUCKET, Key=name)
+        head = client.head_object(Bucket=BUCKET, Key=name)
         assert (head["ServerSideEncryption"], head["SSEKMSKeyId"].endswith(key)) == (
             "aws:kms",
             True,

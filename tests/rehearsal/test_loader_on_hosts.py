@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rehearsals import CHEAP, new_name
+from rehearsals import CHEAP, SAME_PRIORITY, new_name
 
 ROOT = Path(__file__).resolve().parents[2]
 POINTS = """
@@ -72,14 +72,20 @@ if sys.argv[1] == "stoker":
 
 
 def test_losses_are_those_of_torch_and_cpu_hosts_do_the_work(tmp_path: Path) -> None:
-    """Three hosts of a rehearsal, each of which imports PyTorch: about a minute on two cores."""
+    """Two hosts of a rehearsal, each of which imports PyTorch."""
     project = tmp_path / "project"
     project.mkdir()
     (project / "points.py").write_text(POINTS)
     (project / "train.py").write_text(TRAIN)
     subprocess.run([sys.executable, "train.py", "torch"], cwd=project, check=True, timeout=120)
     expected, _ = json.loads((project / "losses.json").read_text())
-    keys = [*CHEAP, f"name={new_name()}", "rehearsal.hosts=gpu=1,cpu=2", "rehearsal.timeout_s=280"]
+    keys = [
+        *CHEAP,
+        SAME_PRIORITY,
+        f"name={new_name()}",
+        "rehearsal.hosts=gpu=1,cpu=1",
+        "rehearsal.timeout_s=280",
+    ]
     command = [sys.executable, str(ROOT / "launcher/submit.py"), "project/train.py", *keys]
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "words.txt").write_text("some words")
@@ -90,7 +96,7 @@ def test_losses_are_those_of_torch_and_cpu_hosts_do_the_work(tmp_path: Path) -> 
     run = tmp_path / "runs/latest"
     losses, hosts = json.loads((run / "checkpoints/losses.json").read_text())
     assert losses == expected
-    assert {"algo-2", "algo-3"} & set(hosts)
+    assert "algo-2" in hosts
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 98 and summary["speed"]["samples_per_s"] > 0
     assert (summary["status"], summary["backend"]) == ("succeeded", "rehearsal")

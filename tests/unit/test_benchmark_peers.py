@@ -41,6 +41,7 @@ def test_every_twentieth_record_is_slow_and_takes_twenty_times_as_long() -> None
     assert seconds.count(slow_samples.SLOW_S) / len(seconds) == pytest.approx(0.05, abs=0.002)
 
 
+@pytest.mark.long
 def test_shards_behind_the_link_are_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read ahead through server and link, in requests of 4 MiB: every record of every shard, unaltered."""
     monkeypatch.setattr(s3, "SHARD_RECORDS", 50)

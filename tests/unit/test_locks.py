@@ -142,6 +142,7 @@ def held(item: ast.withitem, locks: set[str]) -> bool:
     return last_name(item.context_expr) in locks
 
 
+@pytest.mark.long
 def test_no_lock_is_held_across_a_ray_call() -> None:
     code = Code()
     for path in SOURCES:

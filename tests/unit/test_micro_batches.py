@@ -161,6 +161,7 @@ def test_a_part_of_which_the_loss_sees_nothing_does_not_spoil_it() -> None:
     assert losses[1] == pytest.approx(losses[0])
 
 
+@pytest.mark.long
 def test_validation_is_divided_too_and_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a pass of our own in place of the coordinator's."""
 

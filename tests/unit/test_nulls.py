@@ -132,6 +132,7 @@ def test_a_null_that_nobody_found_before_ends_the_run(
         records(read_parquet(write(tmp_path, statistics=False, x=INTS), "train"))
 
 
+@pytest.mark.long
 def test_columns_added_to_a_delta_table_later_are_nulls_of_its_older_files(tmp_path: Path) -> None:
     deltalake = pytest.importorskip("deltalake")
     root = str(tmp_path / "table")

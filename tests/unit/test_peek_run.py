@@ -133,6 +133,7 @@ class Run:
 EXACT = {"order": "exact", "block_records": 16, "bad_record_budget": 0.5}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
@@ -166,6 +167,7 @@ def test_a_run_that_was_resumed_on_other_train_workers(tmp_path: Path) -> None:
         assert run.rebuilt(step) == run.of_step(step), step
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_in_any_order_what_the_run_recorded(tmp_path: Path, workers: int, accumulate: int) -> None:

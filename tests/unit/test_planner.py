@@ -121,6 +121,7 @@ class Worker:
         return go_on
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(
     groups=st.lists(st.integers(0, 5), min_size=1, max_size=12).filter(any),

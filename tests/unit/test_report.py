@@ -109,6 +109,7 @@ def test_files_that_are_absent_or_cut_short_are_no_obstacle(tmp_path: Path) -> N
     assert "Hosts" in page_of(run).headings
 
 
+@pytest.mark.long
 def test_ten_thousand_steps_and_three_hundred_hosts_stay_small_and_quick(tmp_path: Path) -> None:
     run = record(tmp_path / "run", 10_000, epochs=90, hosts=300)
     started = time.process_time()

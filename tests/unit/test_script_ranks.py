@@ -203,6 +203,7 @@ def test_metrics_that_are_not_finite_are_null_and_not_lost() -> None:
     assert json.loads(json.dumps(event, allow_nan=False))["metrics"] == {"loss": None, "lr": 0.1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("output", ["None", "-3"])
 def test_nothing_that_the_script_started_outlives_it(child: Callable[..., Child], output: str) -> None:
     """A process that it leaves is ended with it, whether or not it holds its output open."""

@@ -100,6 +100,7 @@ def compiled_and_not() -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.long
 def test_a_captured_model_trains_alike_and_saves_the_same_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured by torch.compile, without the C++ compiler's half minute: that is a soak test's."""
     graphs = []
