@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 SYSTEM := $(VENV)/.system
 
+# Containers often set it; the tests would then compile all their files again in each of their processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo test check lint types unit integration rehearsal e2e long slow soak bench bench-peers bench-gpu clean
 
 help:  ## list these targets
@@ -40,12 +43,11 @@ types: $(READY)  ## mypy --strict
 	@$(BIN)/mypy
 
 unit: setup
-	@$(BIN)/python -m pytest -q -n 2 -m "not long" tests/unit
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long" tests/unit
 
 long: setup
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m long tests/unit
 
-# Three files at a time even on two cores: the tests mostly wait for processes.
 SLOW := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
 
 integration rehearsal e2e: setup
