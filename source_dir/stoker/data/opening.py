@@ -275,7 +275,7 @@ def start_coordinator(
         refuse_other_data(DataCursor.model_validate(position), plan)
     node = ray.get_runtime_context().get_node_id()
     resources = ray.cluster_resources()
-    actor = threaded_actor(Coordinator, "log").options(
+    actor = ray.remote(Coordinator).options(
         num_cpus=0,
         max_concurrency=2 * workers + int(resources.get("CPU", 1)) + 16,
         label_selector={NODE_LABEL: node},
@@ -290,18 +290,6 @@ def start_coordinator(
     )
     coordinator.begin.remote(coordinator, 0, workers, first_epoch, position)
     return coordinator
-
-
-def threaded_actor(kind: type, *ordered: str) -> Any:
-    """Head: an actor class for many threads; its `ordered` methods run in the order of the calls.
-
-    Other calls of a threaded actor start in order, but in different threads, so they can overtake each other.
-    """
-    import ray
-
-    for name in ordered:
-        ray.method(concurrency_group="ordered")(getattr(kind, name))
-    return ray.remote(concurrency_groups={"ordered": 1})(kind)
 
 
 def _cache(config: Config) -> CacheSpec | None:

@@ -43,6 +43,8 @@ class LoaderPass:
     """Next block for the script."""
     known: int = 0
     """Number of submitted shards."""
+    total: int | None = None
+    """Number of shards that will be submitted, once known. Calls of a script can overtake each other."""
     step_rows: int = 1
     ended: bool = False
 
@@ -216,7 +218,8 @@ class LoaderAttempt:
         for shard in shards:
             line.work.append(shard)
         made.known += len(shards)
-        if total is not None and made.known >= total:
+        made.total = made.total if total is None else total
+        if made.total is not None and made.known >= made.total:
             line.listing = False
         self.changed.notify_all()
 

@@ -265,11 +265,11 @@ def service_of(group: str, stall_s: float) -> Any:
     import ray
 
     from stoker.bootstrap.topology import NODE_LABEL
-    from stoker.data.opening import BUFFER_SHARE, LEAST_BUFFER_BYTES, Hosts, threaded_actor
+    from stoker.data.opening import BUFFER_SHARE, LEAST_BUFFER_BYTES, Hosts
 
     node = ray.get_runtime_context().get_node_id()
     resources = ray.cluster_resources()
-    actor = threaded_actor(LoaderService, "submit", "close").options(
+    actor = ray.remote(LoaderService).options(
         name=f"stoker-loader-{group}",
         namespace="stoker",
         get_if_exists=True,

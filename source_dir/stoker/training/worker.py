@@ -63,9 +63,12 @@ class Worker:
         return self.config.train.batch_size * self.config.train.accumulate_steps * self.world_size
 
     def log(self, event: str, *, every_rank: bool = False, **values: Any) -> None:
-        """Log an event, in the order of the calls; only on rank 0 unless `every_rank`."""
+        """Log an event; only on rank 0 unless `every_rank`.
+
+        Ray runs the calls of an actor with threads in any order; here each depends on the previous one.
+        """
         if every_rank or self.rank == 0:
-            self.logged = self.coordinator.log.remote(event, values)
+            self.logged = self.coordinator.log.remote(event, values, self.logged)
 
     def flush(self) -> None:
         """Wait until the coordinator has all logged events, so that none is missing from the summary."""

@@ -295,8 +295,15 @@ class Coordinator(Production):
             if current is not None:
                 current.checkpoint.request(current.pace)
 
-    def log(self, event: str, values: dict[str, Any]) -> None:
-        """Train worker's call: one event for events.jsonl and the screen."""
+    def log(self, event: str, values: dict[str, Any], after: None = None) -> None:
+        """Train worker's call: one event for events.jsonl and the screen.
+
+        Args:
+            event: its kind.
+            values: its fields.
+            after: the result of the caller's previous call, which thereby runs before this one.
+        """
+        del after
         with self.changed:
             self._event(event, **values)
             if event == "checkpoint":
