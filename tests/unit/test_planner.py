@@ -111,6 +111,8 @@ class Worker:
                 self.head.planner.ended(self.ticket)
             return False
         number, nth, last = self.todo.pop(0)
+        if not self.made:  # as one whose data lies elsewhere, to fetch its next shard
+            self.head.planner.upcoming(self.ticket, self.process)
         rows = RECORDS - last
         ids = sum(range(nth * RECORDS, nth * RECORDS + rows))
         report = BlockReport(number, nth, last, rows, 0.01, rows, ids, bytes_out=10)
@@ -119,6 +121,23 @@ class Worker:
         under_way.append((origin, (number, nth)))
         self.made += 1
         return go_on
+
+
+@pytest.mark.parametrize("order", ["any", "exact"])
+def test_chain_workers_prepare_different_shards_and_are_given_those(order: str) -> None:
+    head = Head([2] * 40, order=order, hosts=2, budget=10_000)
+    tickets: list[int] = []
+    while len(tickets) < 6:
+        head.planner.look(time.monotonic())
+        tickets += head.planner.issue()
+    workers = [Worker(head, tickets.pop(0), f"h{n % 2}", f"process {n}") for n in range(3)]
+    told = [head.planner.upcoming(worker.ticket, worker.process) for worker in workers]
+    assert None not in told and len(set(told)) == 3
+    for worker, shard in reversed(list(zip(workers, told, strict=True))):
+        head.planner.ended(worker.ticket)
+        again = Worker(head, tickets.pop(0), worker.node, worker.process)
+        assert again.claim is not None
+        assert again.claim.work[0].shard == shard
 
 
 @pytest.mark.long

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import tarfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from stoker.data.sources import tar
-from stoker.data.sources.tar import CHUNKS_AHEAD, streamed
+from stoker.data.messages import Shard
+from stoker.data.sources import tar, webdataset
+from stoker.data.sources.tar import CHUNKS_AHEAD, CHUNKS_PREPARED, Ahead, streamed
 
 pytestmark = pytest.mark.unit
 
@@ -43,6 +46,9 @@ class Remote:
             raise OSError("the connection broke")
         return self.content[at : at + count]
 
+    def close(self) -> None:
+        self.closed = True
+
 
 def content_of(size: int) -> bytes:
     return bytes(i % 251 for i in range(size))
@@ -56,8 +62,8 @@ def test_all_bytes_come_once_and_in_order(size: int, step: int, tmp_path: Path) 
     found = b""
     local = fs.LocalFileSystem()
     with (
-        local.open_input_file(str(tmp_path / "shard")) as file,
-        streamed(file, sha256, ahead=True) as stream,
+        Ahead(local.open_input_file(str(tmp_path / "shard"))) as file,
+        streamed(file, sha256) as stream,
     ):
         while part := stream.read(step):
             found += part
@@ -75,7 +81,7 @@ def test_the_next_chunks_are_asked_for_while_one_is_used() -> None:
             return super().read_at(count, at)
 
     file = Noting(content_of(9 * CHUNK))
-    with streamed(file, ahead=True) as stream:
+    with Ahead(file) as ahead, streamed(ahead) as stream:
         stream.read(1)
         for _ in range(1 + CHUNKS_AHEAD):
             assert asked.acquire(timeout=WAIT_S)
@@ -86,7 +92,7 @@ def test_the_next_chunks_are_asked_for_while_one_is_used() -> None:
 def test_a_read_that_fails_is_an_error_however_often_it_is_tried(where: int) -> None:
     file = Remote(content_of(5 * CHUNK))
     file.broken = where * CHUNK
-    with streamed(file, ahead=True) as stream:
+    with Ahead(file) as ahead, streamed(ahead) as stream:
         assert stream.read(where * CHUNK) == file.content[: where * CHUNK]
         for _ in range(3):
             with pytest.raises(OSError, match="the connection broke"):
@@ -98,7 +104,7 @@ def test_an_answer_that_is_cut_short_is_an_error_and_not_the_end() -> None:
         def read_at(self, count: int, at: int) -> bytes:
             return super().read_at(count - 100 if at == 2 * CHUNK else count, at)
 
-    with streamed(Cut(content_of(5 * CHUNK)), ahead=True) as stream:
+    with Ahead(Cut(content_of(5 * CHUNK))) as file, streamed(file) as stream:
         stream.read(2 * CHUNK)
         with pytest.raises(OSError, match="900 of 1000 bytes came from byte 2000 on"):
             stream.read(CHUNK)
@@ -116,17 +122,52 @@ def test_the_file_is_closed_after_what_is_being_read() -> None:
             return super().read_at(count, at)
 
     file = Slow(content_of(5 * CHUNK))
-    stream = streamed(file, ahead=True)
-    stream.read(1)
+    ahead = Ahead(file)
+    streamed(ahead).read(1)
     assert begun.wait(WAIT_S)
-
-    def close() -> None:
-        stream.close()
-        file.closed = True
-
-    closing = threading.Thread(target=close)
+    closing = threading.Thread(target=ahead.close)
     closing.start()
     assert not file.closed
     go_on.set()
     closing.join(WAIT_S)
     assert file.closed
+
+
+class Shards:
+    """A filesystem elsewhere with two shards."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files: dict[str, list[Remote]] = {}
+        for name in ("a.tar", "b.tar"):
+            with tarfile.open(folder / name, "w") as tar_file:
+                for number in range(20):
+                    member = tarfile.TarInfo(f"{number:03d}.txt")
+                    member.size = 900
+                    tar_file.addfile(member, io.BytesIO(f"{name} {number}".ljust(900).encode()))
+        self.folder = folder
+
+    def open_input_file(self, path: str) -> Remote:
+        name = path.rpartition("/")[2]
+        file = Remote((self.folder / name).read_bytes())
+        self.files.setdefault(name, []).append(file)
+        return file
+
+
+@pytest.mark.parametrize("prepared", ["bucket/a.tar", "bucket/b.tar", ""])
+def test_a_shard_that_is_prepared_is_fetched_once_and_another_is_let_go(
+    prepared: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = Shards(tmp_path)
+    monkeypatch.setattr(webdataset, "filesystem_of_files", lambda files: shards)
+    files = [fs.FileInfo(f"bucket/{name}", fs.FileType.File, size=1) for name in ("a.tar", "b.tar")]
+    source = webdataset.WebDatasetSource(files)
+    if prepared:
+        source.prepare(Shard(prepared))
+    texts = [record["text"].strip() for record in source.read(Shard("bucket/a.tar"), None)]
+    assert texts == [f"a.tar {number}" for number in range(20)]
+    assert len(shards.files["a.tar"]) == 1, "opened once, prepared or not"
+    (read,) = shards.files["a.tar"]
+    assert sorted(read.asked) == sorted(set(read.asked)), "no chunk twice"
+    assert all(file.closed for files in shards.files.values() for file in files)
+    if prepared == "bucket/b.tar":
+        assert len(shards.files["b.tar"][0].asked) <= CHUNKS_PREPARED

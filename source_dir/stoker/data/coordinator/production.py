@@ -18,7 +18,7 @@ from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import ChainHost, Pool
 from stoker.data.engine.ray_internals import Operator
 from stoker.data.engine.suspects import Suspects
-from stoker.data.messages import BlockReport, Claim, Failure, Origin, Told
+from stoker.data.messages import BlockReport, Claim, Failure, Origin, Shard, Told
 from stoker.errors import DataError, explain
 
 LOOK_EVERY_S = 1.0
@@ -81,6 +81,12 @@ class Production:
             planner = self._planner()
             return planner.claim(ticket, node, process) if planner else None
         return None
+
+    def upcoming(self, ticket: int, process: str) -> Shard | None:
+        """Chain worker's call: the shard to prepare while the last one of a ticket is in use."""
+        with self.changed:
+            planner = self._planner()
+            return planner.upcoming(ticket, process) if planner else None
 
     def setup(self, split: str, loaded: list[str]) -> tuple[list[Any], list[str]]:
         """Chain worker's call: a reference of the Setup of a split, and which loaded splits the worker may

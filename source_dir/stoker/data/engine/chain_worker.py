@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +11,9 @@ from stoker.data.engine import ray_internals
 from stoker.data.engine.recovery import failure_of
 from stoker.data.engine.shards import Loaded, blocks_of, load, refuse_flaky
 from stoker.data.engine.witness import Guard, Witness
-from stoker.data.messages import Claim, Told
+from stoker.data.messages import Claim, Told, Work
 from stoker.data.preprocessing.blocks import to_table
+from stoker.data.sources.base import Source
 from stoker.errors import OverError, root_cause
 
 ANSWER_S = 120.0
@@ -69,8 +71,11 @@ class ChainWorker:
         witness = Witness(self._coordinator, care, split) if care.names else None
         guard = Guard(care.known, witness) if care.known or witness else None
         made = 0
-        for item in claim.work:
-            for columns, report in blocks_of(loaded, claim.plan, item, guard):
+        far = getattr(loaded.source, "far", False) and not loaded.cache and not guard
+        for number, item in enumerate(claim.work, 1):
+            for nth, (columns, report) in enumerate(blocks_of(loaded, claim.plan, item, guard)):
+                if far and nth == 0:
+                    self._prepare(loaded.source, ticket, claim.work[number:])
                 if claim.blocks is not None and made >= claim.blocks:
                     return
                 if not care.last_try:
@@ -82,6 +87,13 @@ class ChainWorker:
                     made += 1
                 if not go_on:
                     return
+
+    def _prepare(self, source: Source, ticket: int, left: list[Work]) -> None:
+        """Start fetching the next shard while this one is preprocessed."""
+        shard = left[0].shard if left else self._ask("upcoming", ticket, self._process)
+        if shard is not None:
+            with contextlib.suppress(OSError):  # reading it will raise the same again
+                source.prepare(shard)
 
     def _load(self, split: str) -> Loaded:
         references, over = self._ask("setup", split, list(self._loaded))

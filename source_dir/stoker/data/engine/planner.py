@@ -11,19 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from itertools import count, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stoker.data.cache.affinity import LOOK_AHEAD
 from stoker.data.engine.items import Item, Line, Numbered, Ticket, shards_per_item
 from stoker.data.engine.listing import Lister
 from stoker.data.engine.passes import pack_work
 from stoker.data.engine.pool import Pool
+from stoker.data.engine.preparing import Preparing
 from stoker.data.engine.recovery import Recovery
-from stoker.data.messages import BlockReport, Care, Claim, Failure, Origin, Told
+from stoker.data.messages import BlockReport, Care, Claim, Failure, Origin, Shard, Told
 from stoker.data.sources.rereading import reread_wait_s
-
-if TYPE_CHECKING:
-    pass
 
 OPEN_PER_SLOT = 3
 """Tickets per slot: one in progress, the others hide the scheduler's round."""
@@ -74,6 +72,7 @@ class Planner:
         """Smoothed seconds per shard of a split."""
         self._issued: dict[int, float] = {}
         """Unclaimed tickets and when they were issued."""
+        self._preparing = Preparing(pool)
         self.early_bytes = 0
         """Bytes of blocks reported but not delivered."""
         self._numbers, self._names = numbers, count()
@@ -146,7 +145,7 @@ class Planner:
         if ticket is None:
             issued = self._issued.pop(number, None) is not None
             # A process that died at a ticket gets that ticket back before any other.
-            item = self._next(node) if issued and process not in self.working else None
+            item = self._next(node, process) if issued and process not in self.working else None
             if item is None:
                 return None
             self.tickets[number] = ticket = Ticket(item, list(item.shards), list(item.store))
@@ -173,8 +172,17 @@ class Planner:
         care = Care(item.name, self.attempt.number, known, names, last_try)
         return Claim(item.line.plan, pack_work(ticket.shards, ticket.store), care, wait_s, ticket.limit)
 
-    def _next(self, node: str) -> Item | None:
-        """The next item for a host."""
+    def upcoming(self, number: int, process: str) -> Shard | None:
+        """A chain worker starts the last shard of a ticket: the one that it will probably get next."""
+        item, line = self.active.get(number), next(self.startable(), None)
+        if item is None or line is None or not line.work or self.affinity is not None:
+            return None
+        if line.plan.split != item.line.plan.split:
+            return None
+        return self._preparing.announce(line.work, process)[1]
+
+    def _next(self, node: str, process: str) -> Item | None:
+        """The next item for a chain worker."""
         now = time.monotonic()
         for item in self.again:
             if item.not_before <= now and self.pool.may_work(node, item.tried):
@@ -184,18 +192,18 @@ class Planner:
             return None
         for line in self.startable():
             if line.work:
-                return self._begin(line, node)
+                return self._begin(line, node, process)
         return None
 
     def startable(self) -> Iterator[Line]:
         """Passes that can start more work now, most urgent first."""
         return takewhile(lambda line: line.listed() and self._wanted(line), self.lines)
 
-    def _begin(self, line: Line, node: str) -> Item:
+    def _begin(self, line: Line, node: str, process: str) -> Item:
         split, work = line.plan.split, line.work
         most = self._most(line, len(work))
         if self.affinity is None:
-            shards, store = [work.popleft() for _ in range(most)], [False] * most
+            shards, store = self._preparing.take(work, process, most), [False] * most
         else:
             # In exact order, blocks that come early must wait, so limit how far ahead a host may choose.
             far = 1 if line.stream.rows_ahead < line.stream.step_rows else 2 * self.pool.slots

@@ -50,6 +50,12 @@ class Source(ABC):
     def count(self) -> int | None:
         """Head: the number of records; None if only reading would tell."""
 
+    far: bool = False
+    """Whether reading waits for a network, so that `prepare` saves time."""
+
+    def prepare(self, shard: Shard) -> None:  # noqa: B027 - nothing to prepare is a good answer
+        """Chain worker: start fetching a shard that will probably be the next one to `read`."""
+
     def for_workers(self) -> Source:
         """Head: what chain workers need for `read`, without head-only data such as file lists."""
         return self

@@ -21,6 +21,8 @@ CHUNK_BYTES = 4 * 2**20
 """Size of one read: every read of a stream on S3 is a request."""
 CHUNKS_AHEAD = 2
 """Requests in flight while one chunk is used, to hide latency behind transfer."""
+CHUNKS_PREPARED = 16
+"""Chunks to fetch of a shard while the one before it is still in use; bounds the memory that this takes."""
 MOST_ZEROS = 64 * 1024
 """Maximum number of zeros at the end of an archive. Tools pad to 10 KiB; a partly written file has more."""
 
@@ -169,15 +171,14 @@ class _Tar:
         )
 
 
-def streamed(file: Any, digest: Any = None, ahead: bool = False) -> io.BufferedReader:
+def streamed(file: Any, digest: Any = None) -> io.BufferedReader:
     """Chain worker: a file read in large chunks, each of which also updates the digest.
 
     Args:
-        file: a pyarrow file; close it after the returned stream.
+        file: a pyarrow file or an Ahead; close it after the returned stream.
         digest: a hashlib object.
-        ahead: read the next chunks in threads, as the kernel does for local files.
     """
-    return io.BufferedReader(_Raw(_Ahead(file) if ahead else file, digest), CHUNK_BYTES)
+    return io.BufferedReader(_Raw(file, digest), CHUNK_BYTES)
 
 
 class _Raw(io.RawIOBase):
@@ -193,25 +194,31 @@ class _Raw(io.RawIOBase):
             self.digest.update(memoryview(buffer)[:count])
         return count
 
-    def close(self) -> None:
-        if isinstance(self.file, _Ahead):
-            self.file.close()
-        super().close()
 
+class Ahead:
+    """Chain worker: fetches the next chunks of a file in threads, as the kernel does for local files.
 
-class _Ahead:
-    """Chain worker: has the next chunks on their way while one is used, each a request of its own."""
+    Args:
+        file: a pyarrow file; this object closes it.
+        chunks: number of chunks to fetch before the first one is read.
+    """
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, chunks: int = CHUNKS_AHEAD) -> None:
         self._file, self._size = file, file.size()
         self._threads = ThreadPoolExecutor(CHUNKS_AHEAD, thread_name_prefix="read-ahead")
         self._asked = 0
         self._coming: deque[Future[memoryview]] = deque()
         self._chunk = memoryview(b"")
-        self._ask()
+        self._ask(chunks)
 
-    def _ask(self) -> None:
-        while self._asked < self._size and len(self._coming) < CHUNKS_AHEAD:
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, chunks: int = CHUNKS_AHEAD) -> None:
+        while self._asked < self._size and len(self._coming) < chunks:
             self._coming.append(self._threads.submit(self._read, self._asked))
             self._asked += CHUNK_BYTES
 
@@ -236,6 +243,7 @@ class _Ahead:
     def close(self) -> None:
         """Wait for what is being read: nobody may close the file meanwhile."""
         self._threads.shutdown(cancel_futures=True)
+        self._file.close()
 
 
 def _text(content: bytes) -> str:

@@ -14,7 +14,7 @@ from stoker.data.sources.base import Source, StreamedSource
 from stoker.data.sources.checksums import sums_of
 from stoker.data.sources.files import IMAGE_SUFFIXES, split_files
 from stoker.data.sources.identity import fingerprint_of_files
-from stoker.data.sources.tar import members, streamed
+from stoker.data.sources.tar import CHUNKS_PREPARED, Ahead, members, streamed
 from stoker.errors import UsageError
 from stoker.storage.filesystems import common_folder, filesystem_of_files, is_local
 
@@ -60,6 +60,9 @@ class WebDatasetSource(StreamedSource):
         self.filesystem = filesystem_of_files(files)
         self.sums = sums or {}
         self.rows: list[int | None] = [None] * len(files)
+        self.far = not is_local(files[0].path)
+        self._prepared: tuple[str, Ahead] | None = None
+        """Path of the shard that will probably be read next, and its first chunks."""
 
     def check(self) -> None:
         local = is_local(self.paths[0]) and sum(self.sizes) <= WALK_LIMIT_BYTES
@@ -119,16 +122,32 @@ class WebDatasetSource(StreamedSource):
         names = ("key", *(self.columns or ()))
         return record if isinstance(record, BadRecord) else {n: record[n] for n in names if n in record}
 
+    def prepare(self, shard: Shard) -> None:
+        self._drop()
+        if self.far:
+            self._prepared = shard.path, Ahead(self.filesystem.open_input_file(shard.path), CHUNKS_PREPARED)
+
+    def _drop(self) -> None:
+        if self._prepared is not None:
+            self._prepared[1].close()
+            self._prepared = None
+
+    def _open(self, path: str) -> Any:
+        """Open a shard, or take over what was prepared of it."""
+        if self._prepared is not None and self._prepared[0] == path:
+            (_, prepared), self._prepared = self._prepared, None
+            return prepared
+        self._drop()
+        file = self.filesystem.open_input_file(path)
+        return Ahead(file) if self.far else file
+
     def _stream(self, path: str) -> Iterator[Record | BadRecord]:
         """Yield records; the last one only after the whole shard was read and verified."""
         shard = path.removeprefix(self.folder)
         naming = Naming(path)
         sha256 = hashlib.sha256() if self.sums else None
         current: Record = {}
-        with (
-            self.filesystem.open_input_file(path) as file,
-            streamed(file, sha256, ahead=not is_local(path)) as stream,
-        ):
+        with self._open(path) as file, streamed(file, sha256) as stream:
             for member in members(stream, path):
                 place = naming.place(member.name)
                 if place is None:
