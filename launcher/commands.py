@@ -71,8 +71,8 @@ def run(
     job = open_job(load(config, [*given, *resume.overrides()]), options.source_dir)
     if job.resolved.config.cluster.dashboard and "dashboard" not in place.options:
         raise UsageError(f"cluster.dashboard: only for local runs, not --on {options.on}")
-    if place.name != "local" and job.resolved.config.script is None:
-        check_recipe(job)
+    if job.resolved.config.script is None:
+        check_recipe(job, place.name == "local")
     request: Any = place.plan(job, options, resume)
     if options.request:
         print(request.write(options.request))
@@ -84,22 +84,27 @@ def run(
     return runs.follow(submitted) if isinstance(submitted, RemoteRun) else submitted.wait()
 
 
-def check_recipe(job: Job) -> None:
+def check_recipe(job: Job, local: bool) -> None:
     """Laptop: refuse a wrong recipe or parameter before hosts cost money.
 
-    A local run skips this: its driver makes the same check a moment later.
+    Args:
+        job: its recipe.
+        local: only look at the file: the driver of a local run imports it a moment later.
 
     Raises:
-        UsageError: the recipe is wrong; a missing package only warns, as the hosts may have it.
+        UsageError: the recipe is wrong; a missing package only warns, as other hosts may have it.
     """
     from launcher.job import source_root
+    from launcher.recipe_source import refuse_unimportable
     from stoker.recipe import load_recipe
 
-    config = job.resolved.config
+    config, source = job.resolved.config, job.source_dir or source_root()
     try:
-        load_recipe(config.recipe, config.params, job.source_dir or source_root())
+        refuse_unimportable(config.recipe, source)
+        if not local:
+            load_recipe(config.recipe, config.params, source)
     except UsageError as error:
-        if "which is not installed" not in str(error):
+        if local or "which is not installed" not in str(error):
             raise
         print(f"warning: {error} (skipping further checks of the recipe)", file=sys.stderr)
 

@@ -210,7 +210,7 @@ def load_object(path: str, source: Path, key: str, offers: type | None = None) -
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise UsageError(_no_such_module(key, module_name, source)) from None
+            raise UsageError(no_such_module(key, module_name, source)) from None
         raise UsageError(
             f"{key}: {module_name} needs the module {error.name!r}, which is not installed;"
             " add it to requirements.txt"
@@ -231,7 +231,8 @@ def load_object(path: str, source: Path, key: str, offers: type | None = None) -
     return getattr(module, name)
 
 
-def _no_such_module(key: str, module_name: str, source: Path) -> str:
+def no_such_module(key: str, module_name: str, source: Path) -> str:
+    """Every host: the message about a missing module, with the ones that there are."""
     first = module_name.split(".")[0]
     names = [p.stem for p in source.glob("*.py")]
     names += [p.name for p in source.iterdir() if p.is_dir() and any(p.glob("*.py"))]

@@ -55,3 +55,14 @@ def test_the_budget_is_checked_against_the_whole_split() -> None:
     books.check_budget(0.001, total=1000)
     with pytest.raises(DataError, match=r"1 of 999 train records cannot be used.*the first is b: broken"):
         books.check_budget(0.001, total=999)
+
+
+def test_a_chain_that_fails_on_all_of_its_first_records_is_no_matter_of_the_budget() -> None:
+    keys = [str(n) for n in range(25)]
+    books_of(keys[:19], bad=keys[:19]).check_budget(0.5, total=10_000)
+    books_of(keys, bad=keys[1:]).check_budget(0.5, total=10_000)
+    with pytest.raises(
+        DataError, match=r"none of the first 25 train records can be used; the first is 0: br"
+    ):
+        books_of(keys, bad=keys).check_budget(0.5, total=10_000)
+    books_of(keys, bad=keys).check_budget(1.0, total=10_000)

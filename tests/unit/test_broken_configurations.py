@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 
+from launcher.recipe_source import refuse_unimportable
 from tests.command_line import type_command
 
 GOOD = "name: job\nrecipe: rows:Counting\n"
@@ -106,6 +107,52 @@ def test_one_clear_line_and_exit_code_2(
     assert code == 2
     assert len(lines) == 1
     assert expected in lines[0]
+
+
+RECIPE = "from stoker.recipe import Recipe\n\n\nclass Prices(Recipe):\n    pass\n"
+RECIPES = {
+    "no such module": ("", "price:Prices", "no module price in "),
+    "a module with a typing error": ("", "prces:Prices", "did you mean prices?"),
+    "no such class": ("", "prices:Price", "has no Price; did you mean Prices?"),
+    "no path": ("", "prices.Prices", "'prices.Prices' is not of the form package.module:name"),
+    "a syntax error": ("def broken(:\n", "prices:Prices", "SyntaxError: invalid syntax (prices.py, line 1)"),
+    "an absent package": (
+        "import timmm\n",
+        "prices:Prices",
+        "needs the module 'timmm', which is not installed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RECIPES)
+def test_a_wrong_recipe_is_refused_without_importing_it(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, recipe, expected = RECIPES[case]
+    (tmp_path / "prices.py").write_text(f"{first}raise SystemExit('imported')\n{RECIPE}")
+    (tmp_path / "job.yaml").write_text(f"recipe: {recipe}\n")
+    arguments = [str(tmp_path / "job.yaml"), "--source-dir", str(tmp_path), f"output_dir={tmp_path}/runs"]
+    code, lines, _ = type_command(arguments, capsys)
+    assert code == 2 and len(lines) == 1
+    assert lines[0].startswith("error: recipe: ") and expected in lines[0]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_only_an_import_tells_is_left_to_the_import(tmp_path: Path) -> None:
+    for text in (
+        "try:\n    import timmm\nexcept ImportError:\n    timmm = None\nclass Prices: ...",
+        "from os.path import *",
+        "def __getattr__(name): ...",
+        "if True:\n    class Prices: ...",
+        "Prices = type('Prices', (), {})",
+        "from numpy import array as Prices",
+    ):
+        (tmp_path / "prices.py").write_text(text)
+        refuse_unimportable("prices:Prices", tmp_path)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    refuse_unimportable("package:Anything", tmp_path)
+    refuse_unimportable("ImageClassification", Path("source_dir"))
 
 
 def test_an_absent_file_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,8 @@ class PlainConsole(Sink):
         """Set when the data is open; None if its length is unknown."""
         self.last = 0.0
         self.log = log.open("a", buffering=1) if log else None
+        self.bad: dict[tuple[str, str], tuple[str, int]] = {}
+        """(split, reason) of quarantined records → key of the first one, and how many more were not shown."""
 
     def line(self, text: str) -> None:
         """Show a line, without the run's secrets, and append it to the run's console.log."""
@@ -77,6 +79,7 @@ class PlainConsole(Sink):
         if kind == "step":
             self.step(event)
         elif kind == "epoch":
+            self.show_quarantined()
             self.line(f"epoch {event['epoch'] + 1}/{self.epochs} done: {metrics_text(event['metrics'])}")
         elif kind == "metrics":
             self.metrics(event)
@@ -85,7 +88,7 @@ class PlainConsole(Sink):
         elif kind == "print":
             self.line(event["text"])
         elif kind == "quarantined":
-            self.line(f"quarantined {event['split']} record {event['key']}: {event['reason']}")
+            self.quarantined(event["split"], event["key"], event["reason"])
         elif kind in ("note", "stop", "stopped"):
             self.line(event.get("text") or f"{kind}: {event['reason']}")
         elif kind == "resumed":
@@ -98,6 +101,25 @@ class PlainConsole(Sink):
             self.line(f"host lost: {event['host']}")
         elif kind == "host_joined":
             self.line(f"host joined: {event['host']}")
+
+    def quarantined(self, split: str, key: str, reason: str) -> None:
+        """Show the first record of each reason at once, and count the others."""
+        if (split, reason) not in self.bad:
+            self.line(f"quarantined {split} record {key}: {reason}")
+        first, more = self.bad.get((split, reason), (key, -1))
+        self.bad[split, reason] = first, more + 1
+
+    def show_quarantined(self) -> None:
+        """One line for the equal reasons since the last time; each record is in quarantine.jsonl."""
+        for (split, reason), (first, more) in self.bad.items():
+            if more:
+                records = "record" if more == 1 else "records"
+                self.line(f"quarantined {more} more {split} {records} like {first}: {reason}")
+                self.bad[split, reason] = first, 0
+
+    def close(self, summary: Summary) -> None:
+        """Show what was counted and not shown."""
+        self.show_quarantined()
 
     def table(self, rows: list[tuple[str, str]]) -> None:
         """The closing table."""
@@ -141,6 +163,7 @@ class RichConsole(PlainConsole):
         )
 
     def close(self, summary: Summary) -> None:
+        super().close(summary)
         if self.task is not None:
             self.progress.remove_task(self.task)
             self.progress.stop()

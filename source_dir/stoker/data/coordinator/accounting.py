@@ -10,6 +10,8 @@ from stoker.data.messages import BadRecord, BlockReport, CarriedAccount, StageCo
 from stoker.data.sources.base import ID_MODULUS as ID_MODULUS
 from stoker.errors import DataError
 
+FIRST = 20
+"""If all of this many first records are bad, the chain is wrong and not the data."""
 LEAST_ASSUMED = 100_000
 """Assumed number of records of a pass while the total is unknown."""
 
@@ -88,6 +90,10 @@ class EpochAccount:
         Raises:
             DataError: states how many are bad, and the first with its reason.
         """
+        if self.bad == self.read >= FIRST and budget < 1:
+            raise DataError(
+                f"none of the first {self.read} {self.split} records can be used{example_of(self.first_bad)}"
+            )
         whole = max(self.read, LEAST_ASSUMED if total is None else total)
         known = f"{whole} {self.split} records"
         of = f"{self.read} {self.split} records read so far" if total is None else known
@@ -149,11 +155,16 @@ def refuse_over_budget(bad: int, whole: int, of: str, budget: float, first: BadR
         DataError: states how many are bad, and the first with its reason.
     """
     if bad and bad > budget * whole:
-        example = f"; the first is {first.key}: {first.reason}" if first else ""
         raise DataError(
             f"{bad} of {of} cannot be used, more than data.bad_record_budget allows"
-            f" ({budget:.2%}){example} (all of them: quarantine.jsonl)"
+            f" ({budget:.2%}){example_of(first)}"
         )
+
+
+def example_of(first: BadRecord | None) -> str:
+    """Head: the first bad record and where to find the others, for the end of a message."""
+    example = f"; the first is {first.key}: {first.reason}" if first else ""
+    return f"{example} (all of them: quarantine.jsonl)"
 
 
 @dataclass
