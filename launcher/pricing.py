@@ -11,7 +11,7 @@ from typing import Any
 from launcher.files import table
 from launcher.sagemaker import aws
 from stoker.costs import prices
-from stoker.errors import UsageError
+from stoker.errors import UsageError, nearest
 
 LIST_REGION = "us-east-1"
 """The region that serves the price list of all regions."""
@@ -25,14 +25,19 @@ def show(region: str | None, update: bool) -> int:
     """Laptop: print the prices for a region; with `update`, fetch them first.
 
     Raises:
-        UsageError: AWS cannot be reached or does not offer training in the region.
+        UsageError: AWS cannot be reached or has no such region, or no prices of `region` were fetched so far.
     """
-    region = aws.region_of(region) or prices.PRICES_REGION
+    asked, region = region, aws.region_of(region) or prices.PRICES_REGION
+    if asked and asked not in aws.regions():
+        raise UsageError(f"--region: AWS has no region {asked!r}{nearest(asked, aws.regions())}")
     if update:
         found = training_prices(region)
         file = prices.write_user_file(region, date.today().isoformat(), found)
         print(f"{len(found)} prices of {region} written to {file}")
     known = prices.price_list(region)
+    absent = f"no prices of {region} yet; fetch them: submit.py prices --update --region {region}"
+    if asked and known.region != asked:
+        raise UsageError(absent)
     rows = []
     for name, price in sorted(known.prices.items(), key=lambda item: (prices.has_gpu(item[0]), item[1])):
         about = prices.machine(name)
@@ -46,7 +51,7 @@ def show(region: str | None, update: bool) -> int:
     print(table(("type", "$/h", "vCPUs", "GiB", "GPUs", "Gb/s"), rows))
     print(known.label)
     if known.region != region:
-        print(f"no prices of {region} yet; fetch them: submit.py prices --update --region {region}")
+        print(absent)
     return 0
 
 

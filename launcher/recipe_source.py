@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from stoker.errors import UsageError
+from stoker.errors import UsageError, nearest
 from stoker.recipe import ALIASES, no_such_module
 
 
@@ -41,9 +40,8 @@ def refuse_unimportable(path: str, source: Path) -> None:
     names, complete = _names_of(tree)
     if complete and name not in names:
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-        close = difflib.get_close_matches(name, classes, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"available: {', '.join(classes) or 'nothing'}"
-        raise UsageError(f"recipe: {module} ({file}) has no {name}; {hint}")
+        hint = nearest(name, classes, f"available: {', '.join(classes) or 'nothing'}")
+        raise UsageError(f"recipe: {module} ({file}) has no {name}{hint}")
 
 
 def refuse_absent_packages(tree: ast.Module, module: str, source: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
-import functools
 import json
 import secrets
 import shlex
@@ -137,7 +136,7 @@ def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
     region = aws.region_of(settings.region) or ""
     if not region:
         problems.append("sagemaker.region: not set, and the AWS profile has none; for example us-east-1")
-    elif region not in _regions():
+    elif region not in aws.regions():
         problems.append(f"sagemaker.region: AWS has no such region (got {region!r})")
     s3_uri = settings.s3_uri
     if s3_uri is None:
@@ -151,7 +150,7 @@ def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
     wanted = draft(job, job_name(job.name, stamp), region, s3_uri)
     problems += checks.problems(wanted)
     count, size = _measure(wanted, problems)
-    if not offline and not any(problem.startswith("AWS") for problem in problems) and region in _regions():
+    if not offline and not any(problem.startswith("AWS") for problem in problems) and region in aws.regions():
         problems += _collected(problems, lambda: list(aws.existence_problems(wanted)), [])
     if problems:
         raise UsageError(*dict.fromkeys(problems))
@@ -256,15 +255,3 @@ def _collected(problems: list[str], ask: Callable[[], Any], default: Any) -> Any
     except UsageError as error:
         problems += error.problems
         return default
-
-
-@functools.cache
-def _regions() -> frozenset[str]:
-    import botocore.session
-
-    session = botocore.session.Session()
-    return frozenset(
-        region
-        for partition in session.get_available_partitions()
-        for region in session.get_available_regions("sagemaker", partition)
-    )

@@ -51,6 +51,19 @@ def region_of(configured: str | None) -> str | None:
     return profile
 
 
+@cache
+def regions() -> frozenset[str]:
+    """Laptop: the regions in which SageMaker exists, as far as the installed botocore knows."""
+    import botocore.session
+
+    session = botocore.session.Session()
+    return frozenset(
+        region
+        for partition in session.get_available_partitions()
+        for region in session.get_available_regions("sagemaker", partition)
+    )
+
+
 def account_id(region: str) -> str:
     """Laptop: the account whose credentials are in use.
 
