@@ -35,7 +35,9 @@ class Head:
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self.log = SimpleNamespace(remote=lambda kind, values: self.events.append({"event": kind, **values}))
+        self.log = SimpleNamespace(
+            remote=lambda kind, values, after=None: self.events.append({"event": kind, **values})
+        )
         self.position = SimpleNamespace(remote=self._position)
 
     def _position(self, attempt: int, epoch: int, steps: int, ids: int) -> dict[str, Any]:

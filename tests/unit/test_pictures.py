@@ -34,7 +34,7 @@ class Log:
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.log = self
 
-    def remote(self, event: str, values: dict[str, Any]) -> None:
+    def remote(self, event: str, values: dict[str, Any], after: object) -> None:
         self.events.append((event, values))
 
 

@@ -125,6 +125,6 @@ class _Nobody:
 
     class _Log:
         @staticmethod
-        def remote(event: str, values: dict[str, Any]) -> None: ...
+        def remote(event: str, values: dict[str, Any], after: Any) -> None: ...
 
     log = _Log
