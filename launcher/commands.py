@@ -62,7 +62,7 @@ def run(
         )
     from launcher import runs
     from launcher.job import open_job
-    from launcher.resuming import resolve
+    from launcher.resuming import continuation, resolve
     from launcher.scripts import as_overrides
 
     config, own = as_overrides(config, arguments)
@@ -81,7 +81,12 @@ def run(
         print(request.render())
         return 0
     submitted = place.submit(request)
-    return runs.follow(submitted) if isinstance(submitted, RemoteRun) else submitted.wait()
+    if isinstance(submitted, RemoteRun):
+        return runs.follow(submitted)
+    code, run_dir = submitted.wait(), getattr(submitted, "run_dir", None)
+    if code not in (0, 2) and run_dir and (line := continuation(run_dir, job.resolved.config, sys.argv)):
+        print(f"continue: {line}")
+    return code
 
 
 def check_recipe(job: Job, local: bool) -> None:

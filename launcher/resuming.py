@@ -7,6 +7,7 @@ which files to copy for the hosts of a rehearsal.
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -99,6 +100,28 @@ def kept_in(run_dir: Path, config: Config) -> list[Path]:
         return steps_in(run_dir)
     folder = run_dir / "checkpoints"
     return sorted(folder.iterdir()) if folder.is_dir() else []
+
+
+def continuation(run_dir: Path, config: Config, words: list[str]) -> str:
+    """Laptop: the command that continues a run which has stopped; empty without a checkpoint.
+
+    Args:
+        run_dir: the run directory.
+        config: the job.
+        words: the command that started the run, as in `sys.argv`.
+    """
+    if not kept_in(run_dir, config):
+        return ""
+    end = words.index("--") if "--" in words else len(words)
+    options, rest = words[1:end], words[end:]
+    if "--resume" in options:
+        at = options.index("--resume")
+        options = options[:at] + options[at + 2 :]
+    options = [word for word in options if not word.startswith("--resume=")]
+    here = Path.cwd()
+    where = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
+    program = ["stoker"] if Path(words[0]).name == "stoker" else ["python", words[0]]
+    return shlex.join([*program, *options, "--resume", str(where), *rest])
 
 
 def _run(run_dir: Path, backend: Backend, config: Config) -> Resume:

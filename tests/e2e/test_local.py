@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -120,6 +121,9 @@ def test_ctrl_c_stops_a_recipe_of_the_users_own_with_a_checkpoint(tmp_path: Path
         process.kill()
     assert process.returncode == 130, shown + rest
     assert "stopped: Ctrl-C" in rest
+    run = (tmp_path / "runs/latest").readlink()
+    continued = f"continue: {shlex.join(['python', *command[1:]])} --resume {tmp_path}/runs/{run}"
+    assert continued.replace(f"{tmp_path}/", "") in rest
     assert "Traceback" not in rest
     found = summary(tmp_path)
     assert found["status"] == "interrupted"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -224,3 +225,28 @@ def test_a_rehearsals_hosts_are_given_the_checkpoints(runs: Config) -> None:
     assert found.checkpoints == (run / "checkpoints/step-00000005",)
     assert found.run_dir is None
     assert resolve("s3://b/run/checkpoints", "sagemaker", runs).value == "s3://b/run/checkpoints"
+
+
+CONTINUED = {
+    "submit.py job.yaml train.epochs=3": "python submit.py job.yaml train.epochs=3 --resume runs/job-1",
+    "/opt/bin/stoker job.yaml": "stoker job.yaml --resume runs/job-1",
+    "submit.py job.yaml --resume auto --on local": "python submit.py job.yaml --on local --resume runs/job-1",
+    "submit.py --resume=auto job.yaml": "python submit.py job.yaml --resume runs/job-1",
+    "submit.py train.py -- --resume x": "python submit.py train.py --resume runs/job-1 -- --resume x",
+    "submit.py job.yaml 'params.text=two words'": (
+        "python submit.py job.yaml 'params.text=two words' --resume runs/job-1"
+    ),
+}
+
+
+@pytest.mark.parametrize("typed", CONTINUED)
+def test_the_command_that_continues_a_run(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, config = tmp_path / "runs" / "job-1", load(None).config
+    assert launcher.continuation(run, config, shlex.split(typed)) == "", "there is no checkpoint"
+    save(run / "checkpoints", 3)
+    assert launcher.continuation(run, config, shlex.split(typed)) == CONTINUED[typed]
+    monkeypatch.chdir(Path(__file__).parent)
+    assert launcher.continuation(run, config, ["submit.py"]) == f"python submit.py --resume {run}"

@@ -17,7 +17,7 @@ from stoker.tracking.summary import Records, Summary
 PLAIN_EVERY_S = 10.0
 
 BINDS = {
-    "gpu": "the GPUs (or the training on them): data is never late",
+    "gpu": "the GPUs: data is never late",
     "cpu": "the CPUs that preprocess: more or faster CPU hosts help",
     "network": "getting the data: the network between hosts, or the storage that is read",
     "gpu_host_cpu": "the GPU host's own CPU, which assembles batches",
@@ -228,7 +228,7 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         rows.append(("samples/s", f"{speed.steady_samples_per_s:.0f}"))
         rows.append(("input wait", f"{speed.input_wait_pct:.0f} % of the training time"))
     if summary.bottleneck:
-        rows.append(("bottleneck", BINDS[summary.bottleneck]))
+        rows.append(("bottleneck", bottleneck_text(summary)))
     if summary.cache:
         held = sum(host["bytes"] for host in summary.cache["hosts"])
         text = (
@@ -248,6 +248,13 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
     rows.append(("report", f"{run_dir}/report.html"))
     rows.append(("next", f"tensorboard --logdir {run_dir}/tensorboard"))
     return rows
+
+
+def bottleneck_text(summary: Summary) -> str:
+    """Head: the bottleneck in words that fit the machine."""
+    if summary.bottleneck == "gpu" and not any(host.gpus for host in summary.cluster.hosts):
+        return "training on the CPU: data is never late"
+    return BINDS[summary.bottleneck] if summary.bottleneck else ""
 
 
 def books_text(records: Records) -> str:
