@@ -99,11 +99,11 @@ def check_recipe(job: Job, local: bool) -> None:
     Raises:
         UsageError: the recipe is wrong; a missing package only warns, as other hosts may have it.
     """
-    from launcher.job import source_root
+    from launcher.job import examples_root
     from launcher.recipe_source import refuse_unimportable
     from stoker.recipe import load_recipe
 
-    config, source = job.resolved.config, job.source_dir or source_root()
+    config, source = job.resolved.config, job.source_dir or examples_root()
     try:
         refuse_unimportable(config.recipe, source)
         if not local:
@@ -211,11 +211,11 @@ def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str
             default = f"{redact(value, key)!r} ({resolved.origins[key]})"
         rows.append((key, kind, default, info.description or ""))
     if resolved and resolved.config.script is None:
-        from launcher.job import beside, source_root
+        from launcher.job import beside, examples_root
         from stoker.recipe import ALIASES, Recipe, load_object
 
         path = ALIASES.get(resolved.config.recipe, resolved.config.recipe)
-        source = source_dir or beside(resolved) or source_root()
+        source = source_dir or beside(resolved) or examples_root()
         recipe = load_object(path, source, "recipe", offers=Recipe)
         for name, info in recipe.model_fields.items():
             key = f"params.{info.alias or name}"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from launcher import runs
-from launcher.job import source_root
+from launcher.job import examples_root
 from launcher.scripts import as_overrides
 from stoker import figures
 from stoker.bootstrap import requirements
@@ -104,7 +104,7 @@ def needed_here() -> list[str]:
     try:
         lines = metadata.requires("stoker") or []
     except metadata.PackageNotFoundError:  # an uninstalled checkout
-        lines = (source_root() / "requirements.txt").read_text(encoding="utf-8").splitlines()
+        lines = (examples_root() / "requirements.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if "extra ==" not in line]
 
 

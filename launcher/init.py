@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from launcher.job import source_root
+from launcher.job import examples_root
 from stoker.errors import UsageError, nearest
 
 PROJECTS = Path(__file__).resolve().parent / "projects"
@@ -51,7 +51,7 @@ def init(folder: Path | None, kind: str | None) -> int:
 def files_of(kind: str, folder: Path) -> dict[str, str]:
     """Laptop: name → content of a project's files; the job is named after the folder."""
     sources = {path.name: path for path in sorted((PROJECTS / kind).iterdir()) if path.is_file()}
-    sources |= {name: source_root() / path for name, path in EXAMPLES.get(kind, {}).items()}
+    sources |= {name: examples_root() / path for name, path in EXAMPLES.get(kind, {}).items()}
     texts = {name: path.read_text(encoding="utf-8") for name, path in sorted(sources.items())}
     job = re.sub(r"[^A-Za-z0-9_.-]", "-", folder.resolve().name).lstrip("_.-")[:63] or kind
     named = re.sub(r"^name: .*", f"name: {job}", texts["job.yaml"], flags=re.MULTILINE)

@@ -19,7 +19,7 @@ from launcher.scripts import IGNORED
 from stoker.bootstrap.requirements import CONSTRAINTS, constraint_lines
 from stoker.config import SECRETS_FILE, Resolved, resolved_yaml, secrets_json
 from stoker.costs import prices
-from stoker.errors import UsageError
+from stoker.errors import UsageError, nearest
 from stoker.extras import requirement_lines
 from stoker.integrations.scripts.checks import SCRIPT_FOLDER
 from stoker.place import COMMIT_FILE
@@ -29,7 +29,6 @@ COMMAND = ("python", "train.py", "--config", "job.yaml")
 
 HIDING = ("stoker", "train.py", SECRETS_FILE)
 """Reserved names in a user's folder; a script's folder is staged separately and may have most of them."""
-_ENTRY = 'from stoker.bootstrap.run import main\n\nif __name__ == "__main__":\n    main()\n'
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,10 @@ class Job:
             data_at: paths of the `data` parameters on the hosts; default: the paths on this machine.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        own = source_root()
-        shutil.copytree(own / "stoker", folder / "stoker", ignore=IGNORED)
-        if (own / "train.py").is_file():
-            shutil.copy2(own / "train.py", folder / "train.py")
-        else:
-            (folder / "train.py").write_text(_ENTRY)
-        if (own / "requirements.txt").is_file():
-            shutil.copy2(own / "requirements.txt", folder / "requirements.txt")
+        own = examples_root()
+        shutil.copytree(package_root() / "stoker", folder / "stoker", ignore=IGNORED)
+        for name in ("train.py", "requirements.txt"):
+            shutil.copy2(own / name, folder / name)
         extras = requirement_lines(self.resolved.config)
         if extras:
             with (folder / "requirements.txt").open("a") as file:
@@ -75,8 +70,7 @@ class Job:
             self._stage_user_source(folder, self.source_dir, ignored)
         else:
             for name in ("recipes", "configs"):
-                if (own / name).is_dir():
-                    shutil.copytree(own / name, folder / name, ignore=IGNORED)
+                shutil.copytree(own / name, folder / name, ignore=IGNORED)
         self._stage_constraints(folder)
         params = {**config.params, **self.data, **(data_at or {})}
         staged = Resolved(config.model_copy(update={"params": params}), self.resolved.origins)
@@ -138,11 +132,34 @@ def git_commit(folder: Path) -> str | None:
     return done[0].stdout.strip() + ("-dirty" if done[1].stdout.strip() else "")
 
 
-def source_root() -> Path:
-    """Laptop: the folder that contains the `stoker` package, `source_dir` in a clone."""
+def package_root() -> Path:
+    """Laptop: the folder that contains the `stoker` package."""
     import stoker
 
     return Path(stoker.__file__).parent.parent
+
+
+def examples_root() -> Path:
+    """Laptop: the folder with `train.py`, `requirements.txt`, and the example recipes and configurations.
+
+    In a clone it is `source_dir`; a wheel has a copy.
+    """
+    own = package_root()
+    return own if (own / "train.py").is_file() else Path(__file__).parent / "examples"
+
+
+def example_file(word: str) -> str:
+    """Laptop: the configuration file that `example:digits` names.
+
+    Raises:
+        UsageError: there is no such example.
+    """
+    name = word.removeprefix("example:")
+    files = {path.stem: path for path in sorted((examples_root() / "configs").glob("*.yaml"))}
+    if name not in files:
+        known = f"available: {', '.join(files)}"
+        raise UsageError(f"{word}: no such example{nearest(name, files, known)}")
+    return str(files[name])
 
 
 def beside(resolved: Resolved) -> Path | None:
@@ -151,7 +168,7 @@ def beside(resolved: Resolved) -> Path | None:
         return None
     folder, module = resolved.file.resolve().parent, resolved.config.recipe.partition(":")[0].split(".")[0]
     there = (folder / f"{module}.py").is_file() or (folder / module).is_dir()
-    return folder if there and folder != source_root() else None
+    return folder if there and folder != examples_root() else None
 
 
 def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
@@ -207,7 +224,7 @@ def prepare_data(resolved: Resolved, source_dir: Path | None) -> None:
         return
     from stoker.recipe import load_object
 
-    prepare = load_object(target, source_dir or source_root(), "data.prepare")
+    prepare = load_object(target, source_dir or examples_root(), "data.prepare")
     try:
         prepare()
     except Exception as error:

@@ -45,6 +45,10 @@ class DefaultsToRun(TyperGroup):
         for flag in itertools.takewhile(lambda arg: arg != "--", args):
             if (key := flag.split("=")[0]) in REHEARSED:
                 raise UsageError(f"{key}: write rehearsal.{REHEARSED[key]} (docs/rehearsal.md)")
+        if any(word.startswith("example:") for word in args):
+            from launcher.job import example_file
+
+            args = [example_file(word) if word.startswith("example:") else word for word in args]
         own = {option for param in self.get_params(ctx) for option in param.opts}
         if args and args[0].split("=")[0] not in (*self.commands, *own):
             if not ctx.resilient_parsing:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.job import Job, source_root
+from launcher.job import Job, examples_root
 from launcher.rehearsal import faults
 from stoker.bootstrap.raynode import HOST_CPUS_VARIABLE
 from stoker.bootstrap.topology import Topology, TopologyError, resolve
@@ -194,7 +194,7 @@ def rate_arguments(link_mbps: float | None) -> list[str]:
 
 def masked_folders(job: Job) -> list[str]:
     """Laptop: source folders to hide from hosts, except those that contain the interpreter."""
-    folders = [source_root(), *filter(None, [job.source_dir])]
+    folders = [examples_root(), *filter(None, [job.source_dir])]
     needed = [Path(sys.prefix), Path(sys.base_prefix)]
     return [
         str(folder)

@@ -7,11 +7,13 @@ code with its own interpreter, which must be the one with Ray and torch.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 from stoker.errors import UsageError
@@ -34,6 +36,9 @@ def ensure() -> Path:
     Raises:
         UsageError: the toolkit cannot be installed.
     """
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        if metadata.version("sagemaker-training") == VERSION:  # the extra `rehearsal`
+            return Path(str(metadata.distribution("sagemaker-training").locate_file("")))
     folder = cache_folder()
     if (folder / "complete").is_file():
         return folder
