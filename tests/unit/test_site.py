@@ -1,0 +1,115 @@
+"""The site builds without a broken link, and what its pages tell people to type exists."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from launcher.submit import app
+from stoker.config import load, schema_rows
+from stoker.errors import UsageError
+from stoker.schema import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+KEYS = {key for key, _, _ in schema_rows(Config)}
+
+
+def build(folder: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "-q", "-d", str(target)],
+        cwd=folder,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.long
+def test_the_site_builds_with_every_reference_and_a_broken_link_fails(tmp_path: Path) -> None:
+    done = build(ROOT, tmp_path / "site")
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    page = (tmp_path / "site/reference/configuration.html").read_text()
+    assert all(f"<code>{key}</code>" in page for key in KEYS)
+    commands = (tmp_path / "site/reference/commands.html").read_text()
+    group: Any = typer.main.get_command(app)
+    assert all(f'id="{name}"' in commands for name in group.commands)
+    assert "read_webdataset" in (tmp_path / "site/reference/api.html").read_text()
+    errors = (tmp_path / "site/reference/errors.html").read_text()
+    assert "nothing was written" in errors and "choose another cluster.port" in errors
+    copy = tmp_path / "copy"
+    for name in ("docs", "scripts", "source_dir", "launcher"):
+        shutil.copytree(ROOT / name, copy / name)
+    for name in ("mkdocs.yml", "README.md", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, copy)
+    (copy / "docs/start.md").write_text("[nothing](nowhere.md)\n")
+    assert build(copy, tmp_path / "other").returncode != 0
+
+
+def commands_of(page: Path) -> Iterator[str]:
+    """The commands of the launcher in a page's code blocks, without comments."""
+    for block in re.findall(r"^```(?:bash)?\n(.*?)^```", page.read_text(), re.M | re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            if re.match(r"(python launcher/submit\.py|stoker) ", line):
+                yield line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_command_has_the_options_and_keys_that_a_page_gives_it(page: Path) -> None:
+    group: Any = typer.main.get_command(app)
+    for line in commands_of(page):
+        words = shlex.split(line, comments=True)
+        words = [word for word in words[2 if words[0] == "python" else 1 :] if word not in ("…", "...")]
+        if words[0].startswith("--"):
+            continue  # an option of all commands, as --version
+        name = words.pop(0) if words[0] in group.commands else "run"
+        given = words[: words.index("--")] if "--" in words else words
+        typed = group.commands[name].make_context(name, given)
+        for key in [word.partition("=")[0] for word in typed.params.get("overrides") or []]:
+            known = key in KEYS or any(key.startswith(f"{each}.") for each in KEYS)
+            assert known, f"{line}: {key}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_configuration_of_a_page_is_valid(page: Path, tmp_path: Path) -> None:
+    for text in re.findall(r"^```yaml\n(.*?)^```", page.read_text(), re.M | re.S):
+        if not re.search(
+            r"^(recipe|script|train|data|sagemaker|tracking|checkpoint|cluster|params):", text, re.M
+        ):
+            continue  # of something else
+        (tmp_path / "job.yaml").write_text(text.replace("…", ""))
+        try:
+            load(tmp_path / "job.yaml")
+        except UsageError as error:
+            raise AssertionError(f"{page.name}: {error}\n{text}") from None
+
+
+def test_every_kind_of_event_is_documented() -> None:
+    """`docs/events.md` against the kinds that the source names where it logs or emits one."""
+    kinds: set[str] = set()
+    for path in (ROOT / "source_dir/stoker").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+                function = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+                emits = function in ("_event", "event") or (
+                    function == "log"
+                    and isinstance(getattr(node.func, "value", None), ast.Name | ast.Attribute)
+                )
+                if emits and isinstance(node.args[0].value, str):
+                    kinds.add(node.args[0].value)
+    page = (ROOT / "docs/events.md").read_text()
+    own_files = {"record_ids", "output"}
+    assert {"attempt", "step", "epoch", "checkpoint", "quarantined"} <= kinds
+    assert not {kind for kind in kinds - own_files if f"`{kind}`" not in page}
