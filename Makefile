@@ -66,7 +66,7 @@ bench-gpu: setup  ## input-bound against synthetic training; needs a GPU
 	@$(BIN)/python -m benchmarks.gpu
 
 docs: setup  ## the documentation as a site, in build/site
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 clean:  ## remove the environment, caches and example data; keeps runs/
 	rm -rf $(VENV) .peers .data .pytest_cache .mypy_cache .ruff_cache

@@ -170,12 +170,13 @@ def errors() -> str:
 def raised(tree: ast.AST) -> Iterator[tuple[str, str, str]]:
     """Message, remedy and class of each error that the source creates with a literal message."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ERRORS:
-            for argument in node.args:
-                text = literal(argument)
-                cause, _, remedy = text.partition("; ")
-                if len(cause.replace("…", "").strip(" :'\"()")) > 3:
-                    yield cause.strip(), remedy.strip(), getattr(node.func, "id", "")
+        if not isinstance(node, ast.Call):
+            continue
+        kind = "UsageError" if ast.unparse(node.func) == "problems.append" else getattr(node.func, "id", "")
+        for argument in node.args if kind in ERRORS else ():
+            cause, _, remedy = literal(argument).partition("; ")
+            if len(cause.replace("…", "").strip(" :'\"()")) > 3:
+                yield cause.strip(), remedy.strip(), kind
 
 
 def literal(node: ast.expr) -> str:
@@ -185,6 +186,10 @@ def literal(node: ast.expr) -> str:
     if isinstance(node, ast.JoinedStr):
         parts = (part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
         return "".join(map(str, parts))
+    if isinstance(node, ast.Starred):
+        return literal(node.value)
+    if isinstance(node, ast.GeneratorExp | ast.ListComp):
+        return literal(node.elt)
     if isinstance(node, ast.BinOp):
         return literal(node.left) + literal(node.right)
     return "…"

@@ -28,7 +28,7 @@ KEYS = {key for key, _, _ in schema_rows(Config)}
 
 def build(folder: Path, target: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "-q", "-d", str(target)],
+        [sys.executable, "-m", "mkdocs", "build", "-d", str(target)],
         cwd=folder,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
