@@ -3,8 +3,8 @@
 A local S3 server is behind an emulated link of 1 Gb/s with 20 ms latency (`benchmarks/far_s3.py`). The link's
 own rate is that of plain downloads over several connections in the same run. Decoding sleeps, which takes no
 CPU, and has 1.5 times the throughput of the link: reading while decoding fills the link, reading and decoding
-in turn does not. When shuffling, a shard of at most 1,024 records is read completely before its first record, so
-chain workers have to fetch their next shard meanwhile.
+in turn does not. When shuffling, a shard of at most 1,024 records is read completely before its first record,
+so chain workers have to fetch their next shard meanwhile.
 """
 
 from __future__ import annotations
