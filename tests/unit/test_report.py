@@ -39,6 +39,22 @@ def page_of(*runs: Path) -> Page:
     return Page(target.read_text())
 
 
+def test_start_up_records_and_the_part_that_limits_are_charts_of_their_own(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", 200)
+    summary = json.loads((run / "summary.json").read_text())
+    summary["records"] |= {"read": 100, "trained": 97, "quarantined": 2, "remainder": 1}
+    summary["bottleneck"] = "cpu"
+    summary["startup"] = {"cluster formed": 6.0, "data opened": 6.01, "model built": 8.0, "first step": 9.0}
+    summary["speed"]["step_terms_ms"] = {"compute": 99.0, "wait_production": 0.4, "host_to_device": 0.6}
+    (run / "summary.json").write_text(json.dumps(summary))
+    page = page_of(run)
+    assert "100 read = 97 trained + 2 quarantined + 1 left over." in page.text
+    assert "The first step ended 9 s after the start" in page.text
+    assert "cluster formed, 6 s" in page.text and "model built, 1.99 s" in page.text
+    assert "compute, 99 ms" in page.text and "everything else, 1 ms" in page.text
+    assert page.text.count("limits the run") == 1
+
+
 def test_a_run_shows_all_that_was_measured(tmp_path: Path) -> None:
     lost = {"time": 15.0, "event": "host_lost", "host": "algo-3", "group": "cpu", "node": "n"}
     bad = {
@@ -52,13 +68,14 @@ def test_a_run_shows_all_that_was_measured(tmp_path: Path) -> None:
     run = record(tmp_path / "run", 200, extra=(lost, bad))
     page = page_of(run)
     assert page.headings == [
-        "Throughput",
-        "Input wait",
-        "Step time breakdown",
-        "Throughput limits",
         "Loss",
         "val/acc1",
+        "Step time breakdown",
+        "Throughput limits",
+        "Throughput",
+        "Input wait",
         "The chain, stage by stage",
+        "Start-up",
         "CPU use per host",
         "Training images as the model sees them",
         "Validation images with targets and predictions after epoch 1",

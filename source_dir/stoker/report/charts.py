@@ -14,6 +14,8 @@ from html import escape
 Point = tuple[float, float]
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 420, 46, 12, 26, 34
+LETTER = 11
+"""Least distance between the letters of two events."""
 MOST_POINTS = 360
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
@@ -147,12 +149,16 @@ def line_chart(
     x = _Scale(x_low, x_high, LEFT, WIDTH - right)
     x.ticks = [t for t in nice_ticks(x_low, x_high, 5) if x_low <= t <= x_high]
     body = [*_axes(x, y, height, x_label, y_label, WIDTH - right)]
+    lettered = -math.inf
     for event in events:
         at = f"{x(event.x):.1f}"
+        letter = ""
+        if x(event.x) - lettered >= LETTER:  # letters that overlap cannot be read
+            lettered = x(event.x)
+            letter = f'<text x="{at}" y="{TOP - 3}" text-anchor="middle">{escape(event.short)}</text>'
         body.append(
             f'<g class="event"><title>{escape(event.text)}</title>'
-            f'<line x1="{at}" x2="{at}" y1="{TOP}" y2="{height - BOTTOM}"/>'
-            f'<text x="{at}" y="{TOP - 3}" text-anchor="middle">{escape(event.short)}</text></g>'
+            f'<line x1="{at}" x2="{at}" y1="{TOP}" y2="{height - BOTTOM}"/>{letter}</g>'
         )
     ends: list[tuple[float, str]] = []
     for number, line in enumerate(lines):

@@ -20,7 +20,8 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
     for label, run in zip(labels, runs, strict=True):
         summary, cost = run.summary, run.summary.cost or {}
         best = next(
-            (v for k, v in summary.metrics.best.items() if k.startswith("val/") and "loss" not in k), None
+            ((k, v) for k, v in summary.metrics.best.items() if k.startswith("val/") and "loss" not in k),
+            None,
         )
         usd = cost.get("usd")
         per = cost.get("usd_per_million_samples")
@@ -29,17 +30,19 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
                 label,
                 run.name,
                 shape_of(summary),
+                str(summary.train_workers),
                 summary.status,
                 figure(summary.speed.steady_samples_per_s),
                 f"{summary.speed.input_wait_pct:.0f} %",
                 figure(summary.seconds, "s"),
-                "–" if best is None else figure(best),
+                "–" if best is None else f"{best[0]} {figure(best[1])}",
                 "–" if usd is None else charts.usd(usd),
                 "–" if per is None else charts.usd(per),
             ]
         )
-    heads = ["", "run", "hosts", "status", "samples/s", "wait", "time", "best", "cost", "per 1M"]
-    found = [Panel("Runs side by side", [], "Costs are estimated.", heads, rows, wide=True)]
+    heads = ["", "run", "hosts", "workers", "status", "samples/s", "wait", "time", "best", "cost", "per 1M"]
+    caption = "Samples/s: after warm-up, without the start; the time includes it. Costs are estimated."
+    found = [Panel("Runs side by side", [], caption, heads, rows, wide=True)]
     shapes = [f"{label} · {shape_of(run.summary)}" for label, run in zip(labels, runs, strict=True)]
     rates = [run.summary.speed.steady_samples_per_s for run in runs]
     costs = [number((run.summary.cost or {}).get("usd_per_million_samples")) for run in runs]

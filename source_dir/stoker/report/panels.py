@@ -30,7 +30,7 @@ SHORT = {
     "stopped": "S",
     "epoch": "e",
 }
-MOST_MARKS = 40
+MOST_MARKS, MOST_OTHER_MARKS = 12, 40
 MOST_HOSTS = 48
 MOST_ROWS = 12
 
@@ -74,7 +74,7 @@ def panel(title: str, svg: str, **more: object) -> Panel:
 
 def of_run(run: RunData) -> list[Panel]:
     """Head and laptop: the panels for which a run has data, in display order."""
-    makers = (throughput, waiting, step_time, limits, loss, metrics, chain, host_cpu)
+    makers = (*(loss, metrics, step_time, limits, throughput, waiting, chain, start, records, host_cpu),)
     found: list[Panel] = []
     for make in makers:
         made = make(run)
@@ -86,8 +86,8 @@ def _events(run: RunData) -> list[Event]:
     marks = sorted([*run.marks, *run.epochs], key=lambda mark: mark.seconds)
     if len(marks) > MOST_MARKS:  # keep failures, thin out routine events
         routine = [m for m in marks if m.kind in ("epoch", "checkpoint")]
-        others = [m for m in marks if m.kind not in ("epoch", "checkpoint")][:MOST_MARKS]
-        marks = others + routine[:: max(1, len(routine) // 12)]
+        others = [m for m in marks if m.kind not in ("epoch", "checkpoint")][:MOST_OTHER_MARKS]
+        marks = others + routine[:: max(1, len(routine) // MOST_MARKS)]
     return [Event(mark.seconds, SHORT[mark.kind], mark.text) for mark in marks]
 
 
@@ -139,13 +139,14 @@ def waiting(run: RunData) -> Panel | None:
 def step_time(run: RunData) -> Panel | None:
     """Breakdown of the step time."""
     terms = getattr(run.summary.speed, "step_terms_ms", None) or {}
-    parts = [Part(text, float(terms.get(name, 0.0))) for name, text in TERMS.items()]
-    total = sum(part.value for part in parts)
+    every = [Part(text, float(terms.get(name, 0.0))) for name, text in TERMS.items()]
+    total = sum(part.value for part in every)
     if total <= 0:
         return None
-    largest = max(parts, key=lambda part: part.value)
+    largest = max(every, key=lambda part: part.value)
     text = f"A step takes {figure(total, 'ms')}; largest part: {largest.name}, {figure(largest.value, 'ms')}."
-    rows = [[p.name, figure(p.value), f"{100 * p.value / total:.1f} %"] for p in parts]
+    rows = [[p.name, figure(p.value), f"{100 * p.value / total:.1f} %"] for p in every]
+    parts = visible(every)
     return panel(
         "Step time breakdown",
         charts.stacked_bar("Step time breakdown", text, parts, "ms"),
@@ -153,6 +154,57 @@ def step_time(run: RunData) -> Panel | None:
         heads=["part", "ms", "share"],
         rows=rows,
         keys=[(n + 1, f"{p.name}, {figure(p.value, 'ms')}") for n, p in enumerate(parts)],
+    )
+
+
+def visible(parts: list[Part]) -> list[Part]:
+    """Head and laptop: the parts of at least 1 %, and the others together."""
+    total = sum(part.value for part in parts)
+    large = [part for part in parts if part.value >= 0.01 * total]
+    rest = total - sum(part.value for part in large)
+    return [*large, Part("everything else", rest)] if rest > 0 else large
+
+
+def start(run: RunData) -> Panel | None:
+    """The start, phase by phase."""
+    ends = sorted(run.summary.startup.items(), key=lambda phase: phase[1])
+    if not ends or ends[-1][1] <= 0:
+        return None
+    before = [0.0, *(at for _, at in ends)]
+    every = [Part(name, at - since) for (name, at), since in zip(ends, before, strict=False)]
+    text = f"The first step ended {figure(ends[-1][1], 's')} after the start of the job's process."
+    if ends[-1][0] != "first step":
+        text = f"The last phase, {ends[-1][0]}, ended after {figure(ends[-1][1], 's')}."
+    parts = visible(every)[:6]
+    return panel(
+        "Start-up",
+        charts.stacked_bar("Start-up by phase", text, parts, "s"),
+        caption=text,
+        heads=["until", "s"],
+        rows=[[p.name, figure(p.value)] for p in every],
+        keys=[(n + 1, f"{p.name}, {figure(p.value, 's')}") for n, p in enumerate(parts)],
+    )
+
+
+def records(run: RunData) -> Panel | None:
+    """Training records in and out, over all epochs."""
+    found = run.summary.records
+    if not found.read:
+        return None
+    rows = [
+        Bar("read", found.read),
+        Bar("trained", found.trained, f"{found.repeated:,} repeated" if found.repeated else "", strong=True),
+        Bar("quarantined", found.quarantined),
+        Bar("left over at the ends of epochs", found.remainder),
+    ]
+    text = f"{found.read:,} read = {found.trained:,} trained + {found.quarantined:,} quarantined"
+    text += f" + {found.remainder:,} left over."
+    return panel(
+        "Records in and out",
+        charts.bars("Training records of all epochs", text, rows, ""),
+        caption=text,
+        heads=["records", "number"],
+        rows=[[row.name, f"{row.value:,.0f}"] for row in rows if row.value is not None],
     )
 
 
@@ -166,19 +218,23 @@ def limits(run: RunData) -> Panel | None:
     chain_ms = sum(float(stage.get("cpu_ms_per_sample", 0)) for stage in summary.chain)
     cpus = sum(host.cpus for host in summary.cluster.hosts)
     on_gpu = any(host.gpus for host in summary.cluster.hosts)
-    rows = [
-        Bar("measured", rate, strong=True),
-        Bar("GPUs without input wait" if on_gpu else "training without input wait", rate / (1 - share)),
-        Bar(f"chain on {figure(cpus)} CPUs", 1000 * cpus / chain_ms if chain_ms else None),
-        Bar("network", network_limit(run), "baseline of the train hosts"),
+    training = "GPUs without input wait" if on_gpu else "training without input wait"
+    could: list[tuple[str, str, float | None]] = [
+        ("gpu", training, rate / (1 - share)),
+        ("cpu", f"chain on {figure(cpus)} CPUs", 1000 * cpus / chain_ms if chain_ms else None),
+        ("network", "network", network_limit(run)),
     ]
+    rows = [Bar("measured", rate)]
+    for part, name, value in could:
+        binds = part == summary.bottleneck
+        rows.append(Bar(name, value, "limits the run" if binds else "", strong=binds))
     text = "; ".join(
         f"{row.name}: {figure(row.value, 'samples/s') if row.value else 'not measured'}" for row in rows
     )
     return panel(
         "Throughput limits",
         charts.bars("Limits in samples per second", text, rows, "samples/s", cut_at=4),
-        caption="The lowest limit is the bottleneck. CPUs that also train reach less.",
+        caption="What each part could carry alone. CPUs that also train reach less.",
         heads=["part", "samples/s"],
         rows=[[row.name, figure(row.value) if row.value else "not measured"] for row in rows],
     )
@@ -286,7 +342,7 @@ def host_cpu(run: RunData) -> Panel | None:
         )
         for host in shown
     ]
-    caption = f"From 0 to 100 % of each host's CPUs, over the run; {len(order)} hosts."
+    caption = f"From 0 to 100 % of each host's CPUs, over the run; {len(order)} host{'s'[: len(order) > 1]}."
     if len(order) > len(shown):
         caption += f" The charts show the first {len(shown)}, the table all."
     return Panel(
@@ -296,5 +352,5 @@ def host_cpu(run: RunData) -> Panel | None:
         ["host", "group", "mean %"],
         [[host, groups.get(host, "?"), f"{means[host]:.0f}"] for host in order],
         [f"{host} · {groups.get(host, '?')} · {means[host]:.0f} %" for host in shown],
-        wide=True,
+        wide=len(shown) > 3,
     )
