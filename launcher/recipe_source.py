@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from stoker.errors import UsageError, nearest
-from stoker.recipe import ALIASES, no_such_module
+from stoker.recipe import ALIASES, no_such_module, not_installed
 
 
 def refuse_unimportable(path: str, source: Path) -> None:
@@ -59,17 +59,13 @@ def refuse_absent_packages(tree: ast.Module, module: str, source: Path) -> None:
             continue
         for root in (each.split(".")[0] for each in roots):
             if not _installed(root, source):
-                raise UsageError(
-                    f"recipe: {module} needs the module {root!r}, which is not installed;"
-                    " add it to requirements.txt"
-                )
+                raise UsageError(not_installed("recipe", module, root))
 
 
 def _installed(root: str, source: Path) -> bool:
-    if root in sys.builtin_module_names or root in sys.stdlib_module_names:
+    if root in sys.modules or PathFinder.find_spec(root, [str(source)]) is not None:
         return True
-    importlib.invalidate_caches()
-    return PathFinder.find_spec(root, [str(source), *sys.path]) is not None or root in sys.modules
+    return importlib.util.find_spec(root) is not None  # also what finders of editable installs know
 
 
 def _names_of(tree: ast.Module) -> tuple[set[str], bool]:

@@ -6,7 +6,6 @@ import ast
 import inspect
 import itertools
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,13 @@ import click
 import typer
 from mkdocs.structure.files import File, Files
 
+import stoker.data
+from launcher.submit import app
+from stoker.config import schema_rows, type_name
+from stoker.schema import Config
+from stoker.tracking.summary import Summary
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "source_dir"), str(ROOT)]
-
-import stoker.data  # noqa: E402
-from launcher.submit import app  # noqa: E402
-from stoker.config import schema_rows, type_name  # noqa: E402
-from stoker.schema import Config  # noqa: E402
-from stoker.tracking.summary import Summary  # noqa: E402
-
 ERRORS = {"UsageError": "exit code 2", "DataError": "exit code 1", "ClusterError": "exit code 1"}
 API = {
     "In your own script": ("stoker.DataLoader", "stoker.log", "stoker.checkpoint_dir"),
@@ -37,7 +34,7 @@ OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./|docs/iam|iam/|ray/)[^)]*)\)")
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are written from the source."""
-    readme = (ROOT / "README.md").read_text().replace("](docs/", "](").replace("(LICENSE)", "")
+    readme = (ROOT / "README.md").read_text().replace("](docs/", "](")
     pages = {
         "index.md": readme,
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
@@ -135,7 +132,9 @@ def fields_of(model: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
 
 def docstrings(model: Any) -> dict[str, str]:
     """Field → the string below it in the source."""
-    body: list[ast.stmt] = ast.parse(inspect.getsource(model)).body[0].body  # type: ignore[attr-defined]
+    (body,) = [
+        node.body for node in ast.parse(inspect.getsource(model)).body if isinstance(node, ast.ClassDef)
+    ]
     found = {}
     for field, text in itertools.pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):

@@ -211,10 +211,7 @@ def load_object(path: str, source: Path, key: str, offers: type | None = None) -
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise UsageError(no_such_module(key, module_name, source)) from None
-        raise UsageError(
-            f"{key}: {module_name} needs the module {error.name!r}, which is not installed;"
-            " add it to requirements.txt"
-        ) from None
+        raise UsageError(not_installed(key, module_name, error.name)) from None
     except Exception as error:
         raise UsageError(f"{key}: {module_name} cannot be imported: {where_raised(error)}") from error
     if not hasattr(module, name):
@@ -229,6 +226,12 @@ def load_object(path: str, source: Path, key: str, offers: type | None = None) -
         hint = f"did you mean {close[0]}?" if close else f"available: {', '.join(there) or 'nothing'}"
         raise UsageError(f"{key}: {module_name} ({module.__file__}) has no {name}; {hint}")
     return getattr(module, name)
+
+
+def not_installed(key: str, module_name: str, needed: str | None) -> str:
+    """Every host: the message about a package that a module imports."""
+    missing = f"{module_name} needs the module {needed!r}, which is not installed"
+    return f"{key}: {missing}; add it to requirements.txt"
 
 
 def no_such_module(key: str, module_name: str, source: Path) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from unittest import mock
 
@@ -153,6 +156,20 @@ def test_what_only_an_import_tells_is_left_to_the_import(tmp_path: Path) -> None
     (tmp_path / "package" / "__init__.py").write_text("")
     refuse_unimportable("package:Anything", tmp_path)
     refuse_unimportable("ImageClassification", Path("source_dir"))
+
+
+def test_a_package_that_only_a_finder_knows_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As packages that setuptools installs for editing."""
+
+    class Finder(MetaPathFinder):
+        def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
+            return ModuleSpec(name, None, is_package=True) if name == "edited" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
+    (tmp_path / "prices.py").write_text("import edited\n\n\nclass Prices: ...\n")
+    refuse_unimportable("prices:Prices", tmp_path)
 
 
 def test_an_absent_file_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,7 +161,7 @@ def visible(parts: list[Part]) -> list[Part]:
     """Head and laptop: the parts of at least 1 %, and the others together."""
     total = sum(part.value for part in parts)
     large = [part for part in parts if part.value >= 0.01 * total]
-    rest = total - sum(part.value for part in large)
+    rest = sum(part.value for part in parts if part not in large)
     return [*large, Part("everything else", rest)] if rest > 0 else large
 
 
@@ -175,7 +175,7 @@ def start(run: RunData) -> Panel | None:
     text = f"The first step ended {figure(ends[-1][1], 's')} after the start of the job's process."
     if ends[-1][0] != "first step":
         text = f"The last phase, {ends[-1][0]}, ended after {figure(ends[-1][1], 's')}."
-    parts = visible(every)[:6]
+    parts = visible(every)
     return panel(
         "Start-up",
         charts.stacked_bar("Start-up by phase", text, parts, "s"),
@@ -342,7 +342,8 @@ def host_cpu(run: RunData) -> Panel | None:
         )
         for host in shown
     ]
-    caption = f"From 0 to 100 % of each host's CPUs, over the run; {len(order)} host{'s'[: len(order) > 1]}."
+    number = "1 host" if len(order) == 1 else f"{len(order)} hosts"
+    caption = f"From 0 to 100 % of each host's CPUs, over the run; {number}."
     if len(order) > len(shown):
         caption += f" The charts show the first {len(shown)}, the table all."
     return Panel(

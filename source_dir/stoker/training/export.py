@@ -110,11 +110,11 @@ def export_model(worker: Worker, folder: Path) -> None:
         worker: rank 0, after `write_model`.
         folder: contains model.safetensors and model.json.
     """
-    import ray
 
     def tell(result: dict[str, Any]) -> None:
         # Wait, because the head takes an unreported export for done.
-        ray.get(worker.coordinator.log.remote("export", result), timeout=60)
+        worker.log("export", **result)
+        worker.flush()
 
     example = worker.example
     if example is None:

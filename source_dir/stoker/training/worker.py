@@ -71,11 +71,15 @@ class Worker:
             self.logged = self.coordinator.log.remote(event, values, self.logged)
 
     def flush(self) -> None:
-        """Wait until the coordinator has all logged events, so that none is missing from the summary."""
+        """Wait until the coordinator has all logged events, so that none is missing from the summary.
+
+        Raises:
+            RayError: it does not take them.
+        """
         import ray
 
         if self.logged is not None:
-            ray.wait([self.logged], timeout=FLUSH_S)
+            ray.get(self.logged, timeout=FLUSH_S)
 
 
 def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
