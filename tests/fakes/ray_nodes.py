@@ -19,8 +19,7 @@ from typing import Any
 import psutil
 
 from stoker.bootstrap import forks
-
-RAY = "from ray.scripts.scripts import main; main()"
+from stoker.bootstrap.raynode import RAY
 
 
 @dataclass

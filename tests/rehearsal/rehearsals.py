@@ -17,10 +17,9 @@ from launcher.rehearsal.running import RehearsalRun
 HERE = Path(__file__).parent
 SAME_PRIORITY = "sagemaker.environment={RAY_worker_niceness: '0'}"
 """Ray's workers beside what else computes here; see tests/conftest.py."""
-WITHOUT_FORKS = SAME_PRIORITY.replace("}", ", STOKER_FORK_WORKERS: '0'}")
-"""A stand-in's few workers start sooner by themselves than after the imports of a training."""
-CHEAP = ("cluster.object_store_mb=128", "rehearsal.shm_mb=200", "cluster.join_timeout_s=180", WITHOUT_FORKS)
-
+CHEAP = ("cluster.object_store_mb=128", "rehearsal.shm_mb=200", "cluster.join_timeout_s=180", SAME_PRIORITY)
+RAY_ALONE = "\nCHAIN = TRAINING = ('ray._private.workers.default_worker',)\nLATER = ()\n"
+"""What hosts import ahead: the workers of a stand-in need no more."""
 
 NAMES: list[str] = []
 """Of all rehearsals that this test process started: their hosts are told apart by the job's name."""
@@ -51,6 +50,8 @@ class StandInJob(Job):
     def stage(self, folder: Path, data_at: dict[str, str] | None = None) -> None:
         super().stage(folder, data_at)
         shutil.copy2(HERE / "standin.py", folder / "stoker" / "driver.py")
+        with (folder / "stoker/bootstrap/forks/__init__.py").open("a") as forks:
+            forks.write(RAY_ALONE)
 
 
 @dataclass

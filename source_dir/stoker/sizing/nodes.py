@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from stoker.bootstrap import cluster, raynode
+from stoker.bootstrap import cluster, forks, raynode
 from stoker.bootstrap.raynode import RayNode
 
 STORE_MB = 200
@@ -56,7 +56,7 @@ class Nodes:
         else:
             arguments.append(f"--address={HEAD}:{self.port}")
         arguments.append(f"--dashboard-agent-listen-port={raynode.free_port()}")
-        node = RayNode(arguments, self.scratch / f"{number}.log")
+        node = RayNode(arguments, self.scratch / f"{number}.log", (forks.CHAIN, ()))
         self.started.append(node)
         # Two nodes of one machine that start at the same time would wait for each other forever.
         node.wait_started()

@@ -77,8 +77,8 @@ class ForkServer:
 def use_forks() -> None:
     """The process that starts Ray's daemons: patch Ray to fork this host's workers. Call it before the start.
 
-    Without a dashboard, it also skips the daemons that only feed the dashboard. Ray has no public setting for
-    either. Written for Ray 2.60.
+    Without a dashboard, it also skips the daemons that only feed the dashboard, and the server for Ray
+    clients outside the cluster. Ray has no public setting for any of these. Written for Ray 2.60.
     """
     with contextlib.suppress(ImportError, AttributeError):
         from ray._private import node, services, utils
@@ -99,6 +99,7 @@ def use_forks() -> None:
                 values["setup_worker_path"] = str(HERE / "setup_worker.py")
                 if not self.include_dashboard:
                     self.include_log_monitor, self.no_monitor = False, True
+                    self.ray_client_server_port = None
                     # Makes Ray believe that the dashboard's dependencies are not installed.
                     utils.get_dashboard_dependency_error = lambda: ImportError("not shown")
                     # The other daemons would wait for its start.
