@@ -21,6 +21,9 @@ import psutil
 from stoker.bootstrap import forks
 from stoker.bootstrap.raynode import RAY
 
+LIBRARIES = tuple(name for name in forks.CHAIN if not name.startswith("stoker"))
+"""What workers find imported; Stoker itself comes with each job."""
+
 
 @dataclass
 class RayNodes:
@@ -100,10 +103,11 @@ def fork_server(environment: dict[str, str]) -> Iterator[str]:
     os.environ.clear()
     os.environ.update(environment)
     try:
-        server = forks.ForkServer(forks.CHAIN)
+        server = forks.started(forks.Imports(LIBRARIES))
     finally:
         os.environ.clear()
         os.environ.update(before)
+    assert server is not None
     try:
         yield server.socket
     finally:

@@ -24,7 +24,8 @@ def one_cluster() -> Iterator[None]:
     """A real Ray cluster of this machine with token authentication; jobs run on it one after the other."""
     # As local runs have it.
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-    server = forks.ForkServer(forks.TRAINING, forks.LATER)
+    server = forks.started(forks.FOR_TRAINING)
+    assert server is not None
     os.environ[forks.SOCKET_VARIABLE] = server.socket
     forks.use_forks()
     import ray

@@ -2,107 +2,91 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import secrets
 import shutil
 import socket
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from stoker.bootstrap import forks
+from stoker.bootstrap import raynode
+from stoker.bootstrap.forks import POSSIBLE, ForkServer
 from stoker.bootstrap.lifeline import Ended, Lifeline
 from stoker.bootstrap.logs import say
-from stoker.bootstrap.raynode import ClusterError
+from stoker.bootstrap.raynode import ClusterError, RayNode
 from stoker.bootstrap.topology import Topology, label
 from stoker.place import local_place
 from stoker.schema import Config
 
 TOKEN_FILE = ".ray-token"  # noqa: S105 - a name, not a secret
 REPORT_EVERY_S = 5.0
+LOOPBACK = "127.0.0.1"
 RAY_LOG = Path(tempfile.gettempdir()) / "stoker-ray.log"
-
-
-@contextmanager
-def prepared() -> Iterator[None]:
-    """Laptop: set up a one-machine Ray cluster's environment and start its imports in the background."""
-    set_environment(secrets.token_hex(32))
-    # A single machine is never preempted in part, so there is nothing to watch.
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-    if not forks.POSSIBLE:
-        yield
-        return
-    server = forks.ForkServer(forks.TRAINING, forks.LATER)
-    os.environ[forks.SOCKET_VARIABLE] = server.socket
-    try:
-        yield
-    finally:
-        del os.environ[forks.SOCKET_VARIABLE]
-        server.stop()
 
 
 class LocalCluster:
     """Laptop: a one-machine Ray cluster with its own token. It starts in the background.
 
+    Its daemons end with the thread that creates it. Call `set_environment` before.
+
     Args:
         config: the configuration; only its `cluster` section is used.
+        start_forks: starts the process from which Ray's workers are forked, while Ray's daemons start.
     """
 
-    def __init__(self, config: Config) -> None:
-        forks.use_forks()
-        self._config = config.cluster
-        self._token = os.environ["RAY_AUTH_TOKEN"]
+    def __init__(self, config: Config, start_forks: Callable[[ForkServer], None]) -> None:
+        # A single machine is never preempted in part, so there is nothing to watch.
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+        self._dashboard = config.cluster.dashboard
         self._token_file = local_place().run_dir / TOKEN_FILE
-        self._started: Future[Any] = Future()
-        self._over = threading.Event()
-        threading.Thread(target=self._start, name="ray", daemon=True).start()
-
-    def _start(self) -> None:
+        self._address = f"{LOOPBACK}:{raynode.free_port()}"
+        # Ray's own folder names the machine's current cluster, which may be the user's.
+        self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir=short_folder()))
+        store = raynode.size_store(config.cluster.object_store_mb)
+        if store.warning:
+            print(f"warning: {store.warning}", flush=True)
+        arguments = raynode.arguments_for(
+            address=LOOPBACK,
+            labels={"stoker.group": "local"},
+            cpus=config.cluster.cpus or os.cpu_count() or 1,
+            gpus=None,
+            store=store,
+        )
+        arguments += ["--head", f"--port={self._address.partition(':')[2]}", f"--temp-dir={self._folder}"]
+        arguments += [f"--include-dashboard={str(self._dashboard).lower()}", f"--dashboard-host={LOOPBACK}"]
+        forks = ForkServer() if POSSIBLE else None
+        self._node = RayNode(arguments, self._folder / "ray.log", forks)
         try:
+            if forks is not None:
+                start_forks(forks)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Laptop: stop it at once, even while it is starting."""
+        self._node.stop(grace_s=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> None:
+        try:
+            self._node.wait_started()
             import ray
 
             context = ray.init(
-                address="local",
-                num_cpus=self._config.cpus or os.cpu_count(),
-                include_dashboard=self._config.dashboard,
-                dashboard_host="127.0.0.1",
+                address=self._address,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                object_store_memory=(self._config.object_store_mb or 0) * 2**20 or None,
-                labels={"stoker.group": "local"},
             )
-            self._started.set_result(context)
-        except BaseException as error:
-            self._started.set_exception(error)
-        self._over.wait()  # the kernel ends Ray's daemons when the thread that started them ends
-
-    def abandon(self, code: int) -> NoReturn:
-        """Laptop: exit at once, even while Ray is starting; there is no work to save yet."""
-        import psutil
-
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for child in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.terminate() if "forks" in "".join(child.cmdline()) else child.kill()
-        for session in Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())).glob(
-            f"ray/session_*_{os.getpid()}"
-        ):
-            shutil.rmtree(session, ignore_errors=True)
-        os._exit(code)
-
-    def __enter__(self) -> None:
-        context = self._started.result()
-        if self._config.dashboard:
-            write_token(self._token_file, self._token)
+        except BaseException:
+            self.stop()
+            raise
+        if self._dashboard:
+            write_token(self._token_file, os.environ["RAY_AUTH_TOKEN"])
             print(
                 f"dashboard: http://{context.dashboard_url}  log in with the run's token:"
                 f" cat {self._token_file}",
@@ -112,10 +96,10 @@ class LocalCluster:
     def __exit__(self, *_: object) -> None:
         import ray
 
-        if self._config.dashboard:
+        if self._dashboard:
             self._token_file.unlink(missing_ok=True)
         ray.shutdown()
-        self._over.set()
+        self.stop()
 
 
 @contextmanager
@@ -132,7 +116,13 @@ def connected() -> Iterator[None]:
 
 
 LONGEST_TEMP_DIR = 36
-"""Maximum length of $TMPDIR: a socket path has at most 107 characters, and Ray adds about 70."""
+"""Maximum length of Ray's folder: a socket path has at most 107 characters, and Ray adds about 70."""
+
+
+def short_folder() -> str:
+    """Laptop: a folder for temporary files in which a folder can be Ray's."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= LONGEST_TEMP_DIR - len("/ray-12345678") else "/tmp"  # noqa: S108
 
 
 def set_environment(token: str) -> None:

@@ -14,8 +14,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from stoker.bootstrap.forks import POSSIBLE, SOCKET_VARIABLE, ForkServer
+from stoker.bootstrap.forks import SOCKET_VARIABLE, ForkServer
+
+if TYPE_CHECKING:
+    import psutil
 
 HOST_CPUS_VARIABLE = "STOKER_HOST_CPUS"
 """This host's number of CPUs if it is smaller than the machine reports (in a rehearsal)."""
@@ -28,8 +32,6 @@ UNUSED = ("ray.serve.scripts", "ray.util.state.state_cli", "ray.dashboard.module
 """Optional subcommands of Ray's command line: importing them takes 1.5 s of CPU, the rest 0.7 s."""
 RAY = f"import sys; sys.modules.update(dict.fromkeys({UNUSED})); from ray.scripts.scripts import main; main()"
 """Code of the command line `ray`."""
-
-Preload = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 class ClusterError(RuntimeError):
@@ -126,17 +128,19 @@ class RayNode:
     Args:
         arguments: arguments of `ray start`.
         log: file for its output.
-        preload: modules imported once for all Ray workers on this host: (first, later).
+        forks: where Ray's workers on this host are forked; it is stopped with the node.
     """
 
-    def __init__(self, arguments: list[str], log: Path, preload: Preload | None = None) -> None:
+    def __init__(self, arguments: list[str], log: Path, forks: ForkServer | None = None) -> None:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._forks = ForkServer(*preload) if preload and POSSIBLE else None
+        self._forks = forks
         code, environment = RAY, dict(os.environ)
         if self._forks is not None:
             code = f"from stoker.bootstrap.forks import use_forks; use_forks(); {RAY}"
             environment[SOCKET_VARIABLE] = self._forks.socket
+            # Otherwise the first driver waits until as many workers as CPUs run; a fork starts in 0.05 s.
+            environment["RAY_prestart_worker_first_driver"] = "0"
         command = [sys.executable, "-c", code, "start"]
         with log.open("wb") as output:
             # Do not inherit pipes or the terminal: a daemon that holds the container's output keeps the
@@ -178,8 +182,8 @@ class RayNode:
     def pid(self) -> int:
         return self._process.pid
 
-    def stop(self) -> None:
-        """Every host: stop the daemons and their tasks; kill what is left after 3 s."""
+    def stop(self, grace_s: float = STOP_TIMEOUT_S) -> None:
+        """Every host: stop the daemons and their tasks; kill what is left after some seconds."""
         import psutil
 
         tree: list[psutil.Process] = []
@@ -187,15 +191,14 @@ class RayNode:
             with contextlib.suppress(psutil.NoSuchProcess):
                 root = psutil.Process(pid)
                 tree += [root, *root.children(recursive=True)]
-        if self.alive:
+        if self.alive and grace_s:
             self._process.terminate()
         if self._forks is not None:
             self._forks.stop()
-        _, left = psutil.wait_procs(tree, timeout=STOP_TIMEOUT_S)
-        for process in left:
+        for process in still_running(tree, grace_s):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(left, timeout=STOP_TIMEOUT_S)
+        still_running(tree, STOP_TIMEOUT_S)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=STOP_TIMEOUT_S)
 
@@ -206,6 +209,23 @@ class RayNode:
         lines = [line.strip() for line in self._output().splitlines() if line.strip()]
         telling = [line for line in lines if "Error" in line or "error" in line]
         return (telling or lines or [f"exit code {self._process.returncode}"])[-1][:500]
+
+
+def runs(process: int) -> bool:
+    """Anywhere: whether a process is still running; orphans stay zombies until somebody reaps them."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Every host: wait for processes to end; returns those that have not."""
+    deadline = time.monotonic() + timeout_s
+    while (left := [each for each in processes if runs(each.pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
 
 
 def arguments_for(

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from stoker.bootstrap import cluster, forks, raynode, requirements
+from stoker.bootstrap.forks.libraries import libraries_of
 from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
 from stoker.bootstrap.logs import say, say_at_once
 from stoker.bootstrap.raynode import ClusterError, RayNode
@@ -22,6 +23,8 @@ from stoker.bootstrap.topology import Topology, label
 from stoker.config import Resolved
 from stoker.errors import DataError, UsageError
 from stoker.place import BACKEND_VARIABLE, Outcome, Place
+from stoker.recipe import SOURCE_FOLDER
+from stoker.schema import Config
 
 STOP_TIMEOUT_S = 100.0
 """From SIGTERM to the forced end; SageMaker sends SIGKILL after 120 s."""
@@ -98,7 +101,7 @@ def run_head(
         raynode.probe_port(address, config.cluster.port, "cluster.port")
         head = ["--head", f"--port={config.cluster.port}", "--include-dashboard=false"]
         own = _shared_arguments(resolved, topology, address)
-        node = RayNode([*head, *own], cluster.RAY_LOG, (forks.TRAINING, forks.LATER))
+        node = RayNode([*head, *own], cluster.RAY_LOG, forks.started(preloaded(config, trains=True)))
         import ray
 
         node.wait_started(stop.check)
@@ -168,8 +171,8 @@ def run_worker(resolved: Resolved, topology: Topology, code: Path, stop: Stop, s
             own = raynode.address_of(topology.interface)
             join = [f"--address={address}:{config.cluster.port}"]
             trains = topology.group == topology.gpu_group
-            preload = (forks.TRAINING, forks.LATER) if trains else (forks.CHAIN, ())
-            node = RayNode([*join, *_shared_arguments(resolved, topology, own)], cluster.RAY_LOG, preload)
+            server = forks.started(preloaded(config, trains))
+            node = RayNode([*join, *_shared_arguments(resolved, topology, own)], cluster.RAY_LOG, server)
             try:
                 node.wait_started(_head_lives(lifeline, stop))
                 joined += 1
@@ -236,6 +239,12 @@ def container_place(base: Path, topology: Topology, formed_s: float) -> Place:
         train_group=label(topology.gpu_group),
         expected_hosts=topology.hosts,
     )
+
+
+def preloaded(config: Config, trains: bool) -> forks.Imports:
+    """Every host: what this host's fork server imports, the libraries of the recipe included."""
+    imports = forks.FOR_TRAINING if trains else forks.FOR_CHAINS
+    return imports.also(*libraries_of(config.recipe, SOURCE_FOLDER).all())
 
 
 def package_versions(code: Path) -> dict[str, str]:

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import secrets
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ from stoker.bootstrap import requirements
 from stoker.bootstrap.logs import prefix_output, say
 
 if TYPE_CHECKING:
+    from stoker.bootstrap.cluster import LocalCluster
     from stoker.config import Resolved
     from stoker.place import Outcome
 
@@ -45,12 +47,8 @@ def run(arguments: list[str]) -> int:
 
 def run_locally(arguments: list[str]) -> int:
     """Laptop, or a job's process on a Ray cluster: configuration → Ray → driver → exit code."""
-    from stoker.bootstrap import cluster
-
-    on_cluster = os.environ.get("STOKER_BACKEND") == "ray"
     try:
-        with contextlib.nullcontext() if on_cluster else cluster.prepared():
-            return _run_locally(arguments, on_cluster)
+        return _run_locally(arguments, on_cluster=os.environ.get("STOKER_BACKEND") == "ray")
     except KeyboardInterrupt:
         return 130
 
@@ -58,33 +56,41 @@ def run_locally(arguments: list[str]) -> int:
 def _run_locally(arguments: list[str], on_cluster: bool) -> int:
     from stoker.bootstrap import cluster
     from stoker.errors import DataError, UsageError
+    from stoker.place import local_place
 
     try:
         resolved = read_configuration(arguments, {})
     except UsageError as error:
         return _refused(error)
-    from stoker import driver
-    from stoker.place import local_place
-
-    starting = cluster.connected() if on_cluster else cluster.LocalCluster(resolved.config)
-    opened, code = None, 0
+    starting = None if on_cluster else _start_cluster(resolved)
     try:
+        from stoker import driver
+
         driver.check(resolved)
         opened = None if on_cluster else driver.open_early(resolved)
-    except (UsageError, DataError) as error:
-        code = _refused(error)
-    except KeyboardInterrupt:
-        code = 130
-    if code:
-        if isinstance(starting, cluster.LocalCluster):
-            starting.abandon(code)
-        return code
-    with starting:
+    except BaseException as error:
+        if starting is not None:
+            starting.stop()
+        if isinstance(error, UsageError | DataError):
+            return _refused(error)
+        raise
+    with starting or cluster.connected():
         # After ray.init, which installs its own handlers.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _stop_locally)
         place = replace(local_place(), formed_s=time.monotonic() - STARTED)
         return driver.run(resolved, place, opened).code
+
+
+def _start_cluster(resolved: Resolved) -> LocalCluster:
+    """Laptop: start Ray; meanwhile import what driver and workers share, and fork the workers' server."""
+    from stoker.bootstrap import cluster, forks
+    from stoker.bootstrap.forks.libraries import libraries_of
+
+    cluster.set_environment(secrets.token_hex(32))
+    libraries = libraries_of(resolved.config.recipe, CODE)
+    imports = forks.FOR_TRAINING.also(*libraries.in_functions)
+    return cluster.LocalCluster(resolved.config, lambda server: server.fork(imports, libraries.at_once))
 
 
 def _refused(error: Exception) -> int:

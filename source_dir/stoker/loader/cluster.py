@@ -15,12 +15,15 @@ import secrets
 import socket
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from stoker.bootstrap.raynode import runs
 from stoker.data.engine import ray_internals
 from stoker.errors import UsageError
 from stoker.session import JOB_VARIABLE
@@ -93,23 +96,31 @@ def _join(address: str) -> None:
         raise UsageError(f"stoker.DataLoader: no Ray cluster answers at {address}: {error}") from None
 
 
-def _start() -> Any:
-    """Start a cluster on this machine."""
+def _start() -> None:
+    """Start a cluster on this machine; it ends with this process."""
     from stoker.bootstrap import forks
     from stoker.bootstrap.cluster import LocalCluster, set_environment
     from stoker.schema import Config
 
     set_environment(secrets.token_hex(32))
     ray_internals.read_environment_again()
+    also = [name for name in WITH_THE_SCRIPT if name in sys.modules]
+    imports = forks.FOR_CHAINS.also(*IMPORTED, *also)
+    made: Future[LocalCluster] = Future()
+
+    def hold() -> None:
+        """Ray's daemons end with the thread that started them, and this one may be a short one."""
+        try:
+            made.set_result(LocalCluster(Config(), lambda server: server.start(imports)))
+        except BaseException as error:
+            made.set_exception(error)
+        threading.Event().wait()
+
+    threading.Thread(target=hold, name="ray", daemon=True).start()
     stack, own = contextlib.ExitStack(), os.getpid()
+    stack.enter_context(made.result())
     # A fork of this process must not stop the cluster.
     atexit.register(lambda: stack.close() if os.getpid() == own else None)
-    if forks.POSSIBLE:
-        also = [name for name in WITH_THE_SCRIPT if name in sys.modules]
-        server = forks.ForkServer((*forks.CHAIN, *IMPORTED, *also))
-        stack.callback(server.stop)
-        os.environ[forks.SOCKET_VARIABLE] = server.socket
-    stack.enter_context(LocalCluster(Config()))
 
 
 def _with_other_ranks() -> None:
@@ -168,7 +179,7 @@ def _leave(file: Path, own: int) -> None:
     deadline = time.monotonic() + RANKS_WAIT_S
     others = _others(file)
     while not hasattr(sys, "last_value") and time.monotonic() < deadline:
-        if not any(map(_runs, others)):
+        if not any(map(runs, others)):
             break
         time.sleep(0.05)
     for each in others.values():
@@ -179,9 +190,3 @@ def _others(file: Path) -> dict[int, Path]:
     """Marker files of the ranks that joined, by process id."""
     found = (each for each in file.parent.iterdir() if each.stem == file.stem)
     return {int(each.suffix[1:]): each for each in found if each.suffix[1:].isdigit()}
-
-
-def _runs(process: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
-    return False

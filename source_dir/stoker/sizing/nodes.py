@@ -56,7 +56,7 @@ class Nodes:
         else:
             arguments.append(f"--address={HEAD}:{self.port}")
         arguments.append(f"--dashboard-agent-listen-port={raynode.free_port()}")
-        node = RayNode(arguments, self.scratch / f"{number}.log", (forks.CHAIN, ()))
+        node = RayNode(arguments, self.scratch / f"{number}.log", forks.started(forks.FOR_CHAINS))
         self.started.append(node)
         # Two nodes of one machine that start at the same time would wait for each other forever.
         node.wait_started()

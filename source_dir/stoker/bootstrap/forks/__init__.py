@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 SOCKET_VARIABLE = "STOKER_FORKS"
@@ -36,42 +38,106 @@ TRAINS_VARIABLE = "STOKER_TRAINS"
 """Set for train workers, which are forked from the process that has also imported `LATER`."""
 
 
-class ForkServer:
-    """Every host: the process from which Ray's workers on this host are forked. Start it before Ray.
+@dataclass(frozen=True)
+class Imports:
+    """Every host: what a fork server imports."""
 
-    Args:
-        modules: modules to import before forking; missing ones are skipped.
-        later: modules that only train workers need; a second process imports them in parallel.
+    first: tuple[str, ...]
+    """Modules that all forks need; missing ones are skipped."""
+    later: tuple[str, ...] = ()
+    """Modules that only train workers need; a second process imports them in parallel."""
+
+    def also(self, *modules: str) -> Imports:
+        """Every host: these imports and more for all forks."""
+        return Imports((*self.first, *modules), self.later)
+
+
+FOR_CHAINS = Imports(CHAIN)
+FOR_TRAINING = Imports(TRAINING, LATER)
+
+
+def started(imports: Imports) -> ForkServer | None:
+    """Every host: a started fork server; None on systems without."""
+    if not POSSIBLE:
+        return None
+    server = ForkServer()
+    server.start(imports)
+    return server
+
+
+class ForkServer:
+    """Every host: the process from which Ray's workers on this host are forked.
+
+    Ray's daemons get its socket in their environment and may start before it.
     """
 
-    def __init__(self, modules: Iterable[str], later: Iterable[str] = ()) -> None:
+    def __init__(self) -> None:
         self.socket = str(Path(tempfile.mkdtemp(prefix="stoker-forks-")) / "socket")
         """Value of `SOCKET_VARIABLE` in the environment of Ray's daemons."""
-        # Ray reads these once, when its library is loaded. A worker without a job id can serve any job. The
-        # raylet's end is also detected through the connection to it.
-        own = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getpid())}
-        # Ray's value for a worker with one CPU; numerical libraries read it only once, too.
-        given = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        # An import that asks PyTorch for a GPU must not initialize CUDA, which would then fail in the forks.
-        given["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        self.pid = 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, imports: Imports) -> None:
+        """Every host: start it as a new process."""
+        modules = (*imports.first, "-", *imports.later)
         self._process = subprocess.Popen(
-            [sys.executable, str(HERE / "server.py"), self.socket, str(os.getpid()), *modules, "-", *later],
+            [sys.executable, str(HERE / "server.py"), self.socket, str(os.getpid()), *modules],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env={**os.environ, **own, **given, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**os.environ, **_environment(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
+        self.pid = self._process.pid
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def fork(self, imports: Imports, ahead: Iterable[str]) -> None:
+        """Laptop: import some modules here, then fork it from this process, so that they are imported once.
+
+        Args:
+            imports: modules that it imports itself.
+            ahead: modules that this process needs, too; no module of Ray, see `_environment`.
+        """
+        from stoker.bootstrap.forks import server
+
+        before = dict(os.environ)
+        os.environ.update(_environment())
+        for name in ahead:
+            server.load(name)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        if "ray" in sys.modules or len([*Path("/proc/self/task").iterdir()]) > 1:
+            self.start(imports)  # only a process with one thread can be forked safely
+        elif (pid := os.fork()) == 0:
+            server.begin(self.socket, parent, [*imports.first], [*imports.later])
+        else:
+            self.pid = pid
+        os.environ.clear()
+        os.environ.update(before)
 
     def stop(self) -> None:
         """Every host: kill the process. Call it after Ray has stopped."""
-        self._process.kill()
-        self._process.wait()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        elif self.pid:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
         shutil.rmtree(Path(self.socket).parent, ignore_errors=True)
+
+
+def _environment() -> dict[str, str]:
+    return {
+        # Ray reads these once, when its library is loaded. A worker without a job id can serve any job. The
+        # raylet's end is also detected through the connection to it.
+        "RAY_JOB_ID": "ffffffff",
+        "RAY_RAYLET_PID": str(os.getpid()),
+        # Ray's value for a worker with one CPU; numerical libraries read it only once, too.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # An import that asks PyTorch for a GPU must not initialize CUDA, which would then fail in the forks.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
 
 
 def use_forks() -> None:

@@ -53,6 +53,22 @@ def main(path: str, parent: int, modules: list[str], later: list[str]) -> None:
     serve_all(path)
 
 
+def begin(path: str, parent: int, modules: list[str], later: list[str]) -> NoReturn:
+    """A fork of the process that needs the workers: become its fork server; see `main`."""
+    try:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1, 2):
+            os.dup2(null, number)
+        os.closerange(3, 1 << 16)
+        sys.path.insert(0, "")
+        main(path, parent, modules, later)
+    finally:
+        # Otherwise workers would wait for a socket that never appears.
+        shutil.rmtree(Path(path).parent, ignore_errors=True)
+        os._exit(1)
+
+
 def prepare(modules: list[str]) -> None:
     """Every host: import modules for the forks and check that forks are safe."""
     for name in modules:
