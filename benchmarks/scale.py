@@ -68,7 +68,7 @@ def listed(attempt: Attempt) -> float:
     planner = attempt.planner
     assert planner is not None
     while not (planner.lines and planner.lines[0].listed()):
-        planner.look(time.monotonic())
+        planner.issue()
         time.sleep(0.01)
     return time.perf_counter() - began
 

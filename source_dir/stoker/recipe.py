@@ -132,9 +132,9 @@ class Recipe(BaseModel):
 
         The default is top-1 accuracy as `acc1`, for recipes that return both.
         """
-        from torchmetrics.classification import MulticlassAccuracy
+        from stoker.training.accuracy import Accuracy
 
-        return {"acc1": MulticlassAccuracy(num_classes=None, average="micro")}
+        return {"acc1": Accuracy()}
 
     def optimizer(self, model: nn.Module) -> Any:
         """Train worker: a custom optimiser, or None to use `train.optimizer`."""

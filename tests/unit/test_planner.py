@@ -213,7 +213,7 @@ def test_a_pass_that_is_waited_for_gets_every_host_however_much_of_later_ones_is
     later.splitter.add(300, 0)
     head.attempt.streams["train", 1] = later
     assert not head.planner.hungry, "nothing is to be done yet"
-    head.planner.look(time.monotonic())
+    head.planner.issue()
     assert head.planner.hungry
     later.held_bytes = 10_000
     assert head.planner.hungry, "room for blocks or not"

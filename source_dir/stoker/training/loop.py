@@ -13,7 +13,7 @@ from stoker.checkpoints.train_state import Progress, rng_state, set_rng_state
 from stoker.data.feed.feed import EpochFeed, PrefetchLimit
 from stoker.data.transport.client import open_transport
 from stoker.errors import where_raised
-from stoker.recipe import SOURCE_FOLDER, load_recipe
+from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe
 from stoker.schema import Config
 from stoker.storage.checkpoint_store import open_store
 from stoker.training import strategies
@@ -206,7 +206,7 @@ def train_epoch(
             step.accumulate(batch)
         step.update()
 
-        if nth == 0:
+        if nth == 0 and type(worker.recipe).metrics is not Recipe.metrics:
             # Validation needs it, and importing it takes seconds; before the first step it would delay that.
             import_ahead("torchmetrics.classification")
         progress.loss_sum += step.loss * step.rows
@@ -257,8 +257,9 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
     strategies.share_buffers(model)
     model = strategies.plain(model).eval()
     sharded, spare = strategies.is_sharded(model), None
-    # Wait for the thread of `train_epoch`: importing another part of it meanwhile raises a KeyError.
-    import_quietly("torchmetrics.classification")
+    if type(worker.recipe).metrics is not Recipe.metrics:
+        # Wait for the thread of `train_epoch`: importing another part of it meanwhile raises a KeyError.
+        import_quietly("torchmetrics.classification")
     metrics = {name: metric.to(worker.device) for name, metric in worker.recipe.metrics().items()}
     sums = torch.zeros(2, dtype=torch.float64)
     fed, draws, micro_batches = False, rng_state(worker.device), MicroBatches(worker)

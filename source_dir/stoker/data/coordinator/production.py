@@ -67,13 +67,14 @@ class Production:
     def tickets(self) -> list[int]:
         """Ticket source's call: the tickets to issue now; waits up to one second."""
         deadline = time.monotonic() + TICKETS_WAIT_S
-        with self.changed:
+        with self.changed, self._ends_the_attempt():
             while True:
                 planner = self._planner()
                 issued = planner.issue() if planner else []
                 if issued or time.monotonic() > deadline:
                     return issued
                 self.changed.wait(0.1)
+        return []
 
     def claim(self, ticket: int, node: str, process: str) -> Claim | None:
         """Chain worker's call: the work behind a ticket; None: there is none left."""

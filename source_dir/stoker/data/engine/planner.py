@@ -83,20 +83,17 @@ class Planner:
             self._lister.close()
 
     def look(self, now: float) -> list[str]:
-        """Called periodically: start passes, end complete ones, take back late work.
+        """Called periodically: take back late work.
 
         Returns:
             Chain workers whose processes hang and must be ended.
 
         Raises:
-            Exception: a pass cannot be listed.
             DataError: late work has failed on every host.
         """
         self.pool.avoided = self.recovery.patience.avoided(now)
         if self.affinity is not None:
             self.affinity.hosts_are(self.pool.hosts)
-        if self._lister:
-            self._lister.open(self.lines)
         hung = []
         for ticket, item in list(self.active.items()):
             lost = item.node not in self.pool.hosts
@@ -108,14 +105,21 @@ class Planner:
             self._take_back(ticket, 0.0)
         for item in self.again:
             self.recovery.is_late(item, now, in_work=False)
-        for line in [line for line in self.lines if line.ended()]:
-            self.lines.remove(line)
-            self.attempt.produced(line.stream)
         return hung
 
     def issue(self) -> list[int]:
-        """Tickets to issue now."""
+        """Tickets to issue now; ends passes that are complete and starts the next ones.
+
+        Raises:
+            Exception: a pass cannot be listed.
+            DataError: a complete pass has no records or too many bad ones.
+        """
         now = time.monotonic()
+        for line in [line for line in self.lines if line.ended()]:
+            self.lines.remove(line)
+            self.attempt.produced(line.stream)
+        if self._lister:
+            self._lister.open(self.lines)
         self._issued = {n: at for n, at in self._issued.items() if now - at < LOST_TICKET_S}
         room = OPEN_PER_SLOT * self.pool.slots - len(self.active)
         wanted = min(room, self._claimable(room, now)) - len(self._issued)

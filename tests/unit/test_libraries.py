@@ -1,0 +1,45 @@
+"""Which libraries a recipe imports, found in its files without importing them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stoker.bootstrap.forks.libraries import libraries_of
+
+RECIPE = """
+from typing import TYPE_CHECKING
+import ray
+import torch.nn.functional as F
+from torchvision.transforms import v2
+from helping import crop
+if TYPE_CHECKING:
+    import timm
+try:
+    import scipy.ndimage
+except ImportError:
+    scipy = None
+
+class Mine:
+    def model(self):
+        import timm
+    def __call__(self, record):
+        import cv2
+"""
+
+
+def test_imports_of_the_recipe_and_of_modules_beside_it_are_found(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "cats.py").write_text(RECIPE)
+    (tmp_path / "helping.py").write_text("import pandas\nimport mine.cats\nimport boto3\n")
+    found = libraries_of("mine.cats:Mine", tmp_path)
+    names = ["torch.nn.functional", "torchvision.transforms", "torchvision.transforms.v2", "scipy.ndimage"]
+    assert list(found.at_once) == [*names, "pandas"], "no Ray, which must be imported after forking"
+    assert "cv2" in found.in_functions
+    assert not any("timm" in name for name in found.all()), "CPU hosts may never need a model's library"
+
+
+def test_a_script_and_a_file_that_cannot_be_parsed_have_none(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import torch\ndef (:\n")
+    assert libraries_of("", tmp_path).all() == ()
+    assert libraries_of("broken:Recipe", tmp_path).all() == ()
+    assert libraries_of("absent:Recipe", tmp_path).all() == ()
