@@ -21,7 +21,7 @@ import psutil
 from stoker.bootstrap import forks
 from stoker.bootstrap.raynode import RAY
 
-LIBRARIES = tuple(name for name in forks.CHAIN if not name.startswith("stoker"))
+LIBRARIES = (*(name for name in forks.CHAIN if not name.startswith("stoker")), "torch")
 """What workers find imported; Stoker itself comes with each job."""
 
 
