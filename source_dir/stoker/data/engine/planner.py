@@ -82,6 +82,19 @@ class Planner:
         if self._lister:
             self._lister.close()
 
+    def advance(self) -> None:
+        """End passes that are complete and start the next ones.
+
+        Raises:
+            Exception: a pass cannot be listed.
+            DataError: a complete pass has no records or too many bad ones.
+        """
+        for line in [line for line in self.lines if line.ended()]:
+            self.lines.remove(line)
+            self.attempt.produced(line.stream)
+        if self._lister:
+            self._lister.open(self.lines)
+
     def look(self, now: float) -> list[str]:
         """Called periodically: take back late work.
 
@@ -91,6 +104,7 @@ class Planner:
         Raises:
             DataError: late work has failed on every host.
         """
+        self.advance()  # Ray Data may hold back the ticket source
         self.pool.avoided = self.recovery.patience.avoided(now)
         if self.affinity is not None:
             self.affinity.hosts_are(self.pool.hosts)
@@ -108,18 +122,9 @@ class Planner:
         return hung
 
     def issue(self) -> list[int]:
-        """Tickets to issue now; ends passes that are complete and starts the next ones.
-
-        Raises:
-            Exception: a pass cannot be listed.
-            DataError: a complete pass has no records or too many bad ones.
-        """
+        """Tickets to issue now."""
+        self.advance()
         now = time.monotonic()
-        for line in [line for line in self.lines if line.ended()]:
-            self.lines.remove(line)
-            self.attempt.produced(line.stream)
-        if self._lister:
-            self._lister.open(self.lines)
         self._issued = {n: at for n, at in self._issued.items() if now - at < LOST_TICKET_S}
         room = OPEN_PER_SLOT * self.pool.slots - len(self.active)
         wanted = min(room, self._claimable(room, now)) - len(self._issued)
