@@ -10,6 +10,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import pyarrow as pa
+from pyarrow import parquet
+
 from benchmarks import end_to_end
 from benchmarks.harness import Measure
 from benchmarks.jobs import environment
@@ -21,12 +24,15 @@ ROOT = Path(__file__).resolve().parent.parent
 IMAGES, ROUNDS = 1_280, 3
 PEER = "DataLoader, our decode chain"
 GOAL, REFUSED_S, HOSTS_S, FORMED_S, REQUIREMENTS_S = 2.5, 2.0, 45.0, 5.0, 1.0
+LATE = "start:algo-3@/missing: cpu: algo-3; joined/"
+"""The last host starts when all others are there."""
 DIGITS = str(ROOT / "source_dir/configs/digits.yaml")
 WRONG = {
     "path": [DIGITS, "params.data=/nowhere/at/all"],
     "key": [DIGITS, "train.epoch=3"],
     "parameter": [DIGITS, "params.imagesize=3"],
     "recipe": [DIGITS, "recipe=rowz:Counting"],
+    "column": [DIGITS, "recipe=ImageClassification", "params.data=columns", "data.prepare="],
     "address": [DIGITS, "--on", "ray", "--address", "http://127.0.0.1:9"],
 }
 """Mistake → arguments of `submit.py`."""
@@ -77,14 +83,15 @@ def demo(folder: Path) -> list[Measure]:
 
 
 def hosts(folder: Path) -> list[Measure]:
-    """One epoch of the example on three rehearsed hosts."""
+    """One epoch of the example on three rehearsed hosts, once all at the same time, once with a late one."""
+    job = (DIGITS, "--on", "rehearsal", "rehearsal.hosts=gpu=1,cpu=2", "train.epochs=1")
     began = time.time()
-    submit(folder, DIGITS, "--on", "rehearsal", "rehearsal.hosts=gpu=1,cpu=2", "train.epochs=1")
+    submit(folder, *job)
     seconds = time.time() - began
     run_dir = folder / "runs" / "latest"
-    summary = json.loads((run_dir / "summary.json").read_text())
+    parts = json.loads((run_dir / "summary.json").read_text())["startup"]
+    submit(folder, *job, "rehearsal.join_delay={algo-3: never}", f"rehearsal.faults=['{LATE}']")
     formed = json.loads((run_dir / "rehearsal.json").read_text())["formed_after_last_host_s"]
-    parts = summary["startup"]
     code = "from pathlib import Path; from stoker.bootstrap.requirements import ensure; ensure(Path())"
     began = time.time()
     folder_of_code = ROOT / "source_dir"
@@ -92,8 +99,8 @@ def hosts(folder: Path) -> list[Measure]:
     checked = time.time() - began
     return [
         bounded("three rehearsed hosts: command → end", seconds, HOSTS_S),
-        bounded("  last host started → formed", formed, FORMED_S),
         bounded("  formed → first step", parts["first step"] - parts["cluster formed"], FORMED_S),
+        bounded("a late host started → formed", formed, FORMED_S),
         bounded("satisfied requirements are checked in", checked, REQUIREMENTS_S),
     ]
 
@@ -101,6 +108,10 @@ def hosts(folder: Path) -> list[Measure]:
 def refusals(folder: Path) -> list[Measure]:
     """Seconds until an invalid job is refused."""
     rows = []
+    for split in ("train", "val"):
+        (folder / "columns" / split).mkdir(parents=True)
+        table = pa.table({"picture": [b"", b""], "class": [0, 1]})
+        parquet.write_table(table, folder / "columns" / split / "rows.parquet")
     for name, arguments in WRONG.items():
         began = time.time()
         if submit(folder, *arguments, may_fail=True) == 0:

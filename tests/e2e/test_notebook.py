@@ -1,4 +1,4 @@
-"""The quick-start notebook runs from its first cell to its last."""
+"""The notebooks run from their first cell to their last."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from commands import Demo
 from nbclient import NotebookClient
 
-NOTEBOOK = Path(__file__).resolve().parents[2] / "docs/notebooks/quickstart.ipynb"
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "docs/notebooks"
 
 
 @pytest.fixture
@@ -30,17 +30,18 @@ Shown = dict[str, list[Any]]
 """Outputs by cell."""
 
 
-def execute(**replaced: str) -> Shown:
-    """Run the notebook.
+def execute(name: str = "quickstart", **replaced: str) -> Shown:
+    """Run a notebook.
 
     Args:
+        name: of its file.
         replaced: what stands in place of a call in its cells, by the name that it is assigned to.
     """
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     for cell in notebook.cells:
-        for name, value in replaced.items():
-            cell.source = re.sub(rf"^{name} = .*", f"{name} = {value}", cell.source, flags=re.M)
-    client = NotebookClient(notebook, timeout=560, resources={"metadata": {"path": str(NOTEBOOK.parent)}})
+        for given, value in replaced.items():
+            cell.source = re.sub(rf"^{given} = .*", f"{given} = {value}", cell.source, flags=re.M)
+    client = NotebookClient(notebook, timeout=560, resources={"metadata": {"path": str(NOTEBOOKS)}})
     client.execute()
     return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
 
@@ -68,3 +69,12 @@ def test_its_cells_show_a_finished_run(demo: Demo) -> None:
 def test_the_notebook_runs(tmp_path: Path) -> None:
     assert "0.001" in check(execute())
     assert len(list((tmp_path / "runs").glob("digits-*"))) == 2
+
+
+def test_a_loop_of_ones_own_has_the_batches_of_torch_and_goes_on_within_a_pass() -> None:
+    shown = execute("dataloader")
+    values = [out["data"]["text/plain"] for cell in ("equal", "resume") for out in shown[cell] if "data" in out]
+    assert values == ["True", "True"]
+    printed = "".join(out["text"] for out in shown["train"] if out.get("name") == "stdout")
+    losses = [float(line.split()[-1]) for line in printed.splitlines()]
+    assert len(losses) == 8 and losses[-1] < 0.5 * losses[0]

@@ -74,9 +74,9 @@ class LocalCluster:
 
     def __enter__(self) -> None:
         try:
-            self._node.wait_started()
             import ray
 
+            self._node.wait_started()
             context = ray.init(
                 address=self._address,
                 log_to_driver=False,

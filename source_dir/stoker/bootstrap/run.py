@@ -47,8 +47,12 @@ def run(arguments: list[str]) -> int:
 
 def run_locally(arguments: list[str]) -> int:
     """Laptop, or a job's process on a Ray cluster: configuration → Ray → driver → exit code."""
+    from stoker.bootstrap.raynode import ClusterError
+
     try:
         return _run_locally(arguments, on_cluster=os.environ.get("STOKER_BACKEND") == "ray")
+    except ClusterError as error:
+        return _refused(error)
     except KeyboardInterrupt:
         return 130
 

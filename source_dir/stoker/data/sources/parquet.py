@@ -83,15 +83,8 @@ class ParquetSource(StreamedSource):
             # Shared storage is verified once, here; each host may have its own copy of local files.
             with ThreadPoolExecutor(16) as pool:
                 list(pool.map(self._verify, self.paths))
-        self._ensure_footers()
-        schema = self._whole_schema(self.paths[0], self.footers[0].schema)
-        named = dict.fromkeys([*(self.columns or []), *self._filter_columns(), *self.nulls])
-        missing = [c for c in named if c not in schema]
-        if missing:
-            raise UsageError(
-                f"{self.paths[0]}: has no column {', '.join(missing)}; it has {', '.join(schema)}"
-            )
-        wanted = [*named] if self.columns else [*schema]
+        schema, named = self._named_columns()
+        wanted = named if self.columns else [*schema]
         for path, footer in zip(self.paths, self.footers, strict=True):
             other = self._whole_schema(path, footer.schema)
             absent = [c for c in wanted if c not in other]
@@ -107,6 +100,18 @@ class ParquetSource(StreamedSource):
         if self.count() == 0:
             why = f" that matches {self.filters}" if self.filters else ""
             raise UsageError(f"{self.paths[0]}: the Parquet files hold no row{why}")
+
+    def _named_columns(self) -> tuple[dict[str, Any], list[str]]:
+        """Column → type in the first file; the columns that are asked for, which it has."""
+        self._ensure_footers()
+        schema = self._whole_schema(self.paths[0], self.footers[0].schema)
+        named = dict.fromkeys([*(self.columns or []), *self._filter_columns(), *self.nulls])
+        missing = [c for c in named if c not in schema]
+        if missing:
+            raise UsageError(
+                f"{self.paths[0]}: has no column {', '.join(missing)}; it has {', '.join(schema)}"
+            )
+        return schema, [*named]
 
     def count_nulls(self, path: str, column: str, groups: list[Group]) -> int:
         """Head: number of NULLs of a column in rows that match the filters, found by reading it."""
@@ -287,10 +292,14 @@ class ParquetSource(StreamedSource):
             yield record
 
     def label_values(self, column: str) -> set[Any]:
-        """Head: the distinct values of a column."""
+        """Head: the distinct values of a column.
+
+        Raises:
+            UsageError: a column that is asked for is missing.
+        """
         from pyarrow import compute
 
-        self._ensure_footers()
+        self._named_columns()
         found: set[Any] = set()
         for path, footer in zip(self.paths, self.footers, strict=True):
             if column in self.constants.get(path, {}):
