@@ -73,8 +73,8 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
 
 def test_a_loop_of_ones_own_has_the_batches_of_torch_and_goes_on_within_a_pass() -> None:
     shown = execute("dataloader")
-    values = [out["data"]["text/plain"] for cell in ("equal", "resume") for out in shown[cell] if "data" in out]
-    assert values == ["True", "True"]
+    compared = [out["data"] for cell in ("equal", "resume") for out in shown[cell] if "data" in out]
+    assert [values["text/plain"] for values in compared] == ["True", "True"]
     printed = "".join(out["text"] for out in shown["train"] if out.get("name") == "stdout")
     losses = [float(line.split()[-1]) for line in printed.splitlines()]
     assert len(losses) == 8 and losses[-1] < 0.5 * losses[0]

@@ -113,3 +113,14 @@ def test_every_kind_of_event_is_documented() -> None:
     own_files = {"record_ids", "output"}
     assert {"attempt", "step", "epoch", "checkpoint", "quarantined"} <= kinds
     assert not {kind for kind in kinds - own_files if f"`{kind}`" not in page}
+
+
+def test_the_gallery_shows_each_of_its_jobs_with_its_report() -> None:
+    page = (ROOT / "docs/gallery.md").read_text()
+    made = (ROOT / "scripts/gallery.py").read_text()
+    jobs = re.findall(r'^    "(\w+)": \[', made, re.MULTILINE)
+    assert len(jobs) == 8
+    for job in jobs:
+        assert f"(gallery/{job}.html)" in page
+        report = (ROOT / "docs/gallery" / f"{job}.html").read_text()
+        assert "Throughput" in report and "/tmp/" not in report and str(ROOT) not in report
