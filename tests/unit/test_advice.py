@@ -113,6 +113,12 @@ class TestInputBound:
         assert found.headline.endswith("preprocessing itself waits for the storage that it reads")
         assert "move the data closer" in found.details[0] and "uint8" not in "".join(found.details)
 
+    def test_a_wait_for_a_lost_hosts_work_is_not_taken_for_a_slow_network(self) -> None:
+        found = judged(waits={"wait_transfer": 300.0}, bottleneck="lost_hosts")
+        assert found.binds == "lost_hosts"
+        assert found.headline.endswith("waits for data; a lost host's work had to be done elsewhere")
+        assert not any("network" in text or "uint8" in text for text in found.details)
+
     def test_cutting_batches(self) -> None:
         found = judged(waits={"wait_collate": 30.0})
         assert found.binds == "gpu_host_cpu"

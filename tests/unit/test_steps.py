@@ -113,3 +113,18 @@ def test_cpu_use_counts_from_the_first_step_on() -> None:
         {"host": "g", "group": "gpu", "mean_pct": 20.0, "max_pct": 30},
         {"host": "c", "group": "cpu", "mean_pct": 50.0, "max_pct": 50},
     ]
+
+
+def test_lost_hosts_explain_a_wait_of_a_minute_each_and_no_more() -> None:
+    lost = {"event": "host_lost", "node": "c"}
+    summary = Summary(chain_tasks_by_host={"c": 9}, train_workers_by_host={"g": 1})
+    summary.speed.input_wait_pct = 80
+    times: dict[str, Any] = {f"{name}_s": 0.0 for name in TERMS} | {"fetch_s": 10, "fetch_cpu_s": 1}
+    for events, waited, expected in (
+        ([lost], 50, "lost_hosts"),
+        ([lost], 70, "network"),
+        ([lost, lost], 70, "lost_hosts"),
+        ([], 50, "network"),
+    ):
+        summary.events = events
+        assert bottleneck(summary, times | {"wait_transfer_s": waited}) == expected

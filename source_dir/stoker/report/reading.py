@@ -76,7 +76,8 @@ class RunData:
 
     @property
     def name(self) -> str:
-        return self.run_dir.name
+        # In a container, every run's directory is /opt/ml/output/data.
+        return self.summary.name if self.run_dir.name == "data" else self.run_dir.name
 
 
 def read_run(run_dir: Path) -> RunData:

@@ -35,6 +35,7 @@ SIDES: dict[Bottleneck, str] = {
     "cpu": "the CPUs that preprocess are the bottleneck",
     "network": "the network to the GPU hosts is the bottleneck",
     "gpu_host_cpu": "the GPU host's own CPU is the bottleneck",
+    "lost_hosts": "a lost host's work had to be done elsewhere",
 }
 _WAITS: dict[str, Bottleneck] = {
     "wait_production": "cpu",
@@ -111,7 +112,12 @@ def verdict(summary: Summary) -> Verdict:
         head = f"well fed: {who}; only {percent} of each step waits for data"
         return Verdict(head, "gpu", [*_fewer_hosts(summary, facts), *_cost(summary)])
     head = f"input-bound: {percent} of each step waits for data; {_who_binds(facts)}"
-    advice = {"cpu": _more_cpus, "network": _less_network, "gpu_host_cpu": _less_receiving}
+    advice = {
+        "cpu": _more_cpus,
+        "network": _less_network,
+        "gpu_host_cpu": _less_receiving,
+        "lost_hosts": _without_losses,
+    }
     details = advice[facts.binds](summary, facts)
     if facts.binds == "cpu" and details and "would bring" in details[0]:
         head += f"; {details[0]}"
@@ -242,6 +248,10 @@ def _less_receiving(summary: Summary, facts: _Facts) -> list[str]:
         "more CPU hosts would not help: assembling batches on the GPU host takes too long; larger blocks"
         " (data.block_records), smaller samples or a GPU host with more vCPUs would help"
     ]
+
+
+def _without_losses(summary: Summary, facts: _Facts) -> list[str]:
+    return ["that is over; what limits the run otherwise shows in a longer run, or in one that loses no host"]
 
 
 def _fewer_hosts(summary: Summary, facts: _Facts) -> list[str]:

@@ -16,6 +16,8 @@ SATURATED_PCT = 90.0
 """From this CPU use of a GPU host on, receiving is limited by its CPUs."""
 BUSY_FETCHING = 0.7
 """From this share of CPU time on, the fetching threads are not waiting for the network."""
+RECOVERY_S = 60.0
+"""How long a run may wait for each lost host: Ray takes about 20 s to notice, then its work is redone."""
 
 
 class HostLoad:
@@ -43,7 +45,7 @@ class HostLoad:
 
 
 def bottleneck(summary: Summary, times: Mapping[str, float]) -> Bottleneck:
-    """Head: the GPU, or else what training waited for most.
+    """Head: the GPU, or lost hosts if they explain the whole wait, or else what training waited for most.
 
     Args:
         summary: with its input wait, host_cpu, and the hosts of chain and train workers.
@@ -56,6 +58,9 @@ def bottleneck(summary: Summary, times: Mapping[str, float]) -> Bottleneck:
         "transfer": times["wait_transfer_s"],
         "here": times["wait_collate_s"] + times["host_to_device_s"],
     }
+    lost = sum(event["event"] == "host_lost" for event in summary.events)
+    if lost and sum(waits.values()) <= RECOVERY_S * lost:
+        return "lost_hosts"
     most = max(waits, key=lambda name: waits[name])
     if most == "production":
         busy = _mean_pct(summary, set(summary.chain_tasks_by_host))

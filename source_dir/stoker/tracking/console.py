@@ -21,6 +21,7 @@ BINDS = {
     "cpu": "the CPUs that preprocess: more or faster CPU hosts help",
     "network": "getting the data: the network between hosts, or the storage that is read",
     "gpu_host_cpu": "the GPU host's own CPU, which assembles batches",
+    "lost_hosts": "lost hosts: training waited until their work was done elsewhere",
 }
 
 

@@ -13,7 +13,7 @@ from stoker.errors import UsageError
 from stoker.redaction import scrub
 
 Status = Literal["running", "succeeded", "failed", "interrupted"]
-Bottleneck = Literal["gpu", "cpu", "network", "gpu_host_cpu"]
+Bottleneck = Literal["gpu", "cpu", "network", "gpu_host_cpu", "lost_hosts"]
 STEP_TERMS = ("wait_production", "wait_transfer", "wait_collate", "host_to_device", "compute")
 """Terms of a step's time: waiting for blocks to be produced, transferred, and assembled into a batch;
 copying the batch to the device; and training."""
