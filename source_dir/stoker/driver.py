@@ -23,7 +23,7 @@ from stoker.checkpoints import resume as resuming
 from stoker.config import Resolved, resolved_yaml
 from stoker.costs.prices import price_list
 from stoker.data.opening import Data, discover, open_data
-from stoker.errors import DataError, UsageError, where_raised
+from stoker.errors import DataError, Problems, UsageError, where_raised
 from stoker.extras import refuse_missing
 from stoker.fit import Fit
 from stoker.hosts import host_changes, hosts
@@ -65,34 +65,60 @@ def stop_requested() -> str:
     return _stop_reason
 
 
-def check(resolved: Resolved) -> None:
+Opened = tuple[Config, Data]
+"""Head: the configuration with the parameters found in the data, and the opened data."""
+
+
+def check(resolved: Resolved, data_too: bool = True) -> Opened | None:
     """Head: reject everything that can be checked before a cluster forms.
 
+    Args:
+        resolved: the configuration with its origins.
+        data_too: also open the data, see `open_early`.
+
     Raises:
-        UsageError: an invalid script, recipe, parameter or optimiser.
+        UsageError: lists all problems of script, recipe, parameters, optimiser and data.
     """
-    refuse_missing(resolved.config)
-    own_sinks(resolved.config)
-    if resolved.config.script is not None:
-        refuse_foreign_keys(resolved)
-        find_script(resolved.config)
-        return
+    config, problems, opened = resolved.config, Problems(), None
+    with problems:
+        refuse_missing(config)
+    with problems:
+        own_sinks(config)
+    if config.script is not None:
+        with problems:
+            refuse_foreign_keys(resolved)
+        with problems:
+            find_script(config)
+    else:
+        with problems:
+            resuming.check_path(config)
+        with problems:
+            if ":" in config.train.strategy:
+                load_object(config.train.strategy, SOURCE_FOLDER, "train.strategy")
+        with problems:
+            check_recipe(resolved)
+    with problems:
+        opened = open_early(resolved) if data_too else None
+    problems.refuse()
+    return opened
+
+
+def check_recipe(resolved: Resolved) -> None:
+    """Head: load the recipe and check what it says against the configuration.
+
+    Raises:
+        UsageError: an invalid recipe, parameter or optimiser.
+    """
+    train = resolved.config.train
     recipe = load_recipe(resolved.config.recipe, resolved.config.params, SOURCE_FOLDER)
     recipe.check(resolved)
     if type(recipe).model is Recipe.model and not recipe.own_loop:
         raise UsageError(f"recipe: {type(recipe).__name__} does not say what to train: define model()")
-    refuse_impossible(recipe, resolved.config.train)
-    if type(recipe).optimizer is Recipe.optimizer and resolved.config.train.optimizer not in ("sgd", "adamw"):
+    refuse_impossible(recipe, train)
+    if type(recipe).optimizer is Recipe.optimizer and train.optimizer not in ("sgd", "adamw"):
         from stoker.training.optimizers import check_optimizer
 
-        check_optimizer(resolved.config.train.optimizer)
-    resuming.check_path(resolved.config)
-    if ":" in resolved.config.train.strategy:
-        load_object(resolved.config.train.strategy, SOURCE_FOLDER, "train.strategy")
-
-
-Opened = tuple[Config, Data]
-"""Head: the configuration with the parameters found in the data, and the opened data."""
+        check_optimizer(train.optimizer)
 
 
 def open_early(resolved: Resolved) -> Opened | None:
@@ -126,7 +152,7 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
     Args:
         resolved: the configuration with its origins.
         place: where the run's files go.
-        opened: result of `open_early`.
+        opened: result of `check`.
 
     Returns:
         The outcome with its exit code: 0 done, 1 failed, 2 wrong usage, 130 or 143 stopped by request.

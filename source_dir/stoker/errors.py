@@ -7,6 +7,7 @@ import re
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 
 class UsageError(Exception):
@@ -15,6 +16,34 @@ class UsageError(Exception):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+class Problems:
+    """Anywhere: collects what several checks refuse, to report all of it at once.
+
+    problems = Problems()
+    with problems:
+        check()
+    problems.refuse()
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, None] = {}
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if isinstance(error, UsageError):
+            self._found |= dict.fromkeys(error.problems)
+            return True
+        # What fails otherwise after a refusal is probably its consequence.
+        return bool(self._found) and isinstance(error, Exception)
+
+    def refuse(self) -> None:
+        """Anywhere: raise one UsageError with all problems, each once; nothing if there are none."""
+        if self._found:
+            raise UsageError(*self._found)
 
 
 def nearest(word: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6) -> str:

@@ -53,7 +53,7 @@ def run_job(folder: Path, *overrides: str, run_dir: Path | None = None, **sectio
     run_dir = run_dir or folder / "run"
     try:
         resolved = load(path, overrides)
-        driver.check(resolved)
+        driver.check(resolved, data_too=False)
     except UsageError as error:
         return Outcome(2, Summary(status="failed", error=str(error)), run_dir)
     place = Place("local", run_dir, run_dir / "checkpoints", run_dir / "model")

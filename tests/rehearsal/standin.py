@@ -29,10 +29,6 @@ def request_stop(reason: str) -> None:
     _stop = reason
 
 
-def open_early(resolved: Any) -> None:
-    return None
-
-
 def run(resolved: Any, place: Any, opened: None) -> Outcome:
     import ray
 

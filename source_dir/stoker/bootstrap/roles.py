@@ -108,8 +108,7 @@ def run_head(
         lifeline.ready()
         # Check the recipe while the hosts join, so that problems show before training.
         driver: Any = importlib.import_module("stoker.driver")
-        driver.check(resolved)
-        opened = driver.open_early(resolved)
+        opened = driver.check(resolved)
         ray.init(
             address=f"{address}:{config.cluster.port}",
             _node_ip_address=address,

@@ -70,8 +70,7 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
     try:
         from stoker import driver
 
-        driver.check(resolved)
-        opened = None if on_cluster else driver.open_early(resolved)
+        opened = driver.check(resolved, data_too=not on_cluster)
     except BaseException as error:
         if starting is not None:
             starting.stop()
