@@ -13,6 +13,7 @@ from stoker.recipe import Recipe
 from stoker.schema import Config, TrainConfig
 from stoker.training.optimizers import scaled_lr
 from stoker.training.plan import refuse_impossible, steps_per_epoch
+from stoker.training.trainer import count_workers
 
 
 class OwnOptimizer(Recipe):
@@ -69,3 +70,26 @@ def test_a_schedule_needs_to_know_the_number_of_records(train: dict[str, Any]) -
 def test_the_rate_follows_workers_times_accumulated_batches(rule: str, rate: float) -> None:
     train = TrainConfig.model_validate({"lr": 0.1, "scale_lr": rule, "accumulate_steps": 2})
     assert scaled_lr(train, workers=4) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(
+    ("workers", "resources", "expected"),
+    [
+        (None, {"CPU": 8.0}, (1, False)),
+        (4, {"CPU": 8.0}, (4, False)),
+        (2, {"CPU": 1.0}, (2, False)),
+        (None, {"CPU": 8.0, "GPU": 4.0}, (4, True)),
+        (2, {"CPU": 8.0, "GPU": 4.0}, (2, True)),
+        (500, {"CPU": 8.0}, "train.workers: 500 workers need as many CPUs; found 8"),
+        (5, {"CPU": 8.0, "GPU": 4.0}, "train.workers: 5 workers need as many GPUs; found 4"),
+    ],
+)
+def test_as_many_train_workers_as_the_cluster_can_run(
+    workers: int | None, resources: dict[str, float], expected: Any
+) -> None:
+    config = Config.model_validate({"recipe": "none:None", "train": {"workers": workers}})
+    if isinstance(expected, str):
+        with pytest.raises(UsageError, match=expected):
+            count_workers(config, resources)
+    else:
+        assert count_workers(config, resources) == expected

@@ -42,8 +42,7 @@ def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
 
     from stoker.training.trainer import count_workers
 
-    gpus = int(ray.cluster_resources().get("GPU", 0))
-    workers = count_workers(config, gpus)
+    workers, use_gpu = count_workers(config, ray.cluster_resources())
     total = data.totals["train"]
     train = config.train
     if total is not None and train.batch_size * workers * train.accumulate_steps > total:
@@ -52,7 +51,7 @@ def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
             f"train.batch_size: {train.batch_size} records × {workers} train workers{batches} exceed the"
             f" {total} training records; lower it"
         )
-    return workers, gpus > 0
+    return workers, use_gpu
 
 
 def steps_per_epoch(config: Config, data: Data, workers: int) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,23 @@ WORKER_MEMORY = 2**20
 claimed CPU would be lost to the chain; hosts reserve CPUs for train workers by declaring fewer."""
 
 
-def count_workers(config: Config, gpus: int) -> int:
-    """Head: one train worker per GPU, or `train.workers` without GPUs.
+def count_workers(config: Config, resources: Mapping[str, float]) -> tuple[int, bool]:
+    """Head: (train workers, whether they use GPUs): one per GPU, or `train.workers` without GPUs.
+
+    Args:
+        config: the job.
+        resources: of the cluster, as `ray.cluster_resources()`.
 
     Raises:
-        UsageError: more workers than GPUs.
+        UsageError: more workers than GPUs, or without GPUs more than CPUs (two always start).
     """
-    if config.train.workers and gpus and config.train.workers > gpus:
-        raise UsageError(f"train.workers: {config.train.workers} workers need as many GPUs; found {gpus}")
-    return config.train.workers or gpus or 1
+    gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
+    wanted = config.train.workers or 0
+    if gpus and wanted > gpus:
+        raise UsageError(f"train.workers: {wanted} workers need as many GPUs; found {gpus}")
+    if not gpus and wanted > max(cpus, 2):
+        raise UsageError(f"train.workers: {wanted} workers need as many CPUs; found {cpus}")
+    return wanted or gpus or 1, gpus > 0
 
 
 def make_trainer(

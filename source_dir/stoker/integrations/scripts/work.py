@@ -32,8 +32,7 @@ class ScriptWork:
         import ray
 
         self.config, self.place = config, place
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        self.workers, self.use_gpu = count_workers(config, gpus), gpus > 0
+        self.workers, self.use_gpu = count_workers(config, ray.cluster_resources())
         self.where, self.synced = own_place(config, place)
         refuse_unshared(config, self.where, place.train_group, self.use_gpu)
 
