@@ -22,10 +22,11 @@ from launcher.backends.base import Backend
 from launcher.job import COMMAND, Job
 from stoker.errors import UsageError
 from stoker.integrations.scripts.checks import command_line
-from stoker.place import BACKEND_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE
+from stoker.place import BACKEND_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE
 from stoker.tracking.summary import finite
 
 PROCESS_FILE = "process.id"
+FORWARD_AFTER_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,23 @@ class LocalRun:
             while True:
                 try:
                     code = self.process.wait()
+                    (self.run_dir / STOP_FILE).unlink(missing_ok=True)
                     if code == 2 and self.new and not PastRun(self.run_dir).summary().get("steps"):
                         runs.forget(self.run_dir, self.latest)
                     return 128 - code if code < 0 else code
                 except KeyboardInterrupt:
-                    # The terminal sent SIGINT to the whole process group, so the job is already stopping.
-                    continue
+                    with contextlib.suppress(KeyboardInterrupt):
+                        self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Forward SIGINT unless the job has it: a terminal sends it to both, `kill` and IDEs do not."""
+        began, file = time.time(), self.run_dir / STOP_FILE
+        while self.process.poll() is None and time.time() < began + FORWARD_AFTER_S:
+            if file.exists() and file.stat().st_mtime > began - FORWARD_AFTER_S:
+                return
+            time.sleep(0.1)
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
 
     @contextlib.contextmanager
     def _terminated_too(self) -> Iterator[None]:

@@ -122,7 +122,8 @@ def describe(detail: ErrorDetails, model: type[BaseModel], prefix: str = "") -> 
     loc = [str(part) for part in detail["loc"]]
     key = ".".join(([prefix] if prefix else []) + loc)
     if detail["type"] == "extra_forbidden":
-        known = list(_section_at(model, loc[:-1]).model_fields)
+        fields = _section_at(model, loc[:-1]).model_fields
+        known = [field.alias or name for name, field in fields.items()]
         close = difflib.get_close_matches(loc[-1], known, n=1, cutoff=0.6)
         if not close:
             elsewhere = [k for k, _, _ in schema_rows(model) if k.split(".")[-1] == loc[-1]]

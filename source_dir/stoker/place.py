@@ -10,6 +10,8 @@ RUN_DIR_VARIABLE = "STOKER_RUN_DIR"
 BACKEND_VARIABLE = "STOKER_BACKEND"
 COMMIT_FILE = "job.commit"
 """In the staged source: the git commit it was copied from, if any."""
+STOP_FILE = "stop.requested"
+"""Local runs: left in the run directory by a job that has received a stop signal."""
 LAUNCH_DIR_VARIABLE = "STOKER_LAUNCH_DIR"
 """Local runs: the folder in which you ran the command; relative data paths refer to it."""
 

@@ -120,7 +120,7 @@ IN_TRAINING = {
 IN_THE_CHAIN = {
     "truncated JPEG": (
         copied("images", lambda d: truncate(next((d / "train" / "3").iterdir()))),
-        "1 of 1437 train records cannot be used, more than data.bad_record_budget allows (0.00%)",
+        "1 of 1437 train records cannot be used, more than data.bad_record_budget allows (0.00%;",
     ),
     "a batch stage raises": (
         recipe("rows:RaisesIn", where="batch"),

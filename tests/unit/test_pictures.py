@@ -19,7 +19,7 @@ from stoker.tracking.recorder import Recorder
 from stoker.tracking.sinks import Tracking
 from stoker.tracking.summary import Summary
 from stoker.tracking.tensorboard import Board
-from stoker.training.sample_images import MOST, pictures, show_once
+from stoker.training.sample_images import MOST, as_picture, pictures, show_once
 from stoker.training.worker import Worker
 
 
@@ -106,3 +106,10 @@ def test_they_reach_the_events_and_tensorboard(tmp_path: Path) -> None:
     assert [p["label"] for p in read_run(tmp_path).pictures["train"].images] == ["0", "1"]
     written = b"".join(file.read_bytes() for file in (tmp_path / "tensorboard").iterdir())
     assert b"samples/0" in written and b"samples/1" in written and b"PNG" in written
+
+
+@pytest.mark.parametrize("scale", [1.0, 255.0])
+def test_colours_of_images_that_were_converted_to_floats_stay_what_they_are(scale: float) -> None:
+    colour = torch.tensor([15.0, 47.0, 44.0]).reshape(3, 1, 1).expand(3, 32, 32)
+    shown = as_picture(colour / 255 * scale)
+    assert shown.getpixel((5, 5)) == (15, 47, 44), "not stretched to its own darkest and brightest value"

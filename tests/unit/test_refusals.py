@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
-from stoker import driver
-from stoker.config import load
 from stoker.errors import Problems, UsageError
 
+ROOT = Path(__file__).resolve().parents[2]
 WRONG = {
     "checkpoint.resume=/nowhere/run": "--resume /nowhere/run: no checkpoint there",
     "train.optimizer=adamww": "train.optimizer: timm has no optimiser 'adamww'; did you mean adamw",
@@ -15,13 +18,16 @@ WRONG = {
 }
 
 
-def test_all_problems_of_a_recipe_and_its_data_are_told_at_once() -> None:
-    job = load(None, ["recipe=recipes.digits:Digits", *WRONG])
-    with pytest.raises(UsageError) as refused:
-        driver.check(job)
-    assert len(refused.value.problems) == len(WRONG)
-    for said, begins in zip(refused.value.problems, WRONG.values(), strict=True):
-        assert said.startswith(begins)
+@pytest.mark.long
+def test_all_problems_of_a_recipe_and_its_data_are_told_at_once(tmp_path: Path) -> None:
+    job = [str(ROOT / "source_dir/configs/digits.yaml"), *WRONG]
+    command = [sys.executable, str(ROOT / "launcher/submit.py"), *job]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    told = done.stderr.splitlines()
+    assert len(told) == len(WRONG)
+    for line, begins in zip(told, WRONG.values(), strict=True):
+        assert line.startswith(f"error: {begins}")
 
 
 def test_a_problem_that_two_checks_find_is_told_once_and_its_consequences_are_not() -> None:

@@ -106,7 +106,10 @@ def _refused(error: Exception) -> int:
 def _stop_locally(number: int, frame: Any) -> None:
     """Laptop: the first signal requests a checkpoint and a stop, the second one exits at once."""
     from stoker import driver
+    from stoker.place import STOP_FILE, local_place
 
+    with contextlib.suppress(OSError):
+        (local_place().run_dir / STOP_FILE).touch()
     if driver.stop_requested():
         raise KeyboardInterrupt
     if number == signal.SIGINT:

@@ -71,3 +71,7 @@ def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"stoker.data.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -113,6 +113,8 @@ def _values(name: str, column: Column, classes: int | None) -> Iterator[Problem]
         high = column.high
         if is_mask and high == IGNORED_CLASS:
             high = max((v for v in range(IGNORED_CLASS) if classes and v < classes), default=0)
+            text = f"masks contain {IGNORED_CLASS}: pass ignore_index={IGNORED_CLASS} to loss and metrics"
+            yield Problem("warning", f"column {name!r}: {text}")
         what = "a label" if is_label else "a mask"
         if column.low < 0 or (classes and high >= classes):
             there = f"0 … {classes - 1} are the recipe's classes" if classes else "classes count from 0"

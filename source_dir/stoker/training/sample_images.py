@@ -156,8 +156,11 @@ def as_picture(image: Any) -> Any:
 
     if image.dtype != torch.uint8:
         image = torch.nan_to_num(image.float(), nan=0.0, posinf=0.0, neginf=0.0)
-        low, high = image.min(), image.max()
-        image = ((image - low) / (high - low).clamp_min(1e-12) * 255).round().to(torch.uint8)
+        low, high = float(image.min()), float(image.max())
+        if low >= 0 and high <= 255:
+            low, high = 0.0, 1.0 if high <= 1 else 255.0
+        # Normalised images: a single colour must not become black and white.
+        image = ((image - low) / max(high - low, 1.0) * 255).round().to(torch.uint8)
     pixels = image[:3] if image.shape[0] >= 3 else image[0]
     return Image.fromarray((pixels.permute(1, 2, 0) if pixels.ndim == 3 else pixels).contiguous().numpy())
 

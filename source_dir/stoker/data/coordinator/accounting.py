@@ -157,7 +157,7 @@ def refuse_over_budget(bad: int, whole: int, of: str, budget: float, first: BadR
     if bad and bad > budget * whole:
         raise DataError(
             f"{bad} of {of} cannot be used, more than data.bad_record_budget allows"
-            f" ({budget:.2%}){example_of(first)}"
+            f" ({budget:.2%}; raise it to skip them){example_of(first)}"
         )
 
 

@@ -83,12 +83,7 @@ class Planner:
             self._lister.close()
 
     def advance(self) -> None:
-        """End passes that are complete and start the next ones.
-
-        Raises:
-            Exception: a pass cannot be listed.
-            DataError: a complete pass has no records or too many bad ones.
-        """
+        """End passes that are complete and start the next ones; raises why one cannot be listed or ended."""
         for line in [line for line in self.lines if line.ended()]:
             self.lines.remove(line)
             self.attempt.produced(line.stream)
@@ -96,10 +91,7 @@ class Planner:
             self._lister.open(self.lines)
 
     def look(self, now: float) -> list[str]:
-        """Called periodically: take back late work.
-
-        Returns:
-            Chain workers whose processes hang and must be ended.
+        """Called periodically: take back late work; the chain workers whose processes hang and must be ended.
 
         Raises:
             DataError: late work has failed on every host.
