@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from stoker import DataLoader
 from stoker.loader import watch
+from stoker.sizing.advice import verdict
 from stoker.tracking.recorder import Recorder
 from stoker.tracking.summary import Summary
 
@@ -80,3 +81,6 @@ def test_the_summary_has_the_share_and_the_rate_of_all_ranks(tmp_path: Path) -> 
     recorder.close(summary)
     assert summary.steps == 40
     assert summary.speed.input_wait_pct == 25.0 and summary.speed.samples_per_s == 40.0
+    terms = summary.speed.step_terms_ms
+    assert (terms["wait_production"], terms["compute"]) == (100.0, 300.0), "they add up to a step"
+    assert "25 % of each step waits for data" in verdict(summary).headline

@@ -127,6 +127,7 @@ class Recorder(Sink):
             passed = Counter({name: event[name] for name in ("steps", "elapsed_s", "wait_s")})
             passed["samples"] = event["samples"] * max(self.summary.train_workers, 1)
             passed["wait_production_s"] = event["wait_s"]
+            passed["compute_s"] = event["elapsed_s"] - event["wait_s"]
             self.loaders[event["loader"]] = passed
             self.running = sum(self.loaders.values(), Counter[str]())
             self.summary.steps = max(self.summary.steps, self.running["steps"])
