@@ -122,7 +122,8 @@ LONGEST_TEMP_DIR = 36
 def short_folder() -> str:
     """Laptop: a folder for temporary files in which a folder can be Ray's."""
     folder = tempfile.gettempdir()
-    return folder if len(folder) <= LONGEST_TEMP_DIR - len("/ray-12345678") else "/tmp"  # noqa: S108
+    short = len(folder) <= LONGEST_TEMP_DIR - len("/ray-12345678")
+    return folder if short else "/tmp"  # noqa: S108 - what is created in it is private
 
 
 def set_environment(token: str) -> None:
