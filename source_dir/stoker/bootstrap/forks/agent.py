@@ -20,8 +20,10 @@ def main() -> None:
     given = dict(word[2:].split("=", 1) for word in sys.argv if word.startswith("--") and "=" in word)
     if "--minimal" not in sys.argv:
         os.execv(sys.executable, [sys.executable, "-u", *sys.argv[1:]])  # noqa: S606 - Ray's own command
-    parent = os.getppid()
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    parent = os.getppid()
+    if Path(f"/proc/{parent}/comm").read_text().strip() != "raylet":
+        return  # the raylet was killed before
     for port in PORTS:
         file = Path(given["session-dir"]) / f"{port}_{given['node-id']}"
         draft = file.with_suffix(".draft")
