@@ -108,8 +108,10 @@ def _stop_locally(number: int, frame: Any) -> None:
     from stoker import driver
     from stoker.place import STOP_FILE, local_place
 
-    with contextlib.suppress(OSError):
-        (local_place().run_dir / STOP_FILE).touch()
+    place = local_place()
+    if place.backend == "local":  # the launcher waits beside it and removes the file
+        with contextlib.suppress(OSError):
+            (place.run_dir / STOP_FILE).touch()
     if driver.stop_requested():
         raise KeyboardInterrupt
     if number == signal.SIGINT:
