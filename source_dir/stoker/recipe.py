@@ -79,6 +79,23 @@ class Recipe(BaseModel):
         """Head: the chain of transforms that chain workers run, in order; see `as_stages`."""
         return []
 
+    def collate(self, records: list[dict[str, Any]]) -> Batch:
+        """CPU host: turn the records of a batch into the batch, in place of stacking their columns.
+
+        Define it for records that differ in shape, or to build a batch from all of its records. Records may
+        hold anything then; images come as CHW, arrays as tensors. Draws from `random`, NumPy and PyTorch
+        depend only on the seed, the epoch and the records.
+
+        Returns:
+            Tensors whose first dimension is the record, and lists with one item per record.
+        """
+        raise NotImplementedError
+
+    @property
+    def collates(self) -> bool:
+        """Every host: whether the recipe defines `collate`."""
+        return type(self).collate is not Recipe.collate
+
     def model(self) -> nn.Module:
         """Train worker: create the network with its initial weights."""
         raise NotImplementedError(f"{type(self).__name__} does not say what to train: define model()")

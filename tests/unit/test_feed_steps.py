@@ -30,6 +30,7 @@ class Answering(Prefetcher):
             prefetch=PrefetchLimit(2.0, 1 << 20),
             times=StepTimes(),
             transport=SimpleNamespace(finish_pass=lambda: None),
+            collator=None,
         )
         super().__init__(owner)
 

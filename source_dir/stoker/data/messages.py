@@ -123,6 +123,9 @@ KEY_COLUMN = "__key"
 HWC_SUFFIX = "__hwc"
 """Marks an image column packed height × width × channels; the feed turns it into CHW without a copy."""
 
+RECORD_COLUMN = "__record"
+"""Whole records as bytes, for a recipe's `collate`."""
+
 TEXT = "text"
 
 OBJECT = "object"

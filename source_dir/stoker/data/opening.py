@@ -87,7 +87,9 @@ def open_splits(config: Config) -> Data:
 
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     pads = pads_of(recipe)
-    if config.data.bucket_by not in (None, *pads):
+    if recipe.collates and pads:
+        raise UsageError(f"recipe: {type(recipe).__name__} has both pad and collate; pad in collate")
+    if not recipe.collates and config.data.bucket_by not in (None, *pads):
         raise UsageError(
             f"data.bucket_by: {config.data.bucket_by!r} is not a column that the recipe pads; it pads:"
             f" {', '.join(pads) or 'none'}"
@@ -129,6 +131,7 @@ def open_splits(config: Config) -> Data:
             pads,
             config.data.bucket_by,
             config.data.max_tokens,
+            recipe.collate if recipe.collates else None,
         )
     if keeps(config):
         refuse_uncacheable(config.recipe, data)

@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import IterableDataset
 
 from stoker.data.sources.seeding import put_back, states
+from stoker.data.transport.packing import pack
 from stoker.errors import UsageError
 from stoker.loader import cluster
 from stoker.loader.adoption import adopt, follow_accelerate
 from stoker.loader.iterator import ClusterIterator, Quarantine
 from stoker.loader.makers import ClusterMaker, ProcessMaker, register
-from stoker.loader.packing import pack
 from stoker.loader.work import LoaderWork
 
 HERE_VARIABLE = "STOKER_LOADER"

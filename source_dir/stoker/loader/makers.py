@@ -24,13 +24,12 @@ from typing import Any
 import torch
 
 from stoker.data.engine.shards import Setup
-from stoker.data.messages import Column, Schema, Shard
+from stoker.data.messages import Shard
 from stoker.data.transport.client import Transport
+from stoker.data.transport.packing import PAGES, SCHEMA, unpack
 from stoker.errors import where_raised
-from stoker.loader.packing import PAGE, unpack
-from stoker.loader.work import PAGES, Failed, LoaderChain, LoaderSource, Made, opened, packed
+from stoker.loader.work import Failed, LoaderChain, LoaderSource, Made, opened, packed
 
-SCHEMA = Schema({PAGES: Column("uint8", (PAGE,))})
 ANSWER_S = 60.0
 """Deadline of a call to the service, which answers within seconds."""
 SECONDS_AHEAD = 3.0

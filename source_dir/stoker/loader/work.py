@@ -16,14 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stoker.data.engine.shards import use_one_thread
 from stoker.data.messages import BadRecord, BlockReport, Record, Shard
+from stoker.data.preprocessing.chain import use_one_thread
 from stoker.data.sources.seeding import seed_globals
-from stoker.loader.packing import pack, unpack
-from stoker.loader.room import Room
-
-PAGES = "pages"
-"""Name of the only column."""
+from stoker.data.transport.packing import PAGES, pack, unpack
+from stoker.data.transport.room import Room
 
 
 class Failed(NamedTuple):

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from stoker.data.engine.shards import order_of, seeded_reading, use_one_thread
+from stoker.data.engine.shards import order_of, seeded_reading
 from stoker.data.messages import (
     HWC_SUFFIX,
     ID_COLUMN,
     KEY_COLUMN,
+    RECORD_COLUMN,
     BadRecord,
     BlockReport,
     EpochPlan,
@@ -26,7 +27,8 @@ from stoker.data.messages import (
     Work,
 )
 from stoker.data.opening import Data, refuse_absent_pads
-from stoker.data.preprocessing.chain import Chain
+from stoker.data.preprocessing.chain import Chain, use_one_thread
+from stoker.data.preprocessing.collating import records_of
 from stoker.data.preprocessing.probing import fix_schemas
 from stoker.data.preprocessing.ragged import Ragged
 from stoker.data.preprocessing.stages import Stage
@@ -217,7 +219,10 @@ def _watched(chain: Chain, seen: Look, last: dict[str, Record]) -> Chain:
         replace(stage, apply=Watched(stage, place, seen.bad, last))
         for stage, place in zip(chain.stages, seen.places[1:], strict=True)
     ]
-    return Chain(stages, chain.seed, prefix=chain.prefix, max_pixels=chain.max_pixels, pads=chain.pads)
+    watched = copy.copy(chain)
+    watched.__dict__.pop("_segments", None)  # of the other stages
+    watched.stages = stages
+    return watched
 
 
 def _try(chain: Chain, group: list[Any], seen: Look) -> tuple[dict[str, Any], BlockReport]:
@@ -239,7 +244,14 @@ def _rows(chain: Chain, group: list[Any], seen: Look, cost: Cost) -> dict[str, R
     cost.bytes_out += report.bytes_out
     for bad in report.bad:
         seen.bad.setdefault(bad.key, bad.reason)
-    return {str(key): row_of(columns, number) for number, key in enumerate(columns.get(KEY_COLUMN, ()))}
+    keys = columns.get(KEY_COLUMN, ())
+    if chain.collate and columns:
+        rows = records_of(columns[RECORD_COLUMN])
+        return {
+            str(key): {name.removesuffix(HWC_SUFFIX): value for name, value in row.items()}
+            for key, row in zip(keys, rows, strict=True)
+        }
+    return {str(key): row_of(columns, number) for number, key in enumerate(keys)}
 
 
 def row_of(columns: dict[str, Any], number: int) -> Record:

@@ -33,6 +33,7 @@ from stoker.data.messages import (
     Work,
 )
 from stoker.data.opening import Data
+from stoker.data.preprocessing.collating import all_of, collated, seed_of
 from stoker.data.sources.base import listing_of
 from stoker.data.transport.batches import BatchBuilder
 from stoker.data.transport.buffers import BufferPool
@@ -249,6 +250,11 @@ class Rebuild:
     def _part(self, rank: int, slices: list[BlockSlice]) -> Part:
         """Assemble a batch as the transport does."""
         made = [(part, *self._make(part.block, part.of)) for part in slices]
+        collate = self.loaded.chain.collate
+        if collate:
+            records, ids, keys = all_of((columns, part.start, part.stop) for part, columns, _ in made)
+            seed = seed_of(self.config.seed, "train", self.found.epoch, ids)
+            return Part(rank, keys, collated(collate, records, seed))
         batch = BatchBuilder(BufferPool(pinned=False), sum(p.stop - p.start for p in slices), made[0][2])
         at = 0
         for part, columns, _ in made:

@@ -20,6 +20,7 @@ from typing import Any
 from stoker.data.messages import HWC_SUFFIX, ID_COLUMN, BlockReport, StageCost
 from stoker.data.opening import Data
 from stoker.data.preprocessing.chain import Chain, ChainError
+from stoker.data.preprocessing.collating import Collate
 from stoker.data.sources.base import Source
 from stoker.errors import UsageError
 
@@ -127,14 +128,16 @@ def _work(
     """Profile process: process its share of the shards repeatedly until the time is over."""
     import pickle
 
-    from stoker.data.engine.shards import use_one_thread
+    from stoker.data.preprocessing.chain import use_one_thread
     from stoker.errors import where_raised
 
     try:
         source, shards, chain = pickle.loads(payload)  # noqa: S301 - written by the parent
         records = _records(source, shards[number % len(shards) :] + shards[: number % len(shards)])
         # Imports, caches and lazily built tables are start-up, not the cost of a sample.
-        chain.run(list(islice(records, 2)), 0)
+        columns, report = chain.run(list(islice(records, 2)), 0)
+        if chain.collate and report.rows:
+            _collated(chain.collate, columns, report)
         use_one_thread()
         barrier.wait(START_TIMEOUT_S)
         groups, columns, size = [], {}, 1
@@ -142,6 +145,8 @@ def _work(
         while time.monotonic() < ends:
             started, began = time.process_time(), time.monotonic()
             columns, report = chain.run(islice(records, size), 0)
+            if chain.collate and report.rows:
+                columns = _collated(chain.collate, columns, report)
             groups.append(_Group(report.records, time.process_time() - started, report))
             took = max(time.monotonic() - began, 1e-6)
             size = max(1, min(block_records, round(size * min(GROUP_SECONDS / took, 8))))
@@ -157,6 +162,27 @@ def _records(source: Source, shards: list[Any]) -> Iterator[Any]:
     while True:
         for shard in shards:
             yield from source.read(shard, None)
+
+
+def _collated(collate: Collate, columns: dict[str, Any], report: BlockReport) -> dict[str, Any]:
+    """The batch of a group of records, as columns; adds its cost to the report.
+
+    Raises:
+        ChainError: it has lists, so `Replay` cannot repeat its rows.
+    """
+    import numpy as np
+
+    from stoker.data.preprocessing.collating import all_of, collated
+
+    began = time.thread_time()
+    batch = collated(collate, all_of([(columns, 0, report.rows)])[0], "size")
+    report.costs["collate"] = StageCost(time.thread_time() - began)
+    for name, values in batch.items():
+        if isinstance(values, list | tuple) and not all(isinstance(each, str) for each in values):
+            raise ChainError(
+                f"collate returns a list as {name!r}, which cannot be replayed; run the job and add --from RUN"
+            )
+    return {n: np.array(v, object) if isinstance(v, list | tuple) else v.numpy() for n, v in batch.items()}
 
 
 def _few(columns: dict[str, Any], chain: Chain) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from stoker.checkpoints.manager import CheckpointManager
 from stoker.checkpoints.train_state import Progress, rng_state, set_rng_state
 from stoker.data.feed.feed import EpochFeed, PrefetchLimit
 from stoker.data.transport.client import open_transport
+from stoker.data.transport.collator import Collator
 from stoker.errors import where_raised
 from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe
 from stoker.schema import Config
@@ -320,6 +321,11 @@ def open_pass(worker: Worker, split: str, epoch: int) -> EpochFeed:
         prefetch=PrefetchLimit.of(data),
         stall_timeout_s=data.stall_timeout_s,
         keep_keys=worker.config.tracking.record_ids,
+        collator=(
+            Collator(worker.config, split, epoch, worker.world_size, worker.transport)
+            if worker.recipe.collates
+            else None
+        ),
     )
 
 

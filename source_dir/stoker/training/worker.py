@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from stoker.data.feed.device import on_tensors
 from stoker.data.feed.feed import Feed
 from stoker.errors import DataError
 from stoker.recipe import Batch, Recipe
@@ -160,9 +161,8 @@ def count_records(batch: Batch) -> int:
 
 def to_device(batch: Batch, device: Any) -> Batch:
     """Train worker: the batch with its tensors on the device."""
-    import torch
-
-    return {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+    moved: Batch = on_tensors(batch, lambda value: value.to(device))
+    return moved
 
 
 def at_least_float32(values: Any) -> Any:

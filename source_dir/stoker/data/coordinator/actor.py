@@ -26,6 +26,7 @@ from stoker.data.messages import (
     DataCursor,
     Plan,
     Server,
+    StageCost,
     StepAssignment,
 )
 from stoker.data.transport.agents import Agents
@@ -310,6 +311,11 @@ class Coordinator(Production):
                 self.last_checkpoint = values["path"]
             if event == "train_worker":
                 self.training[values["rank"]] = values["node"]
+
+    def collated(self, split: str, cpu_s: float) -> None:
+        """Train worker's call: CPU time of the recipe's `collate` in a pass of its own."""
+        with self.changed:
+            self.chain[split].costs.setdefault("collate", StageCost()).cpu_s += cpu_s
 
     def _event(self, event: str, **values: Any) -> None:
         self.events.append({"time": round(time.time(), 3), "event": event, **values})

@@ -14,7 +14,7 @@ from stoker.data.cache.reading import CachedReader
 from stoker.data.cache.store import CacheSpec, HostCache
 from stoker.data.engine.witness import Guard
 from stoker.data.messages import BadRecord, BlockReport, EpochPlan, Record, Shard, Work
-from stoker.data.preprocessing.chain import Chain
+from stoker.data.preprocessing.chain import Chain, use_one_thread
 from stoker.data.sources.base import Source, listing_of, record_id
 from stoker.data.sources.seeding import seeded
 from stoker.errors import FlakyReadError
@@ -159,13 +159,3 @@ def order_of(seed: int, epoch: int, what: str = "") -> Any:
     import numpy as np
 
     return np.random.default_rng(record_id(f"order/{seed}/{epoch}/{what}"))
-
-
-def use_one_thread() -> None:
-    """Chain worker: run one task per core, so libraries must not start threads of their own."""
-    import sys
-
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)
-    if "cv2" in sys.modules:
-        sys.modules["cv2"].setNumThreads(0)

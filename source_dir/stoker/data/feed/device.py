@@ -12,6 +12,19 @@ AHEAD = 2
 """Number of batches on the device that the loop has not taken; more wait in host memory."""
 
 
+def on_tensors(value: Any, apply: Callable[[Any], Any]) -> Any:
+    """Train worker: a batch with a function applied to its tensors, also those in lists and dicts."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return apply(value)
+    if isinstance(value, dict):
+        return {name: on_tensors(each, apply) for name, each in value.items()}
+    if isinstance(value, list | tuple) and not all(isinstance(each, str) for each in value):
+        return [on_tensors(each, apply) for each in value]
+    return value
+
+
 class DeviceCopies:
     """Train worker: a thread that takes loaded batches in order and starts their copies.
 
@@ -53,10 +66,8 @@ class DeviceCopies:
 
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._copied.pop(id(item)))
-        for value in item.columns.values():
-            if isinstance(value, torch.Tensor):
-                # Its memory belongs to the copy stream's pool: free only after this stream has used it.
-                value.record_stream(stream)
+        # Its memory belongs to the copy stream's pool: free only after this stream has used it.
+        on_tensors(item.columns, lambda value: value.record_stream(stream))
 
     def end(self) -> None:
         """Stop: the loop needs no more batches."""
@@ -87,10 +98,7 @@ class DeviceCopies:
         cuda: Any = torch.cuda
         event, source = cuda.Event(), item.columns
         with cuda.stream(self._stream):
-            item.columns = {
-                name: value.to(self._device, non_blocking=True) if isinstance(value, torch.Tensor) else value
-                for name, value in source.items()
-            }
+            item.columns = on_tensors(source, lambda value: value.to(self._device, non_blocking=True))
             event.record(self._stream)
         self._copied[id(item)] = event
         self._sources.append((event, source))

@@ -16,6 +16,7 @@ from stoker.data.feed.device import DeviceCopies
 from stoker.data.feed.step_timer import DeviceClock, HostClock, Stamps, StepTimes
 from stoker.data.messages import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN, StepAssignment
 from stoker.data.transport.client import Fetched, Transport
+from stoker.data.transport.collator import Arrived, Collator
 from stoker.errors import DataError, SchemaError
 from stoker.recipe import Batch
 from stoker.schema import DataConfig
@@ -87,6 +88,8 @@ class EpochFeed(Feed):
     stall_timeout_s: float
     first_step: int = 0
     keep_keys: bool = False
+    collator: Collator | None = None
+    """Makes batches on CPU hosts, for a recipe with `collate`."""
 
     def __iter__(self) -> Iterator[Batch]:
         """As `Feed`.
@@ -120,6 +123,8 @@ class EpochFeed(Feed):
             if copies:
                 copies.end()
             clock.close()
+            if self.collator:
+                self.coordinator.collated.remote(self.split, self.times.collate_cpu_s)
 
     def _count(self, item: Loaded) -> None:
         """Count the rows given to the loop in this rank's account."""
@@ -150,9 +155,10 @@ class Prefetcher:
         """The step that the loop takes next, and the next one to request."""
         self._asking = False
         """Whether a thread is requesting steps from the coordinator."""
-        self._limit = LEAST_BATCHES + FETCHERS
+        fetchers = owner.collator.at_once if owner.collator else FETCHERS
+        self._limit = LEAST_BATCHES + fetchers
         self._over = self._ended = False
-        for number in range(FETCHERS):
+        for number in range(fetchers):
             name = f"feed-{owner.split}-{number}"
             threading.Thread(target=self._work, name=name, daemon=True).start()
 
@@ -272,21 +278,28 @@ class Prefetcher:
         return answer
 
     def _fetch(self, portion: StepAssignment, produced: float) -> Loaded:
-        began, cpu = time.perf_counter(), time.thread_time()
-        fetched = Fetched({}, began)
-        if portion.blocks:
-            if portion.schema is None:
-                raise DataError(f"rows of the {self.owner.split} split arrived without a schema")
-            try:
-                fetched = self.owner.transport.fetch(portion.blocks, portion.schema)
-            except SchemaError as error:
-                raise DataError(f"{self.owner.split} epoch {self.owner.epoch}: {error}") from None
-        batch, ids, keys, size = as_tensors(fetched.columns)
+        began, cpu, owner = time.perf_counter(), time.thread_time(), self.owner
+        try:
+            made = self._receive(portion, produced)
+        except SchemaError as error:
+            raise DataError(f"{owner.split} epoch {owner.epoch}: {error}") from None
         now = time.perf_counter()
         with self._changed:
-            self.owner.times.fetch_s += now - began
-            self.owner.times.fetch_cpu_s += time.thread_time() - cpu
-        return Loaded(batch, ids, keys, portion, Stamps(produced, fetched.arrived, now), size)
+            owner.times.fetch_s += now - began
+            owner.times.fetch_cpu_s += time.thread_time() - cpu
+            owner.times.collate_cpu_s += made.collate_cpu_s
+        stamps = Stamps(made.produced, made.arrived, now)
+        return Loaded(made.batch, made.ids, made.keys, portion, stamps, made.nbytes)
+
+    def _receive(self, portion: StepAssignment, produced: float) -> Arrived:
+        owner, fetched = self.owner, Fetched({}, time.perf_counter())
+        if portion.blocks:
+            if portion.schema is None:
+                raise DataError(f"rows of the {owner.split} split arrived without a schema")
+            if owner.collator:
+                return owner.collator.fetch(portion.blocks, portion.schema)
+            fetched = owner.transport.fetch(portion.blocks, portion.schema)
+        return Arrived(*as_tensors(fetched.columns), produced, fetched.arrived)
 
 
 def as_tensors(columns: dict[str, Any]) -> tuple[Batch, Any, list[str], int]:

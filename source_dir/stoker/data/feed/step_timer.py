@@ -75,6 +75,8 @@ class StepTimes:
     """Time in which the feed's threads fetched rows, whether or not the loop waited."""
     fetch_cpu_s: float = 0.0
     """CPU time of these threads in that time."""
+    collate_cpu_s: float = 0.0
+    """CPU time of a recipe's `collate` on CPU hosts."""
     step_ms: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     compute_s: float = 0.0
     """Smoothed time of a step without its waits."""

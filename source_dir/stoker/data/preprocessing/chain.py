@@ -13,6 +13,7 @@ from stoker.data.messages import HWC_SUFFIX as HWC_SUFFIX
 from stoker.data.messages import ID_COLUMN as ID_COLUMN
 from stoker.data.messages import KEY_COLUMN as KEY_COLUMN
 from stoker.data.messages import BadRecord, BlockReport, Pad, Record, Schema, StageCost
+from stoker.data.preprocessing.collating import Collate, as_rows
 from stoker.data.preprocessing.columns import Packed, leave, pack, schema_of
 from stoker.data.preprocessing.decode import sized
 from stoker.data.preprocessing.fusion import fuse
@@ -48,6 +49,7 @@ class Chain:
         pads: Mapping[str, Pad] = {},
         bucket_by: str | None = None,
         max_tokens: int | None = None,
+        collate: Collate | None = None,
     ) -> None:
         self.max_pixels = max_pixels
         self.pads = pads
@@ -56,6 +58,8 @@ class Chain:
         """Column whose length orders the rows of a block; None: keep their order."""
         self.max_tokens = max_tokens
         """Longest allowed row of a padded column; None: no limit."""
+        self.collate = collate
+        """The recipe's; whole records leave the chain then, of any shape. None: batches stack columns."""
         self.stages = stages
         self.seed = seed
         self.with_keys = with_keys
@@ -121,14 +125,17 @@ class Chain:
 
     def _leave(self, records: list[Record], report: BlockReport) -> dict[str, Any]:
         """The records as the columns of a block."""
-        packed = self._pack(records, report) if records else None
+        packed = self._pack(records, report, "collate" if self.collate else "") if records else None
         if packed is None or not packed.records:
             report.schemas = ()
             return {}
+        stages = report.schemas if self.collate else report.schemas[:-1]
+        if self.collate:
+            packed = packed._replace(columns=as_rows(packed.records))
         columns = leave(packed, record_id, self.with_keys)
         report.rows = len(packed.records)
         report.bytes_out += sum(column.nbytes for column in packed.columns.values())
-        report.schemas = (*report.schemas[:-1], schema_of(columns, packed.schema.record, self.pads))
+        report.schemas = (*stages, schema_of(columns, packed.schema.record, self.pads))
         return columns
 
     def _pack(self, records: list[Record], report: BlockReport, stage: str = "") -> Packed:
@@ -310,3 +317,13 @@ def _where(error: Exception) -> str:
     from stoker.errors import where_raised
 
     return where_raised(error)
+
+
+def use_one_thread() -> None:
+    """Chain worker: run one task per core, so libraries must not start threads of their own."""
+    import sys
+
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    if "cv2" in sys.modules:
+        sys.modules["cv2"].setNumThreads(0)

@@ -288,7 +288,7 @@ def leave(packed: Packed, ids: Callable[[str], int], with_keys: bool) -> dict[st
         taken = isinstance(packed.columns.get(length_of), Ragged)
         if taken or name in (ID_COLUMN, KEY_COLUMN) or name.endswith(HWC_SUFFIX):
             raise SchemaError(f"column {name!r}: Stoker uses this name; rename it in the chain")
-        array = type(column) is type(packed.records[0][name]) is np.ndarray
+        array = type(column) is type(packed.records[0].get(name)) is np.ndarray
         out[name + HWC_SUFFIX if name == "image" and array and is_hwc(column.shape[1:]) else name] = column
     out[ID_COLUMN] = np.array([ids(key) for key in keys], dtype=np.int64)
     if with_keys:

@@ -10,6 +10,7 @@ from typing import Any
 
 from stoker.data.messages import Schema, Shard
 from stoker.data.preprocessing.chain import Chain
+from stoker.data.preprocessing.collating import all_of, collated
 from stoker.data.sources.base import Source
 from stoker.errors import SchemaError, UsageError
 
@@ -46,7 +47,9 @@ def probe(source: Source, shard: Shard | None, chain: Chain) -> tuple[Schema, ..
     if shard is None:
         return ()
     try:
-        _, report = chain.run(islice(source.read(shard, None), PROBE_RECORDS), 0)
+        columns, report = chain.run(islice(source.read(shard, None), PROBE_RECORDS), 0)
+        if chain.collate and report.rows:
+            collated(chain.collate, all_of([(columns, 0, report.rows)])[0], "probe")
     except (SchemaError, UsageError) as error:
         return str(error)
     except Exception:

@@ -32,23 +32,8 @@ class BatchBuilder:
         }
 
     def check(self, part: BlockSlice, found: Schema, rows: int) -> None:
-        """Refuse a block that does not match its report and the split's schema.
-
-        Args:
-            part: the requested rows.
-            found: the block's columns as received.
-            rows: its number of rows.
-
-        Raises:
-            SchemaError: names the block and the difference.
-        """
-        if difference := self.schema.difference(found):
-            raise SchemaError(f"block {part.block.hex()} has other columns than its split: {difference}")
-        if rows != part.of:
-            raise SchemaError(
-                f"block {part.block.hex()} has {rows} rows, but was reported with {part.of}: it was made"
-                " again and differs, or is damaged"
-            )
+        """Refuse a block that does not match its report and the split's schema; see `refuse_other_block`."""
+        refuse_other_block(part, self.schema, found, rows)
 
     def target(self, name: str, at: int, rows: int) -> Any:
         """Memory for rows from row `at` on; call `wrote` when they are in place."""
@@ -120,6 +105,27 @@ class BatchBuilder:
             in_order = [parts[at] for at in sorted(parts)]
             self._columns |= padded(name, in_order, self.schema.pad[name], self._buffers.empty)
         return self._columns
+
+
+def refuse_other_block(part: BlockSlice, schema: Schema, found: Schema, rows: int) -> None:
+    """Anywhere: refuse a block that does not match its report and the split's schema.
+
+    Args:
+        part: the requested rows.
+        schema: of the split.
+        found: the block's columns as received.
+        rows: its number of rows.
+
+    Raises:
+        SchemaError: names the block and the difference.
+    """
+    if difference := schema.difference(found):
+        raise SchemaError(f"block {part.block.hex()} has other columns than its split: {difference}")
+    if rows != part.of:
+        raise SchemaError(
+            f"block {part.block.hex()} has {rows} rows, but was reported with {part.of}: it was made"
+            " again and differs, or is damaged"
+        )
 
 
 def as_batch(columns: dict[str, Any], schema: Schema) -> dict[str, Any]:

@@ -15,12 +15,16 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stoker.loader.room import Room
+from stoker.data.messages import Column, Schema
+from stoker.data.transport.room import Room
 
 if TYPE_CHECKING:
     import numpy as np
 
 PAGE = 4096
+PAGES = "pages"
+"""Name of the only column of a block of pages."""
+SCHEMA = Schema({PAGES: Column("uint8", (PAGE,))})
 TAIL = struct.Struct("<Q")
 """The last bytes: length of the layout before them."""
 ENTRY = 48

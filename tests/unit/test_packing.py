@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils.data._utils.collate import default_collate, default_collate_fn_map
 
-from stoker.loader.packing import PAGE, pack, unpack
-from stoker.loader.room import Room
+from stoker.data.transport.packing import PAGE, pack, unpack
+from stoker.data.transport.room import Room
 
 
 @dataclasses.dataclass

@@ -1,0 +1,169 @@
+"""Train worker: has a CPU host turn the records of a batch into the batch, with the recipe's `collate`.
+
+The records of a batch lie in blocks on several hosts. A Ray task on the host with most of them gets the
+blocks through Ray's object store, calls `collate` and packs the result, which travels to the train worker
+like any block. Ray repeats the task if its host is lost.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import Counter
+from functools import cache
+from typing import Any, NamedTuple
+
+from stoker.data.messages import BlockSlice, Schema
+from stoker.data.preprocessing.blocks import columns_of, to_table
+from stoker.data.preprocessing.chain import use_one_thread
+from stoker.data.preprocessing.collating import all_of, collated, seed_of
+from stoker.data.preprocessing.columns import schema_of
+from stoker.data.transport.batches import refuse_other_block
+from stoker.data.transport.client import Transport
+from stoker.data.transport.packing import PAGE, PAGES, SCHEMA, pack, unpack
+from stoker.errors import DataError, SchemaError, root_cause
+from stoker.recipe import SOURCE_FOLDER, Batch, Recipe, load_recipe
+from stoker.schema import Config
+
+RETRIES = 3
+"""How often Ray repeats a task whose process died."""
+MOST_AT_ONCE = 16
+"""Batches of a train worker that CPU hosts make at the same time, at most."""
+
+
+class Job(NamedTuple):
+    """Train worker → CPU host: what all batches of a pass share."""
+
+    recipe: bytes
+    """Its import path and parameters, pickled."""
+    seed: int
+    split: str
+    epoch: int
+
+
+class Collated(NamedTuple):
+    """CPU host → train worker: about a batch."""
+
+    node: str = ""
+    """Where it lies."""
+    rows: int = 0
+    """Pages."""
+    ids: Any = None
+    keys: tuple[str, ...] = ()
+    cpu_s: float = 0.0
+    failure: str = ""
+    """Why there is no batch."""
+
+
+class Arrived(NamedTuple):
+    """Train worker: a batch in this host's memory."""
+
+    batch: Batch
+    ids: Any
+    keys: list[str]
+    nbytes: int
+    produced: float
+    """`time.perf_counter()` when it was ready on the CPU host."""
+    arrived: float
+    collate_cpu_s: float = 0.0
+    """CPU seconds on the CPU host."""
+
+
+class Collator:
+    """Train worker: one per pass, used by the threads of its feed.
+
+    Args:
+        config: names the recipe; its stall timeout is the deadline for a batch.
+        split: of the pass.
+        epoch: of the pass.
+        ranks: number of train workers.
+        transport: fetches the result.
+    """
+
+    def __init__(self, config: Config, split: str, epoch: int, ranks: int, transport: Transport) -> None:
+        import ray
+
+        cpus = int(ray.cluster_resources().get("CPU", 1))
+        self.at_once = max(2, min(cpus // ranks, MOST_AT_ONCE))
+        """Batches to make at the same time; more would only start more processes."""
+        self._job = ray.put(Job(pickle.dumps((config.recipe, config.params)), config.seed, split, epoch))
+        # No CPUs: the chain workers hold them all.
+        self._task = ray.remote(num_cpus=0, num_returns=2, max_retries=RETRIES)(collate_on_host)
+        self._transport, self._timeout_s = transport, config.data.stall_timeout_s
+
+    def fetch(self, parts: list[BlockSlice], schema: Schema) -> Arrived:
+        """The batch of these rows.
+
+        Raises:
+            DataError: the task died, or took too long.
+            SchemaError: `collate` failed, or a block does not match its report or the columns of its split.
+        """
+        import ray
+
+        about = [part._replace(block=part.block.binary()) for part in parts]
+        task = self._task.options(name="collate", scheduling_strategy=_on(parts))
+        pages, answer = task.remote(self._job, schema, about, *(part.block for part in parts))
+        try:
+            made: Collated = ray.get(answer, timeout=self._timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            raise DataError(
+                f"collate: no batch within {self._timeout_s:.0f} s (data.stall_timeout_s)"
+            ) from None
+        except ray.exceptions.RayError as error:
+            raise DataError(f"collate: {root_cause(error)}") from error
+        if made.failure:
+            raise SchemaError(made.failure)
+        produced = time.perf_counter()
+        fetched = self._transport.fetch([BlockSlice(pages, 0, made.rows, made.node, made.rows)], SCHEMA)
+        (batch,) = unpack(fetched.columns[PAGES])
+        size = made.rows * PAGE
+        return Arrived(batch, made.ids, list(made.keys), size, produced, fetched.arrived, made.cpu_s)
+
+
+def collate_on_host(job: Job, schema: Schema, parts: list[BlockSlice], *blocks: Any) -> tuple[Any, Collated]:
+    """CPU host: a task that makes one batch.
+
+    Args:
+        job: recipe and seed.
+        schema: of the split.
+        parts: rows of each block.
+        blocks: Ray Data's tables.
+
+    Returns:
+        Pages of the batch, and what is known of it.
+    """
+    import ray
+
+    use_one_thread()
+    began = time.process_time()
+    columns = [columns_of(block) for block in blocks]
+    try:
+        for part, found in zip(parts, columns, strict=True):
+            refuse_other_block(part, schema, schema_of(found), min(map(len, found.values()), default=0))
+        places = [(found, part.start, part.stop) for part, found in zip(parts, columns, strict=True)]
+        records, ids, keys = all_of(places)
+        seed = seed_of(job.seed, job.split, job.epoch, ids)
+        pages = pack([collated(_opened(job.recipe).collate, records, seed)])
+    except SchemaError as error:
+        return None, Collated(failure=str(error))
+    node = ray.get_runtime_context().get_node_id()
+    cpu_s = time.process_time() - began
+    return to_table({PAGES: pages}), Collated(node, len(pages), ids, tuple(keys), cpu_s)
+
+
+@cache
+def _opened(recipe: bytes) -> Recipe:
+    """One object per process, so that what `collate` keeps in it is created once."""
+    path, params = pickle.loads(recipe)  # noqa: S301 - written by a train worker
+    return load_recipe(path, params, SOURCE_FOLDER)
+
+
+def _on(parts: list[BlockSlice]) -> Any:
+    """Prefer the host with most of the rows."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    rows: Counter[str] = Counter()
+    for part in parts:
+        rows[part.node] += part.stop - part.start
+    node = rows.most_common(1)[0][0]
+    return NodeAffinitySchedulingStrategy(node, soft=True) if node else "DEFAULT"
