@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,12 +204,12 @@ def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str
     rows: list[tuple[str, str, str, str]] = []
     values = resolved.config.model_dump() if resolved else {}
     for key, kind, info in schema_rows(Config):
-        default = repr(info.get_default(call_default_factory=True))
+        default = shown(info.get_default(call_default_factory=True))
         if resolved and key in resolved.origins:
             value: Any = values
             for part in key.split("."):
                 value = value[part]
-            default = f"{redact(value, key)!r} ({resolved.origins[key]})"
+            default = f"{shown(redact(value, key))} ({resolved.origins[key]})"
         rows.append((key, kind, default, info.description or ""))
     if resolved and resolved.config.script is None:
         from launcher.job import beside, examples_root
@@ -219,13 +220,18 @@ def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str
         recipe = load_object(path, source, "recipe", offers=Recipe)
         for name, info in recipe.model_fields.items():
             key = f"params.{info.alias or name}"
-            default = "required" if info.is_required() else repr(info.default)
+            default = "required" if info.is_required() else shown(info.get_default(call_default_factory=True))
             given = resolved.config.params.get(info.alias or name)
             if given is not None:
-                default = f"{redact(given, key)!r} ({resolved.origins.get(key, 'file')})"
+                default = f"{shown(redact(given, key))} ({resolved.origins.get(key, 'file')})"
             rows.append((key, type_name(info.annotation), default, info.description or ""))
     widths = [min(max(len(row[i]) for row in rows), limit) for i, limit in enumerate((34, 24, 40))]
     return [
         f"{key:<{widths[0]}}  {kind:<{widths[1]}}  {default:<{widths[2]}}  {meaning}".rstrip()
         for key, kind, default, meaning in rows
     ]
+
+
+def shown(value: Any) -> str:
+    """Laptop: a value as YAML spells it."""
+    return json.dumps(value, default=str, ensure_ascii=False)

@@ -8,11 +8,13 @@ Reports all problems at once, each on one line with its origin, the value and a 
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -153,14 +155,23 @@ def schema_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
 
 
 def type_name(annotation: Any) -> str:
-    """Anywhere: format a type for users: `int or null`, `any | exact`."""
-    text = getattr(annotation, "__name__", "") if isinstance(annotation, type) else str(annotation)
-    if hasattr(annotation, "__args__") and hasattr(annotation, "__origin__"):
-        text = str(annotation)
-    text = text.replace("typing.", "").replace("NoneType", "null").replace("None", "null")
-    if text.startswith("Literal["):
-        text = text[8:-1].replace("'", "").replace(", ", " | ")
-    return text.replace(" | null", " or null")
+    """Anywhere: format a type for users: `int or null`, `any | exact`, `list of text`."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_name(args[0])
+    if origin is Literal:
+        return " | ".join(map(str, args))
+    if origin in (Union, UnionType):
+        return " or ".join(map(type_name, args))
+    if origin in (list, tuple, set, frozenset):
+        inner = type_name(args[0])
+        return f"list of ({inner})" if " | " in inner else f"list of {inner}"
+    if origin is dict:
+        return f"map of {type_name(args[1])}"
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return "map"
+    names = {NoneType: "null", Any: "anything", bool: "true | false"}
+    return str(names.get(annotation) or getattr(annotation, "__name__", annotation))
 
 
 def to_yaml(config: BaseModel) -> str:

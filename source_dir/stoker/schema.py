@@ -44,7 +44,7 @@ class DataConfig(Section):
     )
     bucket_by: str | None = Field(
         None,
-        description="padded column; sorts rows of similar length together within a block to reduce padding",
+        description="column; sorts rows of similar length together within a block to reduce padding",
     )
     max_tokens: int | None = Field(
         None,

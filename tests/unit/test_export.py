@@ -148,7 +148,7 @@ def test_without_a_way_to_predict_the_default_form_still_checks_the_weights(tmp_
     trained(recipe, tmp_path)
     results = export(recipe, ["safetensors"], Example({}), tmp_path)
     assert results["safetensors"]["error"] is None
-    assert "weights alone" in results["safetensors"]["note"]
+    assert "weights compared" in results["safetensors"]["note"]
     save_file({"weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     results = export(recipe, ["safetensors"], Example({}), tmp_path)
     assert "bias" in results["safetensors"]["error"], "weights that do not fit the model are found"

@@ -95,7 +95,9 @@ def test_a_stage_that_fails_on_some_records_says_on_which_and_why(tmp_path: Path
     assert "15 of 60 records cannot be used (25.0 %)" in "\n".join(said(result))
     assert 0 < page.count('class="tile bad"') < 12
     assert "looked_at.py:" in failure, "where it was raised"
-    assert result.exit_code == 0
+    assert result.exit_code == 2, "all records were examined, and a run would fail"
+    within, _ = peek(tmp_path, "-n", "12", "data.bad_record_budget=0.3", chain="broken")
+    assert within.exit_code == 0
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,17 @@ def test_a_member_may_name_its_column(tmp_path: Path) -> None:
     }
 
 
+def test_a_column_that_no_record_has_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "train-0.tar").write_bytes(tar_of(pairs(0, 6)))
+    whole = read_webdataset(str(tmp_path), "train", ["label"])
+    assert whole is not None
+    whole.check()
+    wrong = read_webdataset(str(tmp_path), "train", ["image", "lable"])
+    assert wrong is not None
+    with pytest.raises(UsageError, match=r"train-0\.tar: columns: .* no 'lable'; they have: image, label$"):
+        wrong.check()
+
+
 def test_the_table_of_names_stands_in_the_docs() -> None:
     docs = Path(__file__).resolve().parents[2] / "docs" / "write-a-recipe.md"
     text = docs.read_text()

@@ -285,6 +285,7 @@ def write_model(worker: Worker, chosen: Checkpoint, target: Path) -> None:
         "checkpoint": chosen.name,
         "weights": "ema" if averaged else "model",
         **{key: chosen.meta[key] for key in ("epoch", "step", "samples", "metrics")},
+        **({"classes": worker.classes} if worker.classes else {}),
     }
     (target / "model.json").write_text(json.dumps(about, indent=1, default=str))
     worker.log("model", path=str(target), checkpoint=chosen.name)

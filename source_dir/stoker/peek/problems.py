@@ -73,19 +73,22 @@ def grouped(bad: dict[str, str]) -> list[tuple[int, str, str]]:
 def _failures(look: Look, config: Config) -> Iterator[Problem]:
     if look.refused:
         yield Problem("error", look.refused)
-    over = len(look.bad) == look.examined
+    # What holds for all records is certain; what holds for the first ones is not.
+    certain = look.examined == look.totals.get(look.split) or len(look.bad) == look.examined
+    budget = config.data.bad_record_budget
+    over = certain and len(look.bad) > budget * look.examined
     for count, reason, key in grouped(look.bad):
         which = f"{count} × " if count > 1 else ""
         first = f"first in record {key}" if count > 1 else f"record {key}"
         yield Problem("error" if over else "warning", f"{which}{reason}; {first}")
-    if look.bad:
-        share, budget = len(look.bad) / look.examined, config.data.bad_record_budget
-        if share > budget:
-            yield Problem(
-                "error" if over else "warning",
-                f"{len(look.bad)} of {look.examined} records cannot be used ({100 * share:.1f} %): more than"
-                f" data.bad_record_budget ({100 * budget:g} %), so a run would fail",
-            )
+    share = len(look.bad) / look.examined
+    if share > budget:
+        yield Problem(
+            "error" if over else "warning",
+            f"{len(look.bad)} of {look.examined} records cannot be used ({100 * share:.1f} %): more than"
+            f" data.bad_record_budget ({100 * budget:g} %), so a run"
+            f" {'would fail' if over else 'fails if the others are like these'}",
+        )
 
 
 def _holes(name: str, column: Column, where: str) -> Iterator[Problem]:

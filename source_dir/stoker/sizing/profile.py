@@ -180,7 +180,8 @@ def _collated(collate: Collate, columns: dict[str, Any], report: BlockReport) ->
     for name, values in batch.items():
         if isinstance(values, list | tuple) and not all(isinstance(each, str) for each in values):
             raise ChainError(
-                f"collate returns a list as {name!r}, which cannot be replayed; run the job and add --from RUN"
+                f"collate returns a list as {name!r}, which cannot be replayed; run the job, then add"
+                " --from RUN"
             )
     return {n: np.array(v, object) if isinstance(v, list | tuple) else v.numpy() for n, v in batch.items()}
 

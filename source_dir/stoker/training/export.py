@@ -243,8 +243,10 @@ def prepare(recipe: Recipe, forms: list[str], example: Example | None, folder: P
     except Exception as error:
         if forms != ["safetensors"]:
             raise
+        if type(recipe).predict is Recipe.predict:
+            return "weights compared; to compare outputs, too, define predict() and export_inputs()"
         cause = str(error) if isinstance(error, UsageError) else where_raised(error)
-        return f"the weights alone were checked ({cause})"
+        return f"weights compared, but not outputs, because predict() failed: {cause}"
     return exports
 
 

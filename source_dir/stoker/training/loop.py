@@ -58,7 +58,7 @@ def train(settings: dict[str, Any]) -> None:
 
     Args:
         settings: config, coordinator, checkpoints (where, synced), resume (where, synced, name) or None,
-            model_dir, records (per epoch, or None), has_val.
+            model_dir, records (per epoch, or None), has_val, classes (their names, or None).
     """
     import ray
     import ray.train.torch
@@ -75,6 +75,7 @@ def train(settings: dict[str, Any]) -> None:
         world_size=context.get_world_size(),
         device=ray.train.torch.get_device(),
     )
+    worker.classes = list(worker.recipe.class_names or settings["classes"] or [])
     if worker.rank == 0:
         tee_prints(worker)
     threads = config.train.threads or max(1, (os.cpu_count() or 1) // context.get_local_world_size())

@@ -89,6 +89,7 @@ class RecipeWork:
             "model_dir": str(self.place.model_dir),
             "records": self.data.totals["train"],
             "has_val": "val" in self.data.totals,
+            "classes": self.data.sources["train"].classes(),
         }
 
     def leaves_model(self) -> bool:

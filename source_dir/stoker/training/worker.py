@@ -51,6 +51,8 @@ class Worker:
     position. With train.accumulate_steps several make a step."""
     samples: int = 0
     """Records trained in epochs before the present one, over all ranks."""
+    classes: list[str] = field(default_factory=list)
+    """Names of the classes, as far as recipe or data give them."""
     kept: str = ""
     """The last checkpoint taken or resumed from."""
     pictured: set[str] = field(default_factory=set)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 WALK_LIMIT_BYTES = 4 * 2**30
 """Local shards up to this total size are walked header by header before training."""
 
+PROBED_RECORDS = 4
+"""Number of records in which requested columns are looked for before training."""
+
 SHUFFLE_WINDOW = 1024
 """Number of records to buffer while a shuffled shard is read."""
 
@@ -70,6 +73,24 @@ class WebDatasetSource(StreamedSource):
             self.rows = list(pool.map(self._walk if local else self._tail, self.paths, self.sizes))
         if self.count() == 0:
             raise UsageError(f"{self.paths[0]}: the tar shards hold no records")
+        self._refuse_absent_columns(self.paths[0])
+
+    def _refuse_absent_columns(self, path: str) -> None:
+        """Refuse a requested column that none of the first records has."""
+        found: dict[str, None] = {}
+        if self.columns:
+            naming = Naming(path)
+            with self.filesystem.open_input_file(path) as file:
+                for member in members(file, path, contents=False):
+                    place = naming.place(member.name)
+                    if len(naming.stems) > PROBED_RECORDS:
+                        break
+                    if place is not None:
+                        found[place[1]] = None
+        if absent := [name for name in self.columns or () if name not in found]:
+            raise UsageError(
+                f"{path}: columns: its first records have no {absent[0]!r}; they have: {', '.join(found)}"
+            )
 
     def _walk(self, path: str, size: int) -> int:
         self._tail(path, size)
