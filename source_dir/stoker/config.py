@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 
 from stoker import redaction
 from stoker.errors import UsageError
-from stoker.schema import Config
+from stoker.schema import SCRIPT_KEYS, Config, for_scripts
 
 NULLS = {"", "null", "none", "~"}
 SECRETS_FILE = "job.secrets.json"
@@ -175,8 +175,15 @@ def type_name(annotation: Any) -> str:
 
 
 def to_yaml(config: BaseModel) -> str:
-    """Anywhere: dump a configuration as YAML that `load` reads back, except for redacted secrets."""
+    """Anywhere: dump a configuration as YAML that `load` reads back, except for redacted secrets.
+
+    That of a script has only the keys that apply to scripts.
+    """
     tree = redaction.redact(config.model_dump(mode="json"))
+    if tree.get("script") is not None:
+        whole = {section: below for section, below in tree.items() if for_scripts(section, "")}
+        parts = {s: {key: tree[s][key] for key in keys} for s, keys in SCRIPT_KEYS.items() if keys}
+        tree = {section: (whole | parts)[section] for section in tree if section in whole | parts}
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
 
 

@@ -298,3 +298,18 @@ class Config(Section):
         if args and not info.data.get("script"):
             raise ValueError("args require a script; name it with script=train.py")
         return args
+
+
+SCRIPT_KEYS = {
+    "data": ("prepare",),
+    "train": ("workers", "max_failures", "threads"),
+    "checkpoint": ("dir", "resume"),
+    "tracking": ("tensorboard", "mlflow", "sinks"),
+    **dict.fromkeys(("recipe", "seed", "export"), ()),
+}
+"""Keys of recipe-specific sections that also apply to script jobs."""
+
+
+def for_scripts(section: str, key: str) -> bool:
+    """Anywhere: whether a key of a section (or, without one, the section itself) applies to script jobs."""
+    return section not in SCRIPT_KEYS or key in SCRIPT_KEYS[section]

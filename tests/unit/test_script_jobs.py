@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from launcher.backends.base import Options
 from launcher.commands import run
@@ -70,11 +71,18 @@ def test_what_only_a_recipe_can_have_is_refused(key: str, text: str) -> None:
 
 
 def test_the_configuration_that_a_run_wrote_can_be_run_again(tmp_path: Path) -> None:
-    """It holds every default, and nobody set those."""
-    (tmp_path / "config.yaml").write_text(resolved_yaml(job_of("train.py", "train.workers=2")))
+    """It holds the defaults of what applies to scripts; in earlier versions, those of every key."""
+    job = job_of("train.py", "train.workers=2")
+    (tmp_path / "config.yaml").write_text(resolved_yaml(job))
     again = load(tmp_path / "config.yaml")
-    assert "train.lr" in again.origins
+    assert again.config == job.config
+    assert "train.threads" in again.origins
+    assert not {"train.lr", "seed", "recipe", "export"} & again.origins.keys()
     refuse_foreign_keys(again)
+    (tmp_path / "earlier.yaml").write_text(yaml.safe_dump(job.config.model_dump(mode="json")))
+    earlier = load(tmp_path / "earlier.yaml")
+    assert "train.lr" in earlier.origins
+    refuse_foreign_keys(earlier)
 
 
 def test_a_file_that_sets_a_foreign_key_is_refused(tmp_path: Path) -> None:

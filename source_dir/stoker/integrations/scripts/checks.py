@@ -12,18 +12,10 @@ from stoker.config import Resolved
 from stoker.errors import UsageError
 from stoker.recipe import SOURCE_FOLDER
 from stoker.redaction import redact
-from stoker.schema import Config
+from stoker.schema import Config, for_scripts
 
 SCRIPT_FOLDER = "script"
 """The script's folder in a staged copy, so that its `train.py` does not clash with the container's."""
-HONOURED = {
-    "data": ("prepare",),
-    "train": ("workers", "max_failures", "threads"),
-    "checkpoint": ("dir", "resume"),
-    "tracking": ("tensorboard", "mlflow", "sinks"),
-}
-"""Keys of recipe-specific sections that also apply to script jobs."""
-WITHOUT_USE = ("recipe", "seed", "export")
 REMEDY = "pass it to the script as an argument after --"
 
 
@@ -63,9 +55,7 @@ def ignored_keys(resolved: Resolved) -> Iterator[str]:
     plain = Config()
     for key, origin in resolved.origins.items():
         section, _, name = key.partition(".")
-        if section not in WITHOUT_USE and name.split(".")[0] in (
-            HONOURED.get(section) or (name.split(".")[0],)
-        ):
+        if for_scripts(section, name.split(".")[0]):
             continue
         from_file = origin not in ("command line", "arguments")
         if not (from_file and _at(resolved.config, key) == _at(plain, key)):
