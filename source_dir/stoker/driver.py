@@ -109,16 +109,21 @@ def check_recipe(resolved: Resolved) -> None:
     Raises:
         UsageError: an invalid recipe, parameter or optimiser.
     """
-    train = resolved.config.train
+    train, problems = resolved.config.train, Problems()
     recipe = load_recipe(resolved.config.recipe, resolved.config.params, SOURCE_FOLDER)
-    recipe.check(resolved)
-    if type(recipe).model is Recipe.model and not recipe.own_loop:
-        raise UsageError(f"recipe: {type(recipe).__name__} does not say what to train: define model()")
-    refuse_impossible(recipe, train)
-    if type(recipe).optimizer is Recipe.optimizer and train.optimizer not in ("sgd", "adamw"):
-        from stoker.training.optimizers import check_optimizer
+    with problems:
+        recipe.check(resolved)
+    with problems:
+        if type(recipe).model is Recipe.model and not recipe.own_loop:
+            raise UsageError(f"recipe: {type(recipe).__name__} does not say what to train: define model()")
+    with problems:
+        refuse_impossible(recipe, train)
+    with problems:
+        if type(recipe).optimizer is Recipe.optimizer and train.optimizer not in ("sgd", "adamw"):
+            from stoker.training.optimizers import check_optimizer
 
-        check_optimizer(train.optimizer)
+            check_optimizer(train.optimizer)
+    problems.refuse()
 
 
 def open_early(resolved: Resolved) -> Opened | None:

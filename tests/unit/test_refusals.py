@@ -13,6 +13,7 @@ from stoker.errors import Problems, UsageError
 ROOT = Path(__file__).resolve().parents[2]
 WRONG = {
     "checkpoint.resume=/nowhere/run": "--resume /nowhere/run: no checkpoint there",
+    "params.model=resnet_18": "params.model: timm has no model 'resnet_18'; did you mean resnet18?",
     "train.optimizer=adamww": "train.optimizer: timm has no optimiser 'adamww'; did you mean adamw",
     "params.data=/nowhere/data": "/nowhere/data: no such file or folder",
 }
