@@ -14,11 +14,15 @@ from stoker.errors import UsageError, nearest
 PROJECTS = Path(__file__).resolve().parent / "projects"
 KINDS = {
     "images": "image classification: one folder of images per class",
+    "segmentation": "images with masks in tar shards",
     "text": "text classification: rows of text and label",
     "tabular": "tabular data: numeric columns in Parquet",
     "script": "your own training script with stoker.DataLoader",
 }
-EXAMPLES = {"text": {"recipe.py": "recipes/text.py", "job.yaml": "configs/text.yaml"}}
+EXAMPLES = {
+    kind: {"recipe.py": f"recipes/{kind}.py", "job.yaml": f"configs/{kind}.yaml"}
+    for kind in ("segmentation", "text")
+}
 """Files that a project copies from the examples in `source_dir`."""
 IGNORED = ".data/\nruns/\n__pycache__/\n"
 
@@ -33,7 +37,7 @@ def init(folder: Path | None, kind: str | None) -> int:
         if not sys.stdin.isatty():
             raise UsageError(f"--kind: choose one of: {', '.join(KINDS)}")
         for name, meaning in KINDS.items():
-            print(f"  {name:<8} {meaning}")
+            print(f"  {name:<12} {meaning}")
         kind = str(typer.prompt("What do you train on?", default="images")).strip()
     if kind not in KINDS:
         raise UsageError(f"--kind {kind}: no such kind (known: {', '.join(KINDS)}){nearest(kind, KINDS)}")
@@ -55,7 +59,7 @@ def files_of(kind: str, folder: Path) -> dict[str, str]:
     texts = {name: path.read_text(encoding="utf-8") for name, path in sorted(sources.items())}
     job = re.sub(r"[^A-Za-z0-9_.-]", "-", folder.resolve().name).lstrip("_.-")[:63] or kind
     named = re.sub(r"^name: .*", f"name: {job}", texts["job.yaml"], flags=re.MULTILINE)
-    texts["job.yaml"] = named.replace("recipes.text:", "recipe:")
+    texts["job.yaml"] = named.replace(f"recipes.{kind}:", "recipe:")
     return {**texts, ".gitignore": IGNORED}
 
 

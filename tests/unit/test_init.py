@@ -113,9 +113,9 @@ def test_no_file_is_overwritten_and_nothing_half_written(
     [
         (
             ["--kind", "image"],
-            "--kind image: no such kind (known: images, text, tabular, script); did you mean",
+            "--kind image: no such kind (known: images, segmentation, text, tabular, script); did you mean",
         ),
-        ([], "--kind: choose one of: images, text, tabular, script"),
+        ([], "--kind: choose one of: images, segmentation, text, tabular, script"),
         (["/proc/nothing", "--kind", "text"], "/proc/nothing: cannot be written: "),
     ],
 )
