@@ -282,7 +282,8 @@ def _image(draft: Draft) -> Iterator[str]:
     image = draft.body["AlgorithmSpecification"].get("TrainingImage")
     key = "sagemaker.image"
     if image is None:
-        yield f"{key}: no default image is known for region {draft.region!r}; name one"
+        if draft.region:  # a missing region is a problem of its own
+            yield f"{key}: no default image is known for region {draft.region!r}; name one"
         return
     registry = re.match(r"(\d{12})\.dkr\.ecr[a-z-]*\.([a-z0-9-]+)\.", image)
     if registry is None:

@@ -42,7 +42,8 @@ def test_hosts_that_train_help_only_while_data_is_short(seen: dict[str, Any]) ->
 def test_a_slow_sample_holds_nobody_back_unless_the_order_is_exact(seen: dict[str, Any]) -> None:
     slow = seen["slow_sample"]
     assert slow["any"]["whole"]
-    assert slow["any"]["at"] > 200, "half of the records and more came before"
+    # It took until 250 others were done; how many of these had arrived by then depends on the load.
+    assert slow["any"]["at"] > 50, "blocks that began after its own came before"
     assert slow["exact"] == {"at": 0, "seeded": True, "whole": True}
 
 
