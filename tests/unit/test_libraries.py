@@ -38,6 +38,11 @@ def test_imports_of_the_recipe_and_of_modules_beside_it_are_found(tmp_path: Path
     assert not any("timm" in name for name in found.all()), "CPU hosts may never need a model's library"
 
 
+def test_the_built_in_recipe_needs_what_its_chain_imports(tmp_path: Path) -> None:
+    for name in ("ImageClassification", "stoker.image_classification:ImageClassification"):
+        assert libraries_of(name, tmp_path).all() == ("torchvision.transforms.v2",)
+
+
 def test_a_script_and_a_file_that_cannot_be_parsed_have_none(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import torch\ndef (:\n")
     assert libraries_of("", tmp_path).all() == ()

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stoker.recipe import ALIASES
+
 LIGHT = ("PIL", "cv2", "pandas", "scipy", "albumentations")
 HEAVY = ("torch", "torchvision", "timm")
 """Preloaded only if the recipe's own import needs them: a CPU host may never call the function that does."""
@@ -36,6 +38,8 @@ def libraries_of(recipe: str, source: Path) -> Libraries:
         What was found; nothing for files that cannot be read or parsed.
     """
     found = Libraries()
+    if ALIASES.get(recipe, recipe) == ALIASES["ImageClassification"]:
+        found.at_once["torchvision.transforms.v2"] = None  # its chain, which it makes on the head
     waiting, seen = [recipe.partition(":")[0]], {""}
     while waiting:
         module = waiting.pop()
