@@ -77,8 +77,9 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
     from stoker.peek.looking import look
     from stoker.peek.page import write_page
     from stoker.peek.problems import problems_of
-    from stoker.peek.tiles import tile_of
+    from stoker.peek.tiles import SIDE, tile_of
     from stoker.recipe import SOURCE_FOLDER, load_recipe
+    from stoker.training.overlays import Painter
 
     target = page_at(options.out)
     opened, data = open_job_data(resolved, options)
@@ -88,8 +89,16 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
     recipe = load_recipe(opened.recipe, opened.params, SOURCE_FOLDER)
     problems = problems_of(seen, opened, recipe)
     boxes = boxes_of(data.chains[options.split].stages)
+    painter = Painter(recipe.class_names, SIDE)
     tiles = [
-        tile_of(s.key, s.made or s.so_far or s.read, boxes, s.reason, s.read if s.made or s.so_far else None)
+        tile_of(
+            s.key,
+            s.made or s.so_far or s.read,
+            boxes,
+            painter,
+            s.reason,
+            s.read if s.made or s.so_far else None,
+        )
         for s in seen.samples
     ]
     places, lines = stage_rows(seen.places), headlines(seen, opened.name)
@@ -100,6 +109,7 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
         problems=problems,
         heading=f"{len(tiles)} records after the chain",
         tiles=tiles,
+        legend=painter.legend(),
         places=places,
     )
     show(lines, places, problems)

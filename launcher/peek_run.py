@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ class Step:
     workers: int
     notes: list[str]
     boxes: dict[str, str]
+    classes: Sequence[str] = ()
+    """Names of the classes in masks."""
 
 
 def peek_run(run: str, overrides: list[str], options: PeekOptions) -> int:
@@ -57,7 +60,8 @@ def peek_run(run: str, overrides: list[str], options: PeekOptions) -> int:
         UsageError: the run or step does not exist or cannot be rebuilt.
     """
     from stoker.peek.page import write_page
-    from stoker.peek.tiles import tile_of
+    from stoker.peek.tiles import SIDE, tile_of
+    from stoker.training.overlays import Painter
 
     run_dir = getattr(attach(run), "run_dir", None)
     if run_dir is None or not (run_dir / "config.yaml").is_file():
@@ -72,15 +76,22 @@ def peek_run(run: str, overrides: list[str], options: PeekOptions) -> int:
         lines = [line for line in lines if line.rank == options.rank]
     if all(line.loss is not None for line in lines):
         lines = sorted(lines, key=lambda line: -math.inf if math.isnan(line.loss or 0) else -(line.loss or 0))
-    tiles = []
+    tiles, painter = [], Painter(step.classes, SIDE)
     for line in lines:
-        tile = tile_of(line.key, line.record, step.boxes)
+        tile = tile_of(line.key, line.record, step.boxes, painter)
         tile.loss = "" if line.loss is None else f"loss {line.loss:.4g}"
         tiles.append(tile)
     heads = [f"step {options.step}, epoch {step.epoch}, {len(lines)} records", *step.notes]
     title = f"{run_dir.name}: step {options.step}"
     write_page(
-        target, title=title, lines=heads, problems=[], places=[], tiles=tiles, heading="Records of the step"
+        target,
+        title=title,
+        lines=heads,
+        problems=[],
+        places=[],
+        tiles=tiles,
+        legend=painter.legend(),
+        heading="Records of the step",
     )
     show(heads, lines, tiles)
     print(f"written: {target}")
@@ -128,7 +139,8 @@ def rebuild(run_dir: Path, step: int, overrides: list[str]) -> Step:
         for row, key in enumerate(part.keys):
             loss = own_losses[row] if own_losses else None
             lines.append(Line(part.rank, key, row_of(columns, row), loss))
-    return Step(lines, found.epoch, made.workers, notes, boxes_of(data.chains["train"].stages))
+    boxes = boxes_of(data.chains["train"].stages)
+    return Step(lines, found.epoch, made.workers, notes, boxes, recipe.class_names)
 
 
 def losses_of(

@@ -34,7 +34,7 @@ def said(result: Result) -> list[str]:
 
 def pictures(page: str) -> list[Any]:
     found = re.findall(r'<img src="data:image/png;base64,([^"]+)" alt="image', page)
-    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(png)))) for png in found]
+    return [np.asarray(Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")) for png in found]
 
 
 def test_counts_columns_types_shapes_and_costs_after_each_stage(tmp_path: Path) -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.data.messages import Record
 from stoker.peek.columns import as_array, times
 from stoker.peek.problems import LABELS
+from stoker.training.overlays import Box, Overlay, Painter
 
 SIDE, SMALL_SIDE = 192, 96
 MOST_TEXT, MOST_NUMBERS, MOST_POINTS = 400, 12, 160
 LEAST_SOUND = 64
-PALETTE = ((255, 90, 40), (40, 150, 255), (60, 200, 90), (240, 200, 40), (190, 90, 255), (0, 200, 200))
 
 
 @dataclass
@@ -36,7 +36,12 @@ class Tile:
 
 
 def tile_of(
-    key: str, record: Record, boxes: Mapping[str, str], reason: str = "", read: Record | None = None
+    key: str,
+    record: Record,
+    boxes: Mapping[str, str],
+    painter: Painter,
+    reason: str = "",
+    read: Record | None = None,
 ) -> Tile:
     """Laptop: render a record as a tile.
 
@@ -44,9 +49,12 @@ def tile_of(
         key: key of the record.
         record: output of the chain, or of the last stage that it passed.
         boxes: columns of boxes → their format.
+        painter: draws the images.
         reason: why it failed.
         read: the record as read.
     """
+    import numpy as np
+
     tile = Tile(key, reason)
     values = {name: value for name, value in record.items() if name != "key"}
     label = next((name for name in LABELS if name in values and _is_number(values[name])), None)
@@ -57,8 +65,12 @@ def tile_of(
         size = pixels.shape[:2]
         masks = {n: v for n, v in _arrays(values).items() if n not in images and _is_mask(v, size)}
         mine = {n: v for n, v in _arrays(values).items() if _is_boxes(n, v, boxes)}
-        drawn = {n: (v, boxes.get(n, "XYXY")) for n, v in mine.items()}
-        tile.images.append((name, png(pixels, masks, drawn)))
+        drawn = [
+            Box(_corners(box, boxes.get(n, "XYXY")), None, None)
+            for n, v in mine.items()
+            for box in np.nan_to_num(v.astype(float))
+        ]
+        tile.images.append((name, png(pixels, painter, masks, drawn)))
         tile.texts += [(n, f"{len(v)} boxes") for n, v in mine.items()]
         for shown in (*masks, *mine):
             values.pop(shown, None)
@@ -66,7 +78,7 @@ def tile_of(
         if name not in images:
             _other(tile, name, value)
     before = next((p for v in (read or {}).values() if (p := image_of(v)) is not None), None)
-    tile.before = png(before, side=SMALL_SIDE) if before is not None else ""
+    tile.before = png(before, Painter((), SMALL_SIDE)) if before is not None else ""
     return tile
 
 
@@ -115,32 +127,16 @@ def _decoded(content: bytes) -> Any:
         return None
 
 
-def png(pixels: Any, masks: Mapping[str, Any] = {}, boxes: Mapping[str, Any] = {}, side: int = SIDE) -> str:
-    """Laptop: draw masks and boxes over pixels; base64 of a PNG about `side` pixels wide."""
-    import numpy as np
-    from PIL import Image, ImageDraw
+def png(pixels: Any, painter: Painter, masks: Mapping[str, Any] = {}, boxes: Sequence[Box] = ()) -> str:
+    """Laptop: draw masks and boxes over pixels; base64 of a PNG."""
+    from PIL import Image
 
-    pixels = np.array(pixels)
-    for mask in masks.values():
-        for number in np.unique(mask):
-            if number:
-                colour = np.array(PALETTE[int(number - 1) % len(PALETTE)])
-                pixels[mask == number] = (0.55 * pixels[mask == number] + 0.45 * colour).astype(np.uint8)
-    height, width = pixels.shape[:2]
-    scale = side / max(height, width)
-    scale = max(1, int(scale)) if scale >= 1 else scale
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    shown = Image.fromarray(pixels).resize(
-        size, Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BILINEAR
-    )
-    draw = ImageDraw.Draw(shown)
-    for values, form in boxes.values():
-        for number, box in enumerate(np.nan_to_num(values.astype(float))):
-            draw.rectangle(
-                _corners(box * scale, form), outline=PALETTE[number % len(PALETTE)], width=max(1, side // 96)
-            )
+    first, *others = [*masks.values()] or [None]
+    picture = painter.draw(Image.fromarray(pixels), Overlay(first, list(boxes)))
+    for mask in others:
+        picture = painter.draw(picture, Overlay(mask, []))
     file = io.BytesIO()
-    shown.save(file, "PNG")
+    picture.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
 
 
@@ -174,7 +170,7 @@ def _other(tile: Tile, name: str, value: Any) -> None:
     elif array.ndim == 2 and array.dtype.kind in "iuf" and min(array.shape) >= 8:
         # Time from left to right, as in a spectrogram.
         grey = np.repeat(_as_uint8(array.T[::-1, :, None]), 3, axis=2)
-        tile.images.append((f"{name}, {times(array.shape)}", png(grey)))
+        tile.images.append((f"{name}, {times(array.shape)}", png(grey, Painter((), SIDE))))
     elif array.ndim == 0:
         tile.texts.append((name, f"{array.item():g}" if array.dtype.kind in "iuf" else str(array.item())))
     else:

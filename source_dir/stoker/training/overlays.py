@@ -192,24 +192,25 @@ def _joints(entries: Sequence[Any]) -> list[Joint]:
 
 
 class Painter:
-    """Train worker: draws overlays, one colour for each class, and knows what its legend must hold.
+    """Train worker and laptop: draws overlays, one colour for each class, and collects their legend.
 
     Args:
         names: of the classes; empty: they are called by their numbers.
+        side: longer side of a drawn picture, pixels.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
+    def __init__(self, names: Sequence[str], side: int = SIDE) -> None:
+        self.names, self.side = names, side
         self.drawn: set[int] = set()
         self.background = not names or names[0].strip("_").lower() in ("background", "bg")
         """Whether class 0 of a mask is what lies between the others, and left as it is."""
 
     def draw(self, picture: Image.Image, overlay: Overlay) -> Image.Image:
-        """A picture, its longer side SIDE, with masks or boxes over it; few colours, so that it is small."""
+        """A picture, `side` pixels long, with masks or boxes over it; few colours, so that it is small."""
         from PIL import Image, ImageDraw
 
         picture = picture.convert("RGB")
-        factor = SIDE / max(picture.size)
+        factor = self.side / max(picture.size)
         size = (max(1, round(picture.width * factor)), max(1, round(picture.height * factor)))
         picture = picture.resize(size, Image.Resampling.NEAREST if factor > 1 else Image.Resampling.LANCZOS)
         if overlay.mask is not None:
