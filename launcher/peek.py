@@ -62,6 +62,8 @@ def peek(target: str | None, overrides: list[str], options: PeekOptions) -> int:
         if options.rank is not None:
             raise UsageError("--rank: selects a train worker of a run; add --step N")
         return peek_job(Path(target), overrides, options)
+    if options.model:
+        raise UsageError("--model: tries the model of a job; --step shows the losses of a run's records")
     if options.split != "train":
         raise UsageError("--split: applies to a job only; --step counts training steps")
     return peek_run(target, overrides, options)
@@ -102,6 +104,11 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
         for s in seen.samples
     ]
     places, lines = stage_rows(seen.places), headlines(seen, opened.name)
+    if options.model and not seen.refused:
+        from stoker.peek.model import try_model
+
+        found, more = try_model(opened, recipe, data)
+        lines, problems = [*lines, *found], sorted([*problems, *more], key=lambda problem: problem.level)
     write_page(
         target,
         title=f"{opened.name}: {options.split}",

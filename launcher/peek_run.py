@@ -25,6 +25,7 @@ class PeekOptions:
     n: int = 16
     step: int | None = None
     rank: int | None = None
+    model: bool = False
     out: Path | None = None
     source_dir: Path | None = None
 

@@ -253,6 +253,7 @@ def peek(
     n: Annotated[int, Option("--n", "-n", help="job: number of records to show")] = 16,
     step: Annotated[int | None, Option(help="run: the step whose batch to rebuild")] = None,
     rank: Annotated[int | None, Option(help="run: a single train worker; default: all")] = None,
+    model: Annotated[bool, Option("--model", help="job: also try the model on one batch")] = False,
     out: Annotated[Path | None, Option("--out", "-o", help="HTML file to write; default: peek.html")] = None,
     source_dir: Annotated[Path | None, Option(help="your folder with recipes")] = None,
 ) -> None:

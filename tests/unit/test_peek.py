@@ -71,6 +71,28 @@ def test_masks_and_boxes_are_drawn_where_the_chain_has_put_them(tmp_path: Path) 
         assert np.ptp(straight[60, 60].astype(int)) > 60 and np.ptp(straight[60, 140].astype(int)) < 10
         assert np.ptp(flipped[60, 140].astype(int)) > 60 and np.ptp(flipped[60, 60].astype(int)) < 10
     assert "1 boxes" in page
+    assert "</i>class 1</span>" in page, "the mask's class stands in the legend"
+
+
+@pytest.mark.parametrize(
+    ("where", "problem"),
+    [
+        ("", ""),
+        ("model", "model: RuntimeError: broken model (rows.py:"),
+        ("training_step", "training_step: RuntimeError: broken training_step (rows.py:"),
+        ("nan", "training_step: the loss of the first records is nan"),
+    ],
+)
+def test_the_model_is_tried_on_a_batch(where: str, problem: str, tmp_path: Path) -> None:
+    result, _ = peek(tmp_path, "--model", recipe="rows:RaisesIn", where=where)
+    errors = [line for line in result.output.splitlines() if line.startswith("error")]
+    if problem:
+        assert result.exit_code == 2
+        assert len(errors) == 1 and problem in errors[0]
+        return
+    assert (result.exit_code, errors) == (0, [])
+    for line in ("model: 3 parameters", "training_step: loss ", "validation_step: loss "):
+        assert line in result.output
 
 
 def test_problems_of_values(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
         seen.refused = str(error)
     seen.places += [Place(stage.name, stage.per) for stage in chain.stages]
     cost = Cost()
-    records = _records(source, config, split, max(1, min(count, GROUP) // PLACES))
+    records = sampled(source, config, split, max(1, min(count, GROUP) // PLACES))
     ends, done = time.monotonic() + SECONDS, 0
     while done < count or (time.monotonic() < ends and done < MOST_RECORDS):
         began = time.perf_counter()
@@ -186,8 +186,15 @@ class Cost:
     bytes_out: int = 0
 
 
-def _records(source: Source, config: Config, split: str, at_once: int) -> Iterator[Record | BadRecord]:
-    """Yield the first records of some shards, round-robin."""
+def sampled(source: Source, config: Config, split: str, at_once: int) -> Iterator[Record | BadRecord]:
+    """Laptop: the first records of some shards, round-robin.
+
+    Args:
+        source: of the split.
+        config: the job.
+        split: train or val.
+        at_once: records to take from a shard before the next one.
+    """
     plan = EpochPlan(config.seed, 0, split, config.data.shuffle, config.data.block_records)
     order = order_of(plan.seed, plan.epoch) if plan.shuffle and split == "train" else None
     shards = source.shards(plan.block_records, order)

@@ -134,10 +134,8 @@ def read_example(worker: Worker) -> Example | None:
         None if every record is bad.
     """
     from stoker.data.engine.datasets import DatasetSource
-    from stoker.data.feed.feed import as_tensors
+    from stoker.data.feed.feed import as_one_batch
     from stoker.data.opening import open_data
-    from stoker.data.preprocessing.collating import all_of, collated
-    from stoker.data.transport.batches import as_batch
 
     data = open_data(worker.config)
     split: Split = "val" if "val" in data.sources else "train"
@@ -151,11 +149,7 @@ def read_example(worker: Worker) -> Example | None:
     # Pickled and unpickled, as for chain workers, to import what its transforms need.
     chain = pickle.loads(pickle.dumps(data.chains[split]))  # noqa: S301
     columns, report = chain.run(itertools.islice(records, EXAMPLE_RECORDS), 0)
-    if columns and chain.collate:
-        batch = collated(chain.collate, all_of([(columns, 0, report.rows)])[0], "export")
-    else:
-        batch = as_tensors(as_batch(columns, report.schemas[-1]))[0] if columns else {}
-    return example_of(worker.recipe, batch, split) if batch else None
+    return example_of(worker.recipe, as_one_batch(chain, columns, report), split) if columns else None
 
 
 def example_of(recipe: Recipe, batch: Batch, split: Split) -> Example:
