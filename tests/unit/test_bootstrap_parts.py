@@ -12,11 +12,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from stoker.bootstrap import cluster, raynode, requirements, roles, run
-from stoker.bootstrap.cluster import read_token
+from stoker.bootstrap.cluster import read_token, set_environment
 from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
 from stoker.bootstrap.logs import PrefixedStream
 from stoker.bootstrap.raynode import ClusterError, probe_port, size_store
@@ -121,17 +122,22 @@ def test_the_lifeline_tells_ready_and_end() -> None:
 
 
 @pytest.mark.long
-def test_the_lifeline_refuses_a_wrong_token_on_both_sides() -> None:
+def test_the_lifeline_refuses_a_wrong_token_and_a_silent_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.bootstrap.lifeline.HELLO_TIMEOUT_S", 1.0)
     port = free_port()
     server = LifelineServer("127.0.0.1", port, TOKEN)
     with pytest.raises(PermissionError, match="refused this host's token"):
         Lifeline("127.0.0.1", port, "algo-2", "1" * 64)
     assert server.connected() == set()
     server.end(0)
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        other.settimeout(5)
-        with pytest.raises(OSError):
-            Lifeline("127.0.0.1", other.getsockname()[1], "algo-2", TOKEN, timeout_s=1)
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(OSError):
+        Lifeline("127.0.0.1", other.getsockname()[1], "algo-2", TOKEN, timeout_s=1)
+
+
+def test_no_process_of_a_cluster_unpickles_what_data_files_bring_along() -> None:
+    with mock.patch.dict(os.environ, {"RAY_DATA_AUTOLOAD_PYEXTENSIONTYPE": "1"}):
+        set_environment(TOKEN)
+        assert not any(name.startswith("RAY_DATA_AUTOLOAD_") for name in os.environ)
 
 
 def test_a_killed_head_ends_the_lifeline_at_once() -> None:

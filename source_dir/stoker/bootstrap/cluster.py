@@ -132,6 +132,9 @@ def set_environment(token: str) -> None:
     os.environ["RAY_AUTH_TOKEN"] = token
     os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
     os.environ.pop("RAY_ADDRESS", None)
+    # With these, Ray unpickles what a data file brings along.
+    for name in [name for name in os.environ if name.startswith("RAY_DATA_AUTOLOAD_")]:
+        del os.environ[name]
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Otherwise a recipe that uses Ray too early would start a second cluster.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"

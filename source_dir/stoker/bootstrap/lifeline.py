@@ -22,6 +22,11 @@ from dataclasses import dataclass
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 2, 1, 3
 """Together: a peer counts as lost after 5 s of silence."""
 HELLO_TIMEOUT_S = 5.0
+"""Deadline of a line of the handshake, however slowly the other side sends."""
+MOST_GREETINGS = 128
+"""Handshakes in progress at the same time; further connections wait until one of them ends."""
+LINE_BYTES, MESSAGE_BYTES = 1024, 2**20
+"""Longer handshakes, and longer messages of the head, are not part of the protocol."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class LifelineServer:
         self._lock = threading.Lock()
         self._connections: dict[str, socket.socket] = {}
         self._ready = False
+        self._greetings = threading.Semaphore(MOST_GREETINGS)
         self._socket = socket.create_server((address, port), backlog=64)
         threading.Thread(target=self._accept, name="lifeline", daemon=True).start()
 
@@ -69,7 +75,8 @@ class LifelineServer:
         while set(expected) - self.connected() and time.monotonic() < deadline:
             time.sleep(0.1)
         with contextlib.suppress(OSError):
-            self._socket.close()
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._socket.close()
         with self._lock:
             for connection in self._connections.values():
                 _send(connection, {"end": code})
@@ -79,6 +86,7 @@ class LifelineServer:
 
     def _accept(self) -> None:
         while True:
+            self._greetings.acquire()
             try:
                 connection, _ = self._socket.accept()
             except OSError:
@@ -91,6 +99,8 @@ class LifelineServer:
                 host = self._greet(connection)
             except (OSError, ValueError):
                 return
+            finally:
+                self._greetings.release()
             with self._lock:
                 self._connections[host] = connection
                 if self._ready:
@@ -108,11 +118,11 @@ class LifelineServer:
         connection.settimeout(HELLO_TIMEOUT_S)
         nonce = secrets.token_hex(16)
         _send(connection, {"nonce": nonce})
-        hello = json.loads(_read_line(connection))
-        host = str(hello["host"])
-        if not hmac.compare_digest(str(hello["proof"]), _proof(self._token, nonce, host)):
+        hello = _message(_read_line(connection))
+        host, theirs = str(hello.get("host")), str(hello.get("nonce"))
+        if not _equal(hello.get("proof"), _proof(self._token, "host", nonce, theirs, host)):
             raise ValueError("wrong token")
-        _send(connection, {"proof": _proof(self._token, nonce, "head")})
+        _send(connection, {"proof": _proof(self._token, "head", theirs, nonce, host)})
         return host
 
 
@@ -132,13 +142,13 @@ class Lifeline:
         try:
             _keep_alive(self._socket)
             self._socket.settimeout(HELLO_TIMEOUT_S)
-            nonce = str(json.loads(_read_line(self._socket))["nonce"])
-            _send(self._socket, {"host": host, "proof": _proof(token, nonce, host)})
+            theirs, ours = str(_message(_read_line(self._socket)).get("nonce")), secrets.token_hex(16)
+            proof = _proof(token, "host", theirs, ours, host)
+            _send(self._socket, {"host": host, "nonce": ours, "proof": proof})
             answer = _read_line(self._socket)
             if not answer:
                 raise PermissionError("the head refused this host's token")
-            proof = str(json.loads(answer).get("proof"))
-            if not hmac.compare_digest(proof, _proof(token, nonce, "head")):
+            if not _equal(_message(answer).get("proof"), _proof(token, "head", ours, theirs, host)):
                 raise PermissionError("the head does not hold this job's token")
         except ValueError as error:
             self._socket.close()
@@ -182,12 +192,15 @@ class Lifeline:
             if not data:
                 return Ended(None, "the head's process ended without an exit code")
             self._buffer += data
+            if len(self._buffer) > MESSAGE_BYTES:
+                return Ended(None, "the head sent an invalid message")
         line, self._buffer = self._buffer.split(b"\n", 1)
-        message: dict[str, object] = json.loads(line)
-        if "end" in message:
-            code = int(str(message["end"]))
-            return Ended(code, f"the head has ended with exit code {code}")
-        return message
+        try:
+            message = _message(line)
+            code = int(str(message["end"])) if "end" in message else None
+        except ValueError:
+            return Ended(None, "the head sent an invalid message")
+        return message if code is None else Ended(code, f"the head has ended with exit code {code}")
 
 
 def _keep_alive(connection: socket.socket) -> None:
@@ -202,8 +215,29 @@ def _keep_alive(connection: socket.socket) -> None:
         connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, silent_s * 1000)
 
 
-def _proof(token: str, nonce: str, name: str) -> str:
-    return hmac.new(token.encode(), f"{nonce}:{name}".encode(), hashlib.sha256).hexdigest()
+def _proof(token: str, role: str, *parts: str) -> str:
+    # The role and the other side's nonce are part of it, so it can neither be reflected nor replayed.
+    content = json.dumps(["stoker lifeline", role, *parts]).encode()
+    return hmac.new(token.encode(), content, hashlib.sha256).hexdigest()
+
+
+def _equal(given: object, proof: str) -> bool:
+    return hmac.compare_digest(str(given).encode(), proof.encode())
+
+
+def _message(line: bytes) -> dict[str, object]:
+    """A message of the protocol.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        found = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError("not an object")
+    return found
 
 
 def _send(connection: socket.socket, message: dict[str, object]) -> None:
@@ -212,10 +246,11 @@ def _send(connection: socket.socket, message: dict[str, object]) -> None:
 
 
 def _read_line(connection: socket.socket) -> bytes:
-    line = b""
+    line, deadline = b"", time.monotonic() + HELLO_TIMEOUT_S
     while not line.endswith(b"\n"):
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
         byte = connection.recv(1)
-        if not byte or len(line) > 1024:
+        if not byte or len(line) > LINE_BYTES:
             break
         line += byte
     return line

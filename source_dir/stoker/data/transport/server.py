@@ -15,6 +15,8 @@ from stoker.errors import SchemaError
 
 IDLE_TIMEOUT_S = 3600.0
 """A connection idle for this long is closed; a live train worker reconnects."""
+MOST_GREETINGS = 128
+"""Handshakes in progress at the same time; further connections wait until one of them ends."""
 BLOCK_TIMEOUT_S = 15.0
 """How long to wait for a block: a request may arrive before Ray delivers its reference."""
 
@@ -28,6 +30,7 @@ class BlockServer:
         self._blocks: dict[tuple[bytes, str], dict[str, Any]] = {}
         """Columns by (train worker, block): views of shared memory, which pin the block there."""
         self._connections: Counter[bytes] = Counter()
+        self._greetings = threading.Semaphore(MOST_GREETINGS)
         self._socket = socket.create_server((address, 0), backlog=128)
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, name="block-server", daemon=True).start()
@@ -46,10 +49,12 @@ class BlockServer:
     def close(self) -> None:
         """CPU host: stop accepting connections."""
         with contextlib.suppress(OSError):
-            self._socket.close()
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._socket.close()
 
     def _accept(self) -> None:
         while True:
+            self._greetings.acquire()
             try:
                 connection, _ = self._socket.accept()
             except OSError:
@@ -62,12 +67,15 @@ class BlockServer:
                 worker = wire.greet_client(connection, self._key)
             except OSError:
                 return
+            finally:
+                self._greetings.release()
             wire.set_timeouts(connection, IDLE_TIMEOUT_S)
             with self._changed:
                 self._connections[worker] += 1
             try:
                 while True:
-                    self._answer(connection, worker, wire.receive_message(connection))
+                    request = wire.receive_message(connection, wire.REQUEST_BYTES)
+                    self._answer(connection, worker, *_checked(request))
             except OSError:
                 pass
             finally:
@@ -81,13 +89,15 @@ class BlockServer:
                 for key in [key for key in self._blocks if key[0] == worker]:
                     del self._blocks[key]
 
-    def _answer(self, connection: socket.socket, worker: bytes, request: dict[str, Any]) -> None:
+    def _answer(
+        self, connection: socket.socket, worker: bytes, done: list[str], take: tuple[str, int, int] | None
+    ) -> None:
         with self._changed:
-            for block in request.get("done", ()):
-                self._blocks.pop((worker, block), None)
-        if "take" not in request:
+            for each in done:
+                self._blocks.pop((worker, each), None)
+        if take is None:
             return
-        block, start, stop = request["take"]
+        block, start, stop = take
         columns = self._find(worker, block)
         if columns is None:
             wire.send_message(connection, {"error": f"block {block} did not come here"})
@@ -116,6 +126,21 @@ class BlockServer:
                     return None
                 self._changed.wait(left)
             return self._blocks[worker, block]
+
+
+def _checked(request: dict[str, Any]) -> tuple[list[str], tuple[str, int, int] | None]:
+    """Blocks that may go, and the rows to send.
+
+    Raises:
+        WireError: the request is not part of the protocol.
+    """
+    done, take = request.get("done", []), request.get("take")
+    if isinstance(done, list) and all(isinstance(block, str) for block in done):
+        if take is None:
+            return done, None
+        if isinstance(take, list) and list(map(type, take)) == [str, int, int] and 0 <= take[1] <= take[2]:
+            return done, (take[0], take[1], take[2])
+    raise wire.WireError("sent an invalid request")
 
 
 def pick(

@@ -19,14 +19,16 @@ import os
 import secrets
 import socket
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
-MESSAGE_BYTES = 64 * 2**20
-"""A longer header is not part of the protocol."""
+MESSAGE_BYTES, REQUEST_BYTES = 64 * 2**20, 2**20
+"""Longer headers, and longer requests, are not part of the protocol."""
 GREETING_TIMEOUT_S = 5.0
+"""Deadline of a handshake, however slowly the peer sends."""
 
 
 class WireError(OSError):
@@ -60,10 +62,9 @@ def greet_client(connection: socket.socket, key: bytes) -> bytes:
     Raises:
         WireError: it does not hold the key, or is silent for some seconds.
     """
-    set_timeouts(connection, GREETING_TIMEOUT_S)
     ours = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(ours)
-    answer = receive(connection, 2 * NONCE_BYTES + PROOF_BYTES)
+    answer = receive_soon(connection, 2 * NONCE_BYTES + PROOF_BYTES)
     theirs, name, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:-PROOF_BYTES], answer[-PROOF_BYTES:]
     if not hmac.compare_digest(proof, _proof(key, b"train worker", ours, theirs, name)):
         raise WireError("does not hold the key of this run")
@@ -82,11 +83,11 @@ def greet_server(connection: socket.socket, key: bytes, name: bytes) -> None:
     Raises:
         WireError: the server does not hold the key, or is silent for some seconds.
     """
-    set_timeouts(connection, GREETING_TIMEOUT_S)
-    theirs = receive(connection, NONCE_BYTES)
+    theirs = receive_soon(connection, NONCE_BYTES)
     ours = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(ours + name + _proof(key, b"train worker", theirs, ours, name))
-    if not hmac.compare_digest(receive(connection, PROOF_BYTES), _proof(key, b"host", ours, theirs, name)):
+    proof = receive_soon(connection, PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(key, b"host", ours, theirs, name)):
         raise WireError("the server does not hold the key of this run")
 
 
@@ -102,22 +103,44 @@ def send_message(connection: socket.socket, message: dict[str, Any], more: bool 
     connection.sendall(struct.pack(">I", len(content)) + content, flags)
 
 
-def receive_message(connection: socket.socket) -> dict[str, Any]:
-    """CPU host and train worker: the next header.
+def receive_message(connection: socket.socket, most: int = MESSAGE_BYTES) -> dict[str, Any]:
+    """CPU host and train worker: the next header, of at most so many bytes.
 
     Raises:
         WireError: no valid header arrived.
     """
     (length,) = struct.unpack(">I", receive(connection, 4))
-    if length > MESSAGE_BYTES:
+    if length > most:
         raise WireError(f"sent an invalid header of {length} bytes")
     try:
         message = json.loads(receive(connection, length))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WireError(f"sent a header that is not JSON: {error}") from None
     if not isinstance(message, dict):
         raise WireError("sent a header that is not an object")
     return message
+
+
+def receive_soon(connection: socket.socket, length: int) -> bytes:
+    """CPU host and train worker: receive exactly `length` bytes of a handshake before its deadline.
+
+    Raises:
+        WireError: the peer ended or is too slow.
+    """
+    content, deadline = b"", time.monotonic() + GREETING_TIMEOUT_S
+    while len(content) < length:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise WireError("stopped responding")
+        connection.settimeout(left)
+        try:
+            part = connection.recv(length - len(content))
+        except TimeoutError:
+            raise WireError("stopped responding") from None
+        if not part:
+            raise WireError("closed the connection")
+        content += part
+    return content
 
 
 def receive(connection: socket.socket, length: int) -> bytes:

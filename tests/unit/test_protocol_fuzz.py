@@ -1,0 +1,219 @@
+"""Frames that nobody may send: no answer without the key, no crash, no thread or memory left behind.
+
+`make soak` sends a million of them; set STOKER_FRAMES for another number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from stoker.bootstrap.lifeline import Lifeline, LifelineServer
+from stoker.data.transport import wire
+from stoker.data.transport.server import BlockServer
+
+FRAMES = int(os.environ.get("STOKER_FRAMES", "2000"))
+SECRET, TOKEN, NAME = b"s" * 32, "the job's token", b"w" * wire.NONCE_BYTES
+MOST_MB = 64
+"""More memory than this after all frames is a leak."""
+
+
+@pytest.fixture
+def leaves_nothing() -> Iterator[None]:
+    threads, before = threading.active_count(), psutil.Process().memory_info().rss
+    yield
+    ends = time.monotonic() + 30
+    while threading.active_count() > threads and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert threading.active_count() <= threads
+    assert psutil.Process().memory_info().rss - before < MOST_MB * 2**20
+
+
+def mutated(frame: bytes, chance: random.Random) -> bytes:
+    """A frame with bits flipped, parts repeated, cut off or replaced; never the frame itself."""
+    content = bytearray(frame)
+    while bytes(content) == frame:
+        for _ in range(chance.choice((1, 1, 1, 4, 16))):
+            at = chance.randrange(len(content) + 1)
+            match chance.randrange(5):
+                case 0 if at < len(content):
+                    content[at] ^= 1 << chance.randrange(8)
+                case 1:
+                    content[at:at] = chance.randbytes(chance.randrange(1, 40))
+                case 2:
+                    del content[at:]
+                case 3:
+                    content[at:at] = content[: chance.randrange(len(content) + 1)]
+                case _:
+                    content[at : at + 4] = chance.choice((b"\xff" * 4, b"\0" * 4, b"[[[[", b'""""', b"-1e9"))
+    return bytes(content)
+
+
+def answers(port: int, frame: bytes, greet: Callable[[socket.socket], Any]) -> bytes:
+    """What comes back for a frame and the end of the stream."""
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        greet(connection)
+        connection.settimeout(20)
+        found = b""
+        with contextlib.suppress(OSError):  # the server hung up
+            connection.sendall(frame)
+            connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(65536):
+                found += part
+        return found
+
+
+def hello(nonce: bytes) -> bytes:
+    """A whole greeting of a train worker, which holds the key."""
+    ours = b"o" * wire.NONCE_BYTES
+    return ours + NAME + wire._proof(wire.run_key(SECRET), b"train worker", nonce, ours, NAME)
+
+
+def test_a_block_server_answers_no_greeting_but_the_right_one(leaves_nothing: None) -> None:
+    server, chance = BlockServer("127.0.0.1", SECRET), random.Random(3)
+    server.hold(NAME, "b", {"x": np.arange(4)})
+    for _ in range(FRAMES):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+            nonce = wire.receive(connection, wire.NONCE_BYTES)
+            frame = mutated(hello(nonce), chance)
+            if frame.startswith(hello(nonce)):
+                continue  # a right greeting and what follows it
+            with contextlib.suppress(OSError):  # the server hung up
+                connection.sendall(frame)
+                connection.shutdown(socket.SHUT_WR)
+                assert connection.recv(1) == b""
+    # The proof of another connection, word for word.
+    replay = hello(nonce)
+    assert answers(server.port, replay, lambda c: wire.receive(c, wire.NONCE_BYTES)) == b""
+    assert fetched(server) == [0, 1, 2, 3]
+    server.close()
+
+
+def fetched(server: BlockServer) -> list[int]:
+    """Rows as a train worker gets them."""
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        wire.greet_server(connection, wire.run_key(SECRET), NAME)
+        server.hold(NAME, "b", {"x": np.arange(4)})
+        wire.send_message(connection, {"take": ["b", 0, 4], "done": []})
+        assert wire.receive_message(connection)["rows"] == 4
+        return np.frombuffer(wire.receive(connection, 32), np.int64).tolist()
+
+
+def test_a_block_server_survives_requests_that_are_none(
+    leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.data.transport.server.BLOCK_TIMEOUT_S", 0.0)
+    failed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    server, chance = BlockServer("127.0.0.1", SECRET), random.Random(4)
+    content = json.dumps({"take": ["b", 0, 4], "done": ["a", "c"]}).encode()
+    frame = struct.pack(">I", len(content)) + content
+    deep = b"[" * 100_000
+    frames = [struct.pack(">I", len(deep)) + deep, struct.pack(">I", 2**32 - 1), *wrong_requests()]
+    frames += [mutated(frame, chance) for _ in range(FRAMES // 4)]
+    for each in frames:
+        answers(server.port, each, lambda c: wire.greet_server(c, wire.run_key(SECRET), NAME))
+    assert not failed, failed[0]
+    assert fetched(server) == [0, 1, 2, 3]
+    server.close()
+
+
+def wrong_requests() -> Iterator[bytes]:
+    """Valid JSON that asks for what cannot be."""
+    for take in (
+        1,
+        [],
+        ["b"],
+        ["b", 0],
+        ["b", "0", 4],
+        ["b", -1, 4],
+        ["b", 4, 0],
+        ["b", 0.5, 4],
+        [1, 0, 4],
+        {},
+    ):
+        yield from packed({"take": take})
+    for done in (1, {}, [1], [["b"]], "b"):
+        yield from packed({"done": done})
+
+
+def packed(message: Any) -> Iterator[bytes]:
+    content = json.dumps(message).encode()
+    yield struct.pack(">I", len(content)) + content
+
+
+def test_the_lifeline_answers_no_host_without_the_token(
+    leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server, chance = LifelineServer("127.0.0.1", port, TOKEN), random.Random(5)
+    server.ready()
+    right = json.dumps({"host": "algo-2", "nonce": "0" * 32, "proof": "f" * 64}).encode() + b"\n"
+    frames = [
+        right,
+        b"[" * 1000 + b"\n",
+        b"1\n",
+        b"null\n",
+        b'{"host": 1, "proof": "\\ud800"}\n',
+        b"x" * 5000,
+    ]
+    frames += [mutated(right, chance) for _ in range(FRAMES // 2)]
+    for frame in frames:
+        found = answers(port, frame, lambda connection: None)
+        assert found.count(b"\n") <= 1 and b"proof" not in found, frame
+    assert not failed, failed[0]
+    assert not server.connected()
+    line = Lifeline("127.0.0.1", port, "algo-2", TOKEN)
+    assert line.wait_ready(20) is True
+    server.end(0)
+    line.close()
+
+
+def test_a_recorded_head_is_not_believed(leaves_nothing: None) -> None:
+    """Whoever has seen a handshake of this job cannot pass for its head."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server, recorded = LifelineServer("127.0.0.1", port, TOKEN), []
+    with socket.create_server(("127.0.0.1", 0)) as relay:
+        threading.Thread(target=_relay, args=(relay, port, recorded), daemon=True).start()
+        Lifeline("127.0.0.1", relay.getsockname()[1], "algo-2", TOKEN).close()
+    server.end(0)
+    nonce, proof = recorded
+    with socket.create_server(("127.0.0.1", 0)) as fake:
+        threading.Thread(target=_replay, args=(fake, nonce, proof), daemon=True).start()
+        with pytest.raises(PermissionError, match="the head does not hold this job's token"):
+            Lifeline("127.0.0.1", fake.getsockname()[1], "algo-2", TOKEN)
+
+
+def _relay(relay: socket.socket, port: int, recorded: list[bytes]) -> None:
+    """Between a host and the head: pass the handshake on and note the head's lines."""
+    host, _ = relay.accept()
+    with host, socket.create_connection(("127.0.0.1", port)) as head:
+        for source, target in ((head, host), (host, head), (head, host)):
+            line = source.makefile("rb").readline()
+            if source is head:
+                recorded.append(line)
+            target.sendall(line)
+
+
+def _replay(fake: socket.socket, nonce: bytes, proof: bytes) -> None:
+    host, _ = fake.accept()
+    with host:
+        host.sendall(nonce)
+        host.makefile("rb").readline()
+        host.sendall(proof)
