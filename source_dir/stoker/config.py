@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
@@ -135,11 +135,19 @@ def describe(detail: ErrorDetails, model: type[BaseModel], prefix: str = "") -> 
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
     message = message[:1].lower() + message[1:]
     if detail["type"] == "string_pattern_mismatch":
-        info = _section_at(model, loc[:-1]).model_fields.get(loc[-1]) if loc else None
+        named = [part for part in loc if not part.isdigit()]
+        info = _section_at(model, named[:-1]).model_fields.get(named[-1]) if named else None
         meaning = info.description if info else None
         message = f"has the wrong form: {meaning}" if meaning else message
     if detail["type"] == "missing":
         return f"{key}: is required and has no default"
+    if detail["type"] in ("model_type", "model_attributes_type"):
+        known = list(_section_at(model, loc).model_fields)
+        message = f"has keys of its own: {', '.join([*known[:4], *(['…'] if known[4:] else [])])}"
+    if detail["type"] == "string_too_short":
+        message = "must not be empty"
+    if detail["type"] == "list_type":
+        message = "must be a list, such as [a, b]"
     return f"{key}: {message} (got {redaction.redact(detail['input'], loc[-1] if loc else '')!r})"
 
 
@@ -254,6 +262,8 @@ class _UniqueKeys(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} stands twice", key_node.start_mark

@@ -21,8 +21,10 @@ from stoker.schema_places import RehearsalConfig, SageMakerConfig, Section
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 
 
-def without_password(uri: str) -> str:
-    """Anywhere: reject a URI with credentials, because URIs are written to files and logs."""
+def tracking_uri(uri: str) -> str:
+    """Anywhere: reject what is no server, and a URI with credentials, which would be in files and logs."""
+    if "://" not in uri and not uri.startswith(("databricks", "arn:")):
+        raise ValueError("must be http(s)://…, databricks, or the ARN of a tracking server")
     if "@" in uri.partition("://")[2].partition("/")[0]:
         raise ValueError(
             "contains a user name or password; remove them and set MLFLOW_TRACKING_USERNAME and"
@@ -208,7 +210,9 @@ class ClusterConfig(Section):
 
 class CheckpointConfig(Section):
     dir: str | None = Field(
-        None, description="folder or s3:// prefix for checkpoints; default: checkpoints/ in the run directory"
+        None,
+        min_length=1,
+        description="folder or s3:// prefix for checkpoints; default: checkpoints/ in the run directory",
     )
     resume: str = Field(
         "auto",
@@ -235,7 +239,7 @@ class CheckpointConfig(Section):
 
 
 class MlflowConfig(Section):
-    uri: Annotated[str, AfterValidator(without_password)] | None = Field(
+    uri: Annotated[str, AfterValidator(tracking_uri)] | None = Field(
         None, description="MLflow tracking server: http(s)://…, databricks, an ARN; null: MLflow is off"
     )
     experiment: str | None = Field(None, description="experiment name; default: the job's name")
@@ -254,7 +258,9 @@ class MlflowConfig(Section):
 class TrackingConfig(Section):
     tensorboard: bool = Field(True, description="write TensorBoard event files")
     mlflow: MlflowConfig = Field(MlflowConfig(), description="MLflow")
-    sinks: list[str] = Field([], description="additional event sinks, package.module:Class")
+    sinks: list[Annotated[str, StringConstraints(pattern=r"^[\w.]+:\w+$")]] = Field(
+        [], description="additional event sinks, package.module:Class"
+    )
     log_every_steps: int = Field(10, ge=1, description="log training metrics every N steps")
     record_ids: bool = Field(
         False, description="write the ids of all records read, trained and left over (large)"
@@ -264,15 +270,21 @@ class TrackingConfig(Section):
 class Config(Section):
     """Anywhere: one job. Frozen; created by `stoker.config.load`."""
 
-    name: Name = Field("job", description="name of the job and prefix of its run directory")
-    output_dir: str = Field("runs", description="parent folder of run directories")
+    name: Name = Field(
+        "job",
+        description="name of the job and prefix of its run directory: up to 63 letters, digits, - _ and .,"
+        " beginning with a letter or digit",
+    )
+    output_dir: str = Field("runs", min_length=1, description="parent folder of run directories")
     seed: int = Field(0, ge=0, description="seed of weights, order and augmentation")
     recipe: str = Field(
         "stoker.image_classification:ImageClassification",
         description="import path of the recipe, package.module:Class",
     )
     script: str | None = Field(
-        None, description="your own training script, run unchanged on every train worker instead of a recipe"
+        None,
+        min_length=1,
+        description="your own training script, run unchanged on every train worker instead of a recipe",
     )
     args: list[str] = Field([], description="arguments of the script; on the command line, after --")
     params: dict[str, Any] = Field(

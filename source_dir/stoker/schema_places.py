@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 class Section(BaseModel):
     """Anywhere: a frozen section of the configuration that rejects unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -18,6 +18,10 @@ class Section(BaseModel):
         """YAML and the command line parse `none` as null; keep it where `none` is a choice."""
         if not isinstance(values, dict):
             return values
+        for name, field in cls.model_fields.items():
+            numbers = {int, float} & {field.annotation, *get_args(field.annotation)}
+            if numbers and isinstance(values.get(name), bool):
+                raise ValueError(f"{name} must be a number")
         choices = {name for name, field in cls.model_fields.items() if "none" in get_args(field.annotation)}
         return {k: "none" if v is None and k in choices else v for k, v in values.items()}
 
