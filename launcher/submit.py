@@ -49,6 +49,7 @@ class DefaultsToRun(TyperGroup):
             from launcher.job import example_file
 
             args = [example_file(word) if word.startswith("example:") else word for word in args]
+        args = [*args[1:], "--help"] if args[:1] == ["help"] else args
         own = {option for param in self.get_params(ctx) for option in param.opts}
         if args and args[0].split("=")[0] not in (*self.commands, *own):
             if not ctx.resilient_parsing:
@@ -77,6 +78,7 @@ def refuse_mistyped(word: str, commands: list[str]) -> None:
 
 app = typer.Typer(
     cls=DefaultsToRun,
+    context_settings={"help_option_names": ["--help", "-h"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     epilog=f"Example: {EXAMPLE} train.epochs=3 --on rehearsal   (`run` is the default command; `run --help`)",

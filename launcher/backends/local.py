@@ -107,7 +107,20 @@ class LocalRun:
 
 
 def plan(job: Job, run_dir: Path | None = None) -> LocalRequest:
-    """Laptop: plan a new run directory, or resume in an earlier one; writes nothing."""
+    """Laptop: plan a new run directory, or resume in an earlier one; writes nothing.
+
+    Raises:
+        UsageError: data of a script does not exist; a recipe's is checked as it is read.
+    """
+    config = job.resolved.config
+    absent = [name for name in config.params if name not in job.data] if config.script else []
+    if absent:
+        raise UsageError(
+            *(
+                f"params.{name}: {config.params[name]}: no such file or folder on this machine"
+                for name in absent
+            )
+        )
     return LocalRequest(job, run_dir or runs.new_run_dir(job))
 
 
@@ -204,6 +217,8 @@ def attach(run_id: str) -> PastRun:
     """
     run_dir = Path(run_id).resolve()
     if not (run_dir / "code").is_dir() and not (run_dir / "summary.json").is_file():
+        if run_dir.name == "latest" and not run_dir.exists():
+            raise UsageError(f"{run_id}: there is no run yet; start one, or name a run directory")
         raise UsageError(f"{run_id}: not a run directory, nor an id of the form ray:… or sagemaker:…")
     return PastRun(run_dir)
 

@@ -88,7 +88,7 @@ def read_run(run_dir: Path) -> RunData:
     """
     path = run_dir / "summary.json"
     if not path.is_file():
-        reason = "no summary.json in it" if run_dir.is_dir() else "no such folder"
+        reason = "no summary.json in it" if run_dir.is_dir() else "no such folder; is there no run yet?"
         raise UsageError(f"{run_dir}: not a run directory ({reason})")
     summary = read_summary(path)
     summary.chain = [stage for stage in map(_stage, summary.chain) if stage]
