@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
@@ -271,3 +273,32 @@ def test_without_a_pass_for_a_while_the_cpus_are_free_for_others_and_a_new_pass_
         assert time.monotonic() < deadline
         time.sleep(0.5)
     assert equal(list(DataLoader(Records(), batch_size=6)), list(TorchLoader(Records(), batch_size=6)))
+
+
+SAVES = """
+import os, signal, sys
+from stoker import DataLoader
+
+def save(number, frame):
+    print("saved", flush=True)
+    sys.exit(7)
+
+signal.signal(signal.SIGTERM, save)
+for batch in DataLoader(list(range(8)), batch_size=2):
+    print(batch.tolist(), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_a_script_keeps_its_handler_of_sigterm() -> None:
+    """Which it may have set before the first batch, when the loader connects to Ray."""
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run(
+        [sys.executable, "-c", SAVES],
+        env=os.environ | {"RAY_ADDRESS": address},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout.split("\n")[:2]) == (7, ["[0, 1]", "saved"]), done.stderr
+    assert "SIGTERM received" not in done.stderr, "no stacks of Ray's threads"

@@ -12,11 +12,13 @@ import json
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -56,12 +58,28 @@ def connect(address: str | None) -> None:
     if ray is not None and ray.is_initialized():
         return
     address = address or os.environ.get("RAY_ADDRESS")
-    if address:
-        _join(address)
-    elif int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
-        _with_other_ranks()
-    else:
-        _start()
+    with keeping_sigterm():
+        if address:
+            _join(address)
+        elif int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+            _with_other_ranks()
+        else:
+            _start()
+
+
+@contextlib.contextmanager
+def keeping_sigterm() -> Iterator[None]:
+    """Script: connecting to Ray replaces the script's handler of SIGTERM, with which it may save its state.
+
+    Also installs Python's handler again in place of Ray's own, which prints the stacks of its threads.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            own = before if callable(before) or before == signal.SIG_IGN else signal.getsignal(signal.SIGTERM)
+            signal.signal(signal.SIGTERM, own or signal.SIG_DFL)
 
 
 def group() -> str:
