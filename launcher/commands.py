@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic.fields import FieldInfo
+
 from launcher.backends import attach, backend, backends
 from launcher.backends.base import Backend, Options, RemoteRun
 from stoker.config import Resolved, load, schema_rows, type_name
@@ -204,7 +206,7 @@ def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str
     rows: list[tuple[str, str, str, str]] = []
     values = resolved.config.model_dump() if resolved else {}
     for key, kind, info in schema_rows(Config):
-        default = shown(info.get_default(call_default_factory=True))
+        default = default_of(info)
         if resolved and key in resolved.origins:
             value: Any = values
             for part in key.split("."):
@@ -220,7 +222,7 @@ def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str
         recipe = load_object(path, source, "recipe", offers=Recipe)
         for name, info in recipe.model_fields.items():
             key = f"params.{info.alias or name}"
-            default = "required" if info.is_required() else shown(info.get_default(call_default_factory=True))
+            default = "required" if info.is_required() else default_of(info)
             given = resolved.config.params.get(info.alias or name)
             if given is not None:
                 default = f"{shown(redact(given, key))} ({resolved.origins.get(key, 'file')})"
@@ -230,6 +232,13 @@ def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str
         f"{key:<{widths[0]}}  {kind:<{widths[1]}}  {default:<{widths[2]}}  {meaning}".rstrip()
         for key, kind, default, meaning in rows
     ]
+
+
+def default_of(info: FieldInfo) -> str:
+    """Laptop: the default of a key, or what it depends on."""
+    if info.default_factory is not None and info.default_factory_takes_validated_data:
+        return "depends on other keys"
+    return shown(info.get_default(call_default_factory=True))
 
 
 def shown(value: Any) -> str:

@@ -107,20 +107,7 @@ class LocalRun:
 
 
 def plan(job: Job, run_dir: Path | None = None) -> LocalRequest:
-    """Laptop: plan a new run directory, or resume in an earlier one; writes nothing.
-
-    Raises:
-        UsageError: data of a script does not exist; a recipe's is checked as it is read.
-    """
-    config = job.resolved.config
-    absent = [name for name in config.params if name not in job.data] if config.script else []
-    if absent:
-        raise UsageError(
-            *(
-                f"params.{name}: {config.params[name]}: no such file or folder on this machine"
-                for name in absent
-            )
-        )
+    """Laptop: plan a new run directory, or resume in an earlier one; writes nothing."""
     return LocalRequest(job, run_dir or runs.new_run_dir(job))
 
 

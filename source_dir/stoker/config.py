@@ -165,6 +165,8 @@ def schema_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
 def type_name(annotation: Any) -> str:
     """Anywhere: format a type for users: `int or null`, `any | exact`, `list of text`."""
     origin, args = get_origin(annotation), get_args(annotation)
+    if origin is not None and not args:  # bare typing.List
+        return type_name(origin)
     if origin is Annotated:
         return type_name(args[0])
     if origin is Literal:

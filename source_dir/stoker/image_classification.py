@@ -58,7 +58,8 @@ class ImageClassification(Recipe):
         return self
 
     def check(self, resolved: Resolved) -> None:
-        refuse_unknown_model(self.model_name)
+        if type(self).model is ImageClassification.model:
+            refuse_unknown_model(self.model_name)
 
     def read(self, split: Split) -> Any:
         from stoker.data import read_any
@@ -136,7 +137,7 @@ def refuse_unknown_model(name: str) -> None:
         text = path.read_text(encoding="utf-8")
         known.update(re.findall(r"^@register_model\s+def (\w+)\(", text, re.MULTILINE))
         # Former names of models, mapped to the present ones.
-        known.update(re.findall(r"^\s+['\"](\w+)['\"]: ['\"]", text, re.MULTILINE))
+        known.update(re.findall(r"^\s+['\"](\w+)['\"]\s*:\s*['\"]", text, re.MULTILINE))
     if known and name.partition(".")[0] not in known:
         raise UsageError(f"params.model: timm has no model {name!r}{nearest(name, known)}")
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -23,8 +24,8 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,6
 
 def tracking_uri(uri: str) -> str:
     """Anywhere: reject what is no server, and a URI with credentials, which would be in files and logs."""
-    if "://" not in uri and not uri.startswith(("databricks", "arn:")):
-        raise ValueError("must be http(s)://…, databricks, or the ARN of a tracking server")
+    if re.match(r"[\w.-]+:\d+(/|$)", uri):
+        raise ValueError(f"must be an address: http://{uri}")
     if "@" in uri.partition("://")[2].partition("/")[0]:
         raise ValueError(
             "contains a user name or password; remove them and set MLFLOW_TRACKING_USERNAME and"

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 
 class Section(BaseModel):
@@ -18,12 +26,17 @@ class Section(BaseModel):
         """YAML and the command line parse `none` as null; keep it where `none` is a choice."""
         if not isinstance(values, dict):
             return values
-        for name, field in cls.model_fields.items():
-            numbers = {int, float} & {field.annotation, *get_args(field.annotation)}
-            if numbers and isinstance(values.get(name), bool):
-                raise ValueError(f"{name} must be a number")
         choices = {name for name, field in cls.model_fields.items() if "none" in get_args(field.annotation)}
         return {k: "none" if v is None and k in choices else v for k, v in values.items()}
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python takes true for 1. False passes as 0, because YAML reads `off` as false."""
+        field = cls.model_fields[str(info.field_name)]
+        if value is True and {int, float} & {field.annotation, *get_args(field.annotation)}:
+            raise ValueError("must be a number")
+        return value
 
 
 class HostsConfig(Section):

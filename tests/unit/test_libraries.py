@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from stoker.bootstrap.forks.libraries import libraries_of
+from stoker.schema import Config
 
 RECIPE = """
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ def test_imports_of_the_recipe_and_of_modules_beside_it_are_found(tmp_path: Path
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "cats.py").write_text(RECIPE)
     (tmp_path / "helping.py").write_text("import pandas\nimport mine.cats\nimport boto3\n")
-    found = libraries_of("mine.cats:Mine", tmp_path)
+    found = libraries_of(Config(recipe="mine.cats:Mine"), tmp_path)
     names = ["torch.nn.functional", "torchvision.transforms", "torchvision.transforms.v2", "scipy.ndimage"]
     assert list(found.at_once) == [*names, "pandas"], "no Ray, which must be imported after forking"
     assert "cv2" in found.in_functions
@@ -40,11 +41,11 @@ def test_imports_of_the_recipe_and_of_modules_beside_it_are_found(tmp_path: Path
 
 def test_the_built_in_recipe_needs_what_its_chain_imports(tmp_path: Path) -> None:
     for name in ("ImageClassification", "stoker.image_classification:ImageClassification"):
-        assert libraries_of(name, tmp_path).all() == ("torchvision.transforms.v2",)
+        assert libraries_of(Config(recipe=name), tmp_path).all() == ("torchvision.transforms.v2",)
 
 
 def test_a_script_and_a_file_that_cannot_be_parsed_have_none(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import torch\ndef (:\n")
-    assert libraries_of("", tmp_path).all() == ()
-    assert libraries_of("broken:Recipe", tmp_path).all() == ()
-    assert libraries_of("absent:Recipe", tmp_path).all() == ()
+    assert libraries_of(Config(script="train.py"), tmp_path).all() == ()
+    assert libraries_of(Config(recipe="broken:Recipe"), tmp_path).all() == ()
+    assert libraries_of(Config(recipe="absent:Recipe"), tmp_path).all() == ()

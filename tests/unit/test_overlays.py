@@ -16,7 +16,7 @@ from torchvision.transforms import v2
 from stoker.data import DecodeImage, DecodeMask, Joint
 from stoker.recipe import Recipe
 from stoker.schema import Config
-from stoker.training.overlays import SIDE, color
+from stoker.training.overlays import SIDE, Box, Overlay, Painter, color
 from stoker.training.sample_images import show_once, show_predictions
 from stoker.training.worker import Worker
 
@@ -260,3 +260,12 @@ def test_random_numbers_of_a_chain_that_is_asked_for_its_columns_are_not_trainin
     torch.manual_seed(0)
     assert shown("train", {"image": images(), "mask": masks()}, recipe=Draws())[0]["legend"]
     assert torch.equal(torch.rand(1), expected)
+
+
+def test_a_box_smaller_than_a_pixel_is_drawn() -> None:
+    """Also one that is a share of the image by mistake."""
+    boxes = [Box(corners, 1, None) for corners in ((0.4, 0.4, 0.6, 0.6), (10.0, 10.0, 10.5, 30.0))]
+    painter = Painter(())
+    picture = painter.draw(Image.new("RGB", (640, 640)), Overlay(None, boxes))
+    assert picture.size == (SIDE, SIDE)
+    assert painter.legend()

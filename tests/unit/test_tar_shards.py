@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from damage import keys, records, tar_of
 
-from stoker.data import read_webdataset
+from stoker.data import read_any, read_webdataset
 from stoker.errors import UsageError
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -182,14 +182,21 @@ def test_a_member_may_name_its_column(tmp_path: Path) -> None:
 
 
 def test_a_column_that_no_record_has_is_refused_before_training(tmp_path: Path) -> None:
-    (tmp_path / "train-0.tar").write_bytes(tar_of(pairs(0, 6)))
-    whole = read_webdataset(str(tmp_path), "train", ["label"])
-    assert whole is not None
-    whole.check()
+    (tmp_path / "train-0.tar").write_bytes(tar_of([]))
+    rare = [("9.jpg", b"x"), ("9.mask.png", b"y")]
+    (tmp_path / "train-1.tar").write_bytes(tar_of([*pairs(0, 6), *rare]))
+    for columns in (["key", "label"], ["image", "mask"]):
+        found = read_webdataset(str(tmp_path), "train", columns)
+        assert found is not None
+        found.check()
     wrong = read_webdataset(str(tmp_path), "train", ["image", "lable"])
     assert wrong is not None
-    with pytest.raises(UsageError, match=r"train-0\.tar: columns: .* no 'lable'; they have: image, label$"):
+    with pytest.raises(UsageError, match=r"columns: no record has 'lable'; they have: image, label, mask$"):
         wrong.check()
+    # A recipe may list columns that its chain makes.
+    derived = read_any(str(tmp_path), "train", ["image", "made"])
+    assert derived is not None
+    derived.check()
 
 
 def test_the_table_of_names_stands_in_the_docs() -> None:

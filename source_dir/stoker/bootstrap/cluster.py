@@ -106,6 +106,7 @@ class LocalCluster:
 def connected() -> Iterator[None]:
     """A job's process on a Ray cluster: connect to that cluster with the token it runs under."""
     set_ray_train()
+    forbid_unpickling()
     import ray
 
     ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
@@ -132,9 +133,7 @@ def set_environment(token: str) -> None:
     os.environ["RAY_AUTH_TOKEN"] = token
     os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
     os.environ.pop("RAY_ADDRESS", None)
-    # With these, Ray unpickles what a data file brings along.
-    for name in [name for name in os.environ if name.startswith("RAY_DATA_AUTOLOAD_")]:
-        del os.environ[name]
+    forbid_unpickling()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Otherwise a recipe that uses Ray too early would start a second cluster.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
@@ -153,6 +152,12 @@ def set_environment(token: str) -> None:
     # Without keepalive, calls to a lost machine, and the tasks that ran on it, hang for seven minutes.
     os.environ.setdefault("RAY_grpc_client_keepalive_time_ms", "15000")
     os.environ.setdefault("RAY_grpc_client_keepalive_timeout_ms", "8000")
+
+
+def forbid_unpickling() -> None:
+    """Every host: unset what lets Ray unpickle the contents of data files."""
+    for name in [name for name in os.environ if name.startswith("RAY_DATA_AUTOLOAD_")]:
+        del os.environ[name]
 
 
 def write_token(file: Path, token: str) -> None:

@@ -39,8 +39,11 @@ def try_model(config: Config, recipe: Recipe, data: Data) -> tuple[list[str], li
         model = recipe.model()
         lines.append(f"model: {sum(p.numel() for p in model.parameters()):,} parameters")
         for place, split in (("training_step", "train"), ("validation_step", "val")):
-            batch = _batch(config, recipe, data, split) if split in data.sources else {}
-            if not batch:
+            if split not in data.sources:
+                continue
+            batch = _batch(config, recipe, data, split)
+            if _rows(batch) < 2:
+                lines.append(f"{place}: not tried, because fewer than two of the first records are usable")
                 continue
             loss = _train(model, recipe, batch) if split == "train" else _validate(model, recipe, batch)
             if not torch.isfinite(loss):
@@ -83,4 +86,4 @@ def _validate(model: Any, recipe: Recipe, batch: Batch) -> Any:
 
 
 def _rows(batch: Batch) -> int:
-    return len(next(iter(batch.values())))
+    return len(next(iter(batch.values()))) if batch else 0

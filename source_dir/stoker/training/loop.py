@@ -75,7 +75,9 @@ def train(settings: dict[str, Any]) -> None:
         world_size=context.get_world_size(),
         device=ray.train.torch.get_device(),
     )
-    worker.classes = list(worker.recipe.class_names or settings["classes"] or [])
+    names = list(worker.recipe.class_names or settings["classes"] or [])
+    # A recipe may map its labels to other classes.
+    worker.classes = names if getattr(worker.recipe, "num_classes", None) in (None, len(names)) else []
     if worker.rank == 0:
         tee_prints(worker)
     threads = config.train.threads or max(1, (os.cpu_count() or 1) // context.get_local_world_size())

@@ -257,7 +257,8 @@ class Painter:
         kind = box.kind or 0
         if box.kind is not None:
             self.drawn.add(kind)
-        brush.rectangle((left, top, right - 1, bottom - 1), outline=color(kind), width=2)
+        corners = (left, top, max(left, right - 1), max(top, bottom - 1))
+        brush.rectangle(corners, outline=color(kind), width=2)
         score = "" if box.score is None else f"{100 * box.score:.0f} %"
         text = " ".join(filter(None, ["" if box.kind is None else self._name(kind)[:12], score]))
         if text:

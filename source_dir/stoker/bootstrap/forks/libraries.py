@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stoker.recipe import ALIASES
+from stoker.schema import Config
 
 LIGHT = ("PIL", "cv2", "pandas", "scipy", "albumentations")
 HEAVY = ("torch", "torchvision", "timm")
@@ -27,17 +28,19 @@ class Libraries:
         return (*self.at_once, *self.in_functions)
 
 
-def libraries_of(recipe: str, source: Path) -> Libraries:
+def libraries_of(config: Config, source: Path) -> Libraries:
     """Every host: read the files of a recipe and of the modules beside it that it imports.
 
     Args:
-        recipe: `package.module:Class`; empty for a script.
+        config: names the recipe; a script has none.
         source: the folder of the user's modules.
 
     Returns:
         What was found; nothing for files that cannot be read or parsed.
     """
-    found = Libraries()
+    found, recipe = Libraries(), config.recipe
+    if config.script is not None:
+        return found
     if ALIASES.get(recipe, recipe) == ALIASES["ImageClassification"]:
         found.at_once["torchvision.transforms.v2"] = None  # its chain, which it makes on the head
     waiting, seen = [recipe.partition(":")[0]], {""}

@@ -28,7 +28,7 @@ def read_any(root: str, split: str, columns: list[str] | None = None) -> Source 
     files = list_files(root)
     names = [f.path.lower() for f in files]
     if any(name.endswith(".tar") for name in names):
-        return read_webdataset(root, split, columns)
+        return read_webdataset(root, split, columns, strict=False)
     if any(name.endswith(PARQUET_SUFFIXES) for name in names):
         return read_parquet(root, split, columns)
     if any(name.endswith(IMAGE_SUFFIXES) for name in names):

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 WALK_LIMIT_BYTES = 4 * 2**30
 """Local shards up to this total size are walked header by header before training."""
 
-PROBED_RECORDS = 4
-"""Number of records in which requested columns are looked for before training."""
-
 SHUFFLE_WINDOW = 1024
 """Number of records to buffer while a shuffled shard is read."""
 
@@ -49,14 +46,21 @@ class WebDatasetSource(StreamedSource):
         files: pyarrow FileInfo of each shard.
         sums: SHA-256 by path; every shard is verified while it is read. Empty: do not verify.
         columns: of the records; None: all.
+        strict: whether a column that no record has is an error.
     """
 
     random = False
 
     def __init__(
-        self, files: list[Any], sums: dict[str, str] | None = None, columns: list[str] | None = None
+        self,
+        files: list[Any],
+        sums: dict[str, str] | None = None,
+        columns: list[str] | None = None,
+        strict: bool = False,
     ) -> None:
-        self.columns = columns
+        self.columns, self.strict = columns, strict
+        self._found: dict[str, None] = {"key": None}
+        """Columns of the walked shards."""
         self.paths = [f.path for f in files]
         self.folder = common_folder(files)
         self.sizes = [f.size for f in files]
@@ -73,23 +77,10 @@ class WebDatasetSource(StreamedSource):
             self.rows = list(pool.map(self._walk if local else self._tail, self.paths, self.sizes))
         if self.count() == 0:
             raise UsageError(f"{self.paths[0]}: the tar shards hold no records")
-        self._refuse_absent_columns(self.paths[0])
-
-    def _refuse_absent_columns(self, path: str) -> None:
-        """Refuse a requested column that none of the first records has."""
-        found: dict[str, None] = {}
-        if self.columns:
-            naming = Naming(path)
-            with self.filesystem.open_input_file(path) as file:
-                for member in members(file, path, contents=False):
-                    place = naming.place(member.name)
-                    if len(naming.stems) > PROBED_RECORDS:
-                        break
-                    if place is not None:
-                        found[place[1]] = None
-        if absent := [name for name in self.columns or () if name not in found]:
+        # Only if every header was read: a column may be optional.
+        if self.strict and local and (absent := [c for c in self.columns or () if c not in self._found]):
             raise UsageError(
-                f"{path}: columns: its first records have no {absent[0]!r}; they have: {', '.join(found)}"
+                f"{self.folder}: columns: no record has {absent[0]!r}; they have: {', '.join([*self._found][1:])}"
             )
 
     def _walk(self, path: str, size: int) -> int:
@@ -97,7 +88,8 @@ class WebDatasetSource(StreamedSource):
         naming = Naming(path)
         with self.filesystem.open_input_file(path) as file:
             for member in members(file, path, contents=False):
-                naming.place(member.name)
+                if place := naming.place(member.name):
+                    self._found[place[1]] = None
         return len(naming.stems)
 
     def _tail(self, path: str, size: int) -> None:
@@ -275,15 +267,18 @@ def _checked(record: Record) -> Record | BadRecord:
     return BadRecord(record["key"], reason) if reason else record
 
 
-def read_webdataset(root: str, split: str, columns: list[str] | None = None) -> Source | None:
+def read_webdataset(
+    root: str, split: str, columns: list[str] | None = None, strict: bool = True
+) -> Source | None:
     """Head: read tar shards under `root/<split>/` or named `root/<split>*.tar`.
 
     Args:
         root: folder or URI; a single file is the train split.
         split: train or val.
         columns: return these columns only; default: all.
+        strict: refuse a column that no record of local shards has.
     """
     if root.startswith("pipe:"):
         raise UsageError(f"{root}: pipe: addresses run commands and are refused; use a path or s3://")
     files = split_files(root, split, (".tar",))
-    return WebDatasetSource(files, sums_of(root, files, (".tar",)), columns) if files else None
+    return WebDatasetSource(files, sums_of(root, files, (".tar",)), columns, strict) if files else None
