@@ -79,9 +79,8 @@ class WebDatasetSource(StreamedSource):
             raise UsageError(f"{self.paths[0]}: the tar shards hold no records")
         # Only if every header was read: a column may be optional.
         if self.strict and local and (absent := [c for c in self.columns or () if c not in self._found]):
-            raise UsageError(
-                f"{self.folder}: columns: no record has {absent[0]!r}; they have: {', '.join([*self._found][1:])}"
-            )
+            known = ", ".join([*self._found][1:])
+            raise UsageError(f"{self.folder}: columns: no record has {absent[0]!r}; they have: {known}")
 
     def _walk(self, path: str, size: int) -> int:
         self._tail(path, size)
