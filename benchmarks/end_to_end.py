@@ -42,6 +42,7 @@ PEERS = {
     "WebDataset": ("webdataset", "webdataset"),
     "MosaicML Streaming": ("mosaic", "streaming"),
     "DALI on CPUs": ("dali", "nvidia.dali"),
+    "SPDL, threads": ("spdl", "spdl.pipeline"),
 }
 """Name → loader and the extra module that it needs."""
 

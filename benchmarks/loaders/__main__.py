@@ -16,6 +16,7 @@ LOADERS = {
     "dataloader_tensors": partial(local.dataloader, on_tensors=True),
     "dataloader_ours": local.dataloader_ours,
     "dali": local.dali,
+    "spdl": local.spdl,
     "webdataset": shards.webdataset,
     "mosaic": shards.mosaic,
     "ray_data": ray_data.stock,

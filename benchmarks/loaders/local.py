@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from benchmarks.loaders.work import BATCH, SIDE, WORKERS, files_of, pillow, transforms
 
@@ -62,6 +62,21 @@ def dataloader_ours(folder: Path) -> Batches:
     """PyTorch's DataLoader with Stoker's decode chain."""
     data = Ours(files_of(folder))
     return iter(DataLoader(data, BATCH, shuffle=True, num_workers=WORKERS, collate_fn=lambda batch: batch))
+
+
+def spdl(folder: Path) -> Batches:
+    """SPDL's pipeline: threads of this process instead of worker processes; Pillow and torchvision v2.
+
+    Its own decoders need the system's FFmpeg, and crop no random part of an image.
+    """
+    from spdl.pipeline import PipelineBuilder
+
+    data = Pillow(files_of(folder), on_tensors=True)
+    order = torch.randperm(len(data)).tolist()
+    builder = PipelineBuilder().add_source(order).pipe(data.__getitem__, concurrency=WORKERS)
+    pipeline = builder.aggregate(BATCH).pipe(default_collate).add_sink(2).build(num_threads=WORKERS + 1)
+    with pipeline.auto_stop():
+        yield from pipeline
 
 
 def dali(folder: Path) -> Batches:
