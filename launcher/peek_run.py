@@ -136,7 +136,7 @@ def rebuild(run_dir: Path, step: int, overrides: list[str]) -> Step:
     notes.append(note)
     lines = []
     for part, own_losses in zip(parts, values or [[] for _ in parts], strict=True):
-        columns = {n: v if isinstance(v, list) else v.numpy() for n, v in part.batch.items()}
+        columns = {n: v if isinstance(v, list) else shown(v) for n, v in part.batch.items()}
         for row, key in enumerate(part.keys):
             loss = own_losses[row] if own_losses else None
             lines.append(Line(part.rank, key, row_of(columns, row), loss))
@@ -199,3 +199,8 @@ def show(heads: list[str], lines: list[Line], tiles: list[Any]) -> None:
     console.print(table)
     if len(lines) > SHOWN:
         console.print(f"and {len(lines) - SHOWN} more on the page")
+
+
+def shown(tensor: Any) -> Any:
+    """Laptop: a column as an array, which has no bfloat16."""
+    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()

@@ -9,7 +9,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from stoker import redaction
-from stoker.data.engine.passes import GROUP_LABEL
+from stoker.bootstrap.topology import GROUP_LABEL
 from stoker.errors import explain
 from stoker.logs import open_log
 from stoker.place import Place

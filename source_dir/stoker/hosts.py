@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from stoker.data.engine.passes import GROUP_LABEL
+from stoker.bootstrap.topology import GROUP_LABEL
 from stoker.tracking.summary import Host, Summary
 
 

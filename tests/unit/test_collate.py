@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
 
+from stoker.data.feed.device import on_tensors
 from stoker.data.feed.feed import as_tensors
+from stoker.data.messages import BlockSlice
 from stoker.data.opening import open_data
 from stoker.data.preprocessing.chain import Chain
 from stoker.data.preprocessing.collating import all_of, collated, seed_of
 from stoker.data.transport.batches import as_batch
+from stoker.data.transport.collator import Hosts
 from stoker.errors import SchemaError, UsageError
 from stoker.schema import Config
 
@@ -78,6 +82,67 @@ def test_a_record_that_lacks_a_column_is_quarantined_and_another_type_ends_the_r
         left([{"key": "a", "x": 1}, {"key": "b", "x": 1.5}], list)
 
 
+def test_arrays_of_any_memory_order_arrive_and_masked_ones_keep_their_mask() -> None:
+    base = np.arange(6, dtype=np.int16).reshape(2, 3)
+    frozen = base.copy()
+    frozen.flags.writeable = False
+    masked = np.ma.masked_array(np.arange(2.0), [True, False])
+    odd = {"key": "a", "big": base.astype(">i2"), "back": base[:, ::-1], "frozen": frozen, "masked": masked}
+    columns, _ = left([odd], list)
+
+    def collate(records: list[Any]) -> dict[str, Any]:
+        (record,) = records
+        assert np.ma.is_masked(record["masked"])
+        record["frozen"] += 1
+        return {"big": record["big"][None], "back": base[None, :, ::-1], "frozen": record["frozen"][None]}
+
+    batch = collated(collate, all_of([(columns, 0, 1)])[0], "")
+    assert torch.equal(batch["big"][0], torch.from_numpy(base))
+    assert batch["back"].tolist() == base[None, :, ::-1].tolist()
+    assert batch["frozen"].tolist() == (base[None] + 1).tolist()
+
+
+def test_what_cannot_be_sent_names_its_record() -> None:
+    with pytest.raises(SchemaError, match=r"record a cannot be sent to collate: .*; drop in the chain"):
+        left([{"key": "a", "x": (i for i in range(3))}], list)
+
+
+def test_an_error_names_records_of_the_batch() -> None:
+    columns, report = left(RECORDS, list)
+
+    def collate(records: list[Any]) -> Any:
+        raise KeyError("caption")
+
+    with pytest.raises(SchemaError, match=r"^collate: KeyError: 'caption' .*, with records r0, r1, r2, …$"):
+        collated(collate, all_of([(columns, 0, report.rows)])[0], "")
+
+
+def test_a_batch_moves_to_a_device_with_its_types() -> None:
+    class Target(NamedTuple):
+        boxes: torch.Tensor
+        name: str
+
+    one = torch.ones(2)
+    batch = {"x": one, "t": [Target(one, "a")], "pair": (one, "b"), "o": OrderedDict(x=one), "s": ["a", "b"]}
+    moved = on_tensors(batch, lambda value: value + 1)
+    assert [type(value) for value in moved.values()] == [torch.Tensor, list, tuple, OrderedDict, list]
+    assert type(moved["t"][0]) is Target and moved["t"][0].name == "a" and moved["s"] == ["a", "b"]
+    for value in (moved["x"], moved["t"][0].boxes, moved["pair"][0], moved["o"]["x"]):
+        assert value.tolist() == [2, 2]
+    assert batch["x"].tolist() == [1, 1]
+
+
+def test_work_is_spread_over_hosts_those_with_the_records_first() -> None:
+    parts = [BlockSlice(None, 0, 30, "b"), BlockSlice(None, 0, 20, "a")]
+    hosts = Hosts(["a", "b", "c"], at_once=6)
+    taken = [hosts.take(parts) for _ in range(6)]
+    assert taken == ["b", "b", "a", "a", "c", "c"]
+    hosts.done("a")
+    assert hosts.take([BlockSlice(None, 0, 5, "b")]) == "a"
+    assert hosts.take(parts) == "b", "all have enough to do"
+    assert Hosts([], 2).take(parts) == "b"
+
+
 def test_draws_depend_on_seed_pass_and_records_alone() -> None:
     def collate(records: list[Any]) -> dict[str, Any]:
         return {"drawn": [(random.random(), np.random.rand(), torch.rand(()).item()) for _ in records]}
@@ -90,6 +155,7 @@ def test_draws_depend_on_seed_pass_and_records_alone() -> None:
     assert drawn(seed_of(1, "train", 0, ids)) == first
     for other in ((2, "train", 0, ids), (1, "val", 0, ids), (1, "train", 1, ids), (1, "train", 0, ids[::-1])):
         assert drawn(seed_of(*other)) != first
+    assert seed_of(1, "val", 0, ids) == seed_of(1, "val", 3, ids), "validation is the same in every epoch"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +170,7 @@ def test_draws_depend_on_seed_pass_and_records_alone() -> None:
         ({"x": torch.zeros(())}, "collate returned a Tensor as 'x' for 3 records"),
         ({"x": {"ids": [1, 2, 3]}}, "collate returned a dict as 'x' for 3 records"),
         ({"x": "abc"}, "collate returned a str as 'x' for 3 records"),
+        ({"x": np.ma.masked_array(np.zeros(3))}, "collate returned a MaskedArray as 'x' for 3 records"),
     ],
 )
 def test_what_is_no_batch_of_these_records_is_refused(returned: Any, text: str) -> None:
@@ -117,6 +184,11 @@ def test_what_is_no_batch_of_these_records_is_refused(returned: Any, text: str) 
         ("Padded", {}, "recipe: Padded has both pad and collate; pad in collate"),
         ("Collated", {"max_tokens": 8}, "data.max_tokens: the recipe pads no column"),
         ("Wrong", {}, "train: collate: KeyError: 'nobody' (collating.py:"),
+        (
+            "Collated",
+            {"bucket_by": "mark"},
+            "data.bucket_by: no record has 'mark'; columns: x0, x1, y",
+        ),
     ],
 )
 def test_a_wrong_collate_is_refused_before_training(recipe: str, data: dict[str, Any], text: str) -> None:

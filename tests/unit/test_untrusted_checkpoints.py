@@ -26,8 +26,7 @@ SAFE_LOADERS = ("_UniqueKeys", "yaml.BaseLoader", "yaml.SafeLoader")
 ARGUED = {
     "source_dir/stoker/data/engine/shards.py": (1, "chains, pickled by the head of this run"),
     "source_dir/stoker/data/cache/store.py": (1, "records in a folder that only this user may enter"),
-    "source_dir/stoker/data/preprocessing/collating.py": (1, "records, by chain workers of this run"),
-    "source_dir/stoker/data/transport/collator.py": (1, "a recipe's name, by a train worker of this run"),
+    "source_dir/stoker/data/preprocessing/collating.py": (2, "records and a recipe's name, by this run"),
     "source_dir/stoker/data/transport/packing.py": (1, "by chain workers of this script's own job"),
     "source_dir/stoker/training/export.py": (1, "a copy of an object of this very process"),
     "source_dir/stoker/data/sources/identity.py": (1, "a copy of an object of this very process"),

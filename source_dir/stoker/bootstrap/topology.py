@@ -113,6 +113,8 @@ def has_gpu(instance_type: str) -> bool:
 
 NODE_LABEL = "ray.io/node-id"
 """Ray's own label of a node."""
+GROUP_LABEL = "stoker.group"
+"""The label of a node's instance group."""
 
 
 def label(name: str) -> str:

@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from stoker.data.engine.passes import GROUP_LABEL
+from stoker.bootstrap.topology import GROUP_LABEL
 from stoker.errors import UsageError
 from stoker.schema import Config
 

@@ -251,6 +251,10 @@ class Failure(NamedTuple):
 # What a train worker is given
 
 
+SERVED_FROM_BYTES = 100 * 1024
+"""Ray keeps smaller objects with their owner instead of in the shared memory of the host that made them."""
+
+
 class BlockSlice(NamedTuple):
     """Coordinator → train worker: rows start … stop-1 of a block."""
 

@@ -7,16 +7,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.bootstrap.topology import NODE_LABEL, label
+from stoker.bootstrap.topology import GROUP_LABEL, NODE_LABEL, label
 from stoker.config import Resolved
 from stoker.data.cache.store import CacheSpec
 from stoker.data.coordinator.actor import Coordinator
 from stoker.data.coordinator.cursor import refuse_other_data
 from stoker.data.engine import ray_internals
 from stoker.data.engine.datasets import DatasetSource
-from stoker.data.engine.passes import GROUP_LABEL, Passes
+from stoker.data.engine.passes import Passes
 from stoker.data.engine.pool import ChainHost, chain_hosts
 from stoker.data.messages import DataCursor, Pad, Schema
+from stoker.data.preprocessing.collating import Collate
 from stoker.data.preprocessing.prefix import key_of, prefix_length, refuse_nothing_to_keep
 from stoker.data.preprocessing.probing import fix_schemas
 from stoker.data.sources.base import Source
@@ -73,6 +74,12 @@ def open_data(config: Config) -> Data:
     fix_schemas(data.sources, data.chains, config.data.block_records)
     pads = data.chains["train"].pads
     refuse_absent_pads(pads, [chain.schemas for chain in data.chains.values()])
+    train, wanted = data.chains["train"], config.data.bucket_by
+    # Before its last schema, that of its blocks, is that of the records for collate.
+    if train.collate and wanted and train.schemas and wanted not in train.schemas[-2].columns:
+        raise UsageError(
+            f"data.bucket_by: no record has {wanted!r}; columns: {', '.join(train.schemas[-2].columns)}"
+        )
     return data
 
 
@@ -131,7 +138,7 @@ def open_splits(config: Config) -> Data:
             pads,
             config.data.bucket_by,
             config.data.max_tokens,
-            recipe.collate if recipe.collates else None,
+            Collate.of(config.recipe, config.params) if recipe.collates else None,
         )
     if keeps(config):
         refuse_uncacheable(config.recipe, data)

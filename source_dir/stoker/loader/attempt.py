@@ -13,12 +13,20 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from stoker.data.coordinator.streams import SERVED_FROM_BYTES
 from stoker.data.engine.items import Line, Numbered
 from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import Pool
 from stoker.data.engine.suspects import Suspects
-from stoker.data.messages import BlockReport, BlockSlice, EpochPlan, Origin, Shard, Start, Told
+from stoker.data.messages import (
+    SERVED_FROM_BYTES,
+    BlockReport,
+    BlockSlice,
+    EpochPlan,
+    Origin,
+    Shard,
+    Start,
+    Told,
+)
 from stoker.errors import DataError
 from stoker.schema import Config
 

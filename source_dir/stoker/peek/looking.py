@@ -255,7 +255,7 @@ def _rows(chain: Chain, group: list[Any], seen: Look, cost: Cost) -> dict[str, R
     if chain.collate and columns:
         rows = records_of(columns[RECORD_COLUMN])
         return {
-            str(key): {name.removesuffix(HWC_SUFFIX): value for name, value in row.items()}
+            str(key): {n.removesuffix(HWC_SUFFIX): v for n, v in row.items() if n != "key"}
             for key, row in zip(keys, rows, strict=True)
         }
     return {str(key): row_of(columns, number) for number, key in enumerate(keys)}

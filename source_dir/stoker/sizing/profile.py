@@ -20,7 +20,7 @@ from typing import Any
 from stoker.data.messages import HWC_SUFFIX, ID_COLUMN, BlockReport, StageCost
 from stoker.data.opening import Data
 from stoker.data.preprocessing.chain import Chain, ChainError
-from stoker.data.preprocessing.collating import Collate
+from stoker.data.preprocessing.collating import CollateFn
 from stoker.data.sources.base import Source
 from stoker.errors import UsageError
 
@@ -164,7 +164,7 @@ def _records(source: Source, shards: list[Any]) -> Iterator[Any]:
             yield from source.read(shard, None)
 
 
-def _collated(collate: Collate, columns: dict[str, Any], report: BlockReport) -> dict[str, Any]:
+def _collated(collate: CollateFn, columns: dict[str, Any], report: BlockReport) -> dict[str, Any]:
     """The batch of a group of records, as columns; adds its cost to the report.
 
     Raises:

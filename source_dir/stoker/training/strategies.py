@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from stoker.data.feed.device import on_tensors
 from stoker.errors import UsageError
 from stoker.recipe import SOURCE_FOLDER, Batch, load_object
 
@@ -274,7 +275,6 @@ def first_record(batch: Batch) -> Batch:
     Under fsdp every forward is a collective call, so a rank whose share of a step is empty needs a record
     to run it on.
     """
-    import torch
     import torch.distributed as dist
 
     sizes: list[Any] = [None] * dist.get_world_size()
@@ -282,6 +282,6 @@ def first_record(batch: Batch) -> Batch:
     own = {name: values[:1] for name, values in batch.items()}
     if all(sizes):
         return own
-    box = [{k: v.cpu() if torch.is_tensor(v) else v for k, v in own.items()}]
+    box = [on_tensors(own, lambda value: value.cpu())]
     dist.broadcast_object_list(box, src=next(rank for rank, size in enumerate(sizes) if size))
     return own or box[0]

@@ -8,12 +8,18 @@ from typing import Any
 from stoker.data.coordinator.accounting import EpochAccount
 from stoker.data.coordinator.cursor import Trail
 from stoker.data.coordinator.splitter import Slice, Splitter
-from stoker.data.messages import ID_COLUMN, BlockReport, BlockSlice, DataCursor, Schema, StepAssignment
+from stoker.data.messages import (
+    ID_COLUMN,
+    SERVED_FROM_BYTES,
+    BlockReport,
+    BlockSlice,
+    DataCursor,
+    Schema,
+    StepAssignment,
+)
 from stoker.data.preprocessing.blocks import columns_of
 from stoker.errors import DataError, explain
 
-SERVED_FROM_BYTES = 100 * 1024
-"""Ray keeps smaller objects with their owner instead of in the shared memory of the host that made them."""
 UNUSED_ROWS_S = 120.0
 """Deadline for fetching the few unused rows; Ray may have to recompute their block."""
 

@@ -12,10 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from stoker.bootstrap.topology import NODE_LABEL
+from stoker.bootstrap.topology import GROUP_LABEL, NODE_LABEL
 from stoker.data.engine import ray_internals
 from stoker.data.engine.chain_worker import ChainWorker
-from stoker.data.engine.passes import GROUP_LABEL
 from stoker.data.engine.pool import Pool
 from stoker.data.messages import Origin
 

@@ -15,8 +15,6 @@ from stoker.data.sources.base import IndexedSource
 from stoker.errors import SchemaError
 from stoker.schema import Config
 
-GROUP_LABEL = "stoker.group"
-
 
 class Passes:
     """Head: (split, epoch) → its plan and its shards."""

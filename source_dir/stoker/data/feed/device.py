@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 AHEAD = 2
@@ -13,15 +14,22 @@ AHEAD = 2
 
 
 def on_tensors(value: Any, apply: Callable[[Any], Any]) -> Any:
-    """Train worker: a batch with a function applied to its tensors, also those in lists and dicts."""
+    """Train worker: a batch with a function applied to its tensors, also those in lists, tuples and mappings.
+
+    Their types stay as they are.
+    """
     import torch
 
     if isinstance(value, torch.Tensor):
         return apply(value)
-    if isinstance(value, dict):
-        return {name: on_tensors(each, apply) for name, each in value.items()}
+    if isinstance(value, MutableMapping):
+        # A copy, because a subclass may need other arguments.
+        found = copy.copy(value)
+        found.update({name: on_tensors(each, apply) for name, each in value.items()})
+        return found
     if isinstance(value, list | tuple) and not all(isinstance(each, str) for each in value):
-        return [on_tensors(each, apply) for each in value]
+        parts = [on_tensors(each, apply) for each in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 

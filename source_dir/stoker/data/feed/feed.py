@@ -197,6 +197,9 @@ class Prefetcher:
         if compute <= 0:
             return
         wanted = ceil(prefetch.seconds / compute)
+        if self.owner.collator:
+            # These are in the making on CPU hosts.
+            wanted += self.owner.collator.at_once
         room = prefetch.max_bytes // max(batch_bytes, 1)
         self._limit = max(LEAST_BATCHES, min(wanted, room, MOST_BATCHES))
 

@@ -13,7 +13,7 @@ from stoker.data.messages import HWC_SUFFIX as HWC_SUFFIX
 from stoker.data.messages import ID_COLUMN as ID_COLUMN
 from stoker.data.messages import KEY_COLUMN as KEY_COLUMN
 from stoker.data.messages import BadRecord, BlockReport, Pad, Record, Schema, StageCost
-from stoker.data.preprocessing.collating import Collate, as_rows
+from stoker.data.preprocessing.collating import CollateFn, as_rows
 from stoker.data.preprocessing.columns import Packed, leave, pack, schema_of
 from stoker.data.preprocessing.decode import sized
 from stoker.data.preprocessing.fusion import fuse
@@ -49,7 +49,7 @@ class Chain:
         pads: Mapping[str, Pad] = {},
         bucket_by: str | None = None,
         max_tokens: int | None = None,
-        collate: Collate | None = None,
+        collate: CollateFn | None = None,
     ) -> None:
         self.max_pixels = max_pixels
         self.pads = pads

@@ -4,26 +4,65 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
 from stoker.data.messages import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN, RECORD_COLUMN, Record
+from stoker.data.preprocessing.columns import BATCHABLE
 from stoker.data.preprocessing.picture import is_hwc
 from stoker.data.preprocessing.ragged import Ragged
 from stoker.data.sources.seeding import seed_globals
 from stoker.errors import SchemaError, where_raised
+from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe
 
-Collate = Callable[[list[Record]], Any]
+CollateFn = Callable[[list[Record]], Any]
+SHOWN_KEYS = 3
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Every host: the `collate` of a recipe that each process creates for itself."""
+
+    recipe: bytes
+    """Its import path and parameters, pickled."""
+
+    @classmethod
+    def of(cls, path: str, params: dict[str, Any]) -> Collate:
+        """Head and train worker: the recipe at an import path."""
+        return cls(pickle.dumps((path, params)))
+
+    def __call__(self, records: list[Record]) -> Any:
+        """CPU host: call it."""
+        return _opened(self.recipe).collate(records)
+
+
+@cache
+def _opened(recipe: bytes) -> Recipe:
+    """One object per process, so that what `collate` keeps in it is created once."""
+    path, params = pickle.loads(recipe)  # noqa: S301 - written by the head or a train worker
+    return load_recipe(path, params, SOURCE_FOLDER)
 
 
 def as_rows(records: list[Record]) -> dict[str, Ragged]:
-    """Chain worker: records of any shape as one column, a row of bytes for each."""
+    """Chain worker: records of any shape as one column, a row of bytes for each.
+
+    Raises:
+        SchemaError: a record cannot be pickled.
+    """
     import numpy as np
 
-    rows = [
-        np.frombuffer(pickle.dumps(dict(_plain(each)), protocol=pickle.HIGHEST_PROTOCOL), np.uint8)
-        for each in records
-    ]
+    rows = []
+    for record in records:
+        try:
+            content = pickle.dumps(dict(_plain(record)), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise SchemaError(
+                f"record {record['key']} cannot be sent to collate: {where_raised(error)}; drop in the chain"
+                " what cannot be pickled"
+            ) from error
+        rows.append(np.frombuffer(content, np.uint8))
     return {RECORD_COLUMN: Ragged.of(rows, "uint8")}
 
 
@@ -34,24 +73,24 @@ def _plain(record: Record) -> Iterator[tuple[str, Any]]:
     for name, value in record.items():
         if name == "image" and type(value) is np.ndarray and is_hwc(value.shape):
             yield name + HWC_SUFFIX, value
-        elif name != "key":
+        else:
             yield name, value.numpy() if hasattr(value, "numpy") else value
 
 
 def records_of(rows: Ragged) -> list[Record]:
-    """CPU host: the records of `as_rows`."""
+    """CPU host: the records of `as_rows`, with their keys."""
     content = memoryview(rows.values)
     ends = rows.offsets.tolist()
     # Written by a chain worker of this run.
     return [pickle.loads(content[a:b]) for a, b in pairwise(ends)]  # noqa: S301
 
 
-def collated(collate: Collate, records: list[Record], seed: str) -> dict[str, Any]:
+def collated(collate: CollateFn, records: list[Record], seed: str) -> dict[str, Any]:
     """CPU host: call a recipe's `collate`.
 
     Args:
         collate: takes a list of records whose arrays are tensors, images as CHW; returns a dict.
-        records: of one batch.
+        records: of one batch, with their keys, which are for messages only.
         seed: of the global generators, from which it may draw.
 
     Returns:
@@ -61,41 +100,55 @@ def collated(collate: Collate, records: list[Record], seed: str) -> dict[str, An
         SchemaError: it raised an exception, or returned something else.
     """
     seed_globals(seed)
+    keys = [str(record.get("key")) for record in records]
     try:
-        batch = collate(
-            [{n.removesuffix(HWC_SUFFIX): _as_tensor(n, v) for n, v in r.items()} for r in records]
-        )
+        batch = collate([_as_tensors(record) for record in records])
     except Exception as error:
-        raise SchemaError(f"collate: {where_raised(error)}") from error
+        which = ", ".join(keys[:SHOWN_KEYS]) + (", …" if keys[SHOWN_KEYS:] else "")
+        raise SchemaError(f"collate: {where_raised(error)}, with records {which}") from error
     if not isinstance(batch, Mapping) or not batch or not all(isinstance(name, str) for name in batch):
         what = f"{type(batch).__name__}{'' if batch else ' without entries'}"
         raise SchemaError(f"collate returned a {what}; return a dict: names → tensors or lists")
     return {name: _checked(name, value, len(records)) for name, value in batch.items()}
 
 
-def _as_tensor(name: str, value: Any) -> Any:
+def _as_tensors(record: Record) -> Record:
+    found = {}
+    for name, value in record.items():
+        if name != "key":
+            tensor = _tensor_of(value)
+            if tensor is not None and name.endswith(HWC_SUFFIX):
+                tensor = tensor.permute(2, 0, 1)
+            found[name.removesuffix(HWC_SUFFIX)] = value if tensor is None else tensor
+    return found
+
+
+def _tensor_of(value: Any) -> Any:
+    """An array as a tensor; None: it is no array, or of a kind that has no tensor."""
     import numpy as np
 
-    # Strings and objects have no tensors.
-    if not isinstance(value, np.ndarray) or value.dtype.kind not in "biufc":
-        return value
+    # A mask would be lost without a word.
+    if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
+        return None
+    if value.dtype.name not in BATCHABLE:
+        return None
     import torch
 
-    tensor = torch.from_numpy(value)
-    return tensor.permute(2, 0, 1) if name.endswith(HWC_SUFFIX) else tensor
+    value = value.astype(value.dtype.newbyteorder("="), copy=False)
+    if not value.flags.writeable or any(stride < 0 for stride in value.strides):
+        value = value.copy()
+    return torch.from_numpy(value)
 
 
 def _checked(name: str, value: Any, records: int) -> Any:
-    import numpy as np
     import torch
 
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        value = torch.from_numpy(value)
-    if isinstance(value, torch.Tensor):
-        value = value.detach()
-        rows = value.shape[0] if value.ndim else None
+    tensor = value.detach() if isinstance(value, torch.Tensor) else _tensor_of(value)
+    if tensor is not None:
+        value, rows = tensor, tensor.shape[0] if tensor.ndim else None
     else:
-        rows = len(value) if isinstance(value, list | tuple) else None
+        value = list(value) if isinstance(value, tuple) else value
+        rows = len(value) if isinstance(value, list) else None
     if rows != records:
         what = f"a {type(value).__name__}" if rows is None else f"{rows} rows"
         raise SchemaError(
@@ -106,8 +159,11 @@ def _checked(name: str, value: Any, records: int) -> Any:
 
 
 def seed_of(seed: int, split: str, epoch: int, ids: Any) -> str:
-    """CPU host: what the draws of `collate` depend on: seed, pass, and the ids of the batch's records."""
-    return f"{seed}/{epoch}/collate/{split}/{','.join(map(str, ids.tolist()))}"
+    """CPU host: what the draws of `collate` depend on: seed, pass, and the ids of the batch's records.
+
+    Validation is the same in every epoch, as its chain is.
+    """
+    return f"{seed}/{epoch if split == 'train' else 0}/collate/{split}/{','.join(map(str, ids.tolist()))}"
 
 
 def all_of(parts: Iterable[tuple[dict[str, Any], int, int]]) -> tuple[list[Record], Any, list[str]]:

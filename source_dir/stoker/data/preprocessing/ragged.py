@@ -128,4 +128,5 @@ def bucketed(records: list[Record], column: str, seed: str) -> list[Record]:
 
 
 def _length(value: Any) -> int:
-    return len(value) if getattr(value, "shape", ()) else 0  # others are refused
+    # Where batches pad, anything but an array is refused.
+    return len(value) if getattr(value, "shape", ()) or isinstance(value, list | tuple | str | bytes) else 0

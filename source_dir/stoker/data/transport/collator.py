@@ -7,22 +7,23 @@ like any block. Ray repeats the task if its host is lost.
 
 from __future__ import annotations
 
-import pickle
+import math
+import threading
 import time
 from collections import Counter
-from functools import cache
 from typing import Any, NamedTuple
 
-from stoker.data.messages import BlockSlice, Schema
+from stoker.bootstrap.topology import GROUP_LABEL, label
+from stoker.data.messages import SERVED_FROM_BYTES, BlockSlice, Schema
 from stoker.data.preprocessing.blocks import columns_of, to_table
 from stoker.data.preprocessing.chain import use_one_thread
-from stoker.data.preprocessing.collating import all_of, collated, seed_of
+from stoker.data.preprocessing.collating import Collate, all_of, collated, seed_of
 from stoker.data.preprocessing.columns import schema_of
 from stoker.data.transport.batches import refuse_other_block
 from stoker.data.transport.client import Transport
 from stoker.data.transport.packing import PAGE, PAGES, SCHEMA, pack, unpack
 from stoker.errors import DataError, SchemaError, root_cause
-from stoker.recipe import SOURCE_FOLDER, Batch, Recipe, load_recipe
+from stoker.recipe import Batch
 from stoker.schema import Config
 
 RETRIES = 3
@@ -34,8 +35,7 @@ MOST_AT_ONCE = 16
 class Job(NamedTuple):
     """Train worker → CPU host: what all batches of a pass share."""
 
-    recipe: bytes
-    """Its import path and parameters, pickled."""
+    collate: Collate
     seed: int
     split: str
     epoch: int
@@ -86,10 +86,11 @@ class Collator:
         cpus = int(ray.cluster_resources().get("CPU", 1))
         self.at_once = max(2, min(cpus // ranks, MOST_AT_ONCE))
         """Batches to make at the same time; more would only start more processes."""
-        self._job = ray.put(Job(pickle.dumps((config.recipe, config.params)), config.seed, split, epoch))
+        self._job = ray.put(Job(Collate.of(config.recipe, config.params), config.seed, split, epoch))
         # No CPUs: the chain workers hold them all.
         self._task = ray.remote(num_cpus=0, num_returns=2, max_retries=RETRIES)(collate_on_host)
         self._transport, self._timeout_s = transport, config.data.stall_timeout_s
+        self._hosts = Hosts(preprocessing_nodes(config.data.preprocess_on), self.at_once)
 
     def fetch(self, parts: list[BlockSlice], schema: Schema) -> Arrived:
         """The batch of these rows.
@@ -99,11 +100,14 @@ class Collator:
             SchemaError: `collate` failed, or a block does not match its report or the columns of its split.
         """
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         about = [part._replace(block=part.block.binary()) for part in parts]
-        task = self._task.options(name="collate", scheduling_strategy=_on(parts))
-        pages, answer = task.remote(self._job, schema, about, *(part.block for part in parts))
+        node = self._hosts.take(parts)
+        place = NodeAffinitySchedulingStrategy(node, soft=True) if node else "DEFAULT"
+        task = self._task.options(name="collate", scheduling_strategy=place)
         try:
+            pages, answer = task.remote(self._job, schema, about, *(part.block for part in parts))
             made: Collated = ray.get(answer, timeout=self._timeout_s)
         except ray.exceptions.GetTimeoutError:
             raise DataError(
@@ -111,12 +115,16 @@ class Collator:
             ) from None
         except ray.exceptions.RayError as error:
             raise DataError(f"collate: {root_cause(error)}") from error
+        finally:
+            self._hosts.done(node)
         if made.failure:
             raise SchemaError(made.failure)
-        produced = time.perf_counter()
-        fetched = self._transport.fetch([BlockSlice(pages, 0, made.rows, made.node, made.rows)], SCHEMA)
+        produced, size = time.perf_counter(), made.rows * PAGE
+        # Ray has already sent small objects with its answer.
+        place = made.node if size >= SERVED_FROM_BYTES else ""
+        fetched = self._transport.fetch([BlockSlice(pages, 0, made.rows, place, made.rows)], SCHEMA)
+        self._transport.finish_pass()  # release it: no other batch is in it
         (batch,) = unpack(fetched.columns[PAGES])
-        size = made.rows * PAGE
         return Arrived(batch, made.ids, list(made.keys), size, produced, fetched.arrived, made.cpu_s)
 
 
@@ -143,7 +151,7 @@ def collate_on_host(job: Job, schema: Schema, parts: list[BlockSlice], *blocks: 
         places = [(found, part.start, part.stop) for part, found in zip(parts, columns, strict=True)]
         records, ids, keys = all_of(places)
         seed = seed_of(job.seed, job.split, job.epoch, ids)
-        pages = pack([collated(_opened(job.recipe).collate, records, seed)])
+        pages = pack([collated(job.collate, records, seed)])
     except SchemaError as error:
         return None, Collated(failure=str(error))
     node = ray.get_runtime_context().get_node_id()
@@ -151,19 +159,44 @@ def collate_on_host(job: Job, schema: Schema, parts: list[BlockSlice], *blocks: 
     return to_table({PAGES: pages}), Collated(node, len(pages), ids, tuple(keys), cpu_s)
 
 
-@cache
-def _opened(recipe: bytes) -> Recipe:
-    """One object per process, so that what `collate` keeps in it is created once."""
-    path, params = pickle.loads(recipe)  # noqa: S301 - written by a train worker
-    return load_recipe(path, params, SOURCE_FOLDER)
+class Hosts:
+    """Train worker: which host makes the next batch: one that has its records, unless it has enough to do.
+
+    Args:
+        nodes: those that preprocess; empty: any.
+        at_once: batches that are made at the same time, on all hosts.
+    """
+
+    def __init__(self, nodes: list[str], at_once: int) -> None:
+        self._lock, self._busy = threading.Lock(), dict.fromkeys(nodes, 0)
+        self._share = math.ceil(at_once / max(len(nodes), 1))
+
+    def take(self, parts: list[BlockSlice]) -> str:
+        """A node for a batch of these rows; empty: any. `done` must follow."""
+        rows: Counter[str] = Counter()
+        for part in parts:
+            rows[part.node] += part.stop - part.start
+        with self._lock:
+            if not self._busy:
+                return rows.most_common(1)[0][0]
+            node = min(self._busy, key=lambda n: (self._busy[n] >= self._share, -rows[n], self._busy[n]))
+            self._busy[node] += 1
+            return node
+
+    def done(self, node: str) -> None:
+        """The batch is ready, or failed."""
+        with self._lock:
+            if node in self._busy:
+                self._busy[node] -= 1
 
 
-def _on(parts: list[BlockSlice]) -> Any:
-    """Prefer the host with most of the rows."""
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+def preprocessing_nodes(groups: list[str]) -> list[str]:
+    """Train worker: nodes that may make batches: those of `data.preprocess_on`, else those without GPUs."""
+    import ray
 
-    rows: Counter[str] = Counter()
-    for part in parts:
-        rows[part.node] += part.stop - part.start
-    node = rows.most_common(1)[0][0]
-    return NodeAffinitySchedulingStrategy(node, soft=True) if node else "DEFAULT"
+    alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    wanted = [label(group) for group in groups]
+    if wanted:
+        return [n["NodeID"] for n in alive if n.get("Labels", {}).get(GROUP_LABEL) in wanted]
+    own = ray.get_runtime_context().get_node_id()
+    return [n["NodeID"] for n in alive if n["NodeID"] != own and not n["Resources"].get("GPU")]
