@@ -5,15 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stoker.config import Resolved
 from stoker.errors import Problems, UsageError
+from stoker.image_classification import ImageClassification
+from stoker.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 WRONG = {
     "checkpoint.resume=/nowhere/run": "--resume /nowhere/run: no checkpoint there",
-    "params.model=resnet_18": "params.model: timm has no model 'resnet_18'; did you mean resnet18?",
     "train.optimizer=adamww": "train.optimizer: timm has no optimiser 'adamww'; did you mean adamw",
     "params.data=/nowhere/data": "/nowhere/data: no such file or folder",
 }
@@ -29,6 +32,22 @@ def test_all_problems_of_a_recipe_and_its_data_are_told_at_once(tmp_path: Path) 
     assert len(told) == len(WRONG)
     for line, begins in zip(told, WRONG.values(), strict=True):
         assert line.startswith(f"error: {begins}")
+
+
+class OwnModel(ImageClassification):
+    def model(self) -> Any:
+        return None
+
+
+def test_a_model_that_timm_does_not_have_is_refused_unless_the_recipe_makes_its_own() -> None:
+    resolved = Resolved(Config(), {})
+    for name in ("resnet18", "resnet50.a1_in1k", "vit_base_resnet50_384", "hf-hub:timm/resnet18"):
+        ImageClassification(data="x", model=name).check(resolved)
+    with pytest.raises(
+        UsageError, match=r"^params.model: timm has no model 'resnet_18'; did you mean resnet18\?$"
+    ):
+        ImageClassification(data="x", model="resnet_18").check(resolved)
+    OwnModel(data="x", model="resnet_18").check(resolved)
 
 
 def test_a_problem_that_two_checks_find_is_told_once_and_its_consequences_are_not() -> None:

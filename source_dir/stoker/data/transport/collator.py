@@ -168,7 +168,8 @@ class Hosts:
     """
 
     def __init__(self, nodes: list[str], at_once: int) -> None:
-        self._lock, self._busy = threading.Lock(), dict.fromkeys(nodes, 0)
+        self._lock = threading.Lock()
+        self._busy = dict.fromkeys(nodes, 0)
         self._share = math.ceil(at_once / max(len(nodes), 1))
 
     def take(self, parts: list[BlockSlice]) -> str:
