@@ -122,8 +122,8 @@ def test_a_recipe_trains_like_the_script_that_it_replaces(
 
 def test_the_job_in_place_of_a_data_service_has_both_instance_groups(folder: Path) -> None:
     [command] = re.findall(r"^```bash\n(.*?)^```", (DOCS / PAGE).read_text(), re.M | re.S)
-    program, launcher, *words = shlex.split(command.replace("\\\n", " "))
-    assert (program, launcher) == ("python", "launcher/submit.py")
+    program, *words = shlex.split(command.replace("\\\n", " "))
+    assert program == "stoker"
     account = {
         "region": "us-east-1",
         "s3_uri": "s3://my-bucket/stoker",
