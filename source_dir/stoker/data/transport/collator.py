@@ -1,6 +1,6 @@
 """Train worker: has a CPU host turn the records of a batch into the batch, with the recipe's `collate`.
 
-The records of a batch lie in blocks on several hosts. A Ray task on the host with most of them gets the
+The records of a batch lie in blocks on several hosts. A Ray task on one of these hosts gets the
 blocks through Ray's object store, calls `collate` and packs the result, which travels to the train worker
 like any block. Ray repeats the task if its host is lost.
 """
