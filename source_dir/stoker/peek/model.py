@@ -12,7 +12,7 @@ from stoker.peek.looking import sampled
 from stoker.peek.problems import Problem
 from stoker.recipe import Batch, Recipe
 from stoker.schema import Config
-from stoker.training.worker import at_least_float32, loss_of
+from stoker.training.worker import at_least_float32, count_records, loss_of
 
 MOST = 8
 """Records of the batch; batch norm needs more than one."""
@@ -42,13 +42,13 @@ def try_model(config: Config, recipe: Recipe, data: Data) -> tuple[list[str], li
             if split not in data.sources:
                 continue
             batch = _batch(config, recipe, data, split)
-            if _rows(batch) < 2:
+            if count_records(batch) < 2:
                 lines.append(f"{place}: not tried, because fewer than two of the first records are usable")
                 continue
             loss = _train(model, recipe, batch) if split == "train" else _validate(model, recipe, batch)
             if not torch.isfinite(loss):
                 return lines, [Problem("error", f"{place}: the loss of the first records is {loss.item()}")]
-            lines.append(f"{place}: loss {loss.item():.4g} of {_rows(batch)} records")
+            lines.append(f"{place}: loss {loss.item():.4g} of {count_records(batch)} records")
     except UsageError as error:
         return lines, [Problem("error", text) for text in error.problems]
     except Exception as error:
@@ -83,7 +83,3 @@ def _validate(model: Any, recipe: Recipe, batch: Batch) -> Any:
         for metric in recipe.metrics().values():
             metric.update(at_least_float32(result["preds"]), result["target"])
     return loss_of(result)
-
-
-def _rows(batch: Batch) -> int:
-    return len(next(iter(batch.values()))) if batch else 0
