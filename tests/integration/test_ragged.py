@@ -21,7 +21,7 @@ def job() -> Config:
         "cache_gb": 0.01,
         "bucket_by": "ids",
     }
-    train = {"epochs": 2, "batch_size": 7}
+    train = {"epochs": 4, "batch_size": 7}
     return Config.model_validate({"recipe": "lengths:Lengths", "data": data, "train": train, "seed": 1})
 
 
@@ -52,12 +52,14 @@ def rows(train: Train) -> list[int]:
 def test_interrupted_is_uninterrupted_with_rows_of_any_length_and_a_cache(ray_cluster: None) -> None:
     train = Train(job(), workers=2)
     expected = []
-    for epoch in range(2):
+    for epoch in range(4):
         ids = flat(list(train.steps("train", epoch)))
         expected.append(rows(train))
         train.reconcile("train", epoch, ids)
-    assert [sorted(numbers) for numbers in expected] == [list(range(300))] * 2
-    assert train.events("cache")[-1]["found"] == 300, "the second epoch comes from the cache"
+    assert [sorted(numbers) for numbers in expected] == [list(range(300))] * 4
+    # Passes overlap, so the second may read records that the first has not cached yet; the fourth begins
+    # after the end of the first.
+    assert train.events("cache")[-1]["found"] == 300, "the fourth epoch comes from the cache"
     # From step 5 of the first epoch on, with one train worker; batches begin within blocks.
     train.again(2, 0, None)
     begun = flat(list(islice(train.steps("train", 0), 5)))
