@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = Path(__file__).resolve().parent / "recipes"
@@ -25,6 +26,9 @@ for name in ("STOKER_RUN_DIR", "STOKER_BACKEND", "RAY_ADDRESS", "AWS_PROFILE"):
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - so Ray spells it
 # A shell starts background jobs with SIGINT ignored, and children inherit that; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# An example takes as long as the machine is slow.
+settings.register_profile("stoker", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("stoker")
 # Prices that this machine's user has fetched must not change what tests expect.
 os.environ["STOKER_PRICES_FILE"] = os.devnull
 

@@ -53,7 +53,7 @@ def test_status_judges_it_and_the_dashboard_opens_with_its_token_alone(tmp_path:
         assert address.startswith("http://127.0.0.1:")
         token = Path(file).read_text().strip()
         assert stat.S_IMODE(Path(file).stat().st_mode) == 0o600
-        assert requests.get(f"{address}/nodes?view=summary", timeout=10).status_code == 401
+        assert requests.get(f"{address}/nodes?view=summary", timeout=120).status_code == 401
         nodes_shown(address, token)
 
         # At first there is a stock, of what was made while the training started.
@@ -77,8 +77,9 @@ def nodes_shown(address: str, token: str) -> None:
     with sync_playwright() as player:
         browser = player.chromium.launch(executable_path=program, args=["--no-sandbox"])
         page = browser.new_page()
+        page.set_default_timeout(240_000)
         page.goto(f"{address}/#/cluster")
         page.get_by_placeholder("Enter your authentication token").fill(token)
         page.get_by_role("button", name="Submit").click()
-        page.get_by_text("ALIVE").first.wait_for(timeout=30_000)
+        page.get_by_text("ALIVE").first.wait_for()
         browser.close()

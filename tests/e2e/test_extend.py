@@ -67,7 +67,7 @@ def test_an_own_source_transform_sink_and_strategy_train(tmp_path: Path) -> None
     job["train"] |= {"epochs": 2, "batch_size": 10, "workers": 2}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     command = [sys.executable, str(SUBMIT), "job.yaml", "--source-dir", "source"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "runs" / "latest"
     summary = json.loads((run / "summary.json").read_text())

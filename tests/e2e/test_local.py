@@ -116,7 +116,7 @@ def test_ctrl_c_stops_a_recipe_of_the_users_own_with_a_checkpoint(tmp_path: Path
             if "epoch 20/5000 done" in line:
                 break
         process.send_signal(signal.SIGINT)  # as an IDE does; a terminal sends it to the job, too
-        rest, _ = process.communicate(timeout=120)
+        rest, _ = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == 130, shown + rest
@@ -184,7 +184,7 @@ def test_ctrl_c_while_data_are_opened_before_ray_is_there(tmp_path: Path) -> Non
     assert process.stdout is not None
     assert any("reading" in line for line in process.stdout)
     os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=180)
     assert (process.returncode, "Traceback" in said) == (130, False), said
 
 

@@ -68,7 +68,7 @@ def run(folder: Path, *words: str, **variables: str) -> Losses:
     path = [folder, ROOT / "source_dir", ROOT / "tests" / "integration", ROOT]
     environment |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, str(ROOT / "tests" / "scripts" / "jobs.py"), *words]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found: Losses = json.loads((folder / "losses.json").read_text())
     for name, losses in found.items():

@@ -41,7 +41,13 @@ def execute(name: str = "quickstart", **replaced: str) -> Shown:
     for cell in notebook.cells:
         for given, value in replaced.items():
             cell.source = re.sub(rf"^{given} = .*", f"{given} = {value}", cell.source, flags=re.M)
-    client = NotebookClient(notebook, timeout=560, resources={"metadata": {"path": str(NOTEBOOKS)}})
+    client = NotebookClient(
+        notebook,
+        timeout=560,
+        iopub_timeout=120,
+        startup_timeout=300,
+        resources={"metadata": {"path": str(NOTEBOOKS)}},
+    )
     client.execute()
     return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
 

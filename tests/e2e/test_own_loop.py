@@ -29,10 +29,12 @@ def run(script: str, *arguments: str, code: int = 0, how: tuple[str, ...] = ()) 
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
         children: set[psutil.Process] = set()
         while process.poll() is None:
-            with contextlib.suppress(psutil.NoSuchProcess, subprocess.TimeoutExpired):
+            with contextlib.suppress(psutil.NoSuchProcess):
                 children |= set(psutil.Process(process.pid).children(recursive=True))
-                for child in children:
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
                     COMMANDS[child.pid] = " ".join(child.cmdline()) or COMMANDS.get(child.pid, "")
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.5)
         output.seek(0)
         text = output.read().decode()

@@ -90,7 +90,7 @@ def test_two_ranks_stop_with_sigterm_go_on_and_fail_with_their_reason(tmp_path: 
             if "waiting" in line:
                 break
         process.send_signal(signal.SIGTERM)
-        shown += process.communicate(timeout=120)[0]
+        shown += process.communicate(timeout=300)[0]
     finally:
         process.kill()
     assert process.returncode == 143, shown

@@ -64,6 +64,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_figure_is_drawn(browser: Any, report: Path, view: str, name: str) -> None:
     width, scheme = VIEWS[view]
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    context.set_default_timeout(180_000)
     page = context.new_page()
     said: list[str] = []
     asked: list[str] = []
@@ -92,6 +93,7 @@ def test_every_figure_is_drawn(browser: Any, report: Path, view: str, name: str)
 
 def test_it_prints(browser: Any, report: Path) -> None:
     page = browser.new_page()
+    page.set_default_timeout(180_000)
     page.goto((report / "a/report.html").as_uri())
     printed = page.pdf(path=ARTEFACTS / "report" / "printed.pdf", format="A4", print_background=True)
     assert printed[:4] == b"%PDF" and len(printed) > 20_000
@@ -100,6 +102,7 @@ def test_it_prints(browser: Any, report: Path) -> None:
 
 def test_the_tables_behind_the_charts_open_by_keyboard(browser: Any, report: Path) -> None:
     page = browser.new_page()
+    page.set_default_timeout(180_000)
     page.goto((report / "a/report.html").as_uri())
     first = page.locator("figure details").first
     first.locator("summary").focus()

@@ -36,7 +36,7 @@ def test_blocks_that_fill_a_small_store_do_not_end_the_flow(tmp_path: Path) -> N
         "tracking": {"tensorboard": False},
     }
     (tmp_path / "own.yaml").write_text(json.dumps(job))
-    done = submit("own.yaml", "--source-dir", "own", cwd=tmp_path, timeout_s=200)
+    done = submit("own.yaml", "--source-dir", "own", cwd=tmp_path, timeout_s=500)
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "runs/latest/summary.json").read_text())
     assert summary["records"]["trained"] == 2 * 1280

@@ -12,7 +12,7 @@ from typing import Any
 
 import requests
 
-START_S = 90.0
+START_S = 300.0
 
 
 class MlflowServer:
@@ -63,9 +63,9 @@ class MlflowServer:
         """One call of its REST interface: GET with the parameters, POST for searches."""
         url = f"{self.uri}/api/2.0/mlflow/{call}"
         answer = (
-            requests.post(url, json=body, timeout=20)
+            requests.post(url, json=body, timeout=120)
             if call.endswith("search")
-            else requests.get(url, params=body, timeout=20)
+            else requests.get(url, params=body, timeout=120)
         )
         answer.raise_for_status()
         content: dict[str, Any] = answer.json()

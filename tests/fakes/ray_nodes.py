@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 import psutil
 
 from stoker.bootstrap import forks
-from stoker.bootstrap.raynode import RAY
+from stoker.bootstrap.raynode import RAY, free_port
 
 LIBRARIES = (*(name for name in forks.CHAIN if not name.startswith("stoker")), "torch")
 """What workers find imported; Stoker itself comes with each job."""
@@ -188,10 +187,3 @@ def stop_all(processes: list[subprocess.Popen[bytes]]) -> None:
             member.kill()
     for process in processes:
         process.wait()
-
-
-def free_port() -> int:
-    """A loopback port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -17,9 +17,10 @@ import pytest
 from launcher import ray_jobs, runs
 from launcher.backends import attach, ray_cluster
 from launcher.job import Job, open_job
+from stoker.bootstrap.raynode import free_port
 from stoker.config import load
 from stoker.errors import UsageError
-from tests.fakes.ray_nodes import RayNodes, free_port
+from tests.fakes.ray_nodes import RayNodes
 
 PROBE = """
 import os, signal, sys, time

@@ -17,7 +17,7 @@ class LosesItsDisk(DiesOnce):
     def training_step(self, model: Any, batch: Any) -> Any:
         marker, run_dir = Path(self.marker), Path(self.run_dir)
         if marker.exists() and len(marker.read_text()) == 9:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 300
             while '"checkpoint"' not in (run_dir / "events.jsonl").read_text():
                 assert time.monotonic() < deadline, "no checkpoint of the first epoch"
                 time.sleep(0.1)

@@ -59,6 +59,7 @@ def test_digits_train_as_well_as_locally_and_on_every_host(tmp_path: Path) -> No
     assert "sagemaker-training-toolkit" in (tmp_path / "runs/latest/logs/algo-1.log").read_text()
 
 
+@pytest.mark.timeout(1200)
 def test_a_lost_host_and_a_sigterm_cost_no_record_and_fewer_hosts_go_on(tmp_path: Path) -> None:
     """A run loses a CPU host, is stopped within an epoch as spot capacity is, and its restart on fewer hosts
     finds the synced folder and is told nothing else: two rehearsals of the real job.

@@ -151,6 +151,9 @@ def test_identity_and_quotas_of_the_jobs_instance_types(
 ) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     command = ["doctor", str(tmp_path / "job.yaml"), f"output_dir={tmp_path}"]
+    # The server imports what it needs at the first request.
+    monkeypatch.setattr(quotas, "TIMEOUT_S", 60.0)
+    monkeypatch.setattr(quotas, "LISTING_S", 60.0)
     with moto_server() as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -166,7 +169,7 @@ def test_identity_and_quotas_of_the_jobs_instance_types(
             monkeypatch.setattr(quotas, "LISTING_S", -1.0)
             _, _, out = type_command(command, capsys)
             assert out.splitlines()[-1].startswith("note  quotas         unknown (AWS quotas: not all listed")
-            monkeypatch.setattr(quotas, "LISTING_S", 15.0)
+            monkeypatch.setattr(quotas, "LISTING_S", 60.0)
         with service_quotas({}):
             code, _, out = type_command(command, capsys)
             assert (code, out.count("AWS lists none in us-east-1")) == (0, 2), out

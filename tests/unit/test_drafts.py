@@ -89,7 +89,7 @@ def test_two_attempts_that_write_the_same_step_leave_one_whole_checkpoint(tmp_pa
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     assert failed == []
     store = open_store(str(tmp_path))
     assert verify(store, "step-00000007") is None

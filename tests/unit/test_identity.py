@@ -147,6 +147,12 @@ def test_looking_at_a_dataset_leaves_it_as_it_was(tmp_path: Path) -> None:
     assert identity_of(read_torch(Lazy(str(moved)))).text.partition("~")[2] == here.text.partition("~")[2]
 
 
+@pytest.fixture(autouse=True)
+def _no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much is looked at must not depend on the machine."""
+    monkeypatch.setattr("stoker.data.sources.identity.BUDGET_S", 600.0)
+
+
 def numbers(source: Source, cache: HostCache, epoch: int) -> list[int]:
     """What a pass over a source gives on a host that keeps records."""
     loaded = Loaded(source, Chain(as_stages([Plain()]), seed=1, prefix=1), cache)
@@ -265,7 +271,8 @@ class Slow(Augmenting):
         return super().__getitem__(index)
 
 
-def test_of_a_slow_dataset_no_more_is_read_than_a_second_allows() -> None:
+def test_of_a_slow_dataset_no_more_is_read_than_a_second_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.data.sources.identity.BUDGET_S", 0.25)
     identity_of(read_torch(Slow(1000)))
     assert len(Slow.reads) == 3 * 2, "two records, each of them thrice"
 

@@ -51,6 +51,7 @@ def test_a_loop_tells_of_its_training_and_not_of_its_validation(
 ) -> None:
     monkeypatch.setenv("STOKER_EVENTS", str(tmp_path / "events"))
     monkeypatch.setenv("STOKER_LOADER", "process")
+    monkeypatch.setattr(watch, "EVERY_S", 1e9)
     loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=4)
     for _ in range(2):
         list(loader)

@@ -18,6 +18,12 @@ from launcher.submit import app
 from stoker.errors import UsageError
 
 
+@pytest.fixture(autouse=True)
+def _no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many records are examined must not depend on the machine."""
+    monkeypatch.setattr("stoker.peek.looking.SECONDS", 600.0)
+
+
 def peek(folder: Path, *words: str, recipe: str = "looked_at:LookedAt", **params: Any) -> tuple[Result, str]:
     """What the command prints, and the page that it writes."""
     job, page = folder / "job.yaml", folder / "page.html"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import count
 from typing import Any
 
@@ -47,6 +49,18 @@ class Shards(Source):
         return sum(shard.rows or 0 for shard in self.shards(1, None))
 
 
+class AtOnce:
+    """In place of the thread that lists shards: how often the planner is called must not depend on it."""
+
+    def submit(self, call: Callable[..., Any], *given: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(call(*given))
+        return done
+
+    def shutdown(self, **options: Any) -> None:
+        """There is no thread."""
+
+
 class Head:
     """A planner with its attempt; what is delivered is noted."""
 
@@ -79,6 +93,8 @@ class Head:
         self.attempt.produce(self.pool, budget, count())
         assert self.attempt.planner is not None
         self.planner: Planner = self.attempt.planner
+        assert self.planner._lister is not None
+        self.planner._lister._thread = AtOnce()  # type: ignore[assignment]
         self.stream = self.attempt.streams["train", 0]
 
     def consume(self) -> None:

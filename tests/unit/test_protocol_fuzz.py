@@ -159,9 +159,8 @@ def test_the_lifeline_answers_no_host_without_the_token(
 ) -> None:
     failed: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    server, chance = LifelineServer("127.0.0.1", port, TOKEN), random.Random(5)
+    server, chance = LifelineServer("127.0.0.1", 0, TOKEN), random.Random(5)
+    port = server._socket.getsockname()[1]
     server.ready()
     right = json.dumps({"host": "algo-2", "nonce": "0" * 32, "proof": "f" * 64}).encode() + b"\n"
     frames = [
@@ -186,9 +185,8 @@ def test_the_lifeline_answers_no_host_without_the_token(
 
 def test_a_recorded_head_is_not_believed(leaves_nothing: None) -> None:
     """Whoever has seen a handshake of this job cannot pass for its head."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    server, recorded = LifelineServer("127.0.0.1", port, TOKEN), []
+    server, recorded = LifelineServer("127.0.0.1", 0, TOKEN), []
+    port = server._socket.getsockname()[1]
     with socket.create_server(("127.0.0.1", 0)) as relay:
         threading.Thread(target=_relay, args=(relay, port, recorded), daemon=True).start()
         Lifeline("127.0.0.1", relay.getsockname()[1], "algo-2", TOKEN).close()

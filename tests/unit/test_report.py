@@ -256,16 +256,19 @@ class EndlessLog:
     """A remote run whose log never ends."""
 
     id = "ray:endless"
+    over = False
 
     def logs(self, follow: bool) -> Iterator[str]:
         yield "epoch 1/2  step 10  loss 1.0  500 samples/s"
-        while True:
+        while not self.over:
             time.sleep(0.01)
             yield "more"
 
 
 def test_status_of_a_remote_run_reads_its_log_no_longer_than_it_may() -> None:
-    told = last_progress(EndlessLog(), timeout_s=0.3)
+    log = EndlessLog()
+    told = last_progress(log, timeout_s=3)
+    log.over = True
     assert "500 samples/s" in told[0] and "could not be read to the end" in told[1]
 
 

@@ -73,7 +73,8 @@ def plain_environment(**more: str) -> dict[str, str]:
 def container(folder: Path, python: Path, wanted: str, index: Path) -> tuple[int, str]:
     """`python train.py` in a container of that image: its exit code and the failure it leaves."""
     code, base = folder / "code", folder / "ml"
-    shutil.copytree(ROOT / "source_dir" / "stoker", code / "stoker", ignore=shutil.ignore_patterns("*.pyc"))
+    without = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "source_dir" / "stoker", code / "stoker", ignore=without)
     shutil.copy2(ROOT / "source_dir" / "train.py", code)
     (code / "requirements.txt").write_text(wanted)
     (base / "input" / "config").mkdir(parents=True)

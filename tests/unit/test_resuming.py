@@ -193,7 +193,8 @@ def test_a_run_that_still_runs_is_left_alone(runs: Config) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "train.py"])
     try:
         (run / "process.id").write_text(str(process.pid))
-        time.sleep(0.1)
+        while b"train.py" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+            time.sleep(0.01)
         with pytest.raises(UsageError, match="is still running; stop it first"):
             resolve("auto", "local", runs)
     finally:

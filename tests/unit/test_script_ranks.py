@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from stoker.bootstrap.raynode import runs
 from stoker.integrations.scripts import supervisor as supervising
 from stoker.integrations.scripts import worker
 from stoker.integrations.scripts.failures import Exit
@@ -218,7 +218,7 @@ def test_nothing_that_the_script_started_outlives_it(child: Callable[..., Child]
     left = int(ranks.output(0).split()[1])
     ranks.children[0].close()
     deadline = time.monotonic() + 30
-    while psutil.pid_exists(left) and psutil.Process(left).status() != psutil.STATUS_ZOMBIE:
+    while runs(left):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -239,6 +239,6 @@ def test_the_script_ends_with_the_process_that_watches_it(tmp_path: Path) -> Non
     )
     assert done.returncode == -signal.SIGKILL
     deadline = time.monotonic() + 30
-    while psutil.pid_exists(int(done.stdout)) and psutil.Process(int(done.stdout)).status() != "zombie":
+    while runs(int(done.stdout)):
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -89,8 +89,9 @@ def test_in_a_job_checkpoints_lie_in_the_runs_folder(monkeypatch: pytest.MonkeyP
 
 
 def test_a_scripts_events_become_summary_files_report_and_screen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("stoker.tracking.console.PLAIN_EVERY_S", 60.0)
     run_dir = tmp_path / "run"
     (run_dir / "logs").mkdir(parents=True)
     resolved = load(None, ["script=train.py", 'args=["--lr", "0.1"]'])

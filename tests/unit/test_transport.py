@@ -99,7 +99,7 @@ def block(rows: int, first: int = 0) -> Block:
 
 
 def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

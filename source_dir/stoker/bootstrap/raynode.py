@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -26,6 +27,9 @@ HOST_CPUS_VARIABLE = "STOKER_HOST_CPUS"
 MIN_STORE_BYTES = 80 * 2**20
 SMALL_STORE_BYTES = 512 * 2**20
 STORE_SHARE_OF_MEMORY = 0.3
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LOWEST = 20_000
+"""Ray's workers use the ports below."""
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 3.0
 UNUSED = ("ray.serve.scripts", "ray.util.state.state_cli", "ray.dashboard.modules.job.cli")
@@ -115,11 +119,23 @@ def probe_port(address: str, port: int, key: str) -> None:
             ) from None
 
 
-def free_port() -> int:
-    """Laptop: a loopback port that is currently free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_port(address: str = "127.0.0.1") -> int:
+    """Every host: a port of an address that is currently free.
+
+    It is opened seconds later. Avoids the kernel's ephemeral range, from which any connection could take it
+    in between.
+    """
+    try:
+        low, high = map(int, EPHEMERAL.read_text().split())
+    except (OSError, ValueError):
+        low, high = 32_768, 60_999
+    range_of = range(LOWEST, low) if low - LOWEST > 1_000 else range(high + 1, 65_536)
+    chance = random.SystemRandom()
+    for port in [*(chance.choice(range_of) for _ in range(100) if range_of), 0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((address, port))
+            return int(probe.getsockname()[1])
+    raise OSError("this host has no free port")
 
 
 class RayNode:

@@ -73,6 +73,8 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
         opened = driver.check(resolved, data_too=not on_cluster)
     except BaseException as error:
         if starting is not None:
+            # The launcher repeats the signal if the job does not end within two seconds.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             starting.stop()
         if isinstance(error, UsageError | DataError):
             return _refused(error)

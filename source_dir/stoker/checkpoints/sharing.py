@@ -16,7 +16,7 @@ from stoker.bootstrap.topology import GROUP_LABEL
 from stoker.errors import UsageError
 from stoker.schema import Config
 
-PROBE_TIMEOUT_S = 60.0
+PROBE_TIMEOUT_S = 300.0
 SEEN_WITHIN_S = 5.0
 """How long a new file may take to appear on another host of a shared file system."""
 

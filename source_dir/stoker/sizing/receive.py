@@ -72,7 +72,7 @@ def measure_receiving(config: Config, columns: dict[str, Any]) -> ReceiveProfile
     size = sum(column[:1].nbytes for column in columns.values())
     block = config.data.block_records
     blocks = max(BLOCKS[0], min(PASS_BYTES // max(size * block, 1), BLOCKS[1]))
-    sent = {"preprocess_on": ["cpu"], "shuffle": False, "stall_timeout_s": 60.0}
+    sent = {"preprocess_on": ["cpu"], "shuffle": False, "stall_timeout_s": 600.0}
     data = config.data.model_copy(update=sent)
     config = config.model_copy(update={"data": data})
     marks: list[tuple[int, tuple[float, ...]]] = []

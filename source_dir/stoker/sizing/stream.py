@@ -43,7 +43,7 @@ def pass_over(config: Config, data: Data, device: Any) -> Iterator[EpochFeed]:
     coordinator = start_coordinator(config, data, workers=1)
     try:
         # Requested by start_coordinator already; wait until it is done.
-        ray.get(coordinator.begin.remote(coordinator, 0, 1, 0), timeout=60)
+        ray.get(coordinator.begin.remote(coordinator, 0, 1, 0), timeout=600)
         yield EpochFeed(
             coordinator=coordinator,
             attempt=0,

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import secrets
-import socket
-from pathlib import Path
 from typing import Any
 
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
+from stoker.bootstrap.raynode import free_port
+
 ATTEMPT_VARIABLE = "STOKER_ATTEMPT"
 """Identical in all train workers of a group start; changes with the next start."""
-EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-LOWEST = 20_000
-"""Ray's workers use the ports below."""
 
 
 class Rendezvous(Backend):  # type: ignore[misc]
@@ -53,21 +49,7 @@ def set_variables(variables: dict[str, str]) -> None:
 
 
 def free_address() -> tuple[str, int]:
-    """Train worker of rank 0: this host's address and a free port.
-
-    The script opens the port seconds later. Avoids the kernel's ephemeral range, from which one of Ray's
-    connections could take it in between.
-    """
+    """Train worker of rank 0: this host's address and a free port."""
     import ray.util
 
-    try:
-        low, high = map(int, EPHEMERAL.read_text().split())
-    except (OSError, ValueError):
-        low, high = 32_768, 60_999
-    range_of = range(LOWEST, low) if low - LOWEST > 1_000 else range(high + 1, 65_536)
-    chance = random.SystemRandom()
-    for port in [*(chance.choice(range_of) for _ in range(100) if range_of), 0]:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
-    raise OSError("no free port for MASTER_PORT on this host")
+    return ray.util.get_node_ip_address(), free_port("")
