@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from stoker.data import read_any, read_parquet, read_torch, read_webdataset
+from stoker.data import read_any, read_images, read_parquet, read_torch, read_webdataset
 from stoker.data.engine.shards import Loaded, blocks_of, order_of
 from stoker.data.messages import KEY_COLUMN, BadRecord, EpochPlan, Work
 from stoker.data.preprocessing.chain import Chain
@@ -156,3 +156,37 @@ def test_files_of_one_name_in_several_folders_keep_their_records_apart(tmp_path:
         parquet.write_table(pa.table({"x": [1, 2]}), tmp_path / "train" / part / "rows.parquet")
     keys = [record["key"] for record in everything(read_parquet(str(tmp_path), "train"))]
     assert keys == ["a/rows.parquet:0", "a/rows.parquet:1", "b/rows.parquet:0", "b/rows.parquet:1"]
+
+
+def images(root: Path, **classes: str) -> None:
+    """Files in the class folders of each split; classes are separated by spaces."""
+    for split, names in classes.items():
+        for name in names.split():
+            (root / split / name).mkdir(parents=True)
+            (root / split / name / "1.jpg").write_bytes(b"image")
+
+
+def test_a_class_has_one_label_in_all_splits(tmp_path: Path) -> None:
+    """A validation split without the first class must not be numbered from 0 again."""
+    images(tmp_path, train="circle square triangle", val="square triangle")
+    train, val = (everything(read_images(str(tmp_path), split)) for split in ("train", "val"))
+    labels = {record["key"]: record["label"] for record in train}
+    assert labels == {"circle/1.jpg": 0, "square/1.jpg": 1, "triangle/1.jpg": 2}
+    assert {record["key"]: record["label"] for record in val} == {"square/1.jpg": 1, "triangle/1.jpg": 2}
+    source = read_images(str(tmp_path), "val")
+    assert source is not None and source.classes() == ["circle", "square", "triangle"]
+
+
+def test_a_class_that_only_validation_has_is_refused(tmp_path: Path) -> None:
+    images(tmp_path, train="circle square", val="circle star")
+    with pytest.raises(UsageError, match=r"val: class star is not among the .* \(circle, square\)"):
+        read_any(str(tmp_path), "val")
+
+
+def test_a_training_class_without_images_is_refused(tmp_path: Path) -> None:
+    images(tmp_path, training="a c")
+    (tmp_path / "training" / "b").mkdir()
+    source = read_images(str(tmp_path), "train")
+    assert source is not None
+    with pytest.raises(UsageError, match="training/b: holds no image"):
+        source.check()

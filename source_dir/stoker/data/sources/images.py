@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from stoker.data.messages import BadRecord, Record, Shard
 from stoker.data.sources import checksums
 from stoker.data.sources.base import IndexedSource, Source, cut_indices
-from stoker.data.sources.files import IMAGE_SUFFIXES, split_folder
+from stoker.data.sources.files import IMAGE_SUFFIXES, SPLIT_NAMES, split_folder
 from stoker.data.sources.identity import fingerprint_of_files
 from stoker.data.sources.rereading import read_again
 from stoker.errors import UsageError
-from stoker.storage.filesystems import filesystem_of, list_files
+from stoker.storage.filesystems import child_folders, filesystem_of, join, list_files
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,11 +29,15 @@ class ImageFolderSource(IndexedSource):
     Args:
         folder: of the split.
         data: the data root above it; None: the folder itself. A SHA256SUMS file in either is used.
+        classes: the class folders in the order of their labels; None: those found in `folder`.
+
+    Raises:
+        UsageError: a file lies outside a class folder, or in one that is not among `classes`.
     """
 
     random = False
 
-    def __init__(self, folder: str, data: str | None = None) -> None:
+    def __init__(self, folder: str, data: str | None = None, classes: list[str] | None = None) -> None:
         self.folder = folder
         _, root = filesystem_of(folder)
         files = list_files(folder, IMAGE_SUFFIXES)
@@ -43,7 +47,14 @@ class ImageFolderSource(IndexedSource):
             raise UsageError(
                 f"{folder}: {loose[0]} lies outside any class folder; expected {folder}/<class>/file.jpg"
             )
-        self.names = sorted({path.split("/")[0] for path in relative})
+        found = sorted({path.split("/")[0] for path in relative})
+        self.names = found if classes is None else classes
+        self.defines_classes = classes is None
+        if unknown := [name for name in found if name not in self.names]:
+            raise UsageError(
+                f"{folder}: class {', '.join(unknown)} is not among the training classes"
+                f" ({', '.join(self.names)})"
+            )
         label_of = {name: label for label, name in enumerate(self.names)}
         self.root = root
         self.sizes = [f.size or 0 for f in files]
@@ -55,6 +66,11 @@ class ImageFolderSource(IndexedSource):
         """Path, label and, if listed, SHA-256."""
 
     def check(self) -> None:
+        if not self.defines_classes:
+            return
+        # Other splits number the folders, so an empty one would shift their labels.
+        if empty := [name for name in child_folders(self.folder) if name not in self.names]:
+            raise UsageError(f"{self.folder}/{empty[0]}: holds no image; add some or delete the folder")
         if len(self.names) < 2:
             raise UsageError(
                 f"{self.folder}: holds one class only ({self.names[0]}); a classifier needs two or more"
@@ -105,6 +121,17 @@ def _content(filesystem: Any, path: str) -> bytes:
 
 
 def read_images(root: str, split: str) -> Source | None:
-    """Head: images in one folder per class, `root/train/cat/1.jpg`; None without that split."""
+    """Head: images in one folder per class, `root/train/cat/1.jpg`; None without that split.
+
+    The labels of all splits number the class folders of the training split.
+
+    Raises:
+        UsageError: another split has a class that the training split lacks.
+    """
     folder = split_folder(root, split)
-    return ImageFolderSource(folder, root) if folder else None
+    if folder is None:
+        return None
+    training = [join(root, name) for name in SPLIT_NAMES["train"] if name in child_folders(root)]
+    return ImageFolderSource(
+        folder, root, child_folders(training[0]) if training and split != "train" else None
+    )
