@@ -137,6 +137,7 @@ def ray_nodes(
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token,
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "240",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     nodes = RayNodes(

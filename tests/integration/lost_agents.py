@@ -18,7 +18,7 @@ from tests.fakes.ray_nodes import RayNodes
 def servers(train: Train) -> dict[str, Any]:
     import ray
 
-    answer: tuple[bytes, dict[str, Any]] = ray.get(train.coordinator.servers.remote(), timeout=30)
+    answer: tuple[bytes, dict[str, Any]] = ray.get(train.coordinator.servers.remote(), timeout=120)
     return answer[1]
 
 
@@ -39,7 +39,7 @@ def agents_that_die(train: Train, deaths: int) -> dict[str, Any]:
         ports.append(server.port)
         ray.kill(server.agent)
         assert until(lambda death=death: died(death)), notes
-        assert until(lambda: node not in servers(train)), "a dead agent is no server"
+        assert until(lambda old=server: servers(train).get(node) != old), "a dead agent is no server"
     ports.append(until(lambda: servers(train).get(node)).port)
     ids = [i for step in train.steps("train", 0) for i in step]
     sampled = until(lambda: [e for e in train.events("host_cpu") if node in e["hosts"]])

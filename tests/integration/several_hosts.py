@@ -29,6 +29,7 @@ from stoker.schema import Config  # noqa: E402
 from tests.fakes.ray_nodes import RayNodes  # noqa: E402
 
 SEED = 3
+LOST_RECORDS = 3000
 
 
 def job(params: dict[str, Any], batch: int = 10, block: int = 10, epochs: int = 1, **data: Any) -> Config:
@@ -62,12 +63,12 @@ def placement() -> dict[str, Any]:
     """Blocks by host while enough is ready, and while training always waits for data."""
     idle = Train(job({"records": 20_000, "ms": 5}))
     # Until eight steps are ready everybody works, and a task holds several shards.
-    until(lambda: sum(made_by(idle).values()) > 80)
+    until(lambda: sum(made_by(idle).values()) > 80 and {"cpu-1", "cpu-2"} <= made_by(idle).keys())
     before = Counter(made_by(idle))
-    until(lambda: sum(made_by(idle).values()) > 200)
+    until(lambda: (Counter(made_by(idle)) - before).total() > 120)
     enough = Counter(made_by(idle)) - before
     idle.close()
-    hungry = Train(job({"records": 100_000, "ms": 5}, batch=400))
+    hungry = Train(job({"records": 100_000, "ms": 20}, batch=400))
     steps, ids = hungry.steps("train", 0), list[int]()
 
     def made() -> Counter[str]:
@@ -91,7 +92,7 @@ def slow_sample() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for order in ("any", "exact"):
         with tempfile.NamedTemporaryFile(delete=False) as count:
-            params = {"records": 400, "ms": 2, "slow": slow, "slow_until": 250, "count": count.name}
+            params = {"records": 400, "ms": 10, "slow": slow, "slow_until": 350, "count": count.name}
         train = Train(job(params, order=order))
         ids = [i for step in train.steps("train", 0) for i in step]
         found[order] = {
@@ -111,9 +112,12 @@ def lost_server() -> dict[str, Any]:
     from stoker.data.feed.feed import EpochFeed, PrefetchLimit
     from stoker.data.transport.client import open_transport
 
-    config = job({"records": 1500, "ms": 10, "kb": 8}, batch=50, block=25, preprocess_on=["cpu"])
+    # Little is fetched ahead, and much is left when the server is killed.
+    kinds: dict[str, Any] = {"preprocess_on": ["cpu"], "prefetch_s": 0.001}
+    config = job({"records": LOST_RECORDS, "ms": 10, "kb": 8}, batch=50, block=25, **kinds)
     train = Train(config)
     servers = until(lambda: ready_servers(train))
+    until(lambda: len(made_by(train)) == 2 and min(made_by(train).values()) >= 10)
     device = torch.device("cpu")
     transport = open_transport(train.coordinator, config.data, device)
     stream = EpochFeed(
@@ -138,7 +142,9 @@ def lost_server() -> dict[str, Any]:
     for batch in islice(batches, 10):
         take(batch)
     before = dict(transport.bytes_by)
-    ray.kill(servers[sorted(servers)[0]].agent)
+    lost = servers[sorted(servers)[0]].agent
+    ray.kill(lost)
+    until(lambda: died(lost))
     for batch in batches:
         take(batch)
     used = (stream.rows, stream.id_sum, 0)
@@ -147,12 +153,25 @@ def lost_server() -> dict[str, Any]:
         "before": before,
         "after": dict(transport.bytes_by),
         "books": books,
-        "values": sorted(values) == sorted(i % 251 for i in range(1500)),
-        "tails": sorted(tails) == [[i] + [i] * (i % 5) for i in range(1500)],
+        "values": sorted(values) == sorted(i % 251 for i in range(LOST_RECORDS)),
+        "tails": sorted(tails) == [[i] + [i] * (i % 5) for i in range(LOST_RECORDS)],
         "notes": [event["text"] for event in train.events("note")],
     }
     train.close()
     return found
+
+
+def died(agent: Any) -> bool:
+    """Whether the process of an agent has ended."""
+    import ray
+
+    try:
+        ray.get(agent.__ray_ready__.remote(), timeout=5)
+    except ray.exceptions.RayActorError:
+        return True
+    except ray.exceptions.GetTimeoutError:
+        return False
+    return False
 
 
 def ready_servers(train: Train) -> dict[str, Any]:
@@ -166,7 +185,7 @@ def ready_servers(train: Train) -> dict[str, Any]:
 def cached() -> dict[str, Any]:
     """Two hosts that keep their own half of the records, over three epochs."""
     config = job(
-        {"records": 4200, "kb": 1, "ms": 3, "random": False},
+        {"records": 4200, "kb": 1, "ms": 10, "random": False},
         batch=100, block=64, epochs=3, preprocess_on=["cpu"], cache="memory",
     )  # fmt: skip
     train = Train(config)

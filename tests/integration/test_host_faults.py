@@ -67,7 +67,7 @@ def test_a_hiccup_a_hang_and_two_deadly_records_change_neither_order_nor_positio
             "recipe": "faults:Faulty",
             "params": params(tmp_path, kills=kills, flaky=flaky, hangs=hangs),
             "data": {
-                "order": "exact", "block_records": 16, "bad_record_budget": 0.02, "stall_timeout_s": 50
+                "order": "exact", "block_records": 16, "bad_record_budget": 0.02, "stall_timeout_s": 200
             },
             "train": {"epochs": 1, "batch_size": 7},
             "seed": SEED,

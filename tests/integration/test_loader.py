@@ -179,9 +179,8 @@ class Hangs(Records):
 
 
 def test_a_timeout_is_an_error_as_torch_words_it() -> None:
-    iterator = iter(DataLoader(Hangs(), batch_size=30, timeout=5, num_workers=1))
-    next(iterator)
-    with pytest.raises(RuntimeError, match="timed out after 5 seconds"):
+    iterator = iter(DataLoader(Hangs(), batch_size=31, timeout=5, num_workers=1))
+    with pytest.raises(RuntimeError, match=r"timed out after \d+ seconds"):
         next(iterator)
 
 
@@ -190,8 +189,8 @@ def test_an_interrupt_leaves_loader_and_cluster_of_use() -> None:
     for _ in range(3):  # more than there are processes
         iterator = iter(DataLoader(Hangs(), batch_size=30))
         next(iterator)
-        threading.Timer(1.0, signal.raise_signal, [signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
+            threading.Timer(1.0, signal.raise_signal, [signal.SIGINT]).start()
             next(iterator)
         del iterator
     assert equal(list(DataLoader(Records(), batch_size=6)), list(TorchLoader(Records(), batch_size=6)))
@@ -229,7 +228,7 @@ def test_validation_within_an_iterable_dataset_that_has_all_processes_goes_on() 
     for n, batch in enumerate(DataLoader(Stream(), batch_size=4, num_workers=2)):
         given += batch.tolist()
         if n == 3:
-            assert len(list(DataLoader(Records(), batch_size=6, timeout=60))) == 11
+            assert len(list(DataLoader(Records(), batch_size=6, timeout=300))) == 11
     assert sorted(given) == [[w, n] for w in range(2) for n in range(20 + 10 * w)]
 
 
@@ -298,7 +297,7 @@ def test_a_script_keeps_its_handler_of_sigterm() -> None:
         env=os.environ | {"RAY_ADDRESS": address},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
     )
     assert (done.returncode, done.stdout.split("\n")[:2]) == (7, ["[0, 1]", "saved"]), done.stderr
     assert "SIGTERM received" not in done.stderr, "no stacks of Ray's threads"

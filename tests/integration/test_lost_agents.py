@@ -19,7 +19,7 @@ def test_an_agent_that_dies_is_started_again_and_noted(nodes: RayNodes) -> None:
         env=nodes.environment | {"STOKER_TEST_NODES": json.dumps(nodes.address())},
         capture_output=True,
         text=True,
-        timeout=270,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])

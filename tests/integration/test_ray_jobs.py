@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -88,10 +89,12 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def entered(nodes: RayNodes, monkeypatch: pytest.MonkeyPatch) -> RayNodes:
     monkeypatch.setenv("RAY_AUTH_TOKEN", nodes.token)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     server = ray_jobs.job_server(nodes.dashboard)
     while time.monotonic() < deadline:
-        alive = server.get("/nodes?view=summary")["data"]["summary"]
+        alive: list[Any] = []
+        with contextlib.suppress(UsageError):  # its dashboard is still loading
+            alive = server.get("/nodes?view=summary")["data"]["summary"]
         if len([node for node in alive if node["raylet"].get("state") == "ALIVE"]) == 3:
             return nodes
         time.sleep(0.5)
@@ -268,7 +271,8 @@ def test_digits_train_through_ray_jobs_as_a_user_types_it(
     assert len(summary["cluster"]["hosts"]) == 3
     assert {host["group"] for host in summary["cluster"]["hosts"]} == {"gpu", "cpu"}
     assert summary["metrics"]["best"]["val/acc1"] > 0.2
-    assert len(summary["chain_tasks_by_host"]) >= 2, summary["chain_tasks_by_host"]
+    cpu_hosts = {host["host"] for host in summary["cluster"]["hosts"] if host["group"] == "cpu"}
+    assert cpu_hosts & summary["chain_tasks_by_host"].keys(), summary["chain_tasks_by_host"]
     assert (path.parent / "model").is_dir()
 
 

@@ -15,5 +15,6 @@ def test_without_restarts_the_cause_is_named(ray_cluster: None, tmp_path: Path) 
         train={"epochs": 3, "batch_size": 16},
     )
     assert outcome.code == 1
-    assert "died" in (outcome.summary.error or "")
+    # What Ray knows of a process in the first second of its absence.
+    assert any(word in (outcome.summary.error or "") for word in ("died", "unavailable"))
     assert len((outcome.summary.error or "").splitlines()) == 1

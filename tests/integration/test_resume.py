@@ -149,7 +149,7 @@ def submit(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, *recipes], cwd=folder, capture_output=True, text=True, timeout=500)
 
 
-@pytest.mark.timeout(300 * TIMES)
+@pytest.mark.timeout(max(600, 300 * TIMES))
 def test_a_run_that_is_killed_and_stopped_and_damaged_equals_the_whole_one(
     whole: Outcome, tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pytest
 from pyarrow import parquet
 from running import run_job
 from streaming import Train
@@ -66,7 +67,10 @@ def test_records_that_lack_a_column_are_quarantined_by_every_task(ray_cluster: N
     assert set(found["more"]) == {1} and len(found["more"]) + len(bad) == 101
 
 
-def test_a_first_record_that_ends_its_process_does_not_end_the_head(ray_cluster: None) -> None:
+def test_a_first_record_that_ends_its_process_does_not_end_the_head(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stoker.data.preprocessing.probing.PROBE_S", 300.0)
     data = open_data(config("holes:FirstKills"))
     assert data.chains["train"].schemas == ()
     assert [sorted(schema.columns) for schema in data.chains["val"].schemas] == [["__id", "x0", "x1", "y"]]

@@ -52,14 +52,15 @@ def test_a_lost_block_server_costs_no_row(seen: dict[str, Any]) -> None:
     assert lost["before"]["direct"] > 0
     assert lost["after"]["direct"] > lost["before"]["direct"], "the other host still serves"
     assert lost["after"]["ray"] > lost["before"].get("ray", 0), "what the lost one had comes through Ray"
-    assert lost["books"]["trained"] == lost["books"]["read"] == 1500, "each once, by their ids"
+    assert lost["books"]["trained"] == lost["books"]["read"] == 3000, "each once, by their ids"
     assert lost["values"] and lost["tails"], "with their own content, of one length and of any"
     assert any("its blocks come through Ray's object store" in text for text in lost["notes"])
 
 
 def test_each_host_keeps_a_part_of_its_own(seen: dict[str, Any]) -> None:
     first, *later = seen["cached"]["passes"]
-    assert first["found"] == 0
+    # Passes overlap, so a late worker of the first may find what the second has kept.
+    assert first["found"] < 0.1 * 4200
     # Where one host's processes start later, the other does some of its shards, and does not keep them.
     assert later[-1]["found"] > 0.5 * 4200
     held = [host["bytes"] for host in later[-1]["hosts"].values()]

@@ -21,6 +21,11 @@ def is_even(row: dict[str, Any]) -> bool:
     return bool(row["id"] % 2 == 0)
 
 
+def about(seconds: float) -> Any:
+    """0.95 to 1.6 times as much: Ray Data's own work per block counts, too, and less than a factor of 2."""
+    return pytest.approx(1.275 * seconds, abs=0.325 * seconds)
+
+
 def test_an_execution_that_is_cut_short_counts_by_rows_of_its_result(ray_cluster: None) -> None:
     """Half of the rows are filtered away, and the others wait for a slower actor."""
     import ray
@@ -30,10 +35,9 @@ def test_an_execution_that_is_cut_short_counts_by_rows_of_its_result(ray_cluster
     slow = even.map_batches(BusyActor, compute=one, num_cpus=0.5)
     tables, costs, whole = sizing.run_dataset(slow.limit(4_900), 3.0, 2)
     assert whole is None and sum(len(table) for table in tables) >= 10
-    assert costs == {
-        "ReadRange->Map(Busy)->Filter(is_even)": pytest.approx(0.004, rel=0.25),
-        "MapBatches(BusyActor)": pytest.approx(0.006, rel=0.25),
-    }
+    assert list(costs) == ["ReadRange->Map(Busy)->Filter(is_even)", "MapBatches(BusyActor)"]
+    assert costs["ReadRange->Map(Busy)->Filter(is_even)"] == about(0.004)
+    assert costs["MapBatches(BusyActor)"] == about(0.006)
 
 
 def test_two_datasets_cost_by_their_shares(ray_cluster: None) -> None:
@@ -43,7 +47,8 @@ def test_two_datasets_cost_by_their_shares(ray_cluster: None) -> None:
     cheap = ray.data.range(300, override_num_blocks=10).map(Busy(2))
     _, costs, whole = sizing.run_dataset(dear.union(cheap), 60.0, 2)
     assert whole == 400
-    assert costs == {"ReadRange->Map(Busy)": pytest.approx((0.008 + 3 * 0.002) / 4, rel=0.25)}
+    assert list(costs) == ["ReadRange->Map(Busy)"]
+    assert costs["ReadRange->Map(Busy)"] == about((0.008 + 3 * 0.002) / 4)
 
 
 def test_a_shuffle_stands_beside_what_it_shuffles(ray_cluster: None) -> None:
@@ -52,7 +57,7 @@ def test_a_shuffle_stands_beside_what_it_shuffles(ray_cluster: None) -> None:
     shuffled = ray.data.range(200, override_num_blocks=4).map(Busy(2)).repartition(2, keys=["id"])
     _, costs, whole = sizing.run_dataset(shuffled, 60.0, 2)
     assert whole == 200
-    assert costs.pop("ReadRange->Map(Busy)") == pytest.approx(0.002, rel=0.25)
+    assert costs.pop("ReadRange->Map(Busy)") == about(0.002)
     assert any(name.startswith("HashShuffleMap") and cost > 0 for name, cost in costs.items())
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import socket
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 MODULES = ("test_step_on_two_ranks", "test_strategies", "test_exact_resume", "test_finite_on_ranks")
 """Each has a `cases(rank, folder)` that both ranks run and whose answer its tests read."""
-COLLECTIVE_TIMEOUT_S = 120
+COLLECTIVE_TIMEOUT_S = 300
 """Only ends a rank whose partner has failed."""
 
 
@@ -20,23 +18,20 @@ def run(folder: Path) -> dict[str, list[Any]]:
     """What rank 0 and rank 1 found in each module; the text of a failure where its cases raised."""
     import torch
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = torch.multiprocessing.spawn(_process, (port, str(folder)), nprocs=2, join=False)
+    context = torch.multiprocessing.spawn(_process, (str(folder),), nprocs=2, join=False)
     while not context.join(timeout=300):
         pass
     parts = [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
     return {name: [part[name] for part in parts] for name in MODULES}
 
 
-def _process(rank: int, port: int, folder: str) -> None:
+def _process(rank: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    limit = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout=limit, rank=rank, world_size=2)
     found: dict[str, Any] = {}
     for name in MODULES:
         try:

@@ -74,6 +74,7 @@ class Interrupted(Counting):
             how, _, step = self.ends[start].partition("@")
             if done == int(step):
                 _wait_for_a_checkpoint(Path(self.process).parent)
+                _wait_for_the_log(Path(self.process).parent, start)
                 _end(how, self.process)
 
 
@@ -91,6 +92,15 @@ def _wait_for_a_checkpoint(run_dir: Path) -> None:
     """Else there may be nothing to resume from, on a machine where the writer is slow."""
     deadline = time.monotonic() + 120
     while not list(run_dir.glob("checkpoints/step-*/manifest.json")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _wait_for_the_log(run_dir: Path, starts: int) -> None:
+    """Else nobody may know that this start went on where an earlier one ended."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if (run_dir / "events.jsonl").read_text().count('"event": "resumed"') >= starts:
+            return
         time.sleep(0.05)
 
 

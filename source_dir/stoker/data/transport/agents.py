@@ -204,6 +204,8 @@ class Agents:
         if not any(n["NodeID"] == node and n["Alive"] for n in ray.nodes()):
             return  # its host is gone too, which is reported elsewhere
         self._deaths[node] += 1
+        with self._lock:
+            self._servers.pop(node, None)
         name = about.get("Labels", {}).get("stoker.host") or about.get("NodeManagerHostname", node)
         again = self._deaths[node] <= RESTARTS
         self._not_before[node] = time.monotonic() + RESTART_AFTER_S if again else float("inf")
