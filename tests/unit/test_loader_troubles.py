@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset
 
 from stoker import DataLoader
+from stoker.data.engine.items import ITEM_S
 from stoker.data.engine.pool import ChainHost, Pool
 from stoker.data.messages import BlockReport, Shard, Told
 from stoker.errors import UsageError
@@ -175,7 +176,8 @@ class Head:
 
     def made(self, ticket: int, shard: int, nth: int = 0, last: bool = True) -> None:
         with self.attempt.changed:
-            report = BlockReport(shard=shard, nth=nth, rows=1, bytes_out=100, last=last, seconds=1.0)
+            # So long that each shard is an item.
+            report = BlockReport(shard=shard, nth=nth, rows=1, bytes_out=100, last=last, seconds=ITEM_S)
             self.planner.reported(ticket, report, (f"{ticket}", nth), Told("h", None))
             self.planner.arrived((f"{ticket}", nth), object())
             if last:

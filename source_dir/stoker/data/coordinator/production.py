@@ -76,9 +76,18 @@ class Production:
                 self.changed.wait(0.1)
         return []
 
-    def claim(self, ticket: int, node: str, process: str) -> Claim | None:
-        """Chain worker's call: the work behind a ticket; None: there is none left."""
+    def claim(self, ticket: int, node: str, process: str, ended: int | None = None) -> Claim | None:
+        """Chain worker's call: the work behind a ticket; None: there is none left.
+
+        Args:
+            ticket: to work on.
+            node: where it runs.
+            process: id of its actor.
+            ended: the ticket before it, if its work is complete: `item_ended` may arrive later.
+        """
         with self.changed, self._ends_the_attempt():
+            if ended is not None:
+                self.item_ended(ended)
             planner = self._planner()
             return planner.claim(ticket, node, process) if planner else None
         return None

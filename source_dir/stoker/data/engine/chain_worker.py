@@ -37,6 +37,8 @@ class ChainWorker:
         context = ray.get_runtime_context()
         self._coordinator = coordinator
         self._loaded: dict[str, Loaded] = {}
+        self._ended: int | None = None
+        """The last ticket whose work is complete."""
         self._node, self._process = context.get_node_id(), context.get_actor_id()
 
     def __call__(self, row: Any) -> Iterator[Any]:
@@ -48,13 +50,15 @@ class ChainWorker:
 
         ticket, task = int(row["ticket"][0].as_py()), ray.get_runtime_context().get_task_id() or ""
         try:
-            claim: Claim | None = self._ask("claim", ticket, self._node, self._process)
+            claim: Claim | None = self._ask("claim", ticket, self._node, self._process, self._ended)
             if claim is None:
                 time.sleep(IDLE_S)
                 return
             time.sleep(claim.wait_s)
             yield from self._blocks(ticket, claim, task)
-            self._ask("item_ended", ticket)
+            # Not waited for: the next ticket is ready, and its claim says it again.
+            self._ended = ticket
+            self._coordinator.item_ended.remote(ticket)
         except OverError:
             return
         except Exception as error:

@@ -18,7 +18,7 @@ Numbered = tuple[int, Shard, int]
 """As returned by `Passes.shards`: number, shard, blocks to skip."""
 
 
-ITEM_S = 1.0
+ITEM_S = 2.0
 """Target duration of an item: long compared with the 0.1 s round of Ray Data's scheduler."""
 SLOTS_PER_SECOND = 500
 """With more slots than this, items get longer to keep the request rate at the head constant."""
