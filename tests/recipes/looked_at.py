@@ -103,6 +103,7 @@ class LookedAt(Recipe):
             "shapes": [*dropped("note"), Shapes()],
             "batch": [*dropped("note"), whole],
             "raises": [*dropped("note"), raises],
+            "alone": [*dropped("note"), v2.RandomHorizontalFlip(), Joint(v2.Resize(16))],
             "boxes": [*dropped("note"), Joint(v2.RandomHorizontalFlip(1.0), ["mask"], ["boxes"])],
         }
         return chains[self.chain]

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision import transforms
 from torchvision.transforms import v2
+from torchvision.transforms.v2 import _geometry
 
-from stoker.data import DecodeImage, DecodeMask, Joint, Pad
+from stoker.data import DecodeImage, DecodeMask, Drop, Joint, Pad, RandomResizedCrop
 from stoker.data.messages import BlockReport
 from stoker.data.preprocessing.chain import Chain
 from stoker.data.preprocessing.entries import as_stages
+from stoker.data.preprocessing.geometry import _DRAWN, _STILL, moved_alone
 
 
 def encoded(pixels: Any, kind: str = "PNG", mode: str | None = None) -> bytes:
@@ -136,3 +139,43 @@ def test_the_answer_of_the_text_example_does_not_depend_on_the_padding() -> None
     with torch.no_grad():
         torch.testing.assert_close(model(ids)[:1], model(ids[:1, :3]))
         torch.testing.assert_close(model(ids)[1:], model(ids[1:, :1]))
+
+
+class OwnCrop(v2.RandomCrop):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("entry", "found"),
+    [
+        (v2.RandomHorizontalFlip(), [("RandomHorizontalFlip", True)]),
+        (transforms.RandomRotation(10), [("RandomRotation", True)]),
+        (RandomResizedCrop(8), [("RandomResizedCrop", True)]),
+        (OwnCrop(8), [("OwnCrop", True)]),
+        (v2.Resize(8, antialias=True), [("Resize", False)]),
+        (v2.Resize(8, antialias=False), [("Resize", False)]),
+        (v2.RandomApply([v2.Resize(8)]), [("Resize", True)]),
+        (v2.Compose([v2.ColorJitter(), v2.RandomChoice([v2.RandomAffine(3)])]), [("RandomAffine", True)]),
+        (
+            v2.Compose([v2.Resize(9), v2.RandomHorizontalFlip()]),
+            [("Resize", False), ("RandomHorizontalFlip", True)],
+        ),
+        (v2.RandAugment(), [("RandAugment", True)]),
+        (v2.ColorJitter(), []),
+        (v2.RandomErasing(), []),
+        (Joint(v2.RandomRotation(9)), []),
+    ],
+)
+def test_what_moves_an_image_without_its_mask(entry: Any, found: list[tuple[str, bool]]) -> None:
+    for chain in ([DecodeMask(), entry], [entry, Joint(CROP)]):
+        lines = moved_alone(as_stages(chain))
+        assert [(text.split()[1], random) for text, random in lines] == found
+    assert moved_alone(as_stages([entry])) == [], "without masks"
+    assert moved_alone(as_stages([DecodeMask(), entry, Drop("mask")])) == []
+
+
+def test_all_of_torchvisions_geometric_transforms_are_known() -> None:
+    there = {
+        n for n, kind in vars(_geometry).items() if getattr(kind, "__module__", "") == _geometry.__name__
+    }
+    assert {n for n in there if isinstance(getattr(_geometry, n), type)} == _STILL | _DRAWN

@@ -15,6 +15,8 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from launcher.submit import app
+from stoker.config import load
+from stoker.data.opening import open_data
 from stoker.errors import UsageError
 
 
@@ -109,6 +111,16 @@ def test_problems_of_values(tmp_path: Path) -> None:
     assert "column 'image' contains NaN or infinity in 1 records" in problems
     assert "column 'label': a label out of range: 0 … 11; 0 … 9 are the recipe's classes" in problems
     assert result.exit_code == 0, "a run would begin"
+
+
+def test_a_random_flip_of_the_image_without_its_mask_is_an_error_and_refused_by_runs(tmp_path: Path) -> None:
+    result, _ = peek(tmp_path, chain="alone")
+    line = (
+        "chain: RandomHorizontalFlip moves the pixels of the image only, not those of mask; put it into Joint"
+    )
+    assert said(result).count(line) == 1 and result.exit_code == 2
+    with pytest.raises(UsageError, match="RandomHorizontalFlip moves"):
+        open_data(load(tmp_path / "job.yaml", []).config)
 
 
 def test_columns_without_a_value(tmp_path: Path) -> None:

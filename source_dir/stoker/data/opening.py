@@ -18,6 +18,7 @@ from stoker.data.engine.passes import Passes
 from stoker.data.engine.pool import ChainHost, chain_hosts
 from stoker.data.messages import DataCursor, Pad, Schema
 from stoker.data.preprocessing.collating import Collate
+from stoker.data.preprocessing.geometry import refuse_image_alone
 from stoker.data.preprocessing.prefix import key_of, prefix_length, refuse_nothing_to_keep
 from stoker.data.preprocessing.probing import fix_schemas
 from stoker.data.sources.base import Source
@@ -67,10 +68,11 @@ def open_data(config: Config) -> Data:
     """Head: get splits and chains from the recipe and check them before training.
 
     Raises:
-        UsageError: there is nothing to read, files are damaged, a chain cannot run, or columns cannot be
-            batched.
+        UsageError: there is nothing to read, files are damaged, a chain cannot run or moves images without
+            their masks, or columns cannot be batched.
     """
     data = open_splits(config)
+    refuse_image_alone(data.chains.values())
     fix_schemas(data.sources, data.chains, config.data.block_records)
     pads = data.chains["train"].pads
     refuse_absent_pads(pads, [chain.schemas for chain in data.chains.values()])

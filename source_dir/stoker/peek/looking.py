@@ -29,6 +29,7 @@ from stoker.data.messages import (
 from stoker.data.opening import Data, refuse_absent_pads
 from stoker.data.preprocessing.chain import Chain, use_one_thread
 from stoker.data.preprocessing.collating import records_of
+from stoker.data.preprocessing.geometry import moved_alone
 from stoker.data.preprocessing.probing import fix_schemas
 from stoker.data.preprocessing.ragged import Ragged
 from stoker.data.preprocessing.stages import Stage
@@ -95,6 +96,8 @@ class Look:
     """Key → reason of each quarantined record."""
     refused: str = ""
     """Why a run with this data would be rejected or fail."""
+    moved: list[tuple[str, bool]] = field(default_factory=list)
+    """A line per stage that moves the image without its masks, and whether that ends a run."""
     ms: float | None = None
     """Time to read and preprocess a record, as a chain worker does."""
     bytes_per_record: float = 0.0
@@ -149,6 +152,7 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
         refuse_absent_pads(chain.pads, [chain.schemas])
     except UsageError as error:
         seen.refused = str(error)
+    seen.moved = [found for chain in data.chains.values() for found in moved_alone(chain.stages)]
     seen.places += [Place(stage.name, stage.per) for stage in chain.stages]
     cost = Cost()
     records = sampled(source, config, split, max(1, min(count, GROUP) // PLACES))

@@ -73,6 +73,8 @@ def grouped(bad: dict[str, str]) -> list[tuple[int, str, str]]:
 def _failures(look: Look, config: Config) -> Iterator[Problem]:
     if look.refused:
         yield Problem("error", look.refused)
+    for text, ends_a_run in look.moved:
+        yield Problem("error" if ends_a_run else "warning", text)
     # What holds for all records is certain; what holds for the first ones is not.
     certain = look.examined == look.totals.get(look.split) or len(look.bad) == look.examined
     budget = config.data.bad_record_budget

@@ -1,0 +1,81 @@
+"""Head: finds stages that move the pixels of an image, but not its masks and boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from stoker.data.preprocessing.chain import Chain
+from stoker.data.preprocessing.joint import DecodeMask, Joint
+from stoker.data.preprocessing.stages import ImageModule, Stage
+from stoker.data.preprocessing.transforms import Compose, Drop, ImageTransform
+from stoker.errors import UsageError
+
+_STILL = {"CenterCrop", "FiveCrop", "Pad", "Resize", "TenCrop"}
+_DRAWN = {
+    *("ElasticTransform", "RandomAffine", "RandomCrop", "RandomHorizontalFlip", "RandomIoUCrop"),
+    *("RandomPerspective", "RandomResize", "RandomResizedCrop", "RandomRotation", "RandomShortestSize"),
+    *("RandomVerticalFlip", "RandomZoomOut", "ScaleJitter"),
+}
+_POLICIES = {"AugMix", "AutoAugment", "RandAugment", "TrivialAugmentWide"}
+"""They rotate and shear among other things, and torchvision has none of them for masks."""
+
+
+def refuse_image_alone(chains: Iterable[Chain]) -> None:
+    """Head: refuse random transforms after which image and mask no longer show the same.
+
+    Raises:
+        UsageError: one line per transform.
+    """
+    if found := [text for chain in chains for text, random in moved_alone(chain.stages) if random]:
+        raise UsageError(*dict.fromkeys(found))
+
+
+def moved_alone(stages: list[Stage]) -> list[tuple[str, bool]]:
+    """Head: a line per transform of the image alone in a chain for masks or boxes, and whether it is random.
+
+    A deterministic one may be meant: masks can be stored as the image is afterwards.
+    """
+    left = ", ".join(_beside_the_image(stages))
+    if not left:
+        return []
+    return [
+        (
+            f"chain: {name} moves the pixels of the image only, not those of {left};"
+            f" {'leave it out' if name in _POLICIES else 'put it into Joint'}",
+            random,
+        )
+        for stage in stages
+        for name, random in _moves(getattr(stage.apply, "module", stage.apply), stage)
+    ]
+
+
+def _beside_the_image(stages: list[Stage]) -> list[str]:
+    """Columns of masks and boxes that leave the chain."""
+    found: dict[str, None] = {}
+    dropped: set[str] = set()
+    for stage in stages:
+        if isinstance(stage.apply, DecodeMask):
+            found |= dict.fromkeys(stage.apply.columns)
+        elif isinstance(stage.apply, Joint):
+            found |= dict.fromkeys((*stage.apply.masks, *stage.apply.boxes))
+        elif isinstance(stage.apply, Drop):
+            dropped |= stage.apply.columns
+    return [name for name in found if name not in dropped]
+
+
+def _moves(transform: Any, stage: Stage, drawn: bool = False) -> Iterator[tuple[str, bool]]:
+    """The geometric parts of a transform, and whether they or what contains them is random."""
+    if isinstance(transform, ImageTransform):
+        if isinstance(transform, Compose):
+            for part in transform.parts:
+                yield from _moves(part, stage)
+        else:
+            yield type(transform).__name__, transform.random
+    elif isinstance(stage.apply, ImageModule):
+        kinds = [c.__name__ for c in type(transform).__mro__ if c.__module__.startswith("torchvision.")]
+        drawn = drawn or bool({"RandomApply", "RandomChoice", "RandomOrder"} & {*kinds})
+        for part in getattr(transform, "transforms", ()):
+            yield from _moves(part, stage, drawn)
+        if kind := next((kind for kind in kinds if kind in _STILL | _DRAWN | _POLICIES), ""):
+            yield type(transform).__name__, drawn or kind not in _STILL
