@@ -104,13 +104,17 @@ def check_recipe(job: Job, local: bool) -> None:
     """
     from launcher.job import examples_root
     from launcher.recipe_source import refuse_unimportable
-    from stoker.recipe import load_recipe
+    from stoker.recipe import Recipe, load_recipe
+    from stoker.training.stopping import check_monitors
 
     config, source = job.resolved.config, job.source_dir or examples_root()
     try:
         refuse_unimportable(config.recipe, source)
         if not local:
-            load_recipe(config.recipe, config.params, source)
+            recipe = load_recipe(config.recipe, config.params, source)
+            if type(recipe).discover is Recipe.discover:
+                # Otherwise its metrics may need parameters that are found in the data.
+                check_monitors(config, recipe, has_val=True)
     except UsageError as error:
         if local or "which is not installed" not in str(error):
             raise

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def count_of(count: int, noun: str) -> str:
+    """Anywhere: 1 shard, 2 shards."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def size(count: float) -> str:
     """Anywhere: 1536 → 1.5 kB."""
     for unit in ("B", "kB", "MB", "GB"):

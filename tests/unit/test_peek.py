@@ -29,7 +29,8 @@ def _no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
 def peek(folder: Path, *words: str, recipe: str = "looked_at:LookedAt", **params: Any) -> tuple[Result, str]:
     """What the command prints, and the page that it writes."""
     job, page = folder / "job.yaml", folder / "page.html"
-    job.write_text(yaml.safe_dump({"name": "look", "recipe": recipe, "params": params}))
+    settings = {"name": "look", "recipe": recipe, "params": params, "train": {"batch_size": 32}}
+    job.write_text(yaml.safe_dump(settings))
     result = CliRunner().invoke(app, ["peek", str(job), "--out", str(page), *words])
     return result, page.read_text() if page.is_file() else ""
 
@@ -121,6 +122,24 @@ def test_a_random_flip_of_the_image_without_its_mask_is_an_error_and_refused_by_
     assert said(result).count(line) == 1 and result.exit_code == 2
     with pytest.raises(UsageError, match="RandomHorizontalFlip moves"):
         open_data(load(tmp_path / "job.yaml", []).config)
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "train.batch_size=61",
+            "train.batch_size: 61 records × 1 train worker exceed the 60 training records",
+        ),
+        ("train.workers=2", "train.batch_size: 32 records × 2 train workers exceed the 60 training records"),
+        ("checkpoint.monitor=val/ac1", "checkpoint.monitor: no metric 'val/ac1'; did you mean val/acc1?"),
+        ("train.early_stopping.monitor=val/los", "no metric 'val/los'; did you mean val/loss?"),
+    ],
+)
+def test_settings_that_a_run_refuses_once_it_knows_the_data(tmp_path: Path, override: str, line: str) -> None:
+    result, _ = peek(tmp_path, override)
+    assert result.exit_code == 2
+    assert any(line in problem for problem in said(result)), result.output
 
 
 def test_columns_without_a_value(tmp_path: Path) -> None:

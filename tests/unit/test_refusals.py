@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from launcher.commands import check_recipe
+from launcher.job import Job
 from stoker.config import Resolved
 from stoker.errors import Problems, UsageError
 from stoker.image_classification import ImageClassification
@@ -32,6 +34,15 @@ def test_all_problems_of_a_recipe_and_its_data_are_told_at_once(tmp_path: Path) 
     assert len(told) == len(WRONG)
     for line, begins in zip(told, WRONG.values(), strict=True):
         assert line.startswith(f"error: {begins}")
+
+
+def test_a_plan_for_other_hosts_refuses_a_metric_that_the_recipe_does_not_have() -> None:
+    config = {"recipe": "rows:Regression", "params": {"data": ""}, "checkpoint": {"monitor": "val/losss"}}
+    job = Job(Resolved(Config.model_validate(config), {}))
+    with pytest.raises(
+        UsageError, match=r"checkpoint.monitor: no metric 'val/losss'; did you mean val/loss\?"
+    ):
+        check_recipe(job, local=False)
 
 
 class OwnModel(ImageClassification):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rows import Numbers, Regression
+from rows import Regression
 
-from stoker.data.opening import Data
 from stoker.errors import UsageError
 from stoker.recipe import Recipe
 from stoker.schema import Config, TrainConfig
@@ -53,8 +52,7 @@ def test_steps_of_an_epoch_are_those_of_the_optimiser(
     config = Config.model_validate(
         {"train": {"batch_size": 8, "accumulate_steps": accumulate}, "data": {"remainder": remainder}}
     )
-    data = Data({"train": Numbers(records)}, {}, {"train": records})
-    assert steps_per_epoch(config, data, workers=2) == steps
+    assert steps_per_epoch(config, records, workers=2) == steps
 
 
 @pytest.mark.parametrize(
@@ -63,7 +61,7 @@ def test_steps_of_an_epoch_are_those_of_the_optimiser(
 def test_a_schedule_needs_to_know_the_number_of_records(train: dict[str, Any]) -> None:
     config = Config.model_validate({"train": train})
     with pytest.raises(UsageError, match=f"train.{next(iter(train))}: .*needs the number of records"):
-        steps_per_epoch(config, Data({}, {}, {"train": None}), workers=1)
+        steps_per_epoch(config, None, workers=1)
 
 
 @pytest.mark.parametrize(("rule", "rate"), [("none", 0.1), ("linear", 0.8), ("sqrt", 0.1 * 8**0.5)])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
+from stoker.errors import UsageError
 from stoker.figures import size
 from stoker.peek.columns import Column
 from stoker.peek.looking import Look
 from stoker.schema import Config
+from stoker.training.plan import refuse_large_batches, steps_per_epoch
+from stoker.training.stopping import check_monitors
 
 LEAST = 8
 """Smallest sample for checks that compare records."""
@@ -37,7 +40,7 @@ def problems_of(look: Look, config: Config, recipe: Any) -> list[Problem]:
         config: the job.
         recipe: its fields may give the number of classes.
     """
-    found = [*_failures(look, config)]
+    found = [*_failures(look, config), *_refusals(look, config, recipe)]
     read, made = look.places[0], look.places[-1]
     for name, column in read.columns.items():
         if name in made.columns or not made.records:
@@ -91,6 +94,21 @@ def _failures(look: Look, config: Config) -> Iterator[Problem]:
             f" data.bad_record_budget ({100 * budget:g} %), so a run"
             f" {'would fail' if over else 'fails if the others are like these'}",
         )
+
+
+def _refusals(look: Look, config: Config, recipe: Any) -> Iterator[Problem]:
+    """What a run refuses between opening its data and training; with the fewest train workers it may have."""
+    train, total = config.train, look.totals["train"]
+    checks: list[Callable[[], Any]] = [
+        lambda: refuse_large_batches(train, total, train.workers or 1),
+        lambda: steps_per_epoch(config, total, train.workers or 1),
+        lambda: check_monitors(config, recipe, "val" in look.totals),
+    ]
+    for check in checks:
+        try:
+            check()
+        except UsageError as error:
+            yield from (Problem("error", text) for text in error.problems)
 
 
 def _holes(name: str, column: Column, where: str) -> Iterator[Problem]:

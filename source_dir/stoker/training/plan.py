@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from stoker.data.opening import Data
 from stoker.errors import UsageError
+from stoker.figures import count_of
 from stoker.recipe import Recipe
 from stoker.schema import Config, TrainConfig
 
@@ -43,24 +44,30 @@ def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
     from stoker.training.trainer import count_workers
 
     workers, use_gpu = count_workers(config, ray.cluster_resources())
-    total = data.totals["train"]
-    train = config.train
-    if total is not None and train.batch_size * workers * train.accumulate_steps > total:
-        batches = f" × {train.accumulate_steps} accumulate_steps" if train.accumulate_steps > 1 else ""
-        raise UsageError(
-            f"train.batch_size: {train.batch_size} records × {workers} train workers{batches} exceed the"
-            f" {total} training records; lower it"
-        )
+    refuse_large_batches(config.train, data.totals["train"], workers)
     return workers, use_gpu
 
 
-def steps_per_epoch(config: Config, data: Data, workers: int) -> int | None:
+def refuse_large_batches(train: TrainConfig, total: int | None, workers: int) -> None:
+    """Head: refuse steps of more records than the training split has.
+
+    Raises:
+        UsageError: the batches of all workers are larger than the data.
+    """
+    if total is not None and train.batch_size * workers * train.accumulate_steps > total:
+        batches = f" × {train.accumulate_steps} accumulate_steps" if train.accumulate_steps > 1 else ""
+        raise UsageError(
+            f"train.batch_size: {train.batch_size} records × {count_of(workers, 'train worker')}{batches}"
+            f" exceed the {total} training records; lower it"
+        )
+
+
+def steps_per_epoch(config: Config, total: int | None, workers: int) -> int | None:
     """Head: optimiser steps per epoch; None if the number of records is unknown.
 
     Raises:
         UsageError: the schedule needs that number.
     """
-    total = data.totals["train"]
     train = config.train
     if total is None:
         if train.scheduler != "none":

@@ -11,6 +11,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stoker.data.opening import from_recipe
 from stoker.errors import UsageError, nearest
 from stoker.recipe import Recipe
 from stoker.schema import Config, EarlyStoppingConfig
@@ -139,7 +140,7 @@ def check_monitors(config: Config, recipe: Recipe, has_val: bool) -> None:
     there = [*ALWAYS]
     if has_val:
         # Torchmetrics takes seconds to import, so the default's one name is hard-coded.
-        own = ["acc1"] if type(recipe).metrics is Recipe.metrics else list(recipe.metrics())
+        own = ["acc1"] if type(recipe).metrics is Recipe.metrics else list(from_recipe(recipe, "metrics"))
         there += ["val/loss", *(f"val/{name}" for name in own)]
     problems = [
         _unknown(name, there, key) + ("" if has_val or not name.startswith("val/") else " (no validation)")

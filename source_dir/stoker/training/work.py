@@ -63,7 +63,7 @@ class RecipeWork:
     def __init__(self, config: Config, data: Data, place: Place, tracking: Tracking) -> None:
         self.config, self.data, self.place = config, data, place
         self.workers, self.use_gpu = plan_workers(config, data)
-        self.steps_per_epoch = steps_per_epoch(config, data, self.workers)
+        self.steps_per_epoch = steps_per_epoch(config, data.totals["train"], self.workers)
         self.start = resuming.prepare(config, place, data, self.workers, tracking.summary, tracking.note)
         self.where, self.synced = self.start.where, self.start.synced
         refuse_unshared(config, self.where, place.train_group, self.use_gpu)
