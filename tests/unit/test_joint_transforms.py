@@ -13,7 +13,7 @@ from torchvision import transforms
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import _geometry
 
-from stoker.data import DecodeImage, DecodeMask, Drop, Joint, Pad, RandomResizedCrop
+from stoker.data import DecodeImage, DecodeMask, DecodeVideo, Drop, Joint, Pad, RandomResizedCrop
 from stoker.data.messages import BlockReport
 from stoker.data.preprocessing.chain import Chain
 from stoker.data.preprocessing.entries import as_stages
@@ -111,6 +111,26 @@ def test_a_mask_that_does_not_fit_its_image_is_quarantined(change: dict[str, Any
     columns, report = run([pair("0"), {**pair("1"), **change}], Joint(CROP))
     assert [(one.key, expected in one.reason) for one in report.bad] == [("1", True)]
     assert len(columns["mask"]) == 1
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        DecodeMask("maks"),
+        Joint(v2.Identity(), masks=["maks"]),
+        Joint(v2.Identity(), masks=[], boxes=["maks"]),
+        DecodeVideo(2, column="maks"),
+    ],
+)
+def test_a_misspelt_column_is_named_with_the_closest(entry: Any) -> None:
+    _, report = run([pair("0")], ("stage", entry))
+    line = "stage: LookupError: no column 'maks'; did you mean mask? (columns: image, mask)"
+    assert [bad.reason for bad in report.bad] == [line]
+
+
+def test_a_column_without_a_value_is_not_called_absent() -> None:
+    _, report = Chain(as_stages([DecodeImage()]), seed=0).run([{"key": "a", "image": None}], 0)
+    assert [bad.reason for bad in report.bad] == ["DecodeImage: LookupError: column 'image' is NULL"]
 
 
 def test_the_numbers_of_a_palette_are_the_classes_whatever_its_colours() -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.data.messages import Record
 from stoker.data.preprocessing.picture import is_hwc
-from stoker.data.preprocessing.stages import RecordTransform
+from stoker.data.preprocessing.stages import RecordTransform, value_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,9 +45,7 @@ class GaussianBlurs(RecordTransform):
         import numpy as np
         import torch
 
-        image = record.get("image")
-        if image is None:
-            raise KeyError("the record has no column 'image'")
+        image = value_of(record, "image")
         if isinstance(image, bytes):
             raise TypeError("the image is still encoded; put DecodeImage() before this stage")
         sigmas = [torch.empty(1).uniform_(*limits).item() for _, limits in self.blurs]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from stoker.data.messages import Record
 from stoker.data.preprocessing.blur import GaussianBlurs
 from stoker.data.preprocessing.picture import Picture, open_picture
-from stoker.data.preprocessing.stages import RecordTransform, Stage
+from stoker.data.preprocessing.stages import RecordTransform, Stage, value_of
 from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, ImageTransform, tensor_of
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Fused(RecordTransform):
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         name = self.first
         try:
-            image = record.get("image")
+            image = value_of(record, "image")
             if self.mode and isinstance(image, bytes | bytearray | memoryview):
                 picture = Picture(bytes(image), self.mode)
             else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.data.messages import Record
 from stoker.data.preprocessing.picture import is_hwc
-from stoker.data.preprocessing.stages import RecordTransform, may_draw
+from stoker.data.preprocessing.stages import RecordTransform, may_draw, value_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +36,7 @@ class DecodeMask(RecordTransform):
 
         found = {}
         for name in self.columns:
-            mask = Image.open(io.BytesIO(record[name]))
+            mask = Image.open(io.BytesIO(value_of(record, name)))
             if mask.mode not in ("L", "P", "1") or mask.format == "JPEG":
                 raise ValueError(f"{name}: a {mask.format} of mode {mask.mode} holds no class numbers")
             found[name] = np.array(mask, dtype=np.uint8)
@@ -73,20 +73,22 @@ class Joint(RecordTransform):
         import torch
         from torchvision import tv_tensors
 
-        if isinstance(record["image"], bytes):
+        image = value_of(record, "image")
+        if isinstance(image, bytes):
             raise TypeError("the image is still encoded; put DecodeImage() before this stage")
-        image = _tensor(record["image"])
+        image = _tensor(image)
         image = image.permute(2, 0, 1) if is_hwc(tuple(image.shape)) else image
         size = tuple(image.shape[-2:])
         parts: dict[str, Any] = {"image": tv_tensors.Image(image)}
         for name in self.masks:
-            if isinstance(record[name], bytes):
+            mask = value_of(record, name)
+            if isinstance(mask, bytes):
                 raise TypeError(f"the column {name!r} is still encoded; put DecodeMask() before this stage")
-            parts[name] = tv_tensors.Mask(_tensor(record[name]))
+            parts[name] = tv_tensors.Mask(_tensor(mask))
             if tuple(parts[name].shape[-2:]) != size:
                 raise ValueError(f"{name} has size {tuple(parts[name].shape[-2:])}, its image {size}")
         for name in self.boxes:
-            values = _tensor(record[name])
+            values = _tensor(value_of(record, name))
             if values.ndim != 2 or values.shape[1] != 4:
                 raise ValueError(f"{name} has the shape {tuple(values.shape)}; boxes are number × 4")
             parts[name] = tv_tensors.BoundingBoxes(values, format=self.format, canvas_size=size)

@@ -31,7 +31,6 @@ def open_picture(image: Any) -> Picture | TensorPicture:
     """Chain worker: a record's decoded image as a picture.
 
     Raises:
-        KeyError: the record has no image.
         TypeError: the image is still encoded.
     """
     import numpy as np
@@ -45,8 +44,6 @@ def open_picture(image: Any) -> Picture | TensorPicture:
         return TensorPicture(tensor.permute(2, 0, 1) if is_hwc(image.shape) else tensor)
     if isinstance(image, bytes | bytearray | memoryview):
         raise TypeError("the image is still encoded; put DecodeImage() before this stage")
-    if image is None:
-        raise KeyError("the record has no column 'image'")
     return TensorPicture(image)
 
 

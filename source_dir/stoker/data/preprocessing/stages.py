@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from stoker.data.messages import Record
+from stoker.errors import nearest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -73,6 +74,21 @@ def may_draw(module: Any) -> bool:
     return type(module).__name__ not in _NEVER_RANDOM
 
 
+def value_of(record: Record, column: str) -> Any:
+    """Chain worker: the value that a stage needs of a record.
+
+    Raises:
+        LookupError: the record has no such column, or NULL there; suggests the closest.
+    """
+    value = record.get(column)
+    if value is None:
+        there = [name for name in record if name != "key"]
+        if column in there:
+            raise LookupError(f"column {column!r} is NULL")
+        raise LookupError(f"no column {column!r}{nearest(column, there)} (columns: {', '.join(there)})")
+    return value
+
+
 class ImageModule(RecordTransform):
     """Chain worker: a torchvision transform on `record["image"]`, which becomes a CHW tensor."""
 
@@ -85,11 +101,9 @@ class ImageModule(RecordTransform):
 
         from stoker.data.preprocessing.picture import is_hwc
 
-        image = record.get("image")
+        image = value_of(record, "image")
         if isinstance(image, bytes):
             raise TypeError("the image is still encoded; put DecodeImage() before this stage")
-        if image is None:
-            raise KeyError("the record has no column 'image'")
         if isinstance(image, np.ndarray):
             tensor = torch.from_numpy(image)
             image = tensor.permute(2, 0, 1) if is_hwc(image.shape) else tensor

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.data.messages import Record
 from stoker.data.preprocessing.decode import Mode, decode_image
 from stoker.data.preprocessing.picture import Picture, TensorPicture, is_hwc, open_picture
-from stoker.data.preprocessing.stages import RecordTransform, Stage
+from stoker.data.preprocessing.stages import RecordTransform, Stage, value_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,9 +57,7 @@ class DecodeImage(RecordTransform):
         self.mode = mode
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        content = record.get("image")
-        if content is None:
-            raise KeyError("the record has no column 'image'")
+        content = value_of(record, "image")
         if not isinstance(content, bytes | bytearray | memoryview):
             return record
         return {**record, "image": decode_image(bytes(content), self.mode)}
@@ -75,9 +73,7 @@ class CheckLabel(RecordTransform):
         self.classes = classes
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        label = record.get("label")
-        if label is None:
-            raise KeyError("the record has no label")
+        label = value_of(record, "label")
         if not 0 <= int(label) < self.classes:
             raise ValueError(f"label {label} is outside 0…{self.classes - 1}")
         return {**record, "label": int(label)}
@@ -114,7 +110,7 @@ class ImageTransform(RecordTransform):
         import stoker.data.preprocessing.resample  # noqa: F401
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        image = self.change(open_picture(record.get("image")), rng).pixels()
+        image = self.change(open_picture(value_of(record, "image")), rng).pixels()
         return {**record, "image": tensor_of(image) if self.gives_tensor else image}
 
     @abstractmethod

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from stoker.data.messages import Record
 from stoker.data.preprocessing import pixels
-from stoker.data.preprocessing.stages import RecordTransform
+from stoker.data.preprocessing.stages import RecordTransform, value_of
 from stoker.errors import UsageError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class DecodeVideo(RecordTransform):
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         place = rng.random() if self.random else 0.5
-        clip = decode_clip(record[self.column], self.frames, self.rate, place, self.size)
+        clip = decode_clip(value_of(record, self.column), self.frames, self.rate, place, self.size)
         return {name: value for name, value in record.items() if name != self.column} | {"video": clip}
 
 
