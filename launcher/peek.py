@@ -78,7 +78,7 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
         raise UsageError("peek: needs a recipe; a script reads its own data")
     from stoker.peek.looking import look
     from stoker.peek.page import write_page
-    from stoker.peek.problems import problems_of
+    from stoker.peek.problems import Problem, problems_of
     from stoker.peek.tiles import SIDE, tile_of
     from stoker.recipe import SOURCE_FOLDER, load_recipe
     from stoker.training.overlays import Painter
@@ -89,7 +89,6 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
         raise UsageError(f"--split {options.split}: the recipe has only {', '.join(data.sources)}")
     seen = look(data, options.split, opened, options.n)
     recipe = load_recipe(opened.recipe, opened.params, SOURCE_FOLDER)
-    problems = problems_of(seen, opened, recipe)
     boxes = boxes_of(data.chains[options.split].stages)
     painter = Painter(recipe.class_names, SIDE)
     tiles = [
@@ -104,11 +103,13 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
         for s in seen.samples
     ]
     places, lines = stage_rows(seen.places), headlines(seen, opened.name)
-    if options.model and not seen.refused:
+    found, wrong, tried = list[str](), list[Problem](), options.model and not seen.refused
+    if tried:
         from stoker.peek.model import try_model
 
-        found, more = try_model(opened, recipe, data)
-        lines, problems = [*lines, *found], sorted([*problems, *more], key=lambda problem: problem.level)
+        found, wrong = try_model(opened, recipe, data)
+    problems = problems_of(seen, opened, recipe, tried and not wrong and not recipe.own_loop)
+    lines, problems = [*lines, *found], sorted([*problems, *wrong], key=lambda problem: problem.level)
     write_page(
         target,
         title=f"{opened.name}: {options.split}",

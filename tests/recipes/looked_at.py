@@ -61,6 +61,13 @@ class Broken(RecordTransform):
         return record
 
 
+class Unlabelled(RecordTransform):
+    """Masks whose first row belongs to no class."""
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        return {**record, "mask": np.concatenate([np.full((1, 32), 255, np.uint8), record["mask"][1:]])}
+
+
 class Shapes(RecordTransform):
     """Images of any size."""
 
@@ -100,6 +107,7 @@ class LookedAt(Recipe):
             "null": [],
             "normalised": [*dropped("note"), Normalised()],
             "broken": [*dropped("note"), Broken()],
+            "unlabelled": [*dropped("note", "caption", "source"), Unlabelled()],
             "shapes": [*dropped("note"), Shapes()],
             "batch": [*dropped("note"), whole],
             "raises": [*dropped("note"), raises],

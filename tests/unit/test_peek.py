@@ -142,6 +142,29 @@ def test_settings_that_a_run_refuses_once_it_knows_the_data(tmp_path: Path, over
     assert any(line in problem for problem in said(result)), result.output
 
 
+@pytest.mark.parametrize(
+    ("module", "loss", "words", "warns"),
+    [
+        ("masks_a", "loss", [], True),
+        ("masks_b", "loss  # with ignore_index=255", [], False),
+        ("masks_c", "loss", ["--model"], False),
+        ("masks_d", "loss + missing", ["--model"], True),
+    ],
+)
+def test_masks_with_255_are_a_warning_unless_the_recipe_can_take_them(
+    tmp_path: Path, module: str, loss: str, words: list[str], warns: bool
+) -> None:
+    (tmp_path / f"{module}.py").write_text(
+        "import torch\nfrom looked_at import LookedAt\n\nclass Own(LookedAt):\n"
+        "    def model(self):\n        return torch.nn.Linear(1, 1)\n"
+        "    def training_step(self, model, batch):\n"
+        "        loss = model(batch['label'].float()[:, None]).mean()\n"
+        f"        return {loss}\n"
+    )
+    result, _ = peek(tmp_path, *words, recipe=f"{module}:Own", chain="unlabelled")
+    assert any("ignore_index" in line for line in said(result)) is warns, result.output
+
+
 def test_columns_without_a_value(tmp_path: Path) -> None:
     assert "column 'note' is NULL in all 60 records" in said(peek(tmp_path, chain="null")[0])
     assert not any("note" in line for line in said(peek(tmp_path, chain="fine")[0])), "the chain drops it"

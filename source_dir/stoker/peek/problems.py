@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from stoker.errors import UsageError
 from stoker.figures import size
 from stoker.peek.columns import Column
 from stoker.peek.looking import Look
+from stoker.recipe import Recipe
 from stoker.schema import Config
 from stoker.training.plan import refuse_large_batches, steps_per_epoch
 from stoker.training.stopping import check_monitors
@@ -32,13 +35,14 @@ class Problem(NamedTuple):
     text: str
 
 
-def problems_of(look: Look, config: Config, recipe: Any) -> list[Problem]:
+def problems_of(look: Look, config: Config, recipe: Recipe, tried: bool = False) -> list[Problem]:
     """Laptop: the problems, errors first.
 
     Args:
         look: the findings.
         config: the job.
         recipe: its fields may give the number of classes.
+        tried: its steps take the records without an error.
     """
     found = [*_failures(look, config), *_refusals(look, config, recipe)]
     read, made = look.places[0], look.places[-1]
@@ -46,11 +50,17 @@ def problems_of(look: Look, config: Config, recipe: Any) -> list[Problem]:
         if name in made.columns or not made.records:
             found += _holes(name, column, "")
     for name, column in made.columns.items():
-        found += _values(name, column, classes_of(recipe))
+        found += _values(name, column, classes_of(recipe), tried or _ignores(recipe))
         if made is not read and not (name in read.columns and read.columns[name].nulls):
             found += _holes(name, column, f" after {made.name}")
     found += _shown(look)
     return sorted(dict.fromkeys(found), key=lambda problem: problem.level)
+
+
+def _ignores(recipe: Recipe) -> bool:
+    """Whether the files of the recipe and its bases pass `ignore_index` to anything."""
+    kinds = [kind for kind in type(recipe).__mro__ if issubclass(kind, Recipe) and kind is not Recipe]
+    return any("ignore_index" in Path(inspect.getfile(kind)).read_text("utf-8") for kind in kinds)
 
 
 def classes_of(recipe: Any) -> int | None:
@@ -96,7 +106,7 @@ def _failures(look: Look, config: Config) -> Iterator[Problem]:
         )
 
 
-def _refusals(look: Look, config: Config, recipe: Any) -> Iterator[Problem]:
+def _refusals(look: Look, config: Config, recipe: Recipe) -> Iterator[Problem]:
     """What a run refuses between opening its data and training; with the fewest train workers it may have."""
     train, total = config.train, look.totals["train"]
     checks: list[Callable[[], Any]] = [
@@ -117,7 +127,7 @@ def _holes(name: str, column: Column, where: str) -> Iterator[Problem]:
         yield Problem("warning", f"column {name!r} is NULL in {share} {column.values} records{where}")
 
 
-def _values(name: str, column: Column, classes: int | None) -> Iterator[Problem]:
+def _values(name: str, column: Column, classes: int | None, ignores: bool) -> Iterator[Problem]:
     kind = next(iter(column.kinds), "")
     if column.nans:
         yield Problem("warning", f"column {name!r} contains NaN or infinity in {column.nans} records")
@@ -137,7 +147,7 @@ def _values(name: str, column: Column, classes: int | None) -> Iterator[Problem]
         if is_mask and high == IGNORED_CLASS:
             high = max((v for v in range(IGNORED_CLASS) if classes and v < classes), default=0)
             text = f"masks contain {IGNORED_CLASS}: pass ignore_index={IGNORED_CLASS} to loss and metrics"
-            yield Problem("warning", f"column {name!r}: {text}")
+            yield from [] if ignores else [Problem("warning", f"column {name!r}: {text}")]
         what = "a label" if is_label else "a mask"
         if column.low < 0 or (classes and high >= classes):
             there = f"0 … {classes - 1} are the recipe's classes" if classes else "classes count from 0"
