@@ -9,7 +9,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from stoker.errors import UsageError, nearest
-from stoker.recipe import ALIASES, no_such_module, not_installed
+from stoker.recipe import ALIASES, no_import_path, no_such_module, not_installed
 
 
 def refuse_unimportable(path: str, source: Path) -> None:
@@ -24,7 +24,7 @@ def refuse_unimportable(path: str, source: Path) -> None:
     """
     module, sign, name = ALIASES.get(path, path).partition(":")
     if not (sign and module and name):
-        raise UsageError(f"recipe: {path!r} is not of the form package.module:name")
+        raise UsageError(no_import_path("recipe", path))
     parts = module.split(".")
     file = source.joinpath(*parts).with_suffix(".py")
     if not file.is_file():

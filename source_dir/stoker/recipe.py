@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stoker.config import Resolved, describe
-from stoker.errors import UsageError, where_raised
+from stoker.errors import UsageError, nearest, where_raised
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -219,7 +219,7 @@ def load_object(path: str, source: Path, key: str, offers: type | None = None) -
     """
     module_name, sign, name = path.partition(":")
     if not sign or not module_name or not name:
-        raise UsageError(f"{key}: {path!r} is not of the form package.module:name")
+        raise UsageError(no_import_path(key, path))
     if str(source) not in sys.path:
         sys.path.insert(0, str(source))
     importlib.invalidate_caches()
@@ -243,6 +243,12 @@ def load_object(path: str, source: Path, key: str, offers: type | None = None) -
         hint = f"did you mean {close[0]}?" if close else f"available: {', '.join(there) or 'nothing'}"
         raise UsageError(f"{key}: {module_name} ({module.__file__}) has no {name}; {hint}")
     return getattr(module, name)
+
+
+def no_import_path(key: str, path: str) -> str:
+    """Every host: the message about text that is no import path; it may be a misspelt short name."""
+    hint = nearest(path, ALIASES if key == "recipe" else ())
+    return f"{key}: {path!r} is not of the form package.module:name{hint}"
 
 
 def not_installed(key: str, module_name: str, needed: str | None) -> str:

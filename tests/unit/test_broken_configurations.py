@@ -210,6 +210,7 @@ RECIPES = {
     "a module with a typing error": ("", "prces:Prices", "did you mean prices?"),
     "no such class": ("", "prices:Price", "has no Price; did you mean Prices?"),
     "no path": ("", "prices.Prices", "'prices.Prices' is not of the form package.module:name"),
+    "no such short name": ("", "ImageClassificaton", "did you mean ImageClassification?"),
     "a syntax error": ("def broken(:\n", "prices:Prices", "SyntaxError: invalid syntax (prices.py, line 1)"),
     "an absent package": (
         "import timmm\n",
