@@ -112,7 +112,7 @@ def test_two_ranks_stop_with_sigterm_go_on_and_fail_with_their_reason(tmp_path: 
     done = submit(*words[:2], "--resume", "auto", *words[2:], cwd=tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert (tmp_path / "runs/latest").resolve() == run
-    assert "4 file(s) from before" in done.stdout
+    assert "4 files from before" in done.stdout
     reason = "ValueError: rank 1 has no data (train.py:45) (rank 1); see logs/script-rank-1.log"
     assert f"error: {reason}\n" in done.stdout
     found = summary(tmp_path)

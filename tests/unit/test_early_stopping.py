@@ -54,7 +54,7 @@ def test_it_goes_on_counting_after_a_restart() -> None:
         first.update({"val/loss": value})
     second.restore(first.state())
     second.update({"val/loss": 2})
-    assert "has not improved by more than 0 for 3 epoch(s); best 1" in second.reason
+    assert "has not improved by more than 0 for 3 epochs; best 1" in second.reason
 
 
 def test_a_limit_without_a_metric_is_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from stoker.checkpoints.format import Checkpoint, awaiting, describe, newest_valid, problem_of
 from stoker.errors import UsageError
+from stoker.figures import count_of
 from stoker.place import Place
 from stoker.recipe import SOURCE_FOLDER, load_recipe
 from stoker.redaction import redact, redacted_at
@@ -222,8 +223,8 @@ def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callabl
         )
     elif workers != start.meta["workers"]:
         log(
-            f"{workers} train worker(s) here, {start.meta['workers']} in {start.name}: the same batches, but"
-            " other random states"
+            f"{count_of(workers, 'train worker')} here, {start.meta['workers']} in {start.name}: the same"
+            " batches, but other random states"
         )
     for key in ("train.momentum", "train.weight_decay"):
         if _at(now, key) != _at(before, key):

@@ -8,6 +8,9 @@ from stoker.figures import count_of
 from stoker.recipe import Recipe
 from stoker.schema import Config, TrainConfig
 
+FEW_RECORDS = 256
+"""One CPU preprocesses fewer in about a second, so their shards do not matter."""
+
 
 def refuse_impossible(recipe: Recipe, train: TrainConfig) -> None:
     """Head: refuse options that this recipe ignores, before any cluster forms.
@@ -88,7 +91,7 @@ def steps_per_epoch(config: Config, total: int | None, workers: int) -> int | No
 
 
 def blocks_note(config: Config, data: Data, workers: int) -> str:
-    """Head: a remark if the training data has too few shards to keep every CPU busy.
+    """Head: a remark if training data that takes a while has too few shards to keep every CPU busy.
 
     Rows are distributed evenly whatever the shards, so no train worker starves while another is fed. But one
     chain worker reads a shard: with few of them, CPUs are idle and every train worker waits longer.
@@ -106,15 +109,16 @@ def blocks_note(config: Config, data: Data, workers: int) -> str:
     cpus = int(ray.cluster_resources().get("CPU", 1))
     records, wanted = config.data.block_records, max(cpus, workers)
     shards = len(source.shards(records, None))
-    if shards >= wanted:
-        return ""
     total = data.totals["train"]
+    if shards >= wanted or (total is not None and total < FEW_RECORDS):
+        return ""
     smaller = max(total // wanted, 1) if total else 1
     if smaller < records and len(source.shards(smaller, None)) > shards:
         remedy = f"set data.block_records={smaller}"
     else:
         remedy = "split the data into more files"
+    each = -(-total // shards) if total and shards else records
     return (
-        f"{shards} shard(s) of about {records} training records cannot keep {cpus} CPU(s) and {workers}"
-        f" train worker(s) busy; {remedy}"
+        f"{count_of(shards, 'shard')} of about {count_of(each, 'training record')} cannot keep"
+        f" {count_of(cpus, 'CPU')} and {count_of(workers, 'train worker')} busy; {remedy}"
     )

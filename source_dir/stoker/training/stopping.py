@@ -13,6 +13,7 @@ from typing import Any
 
 from stoker.data.opening import from_recipe
 from stoker.errors import UsageError, nearest
+from stoker.figures import count_of
 from stoker.recipe import Recipe
 from stoker.schema import Config, EarlyStoppingConfig
 from stoker.tracking.summary import less_is_better
@@ -64,7 +65,7 @@ class EarlyStopping:
                 best = "no finite value yet" if self.best is None else f"best {self.best:.6g}"
                 self.reason = (
                     f"early stopping: {self.monitor} has not improved by more than {self.min_delta:g} for"
-                    f" {self.wait} epoch(s); {best}"
+                    f" {count_of(self.wait, 'epoch')}; {best}"
                 )
 
     def state(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from stoker.checkpoints import resume as resuming
 from stoker.checkpoints.sharing import refuse_unshared
 from stoker.data.opening import Data, cache_note, exact_note, start_coordinator
+from stoker.figures import count_of
 from stoker.place import Place
 from stoker.schema import Config
 from stoker.tracking.sinks import Tracking
@@ -75,7 +76,7 @@ class RecipeWork:
     def opening_line(self) -> str:
         counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in self.data.totals.items()]
         kind = "GPU" if self.use_gpu else "CPU"
-        return f"{' + '.join(counts)} records; starting {self.workers} train worker(s) on {kind} …"
+        return f"{' + '.join(counts)} records; starting {count_of(self.workers, 'train worker')} on {kind} …"
 
     def notes(self) -> list[str]:
         config, data = self.config, self.data

@@ -10,6 +10,7 @@ from typing import Any
 from stoker.bootstrap.topology import NODE_LABEL
 from stoker.checkpoints.resume import own_place
 from stoker.checkpoints.sharing import refuse_unshared
+from stoker.figures import count_of
 from stoker.integrations.scripts.checks import command_line
 from stoker.place import LAUNCH_DIR_VARIABLE, Place
 from stoker.schema import Config
@@ -48,13 +49,15 @@ class ScriptWork:
         return supervisor
 
     def opening_line(self) -> str:
-        kind = "GPU" if self.use_gpu else "CPU"
-        return f"{command_line(self.config)}; starting it on {self.workers} train worker(s) on {kind} …"
+        workers, kind = count_of(self.workers, "train worker"), "GPU" if self.use_gpu else "CPU"
+        return f"{command_line(self.config)}; starting it on {workers} on {kind} …"
 
     def notes(self) -> list[str]:
         folder = Path(self.where)
         there = len(list(folder.iterdir())) if folder.is_dir() else 0
-        return [f"{there} file(s) from before in {folder}: stoker.checkpoint_dir()"] if there else []
+        return (
+            [f"{count_of(there, 'file')} from before in {folder}: stoker.checkpoint_dir()"] if there else []
+        )
 
     def settings(self) -> dict[str, Any]:
         local = self.place.backend == "local"
