@@ -80,7 +80,7 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
     from stoker.peek.page import write_page
     from stoker.peek.problems import Problem, problems_of
     from stoker.peek.tiles import SIDE, tile_of
-    from stoker.recipe import SOURCE_FOLDER, load_recipe
+    from stoker.recipe import SOURCE_FOLDER, class_names_of, load_recipe
     from stoker.training.overlays import Painter
 
     target = page_at(options.out)
@@ -91,6 +91,7 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
     recipe = load_recipe(opened.recipe, opened.params, SOURCE_FOLDER)
     boxes = boxes_of(data.chains[options.split].stages)
     painter = Painter(recipe.class_names, SIDE)
+    names = class_names_of(recipe, data.sources["train"].classes())
     tiles = [
         tile_of(
             s.key,
@@ -99,6 +100,7 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
             painter,
             s.reason,
             s.read if s.made or s.so_far else None,
+            names,
         )
         for s in seen.samples
     ]

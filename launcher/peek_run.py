@@ -52,6 +52,8 @@ class Step:
     boxes: dict[str, str]
     classes: Sequence[str] = ()
     """Names of the classes in masks."""
+    names: Sequence[str] = ()
+    """Of the classes that labels count."""
 
 
 def peek_run(run: str, overrides: list[str], options: PeekOptions) -> int:
@@ -79,7 +81,7 @@ def peek_run(run: str, overrides: list[str], options: PeekOptions) -> int:
         lines = sorted(lines, key=lambda line: -math.inf if math.isnan(line.loss or 0) else -(line.loss or 0))
     tiles, painter = [], Painter(step.classes, SIDE)
     for line in lines:
-        tile = tile_of(line.key, line.record, step.boxes, painter)
+        tile = tile_of(line.key, line.record, step.boxes, painter, names=step.names)
         tile.loss = "" if line.loss is None else f"loss {line.loss:.4g}"
         tiles.append(tile)
     heads = [f"step {options.step}, epoch {step.epoch}, {len(lines)} records", *step.notes]
@@ -111,7 +113,7 @@ def rebuild(run_dir: Path, step: int, overrides: list[str]) -> Step:
     from stoker.peek.history import find, history
     from stoker.peek.looking import row_of
     from stoker.peek.rebuild import Rebuild, refuse_contradiction
-    from stoker.recipe import SOURCE_FOLDER, load_recipe
+    from stoker.recipe import SOURCE_FOLDER, class_names_of, load_recipe
 
     resolved = load(run_dir / "config.yaml", [*overrides, "tracking.record_ids=true"])
     if resolved.config.script is not None:
@@ -141,7 +143,8 @@ def rebuild(run_dir: Path, step: int, overrides: list[str]) -> Step:
             loss = own_losses[row] if own_losses else None
             lines.append(Line(part.rank, key, row_of(columns, row), loss))
     boxes = boxes_of(data.chains["train"].stages)
-    return Step(lines, found.epoch, made.workers, notes, boxes, recipe.class_names)
+    names = class_names_of(recipe, data.sources["train"].classes())
+    return Step(lines, found.epoch, made.workers, notes, boxes, recipe.class_names, names)
 
 
 def losses_of(

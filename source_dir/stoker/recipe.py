@@ -165,6 +165,18 @@ def classification_loss(model: nn.Module, batch: Batch, label_smoothing: float =
     return F.cross_entropy(model(batch["image"]), batch["label"], label_smoothing=label_smoothing)
 
 
+def class_names_of(recipe: Recipe, found: Sequence[str] | None) -> list[str]:
+    """Anywhere: names of the classes that labels count; empty if they are not known.
+
+    Args:
+        recipe: its own names come first.
+        found: those of the data.
+    """
+    names = list(recipe.class_names or found or [])
+    # A recipe may map its labels to other classes.
+    return names if getattr(recipe, "num_classes", None) in (None, len(names)) else []
+
+
 def code_digest(folder: Path) -> str:
     """Anywhere: digest of a job's own Python files, which decide what its records become.
 

@@ -182,6 +182,28 @@ def test_a_stage_that_fails_on_some_records_says_on_which_and_why(tmp_path: Path
     assert within.exit_code == 0
 
 
+def test_failing_records_are_shown_even_if_they_come_late(tmp_path: Path) -> None:
+    _, page = peek(tmp_path, "-n", "6", chain="broken")
+    assert (page.count('class="tile'), page.count('class="tile bad"')) == (6, 4)
+    assert len(pictures(page)) == 6, "as of the last stage that they passed"
+
+
+def test_images_in_class_folders_are_captioned_with_their_class_and_named_by_their_path(
+    tmp_path: Path,
+) -> None:
+    for name in ("circle", "square"):
+        for split, count in (("train", 40), ("val", 4)):
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = np.random.default_rng(i).integers(0, 255, (20, 20, 3), np.uint8)
+                Image.fromarray(pixels).save(tmp_path / split / name / f"{i}.png")
+    broken = tmp_path / "train/square/7.png"
+    broken.write_bytes(b"")
+    result, page = peek(tmp_path, recipe="ImageClassification", data=str(tmp_path), image_size=16)
+    assert any(f"; record {broken}" in line for line in said(result)), result.output
+    assert {"label 0 (circle)", "label 1 (square)"} == set(re.findall(r"label \d \(\w+\)", page))
+
+
 @pytest.mark.parametrize(
     ("chain", "line"),
     [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -42,6 +42,8 @@ PLACES = 4
 """Number of shards to sample, because the first records of a sorted dataset are all alike."""
 GROUP = 32
 MOST_RECORDS = 512
+FAILED_SHOWN = 4
+"""So many failing records are on the contact sheet, if there are, wherever they were found."""
 SECONDS = 1.5
 """Start no further group after this time, once all records to show are read."""
 
@@ -98,6 +100,8 @@ class Look:
     """Why a run with this data would be rejected or fail."""
     moved: list[tuple[str, bool]] = field(default_factory=list)
     """A line per stage that moves the image without its masks, and whether that ends a run."""
+    path_of: Callable[[str], str] = str
+    """Key → where a user finds the record."""
     ms: float | None = None
     """Time to read and preprocess a record, as a chain worker does."""
     bytes_per_record: float = 0.0
@@ -146,7 +150,7 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
     """
     source, chain = data.sources[split], data.chains[split]
     use_one_thread()
-    seen = Look(split, type(source).__name__, data.totals, [Place("read")], [])
+    seen = Look(split, type(source).__name__, data.totals, [Place("read")], [], path_of=source.path_of)
     try:
         fix_schemas({split: source}, {split: chain}, config.data.block_records)
         refuse_absent_pads(chain.pads, [chain.schemas])
@@ -156,28 +160,41 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
     seen.places += [Place(stage.name, stage.per) for stage in chain.stages]
     cost = Cost()
     records = sampled(source, config, split, max(1, min(count, GROUP) // PLACES))
-    ends, done = time.monotonic() + SECONDS, 0
+    ends, done, failed = time.monotonic() + SECONDS, 0, list[Sample]()
     while done < count or (time.monotonic() < ends and done < MOST_RECORDS):
         began = time.perf_counter()
         group = list(islice(records, GROUP))
         if not group:
             break
         seen.places[0].ms.append(1000 * (time.perf_counter() - began) / len(group))
-        seen.samples += [_take(record, seen) for record in group][: max(count - done, 0)]
+        taken = [_take(record, seen) for record in group]
+        shown = max(count - done, 0)
         done += len(group)
         last: dict[str, Record] = {}
         _try(_watched(chain, seen, last), copy.deepcopy(group), seen)
         rows = _rows(chain, group, seen, cost)
-        for sample in seen.samples[-len(group) :]:
-            sample.made, sample.so_far = rows.get(sample.key, sample.made), last.get(sample.key)
+        for sample in taken:
+            sample.made, sample.so_far = rows.get(sample.key), last.get(sample.key)
+        seen.samples += taken[:shown]
+        failed += [sample for sample in taken[shown:] if sample.key in seen.bad][: FAILED_SHOWN - len(failed)]
     if not done:
         raise UsageError(f"peek: the {split} split has no records")
+    _show_failed(seen, failed)
     for sample in seen.samples:
         sample.reason = seen.bad.get(sample.key, "" if sample.made else seen.refused)
     seen.examined = done
     seen.ms = 1000 * cost.cpu_s / cost.records + (seen.places[0].ms_per_record or 0) if cost.records else None
     seen.bytes_per_record = cost.bytes_out / max(cost.rows, 1)
     return seen
+
+
+def _show_failed(seen: Look, failed: list[Sample]) -> None:
+    """Let records that failed later take the places of the last ones that did not."""
+    fine = [number for number, sample in enumerate(seen.samples) if sample.key not in seen.bad]
+    lacking = FAILED_SHOWN - (len(seen.samples) - len(fine))
+    places = fine[-min(lacking, len(failed)) :] if lacking > 0 and failed else []
+    for place, sample in zip(places, failed, strict=False):
+        seen.samples[place] = sample
 
 
 @dataclass

@@ -94,8 +94,8 @@ def _failures(look: Look, config: Config) -> Iterator[Problem]:
     over = certain and len(look.bad) > budget * look.examined
     for count, reason, key in grouped(look.bad):
         which = f"{count} × " if count > 1 else ""
-        first = f"first in record {key}" if count > 1 else f"record {key}"
-        yield Problem("error" if over else "warning", f"{which}{reason}; {first}")
+        first = "first in record" if count > 1 else "record"
+        yield Problem("error" if over else "warning", f"{which}{reason}; {first} {look.path_of(key)}")
     share = len(look.bad) / look.examined
     if share > budget:
         yield Problem(

@@ -42,6 +42,7 @@ def tile_of(
     painter: Painter,
     reason: str = "",
     read: Record | None = None,
+    names: Sequence[str] = (),
 ) -> Tile:
     """Laptop: render a record as a tile.
 
@@ -52,6 +53,7 @@ def tile_of(
         painter: draws the images.
         reason: why it failed.
         read: the record as read.
+        names: of the classes that labels count.
     """
     import numpy as np
 
@@ -59,7 +61,9 @@ def tile_of(
     values = {name: value for name, value in record.items() if name != "key"}
     label = next((name for name in LABELS if name in values and _is_number(values[name])), None)
     if label:
-        tile.label = f"{label} {as_array(values.pop(label)).item():g}"
+        number = as_array(values.pop(label)).item()
+        known = number in range(len(names))
+        tile.label = f"{label} {number:g}" + (f" ({names[int(number)]})" if known else "")
     images = {name: picture for name, value in values.items() if (picture := image_of(value)) is not None}
     for name, pixels in images.items():
         size = pixels.shape[:2]

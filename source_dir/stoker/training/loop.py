@@ -14,7 +14,7 @@ from stoker.data.feed.feed import EpochFeed, PrefetchLimit
 from stoker.data.transport.client import open_transport
 from stoker.data.transport.collator import Collator
 from stoker.errors import where_raised
-from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe
+from stoker.recipe import SOURCE_FOLDER, Recipe, class_names_of, load_recipe
 from stoker.schema import Config
 from stoker.storage.checkpoint_store import open_store
 from stoker.training import strategies
@@ -75,9 +75,7 @@ def train(settings: dict[str, Any]) -> None:
         world_size=context.get_world_size(),
         device=ray.train.torch.get_device(),
     )
-    names = list(worker.recipe.class_names or settings["classes"] or [])
-    # A recipe may map its labels to other classes.
-    worker.classes = names if getattr(worker.recipe, "num_classes", None) in (None, len(names)) else []
+    worker.classes = class_names_of(worker.recipe, settings["classes"])
     if worker.rank == 0:
         tee_prints(worker)
     threads = config.train.threads or max(1, (os.cpu_count() or 1) // context.get_local_world_size())

@@ -71,6 +71,10 @@ class Source(ABC):
         """Head: class names in the order of their labels, if the source knows them."""
         return None
 
+    def path_of(self, key: str) -> str:
+        """Head: where a user finds a record; the key, unless it is part of a path only."""
+        return key
+
     def to_ray(self, records: int = 1024) -> Any:
         """Anywhere, connected to Ray: the records as a `ray.data.Dataset`, for other pipelines.
 

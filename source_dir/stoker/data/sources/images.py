@@ -79,6 +79,9 @@ class ImageFolderSource(IndexedSource):
     def classes(self) -> list[str]:
         return self.names
 
+    def path_of(self, key: str) -> str:
+        return f"{self.folder}/{key}"
+
     def count(self) -> int:
         return len(self.files)
 
