@@ -23,13 +23,16 @@ def split_folder(root: str, split: str) -> str | None:
     Raises:
         UsageError: the data has no train split.
     """
-    list_files(root)
+    files = list_files(root)
     there = child_folders(root)
     for name in SPLIT_NAMES[split]:
         if name in there:
             return join(root, name)
     if split == "train":
-        raise UsageError(f"{root}: has no folder train/ (found: {', '.join(there) or 'no folder'})")
+        hint = ""
+        if there and not {*there} & {*SPLIT_NAMES["val"]} and files[0].path.lower().endswith(IMAGE_SUFFIXES):
+            hint = "; split it into train/ and val/ first, see docs/tutorials/own-images.md"
+        raise UsageError(f"{root}: has no folder train/ (found: {', '.join(there) or 'no folder'}){hint}")
     return None
 
 
