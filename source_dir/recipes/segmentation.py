@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 FOLDER = Path(".data/shapes")
 SHARD_RECORDS = 100
+IGNORED = 255
+"""Pixels of a mask that belong to no class."""
 
 
 def write(folder: Path = FOLDER, records: int = 600) -> None:
@@ -65,6 +67,8 @@ class Shapes(Recipe):
     def preprocess(self, split: Split) -> list[Any]:
         from torchvision.transforms import v2
 
+        # Rotations and padding would fill corners of the mask with class 0; pass them
+        # fill={tv_tensors.Mask: 255, tv_tensors.Image: 0}, and 255 is ignored below.
         random = [v2.RandomCrop(self.crop), v2.RandomHorizontalFlip()]
         joint = v2.Compose(random) if split == "train" else v2.CenterCrop(self.crop)
         return [DecodeImage(), DecodeMask("mask"), ("crop", Joint(joint, masks=["mask"]))]
@@ -85,9 +89,10 @@ class Shapes(Recipe):
         import torch.nn.functional as F
 
         preds, target = model(batch["image"]), batch["mask"].long()
-        return {"loss": F.cross_entropy(preds, target), "preds": preds, "target": target}
+        loss = F.cross_entropy(preds, target, ignore_index=IGNORED)
+        return {"loss": loss, "preds": preds, "target": target}
 
     def metrics(self) -> dict[str, Any]:
         from torchmetrics.classification import MulticlassJaccardIndex
 
-        return {"iou": MulticlassJaccardIndex(self.classes)}
+        return {"iou": MulticlassJaccardIndex(self.classes, ignore_index=IGNORED)}

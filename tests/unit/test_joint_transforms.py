@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision import transforms
+from torchvision import transforms, tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import _geometry
 
@@ -159,6 +159,13 @@ def test_the_answer_of_the_text_example_does_not_depend_on_the_padding() -> None
     with torch.no_grad():
         torch.testing.assert_close(model(ids)[:1], model(ids[:1, :3]))
         torch.testing.assert_close(model(ids)[1:], model(ids[1:, :1]))
+
+
+def test_corners_of_a_rotated_mask_get_the_number_of_no_class() -> None:
+    fill = {tv_tensors.Mask: 255, tv_tensors.Image: 0}
+    columns, _ = run([pair("0")], Joint(v2.RandomRotation((45, 45), fill=fill)))
+    corner = columns["mask"][0, 0, 0], *columns["image"][0, :, 0, 0]
+    assert [*map(int, corner)] == [255, 0, 0, 0]
 
 
 class OwnCrop(v2.RandomCrop):

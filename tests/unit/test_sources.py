@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import tarfile
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from pyarrow import parquet
 
 from stoker.data import read_any, read_images, read_parquet, read_torch, read_webdataset
@@ -21,6 +23,7 @@ from stoker.data.preprocessing.entries import as_stages
 from stoker.data.preprocessing.transforms import DecodeImage
 from stoker.data.sources.base import Source
 from stoker.errors import UsageError
+from stoker.recipe import Recipe
 
 
 def everything(source: Source | None, records: int = 100, seed: int | None = None) -> list[Any]:
@@ -190,3 +193,21 @@ def test_a_training_class_without_images_is_refused(tmp_path: Path) -> None:
     assert source is not None
     with pytest.raises(UsageError, match="training/b: holds no image"):
         source.check()
+
+
+def test_the_pages_dataset_of_images_and_masks_in_two_folders(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/write-a-recipe.md").read_text()
+    (code,) = (
+        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Pairs" in block
+    )
+    for name in ("a", "b"):
+        for folder, content in (("images", f"{name}.jpg"), ("masks", f"{name}.png")):
+            path = tmp_path / "train" / folder / content
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.encode())
+    names: dict[str, Any] = {"torch": torch, "Path": Path, "Recipe": Recipe, "read_torch": read_torch}
+    exec("from __future__ import annotations\n" + code, names)  # noqa: S102 - as a reader types it
+    assert everything(names["Roads"](data=str(tmp_path)).read("train")) == [
+        {"key": f"{name}.jpg", "image": f"{name}.jpg".encode(), "mask": f"{name}.png".encode()}
+        for name in ("a", "b")
+    ]
