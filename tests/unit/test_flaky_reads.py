@@ -80,8 +80,8 @@ def test_a_record_that_is_read_again_draws_what_it_would_have_drawn() -> None:
     [
         (OSError(5, "Input/output error"), 3, True),
         (ConnectionResetError(104, "reset"), 3, True),
-        (FileNotFoundError(2, "No such file", "1.jpg"), 2, False),
-        (PermissionError(13, "Permission denied"), 2, False),
+        (FileNotFoundError(2, "No such file", "1.jpg"), 1, False),
+        (PermissionError(13, "Permission denied"), 1, False),
         (ValueError("no such class"), 2, False),
     ],
 )
@@ -89,8 +89,20 @@ def test_what_goes_on_failing_is_named_with_its_reason(error: Exception, reads: 
     dataset = Flaky(99, error)
     bad = read(dataset)[1]
     assert isinstance(bad, BadRecord) and bad.key == "1" and bad.passing is passing
-    assert f"cannot be read, {reads} tries: {type(error).__name__}" in bad.reason
+    tries = f", {reads} tries" if reads > 1 else ""
+    assert f"cannot be read{tries}: {type(error).__name__}" in bad.reason
     assert dataset.reads == {0: 1, 1: reads, 2: 1}
+
+
+def test_a_missing_object_of_a_store_is_read_again() -> None:
+    reads: Counter[str] = Counter()
+
+    def missing() -> None:
+        reads["x"] += 1
+        raise FileNotFoundError(2, "No such object", "x")
+
+    bad = rereading.read_again("x", missing, far=True)
+    assert isinstance(bad, BadRecord) and reads["x"] == 2
 
 
 def test_a_damaged_image_is_no_matter_of_the_host() -> None:

@@ -15,7 +15,7 @@ from stoker.data.sources.files import IMAGE_SUFFIXES, SPLIT_NAMES, split_folder
 from stoker.data.sources.identity import fingerprint_of_files
 from stoker.data.sources.rereading import read_again
 from stoker.errors import UsageError
-from stoker.storage.filesystems import child_folders, filesystem_of, join, list_files
+from stoker.storage.filesystems import child_folders, filesystem_of, is_local, join, list_files
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,7 +107,8 @@ class ImageFolderSource(IndexedSource):
     def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         filesystem, _ = filesystem_of(self.folder)
         for path, label, *sums in shard.items:
-            content = read_again(path, partial(_content, filesystem, f"{shard.path}/{path}"))
+            load = partial(_content, filesystem, f"{shard.path}/{path}")
+            content = read_again(path, load, far=not is_local(shard.path))
             if isinstance(content, BadRecord):
                 yield content
                 continue

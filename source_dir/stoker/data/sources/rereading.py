@@ -18,26 +18,31 @@ WAITS_S = (0.1, 0.5)
 T = TypeVar("T")
 
 
-def read_again(key: str, read: Callable[[], T], rewind: Callable[[], None] | None = None) -> T | BadRecord:
+def read_again(
+    key: str, read: Callable[[], T], rewind: Callable[[], None] | None = None, far: bool = False
+) -> T | BadRecord:
     """Chain worker: call `read`; if it raises, retry after a moment.
 
     An OSError of a file system or connection is tried three times and may then be retried on another host;
-    anything else (a damaged or missing file, an error in the user's code) is tried twice.
+    a file that is missing or may not be read once, unless it is far; anything else (a damaged file, an error
+    in the user's code) twice.
 
     Args:
         key: of the record.
         read: reads it.
         rewind: called before a retry, from `generators`: draws must not depend on the number of tries.
+        far: whether it reads through a network.
     """
     for number, wait_s in enumerate((*WAITS_S, 0.0), start=1):
         try:
             return read()
         except Exception as error:
             passing = may_pass(error)
-            if number == (len(WAITS_S) + 1 if passing else 2):
+            most = len(WAITS_S) + 1 if passing else 1 if isinstance(error, PERMANENT) and not far else 2
+            if number == most:
                 text = " ".join(str(error).split())[:300]
-                reason = f"cannot be read, {number} tries: {type(error).__name__}: {text}"
-                return BadRecord(key, reason, passing)
+                tries = f", {number} tries" if number > 1 else ""
+                return BadRecord(key, f"cannot be read{tries}: {type(error).__name__}: {text}", passing)
             if isinstance(error, OSError):
                 time.sleep(wait_s)
             if rewind:
@@ -75,7 +80,7 @@ REREAD_WAITS_S = (1.0, 4.0, 16.0)
 
 
 PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-"""Errors worth one retry (the file system may still be mounting), but not more."""
+"""Errors of a shard worth one retry (the file system may still be mounting), but not more."""
 
 
 def reread_wait_s(error: BaseException, tries: int) -> float | None:
