@@ -170,6 +170,16 @@ def test_a_cache_gives_every_shard_its_own_records(tmp_path: Path) -> None:
         assert numbers(Listed(40), cache, epoch) == list(range(40))
 
 
+def test_records_that_give_themselves_the_numbers_of_others_are_refused_by_a_cache(tmp_path: Path) -> None:
+    items = [{"key": str(9 - i), "number": i} for i in range(10)]
+    cache = HostCache(tmp_path / "cache", "k", CacheSpec("disk", "test", 10**8))
+    with pytest.raises(CacheError, match=r"data.cache: record 0 gives itself the key '9'"):
+        numbers(read_torch(items), cache, 0)
+    plain = [{"number": i} for i in range(10)]
+    for epoch in range(2):
+        assert numbers(read_torch(plain), cache, epoch) == list(range(10))
+
+
 def test_two_records_of_one_key_are_refused_by_a_cache(tmp_path: Path) -> None:
     cache = HostCache(tmp_path / "cache", "k", CacheSpec("disk", "test", 10**8))
     with pytest.raises(CacheError, match="two records have the key k0"):

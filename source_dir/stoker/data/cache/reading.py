@@ -59,11 +59,13 @@ class CachedReader:
         self.seen: dict[str, None] = {}
         """Keys in reading order."""
         self.kept = 0
+        self.asked = ""
+        """Listed key of the record that is being read."""
 
     def __iter__(self) -> Iterator[Record | BadRecord]:
         listing = listing_of(self.source, self.shard)
         if listing is not None:
-            yield from one_by_one(self.source, listing, self.cache.load, self.refuses)
+            yield from map(self._as_listed, one_by_one(self.source, listing, self._load, self.refuses))
             return
         done = 0
         for key in self._whole():
@@ -88,6 +90,19 @@ class CachedReader:
             kept = self.cache.load(record["key"])
             self.kept += kept is not None
             yield record if kept is None else kept
+
+    def _load(self, key: str) -> Record | None:
+        self.asked = key
+        return self.cache.load(key)
+
+    def _as_listed(self, record: Record | BadRecord) -> Record | BadRecord:
+        """Refuse a record of another key than its listed one, which may be that of another record."""
+        if not isinstance(record, BadRecord) and record["key"] != self.asked:
+            raise CacheError(
+                f"data.cache: record {self.asked} gives itself the key {record['key']!r}, so another could be"
+                " mistaken for it; leave key out of the dataset's items or set data.cache=none"
+            )
+        return record
 
     def _whole(self) -> list[str]:
         """The keys of the shard in the order of this pass, if all of its records are cached."""
