@@ -174,10 +174,10 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
         started=datetime.now().astimezone().isoformat(timespec="seconds"),
     )
     summary.cluster = Cluster(hosts=hosts(), formed_s=round(place.formed_s, 2))
-    summary.write(place.run_dir)
     process_started = time.time() - place.formed_s
     prices = price_list(config.sagemaker.region or os.environ.get("AWS_REGION"), config.sagemaker.prices)
     recorder = Recorder(place.run_dir, summary, process_started, prices)
+    recorder.refresh()
     console = make_console(config.train.epochs, place.run_dir / "logs" / "console.log")
     tracking = Tracking(summary, [recorder, console])
     coordinator = None
@@ -211,7 +211,7 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
         recorder.figures = last_figures(coordinator, tracking, place.run_dir)
         tracking.close()
         end_coordinator(coordinator)
-    report(summary, console, place.run_dir, code)
+    report(summary, console, place.run_dir, code, recorder.took_s)
     cause = redaction.scrub(summary.error or "") or f"the driver ended with exit code {code}"
     return Outcome(code, "" if code == 0 else cause)
 

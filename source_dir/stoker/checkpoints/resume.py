@@ -258,7 +258,6 @@ def fill_summary(summary: Summary, start: Checkpoint, run_dir: Path) -> None:
     summary.steps = start.meta["step"]
     earlier = notable_events(run_dir)
     summary.events[:0] = [event for event in earlier if event not in summary.events]
-    summary.write(run_dir)
 
 
 def _at(tree: dict[str, Any], key: str) -> Any:

@@ -267,10 +267,11 @@ def books_text(records: Records) -> str:
     return f"{text}; {records.repeated} repeated" if records.repeated else text
 
 
-def report(summary: Summary, console: PlainConsole, run_dir: Path, code: int) -> None:
+def report(summary: Summary, console: PlainConsole, run_dir: Path, code: int, took_s: float) -> None:
     """Head: print the closing table or the errors."""
     if code == 0:
-        console.line(f"{summary.name}: done in {summary.seconds:.0f} s")
+        before = "" if took_s == summary.seconds else f"; trained before, in {summary.seconds:.0f} s"
+        console.line(f"{summary.name}: done in {took_s:.0f} s{before}")
         console.table(closing_rows(summary, str(run_dir)))
         return
     kind = "stopped" if summary.status == "interrupted" else "error"

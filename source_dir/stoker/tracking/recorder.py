@@ -12,10 +12,11 @@ from typing import Any
 
 from stoker.costs.cost import run_cost
 from stoker.costs.prices import PriceList
+from stoker.errors import UsageError
 from stoker.redaction import scrub
 from stoker.tracking.bottleneck import HostLoad, bottleneck
 from stoker.tracking.sinks import Sink
-from stoker.tracking.summary import STEP_TERMS, Summary
+from stoker.tracking.summary import STEP_TERMS, Summary, read_summary
 
 NOTABLE = ("resumed", "stop", "stopped", "note", "host_lost", "host_joined")
 """Events included in the summary."""
@@ -35,6 +36,9 @@ class Recorder(Sink):
     ) -> None:
         self.run_dir, self.summary, self.prices = run_dir, summary, prices
         self.process_started = process_started
+        self.earlier = _earlier(run_dir) if summary.script is None else None
+        """The summary of the start before. A script's own steps are not seen, so it has none to keep."""
+        self.took_s = 0.0
         self.started = time.monotonic()
         self.events_file = (run_dir / "events.jsonl").open("a", buffering=1)
         self.refreshed = self.started
@@ -191,8 +195,16 @@ class Recorder(Sink):
         """Update summary.json during the run."""
         self.refreshed = time.monotonic()
         self._fill_speed()
-        self.summary.seconds = round(time.monotonic() - self.started, 2)
-        self.summary.write(self.run_dir)
+        self._fill_seconds()
+        self.summary.model_copy(update=self._kept()).write(self.run_dir)
+
+    def _fill_seconds(self) -> None:
+        self.took_s = self.summary.seconds = round(time.monotonic() - self.started, 2)
+
+    def _kept(self) -> dict[str, Any]:
+        """The figures of the start before, as long as this one has trained no step."""
+        trained = self.totals["steps"] + self.running["steps"]
+        return {} if trained or self.earlier is None else self.summary.measured_by(self.earlier)
 
     def _fill_speed(self) -> None:
         speed, total = self.summary.speed, self.totals + self.running
@@ -226,15 +238,23 @@ class Recorder(Sink):
             ]
         self.summary.host_cpu = self.load.rows(self.summary.cluster.hosts)
         self._fill_speed()
-        self.summary.seconds = round(time.monotonic() - self.started, 2)
+        self._fill_seconds()
         if self.prices is not None:
             self.summary.cost = run_cost(self.summary, self.prices)
+        for name, value in self._kept().items():
+            setattr(self.summary, name, value)
         self.summary.write(self.run_dir)
         self.events_file.close()
 
 
 def _percent(part: float, whole: float) -> float:
     return round(100 * part / whole, 2) if whole else 0.0
+
+
+def _earlier(run_dir: Path) -> Summary | None:
+    with contextlib.suppress(UsageError):  # none, or cut by a full disk
+        return read_summary(run_dir / "summary.json")
+    return None
 
 
 def notable_events(run_dir: Path) -> list[dict[str, Any]]:

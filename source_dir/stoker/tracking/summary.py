@@ -108,6 +108,27 @@ class Metrics(Part):
                 self.best[name] = pick(self.best.get(name, value), value)
 
 
+MEASURED = (
+    "started",
+    "seconds",
+    "train_workers",
+    "cluster",
+    "startup",
+    "speed",
+    "chain",
+    "operators",
+    "chain_tasks_by_host",
+    "train_workers_by_host",
+    "bottleneck",
+    "host_cpu",
+    "cache",
+    "cost",
+)
+"""Fields of a summary that describe how a start trained, and on which hosts."""
+TRAINED = ("steps", "epochs", "records", "metrics")
+"""Fields that cover all starts of a run; a start that finds its checkpoint fills them in itself."""
+
+
 class Summary(BaseModel):
     """Head: the contract of summary.json, version 1."""
 
@@ -156,6 +177,13 @@ class Summary(BaseModel):
         """The host name of a Ray node id."""
         names = {host.model_dump().get("node_id", ""): host.host for host in self.cluster.hosts}
         return names.get(node, node)
+
+    def measured_by(self, earlier: Summary) -> dict[str, Any]:
+        """Head: the figures of an earlier start of the run, for one that trains no step."""
+        names = MEASURED if self.steps else (*MEASURED, *TRAINED)
+        written = {done["format"] for done in self.exports}
+        valid = [done for done in earlier.exports if not done.get("error") and done["format"] not in written]
+        return {"exports": [*valid, *self.exports]} | {name: getattr(earlier, name) for name in names}
 
     def write(self, run_dir: Path) -> None:
         """Head: write the file atomically."""

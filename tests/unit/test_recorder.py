@@ -1,0 +1,72 @@
+"""summary.json over several starts of one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from recorded import record
+
+from stoker.costs.prices import price_list
+from stoker.sizing.advice import verdict
+from stoker.tracking.console import PlainConsole, report
+from stoker.tracking.recorder import Recorder
+from stoker.tracking.summary import MEASURED, Cluster, Host, Summary, read_summary
+
+STEP = {"event": "step", "time": 9.0, "epoch": 2, "step": 201, "epoch_samples": 64, "wait_s": 0.0}
+EXPORT = {"event": "export", "time": 9.0, "path": "model.pt2", "error": None}
+
+
+def start(run: Path, steps: int = 200) -> tuple[Recorder, Summary]:
+    """Another start of the run, from its last checkpoint."""
+    summary = Summary(name="flowers", train_workers=1, steps=steps, status="succeeded")
+    summary.cluster = Cluster(hosts=[Host(host="here", group="gpu", cpus=2, gpus=0, ip="10.0.0.1")])
+    return Recorder(run, summary, 0.0, price_list(None)), summary
+
+
+def test_a_start_that_only_exports_keeps_the_figures_of_the_training(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", 200)
+    before = read_summary(run / "summary.json")
+    before.exports = [{"format": "onnx", "error": None}, {"format": "torchscript", "error": "refused"}]
+    before.write(run)
+    recorder, summary = start(run)
+    recorder.refresh()
+    recorder.take({**EXPORT, "format": "torch_export"})
+    assert read_summary(run / "summary.json").speed == before.speed, "also while it runs"
+    recorder.close(summary)
+    after = read_summary(run / "summary.json")
+    assert {name: getattr(after, name) for name in MEASURED} == {
+        name: getattr(before, name) for name in MEASURED
+    }
+    assert [done["format"] for done in after.exports] == ["onnx", "torch_export"]
+    assert verdict(summary).headline == verdict(before).headline
+    assert summary.steps == 200, "of the checkpoint"
+
+
+def test_a_start_that_fails_early_loses_nothing(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", 200)
+    before = read_summary(run / "summary.json")
+    recorder, summary = start(run, steps=0)
+    summary.status, summary.error = "failed", "no such folder"
+    recorder.close(summary)
+    after = read_summary(run / "summary.json")
+    assert (after.status, after.steps, after.metrics) == ("failed", 200, before.metrics)
+
+
+def test_a_start_that_trains_has_figures_of_its_own(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", 200)
+    recorder, summary = start(run)
+    recorder.take({"event": "resumed", "time": 1.0, "epoch": 2, "step": 200, "path": "c"})
+    recorder.take({**STEP, "elapsed_s": 4.0})
+    recorder.close(summary)
+    assert summary.speed.samples_per_s == 16.0 and summary.seconds < 60
+    assert [host.host for host in summary.cluster.hosts] == ["here"]
+
+
+def test_the_closing_line_has_the_time_of_this_start(tmp_path: Path) -> None:
+    shown: list[str] = []
+    console = PlainConsole(1)
+    console.line = shown.append  # type: ignore[method-assign]
+    report(Summary(name="flowers", seconds=61.0), console, tmp_path, 0, took_s=8.0)
+    assert shown[0] == "flowers: done in 8 s; trained before, in 61 s"
+    report(Summary(name="flowers", seconds=8.0), console, tmp_path, 0, took_s=8.0)
+    assert "flowers: done in 8 s" in shown
