@@ -174,7 +174,8 @@ class PastRun:
         if found.get("error"):
             parts.append(str(found["error"]))
         if found.get("steps"):
-            parts.append(f"step {found['steps']}, epoch {found.get('epochs', 0)}")
+            epoch = "" if found.get("script") else f", epoch {found.get('epochs', 0)}"
+            parts.append(f"step {found['steps']}{epoch}")
         metrics = found.get("metrics")
         last = metrics.get("last") if isinstance(metrics, dict) else None
         known = finite(last) if isinstance(last, dict) else {}

@@ -29,7 +29,7 @@ def told(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_training_waits_are_summed_without_the_first_batch(
+def test_every_batch_counts_and_the_times_begin_with_the_first(
     clock: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STOKER_EVENTS", str(tmp_path / "events"))
@@ -42,7 +42,7 @@ def test_training_waits_are_summed_without_the_first_batch(
     one.tell()
     one.tell()  # nothing new
     (event,) = told(tmp_path / "events")
-    assert (event["steps"], event["samples"], event["wait_s"]) == (2, 16, 0.75)
+    assert (event["steps"], event["samples"], event["wait_s"]) == (3, 24, 0.75)
     assert event["elapsed_s"] == 1.0 + 0.5 + 1.5 + 0.25 + 0.75
 
 
@@ -58,7 +58,7 @@ def test_a_loop_tells_of_its_training_and_not_of_its_validation(
         with torch.no_grad():
             list(loader)
     found = told(tmp_path / "events")
-    assert [event["steps"] for event in found] == [4, 4]
+    assert [event["steps"] for event in found] == [5, 5]
     assert len({event["loader"] for event in found}) == 2
     assert all(0 <= event["wait_s"] <= event["elapsed_s"] for event in found)
 
@@ -70,17 +70,17 @@ def test_the_summary_has_the_share_and_the_rate_of_all_ranks(tmp_path: Path) -> 
         "event": "loader",
         "time": 1.0,
         "rank": 0,
-        "steps": 10,
-        "samples": 80,
+        "steps": 11,
+        "samples": 88,
         "wait_s": 1.0,
         "elapsed_s": 4.0,
     }
     recorder.take(one | {"loader": 0})
     recorder.take(one | {"loader": 1, "rank": 1, "wait_s": 3.0})  # ranks do alike: the first tells for all
-    recorder.take(one | {"loader": 1, "steps": 30, "samples": 240, "wait_s": 3.0, "elapsed_s": 12.0})
+    recorder.take(one | {"loader": 1, "steps": 31, "samples": 248, "wait_s": 3.0, "elapsed_s": 12.0})
     recorder.take({"event": "metrics", "time": 2.0, "rank": 0, "step": 1, "metrics": {"loss": 0.5}})
     recorder.close(summary)
-    assert summary.steps == 40
+    assert summary.steps == 42, "all batches, also those that no time is measured for"
     assert summary.speed.input_wait_pct == 25.0 and summary.speed.samples_per_s == 40.0
     terms = summary.speed.step_terms_ms
     assert (terms["wait_production"], terms["compute"]) == (100.0, 300.0), "they add up to a step"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import stoker
+from launcher.backends.local import PastRun
 from stoker import session
 from stoker.config import load, resolved_yaml
 from stoker.report.page import write_report
@@ -122,6 +123,7 @@ def test_a_scripts_events_become_summary_files_report_and_screen(
     rows = dict(closing_rows(found, "run"))
     assert rows["loss"] == "1" and not {"samples/s", "input wait", "records"} & rows.keys()
     assert verdict(found).headline == "own script: the time it waits for data was not measured"
+    assert "epoch" not in PastRun(run_dir).status(), "nobody knows what a script's epochs are"
     write_report([run_dir], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert ">loss</h" in page and ">acc</h" in page

@@ -13,7 +13,9 @@ _numbers = itertools.count()
 
 
 class Watch:
-    """Script: the input wait of one pass. The time until the first batch is start-up and does not count.
+    """Script: the batches and the input wait of one pass; its times run from the first batch on.
+
+    The time until the first batch is start-up.
 
     Args:
         samples: records per full batch.
@@ -37,11 +39,11 @@ class Watch:
 
         now = time.perf_counter()
         if not self._first:
-            self._first = now
+            self._first = self._last = now
             self.trains = torch.is_grad_enabled()
         else:
-            self.batches += 1
             self.wait_s += now - asked
+        self.batches += 1
         if now - self._last > EVERY_S:
             self.tell(now)
 

@@ -128,13 +128,17 @@ class Recorder(Sink):
     def _on_loader(self, event: dict[str, Any]) -> None:
         """Sums of a script's `stoker.DataLoader` since its pass began; ranks are alike."""
         if event["rank"] == 0:
-            passed = Counter({name: event[name] for name in ("steps", "elapsed_s", "wait_s")})
-            passed["samples"] = event["samples"] * max(self.summary.train_workers, 1)
+            passed = Counter({name: event[name] for name in ("elapsed_s", "wait_s")})
+            # The times begin when the first batch is there, so it counts for no rate.
+            batches = event["steps"]
+            passed["taken"], passed["steps"] = batches, batches - 1
+            samples = event["samples"] * max(self.summary.train_workers, 1)
+            passed["samples"] = samples * (batches - 1) // batches
             passed["wait_production_s"] = event["wait_s"]
             passed["compute_s"] = event["elapsed_s"] - event["wait_s"]
             self.loaders[event["loader"]] = passed
             self.running = sum(self.loaders.values(), Counter[str]())
-            self.summary.steps = max(self.summary.steps, self.running["steps"])
+            self.summary.steps = max(self.summary.steps, self.running["taken"])
 
     def _on_cache(self, event: dict[str, Any]) -> None:
         hosts = [
