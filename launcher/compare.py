@@ -103,7 +103,7 @@ def show(frame: pandas.DataFrame) -> None:
     console.print(results)
     console.print(
         "metrics: best of each run; wait: share of the training time spent waiting for data"
-        + ("; costs are estimated" if costs else ""),
+        + ("; costs: estimated, per 1M samples at the steady rate" if costs else ""),
         style="dim",
     )
     keys = differing(frame)

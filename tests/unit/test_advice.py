@@ -92,7 +92,9 @@ class TestInputBound:
         own = {"ml.g5.xlarge": 1.0, "ml.c5.4xlarge": 10.0}
         found = judged(waits={"wait_production": 38.0}, compute=62, cost=cost | {"usd_per_hour_by_type": own})
         assert found.details[0].startswith("that would not pay off: $5.17 instead of $4.37")
-        assert found.details[-1] == "$3.00 per 1M samples, $1.00 for this run (estimated, prices of 2026-11)"
+        assert found.details[-1] == (
+            "$3.00 per 1M samples at the steady rate, $1.00 for this run (estimated, prices of 2026-11)"
+        )
 
     def test_network(self) -> None:
         floats = {"stage": "ToDtype", "cpu_ms_per_sample": 1.0, "bytes_out": 4 * 150_528}

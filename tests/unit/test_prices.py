@@ -204,7 +204,7 @@ class TestCostOfARun:
         summary.cost = run_cost(summary, prices.price_list())
         assert cost_row(summary) == (
             "cost",
-            "$2.22, $0.62 per 1M samples (estimated, prices of 2026-11 in us-east-1)",
+            "$2.22, $0.62 per 1M samples at the steady rate (estimated, prices of 2026-11 in us-east-1)",
         )
         summary.backend = "rehearsal"
         assert "as if the rehearsed hosts were real" in cost_row(summary)[1]  # type: ignore[index]

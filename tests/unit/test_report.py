@@ -150,8 +150,11 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
 
 
 def test_status_tells_the_verdict(tmp_path: Path) -> None:
-    shown = CliRunner().invoke(app, ["status", str(record(tmp_path / "run", 100))])
+    run = record(tmp_path / "run", 100)
+    shown = CliRunner().invoke(app, ["status", str(run)])
     assert shown.exit_code == 0 and "input-bound: 38 %" in shown.output
+    for text in (shown.output, page_of(run).text):
+        assert "0.40 per 1M samples at the steady rate" in text, "the cost of the run also has its start"
 
 
 def test_a_run_in_its_first_epoch_has_a_verdict_and_later_ones_count_the_pass_under_way(

@@ -12,7 +12,8 @@ def run_cost(summary: Summary, prices: PriceList) -> dict[str, Any] | None:
     """Head: the summary's `cost`; None unless every host has a price.
 
     Counted from the start of the head's process. SageMaker also bills a few minutes before that (image
-    download), which only its own record shows.
+    download), which only its own record shows. `usd` covers the whole run with its start;
+    `usd_per_million_samples` is what samples cost once training runs at its steady rate.
     """
     hosts = summary.cluster.hosts
     each = [prices.usd_per_hour(host.type, group=host.group) for host in hosts]
@@ -40,7 +41,7 @@ def cost_row(summary: Summary) -> tuple[str, str] | None:
         return None
     parts = [f"${cost['usd']:.2f}"]
     if cost["usd_per_million_samples"] is not None:
-        parts.append(f"${cost['usd_per_million_samples']:.2f} per 1M samples")
+        parts.append(f"${cost['usd_per_million_samples']:.2f} per 1M samples at the steady rate")
     where = "; as if the rehearsed hosts were real" if summary.backend == "rehearsal" else ""
     text = (
         f"{', '.join(parts)} (estimated, prices of {cost['prices_as_of']} in {cost['prices_region']}{where})"

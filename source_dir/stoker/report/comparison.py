@@ -41,7 +41,7 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
             ]
         )
     heads = ["", "run", "hosts", "workers", "status", "samples/s", "wait", "time", "best", "cost", "per 1M"]
-    caption = "Samples/s: after warm-up, without the start; the time includes it. Costs are estimated."
+    caption = "Samples/s and per 1M: after warm-up; time and cost include the start. Costs are estimated."
     found = [Panel("Runs side by side", [], caption, heads, rows, wide=True)]
     shapes = [f"{label} · {shape_of(run.summary)}" for label, run in zip(labels, runs, strict=True)]
     rates = [run.summary.speed.steady_samples_per_s for run in runs]
@@ -49,7 +49,7 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
     for what, title, unit, values, caption in (
         ("Throughput", "Samples per second", "samples/s", rates, ""),
         ("Time", "Seconds", "s", [run.summary.seconds for run in runs], ""),
-        ("Cost", "Dollars per million samples", "$ per 1M samples", costs, "Estimated."),
+        ("Cost", "Dollars per million samples", "$ per 1M samples", costs, "Estimated, after warm-up."),
     ):
         if what == "Cost" and not any(costs):
             continue

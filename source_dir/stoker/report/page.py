@@ -141,7 +141,7 @@ def key_figures(summary: Summary) -> list[Figure]:
         per = number(summary.cost.get("usd_per_million_samples"))
         note = f"estimated, prices of {summary.cost.get('prices_as_of', '?')}"
         if per is not None:
-            note = f"{charts.usd(per)} per 1M samples; {note}"
+            note = f"{charts.usd(per)} per 1M samples at the steady rate; {note}"
         found.append(Figure("cost", charts.usd(summary.cost["usd"]), note))
     return found
 

@@ -310,8 +310,8 @@ def _cost(summary: Summary) -> list[str]:
     if cost.get("usd_per_million_samples") is None:
         return []
     return [
-        f"${cost['usd_per_million_samples']:.2f} per 1M samples, ${cost['usd']:.2f} for this run"
-        f" (estimated, prices of {cost.get('prices_as_of')})"
+        f"${cost['usd_per_million_samples']:.2f} per 1M samples at the steady rate,"
+        f" ${cost['usd']:.2f} for this run (estimated, prices of {cost.get('prices_as_of')})"
     ]
 
 

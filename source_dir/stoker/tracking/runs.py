@@ -58,8 +58,8 @@ def runs_dataframe(paths: Sequence[str | Path]) -> pandas.DataFrame:
     Returns:
         Columns: status, backend, started, hosts, train_workers, seconds, epochs, steps, samples_per_s
         (without warm-up), input_wait_pct (% of the training time), bottleneck, usd and
-        usd_per_million_samples (estimated; None where prices are not known), `last/<metric>`,
-        `best/<metric>`, and `config/<section.key>` for every key of the configuration.
+        usd_per_million_samples (estimated, the second at samples_per_s; None where prices are not known),
+        `last/<metric>`, `best/<metric>`, and `config/<section.key>` for every key of the configuration.
 
     Raises:
         UsageError: a path is not a run directory, or a run cannot be read.
