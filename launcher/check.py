@@ -26,12 +26,11 @@ from stoker.integrations.check.watch import RESULT
 from stoker.sizing import script as judging
 from stoker.sizing.advice_table import Advice, advise
 from stoker.sizing.candidates import Wanted
+from stoker.sizing.script_help import BLOCKED, help_here
 
 CLOSING_S = 30.0
 """How long the script may take to exit once enough steps are measured or it is interrupted."""
 ROWS = 8
-UNSURE = 0.05
-"""A wider ± share of a step recommends more steps."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,10 @@ def check(script: Path | None, options: CheckOptions) -> int:
     """Laptop: run the script under observation and print the verdict.
 
     Returns:
-        0, or 1 if the script failed.
+        0, 1 if the script failed, or 2 if the figures are too uncertain for a verdict.
 
     Raises:
-        UsageError: options are wrong, or the script does not exist or has no DataLoader.
+        UsageError: options are wrong, or the script does not exist or has no DataLoader of torch's.
     """
     rates = options.rates()
     if options.steps is not None and options.steps < LEAST_STEPS:
@@ -74,7 +73,7 @@ def check(script: Path | None, options: CheckOptions) -> int:
         print(json.dumps(as_json(loaders, seen, advice), indent=1))
     else:
         show(loaders, seen, advice)
-    return 0
+    return 0 if loaders[0].certain else 2
 
 
 def existing(script: Path | None) -> Path:
@@ -178,7 +177,7 @@ def advised(
 ) -> Advice | None:
     """Laptop: apply the limits model if the script waits or hosts were requested."""
     found = judging.measured(one, rates, seen["gpu"])
-    if found is None or not (one.waits or options.gpu or options.cpu):
+    if found is None or not one.certain or not (one.waits or options.gpu or options.cpu):
         return None
     wanted = Wanted(
         gpu_types=tuple(options.gpu or [judging.usual_gpu_host(seen["gpu"], DEFAULT_GPU)]),
@@ -203,11 +202,11 @@ def show(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | 
         line(text, style="bold")
     line(f"  {about(first)}")
     for other in loaders[1:]:
-        waits = f", {100 * other.share.value:.0f} % waiting" if other.steps >= LEAST_STEPS else ""
+        waits = f", {100 * other.share.value:.0f} % waiting" if other.certain else ""
         line(f"  also {about(other)}{waits}")
     for text in fetching(first):
         line(text)
-    helpful = judging.help_here(first, seen["cpus"], seen["idle"])
+    helpful = help_here(first, seen["cpus"], seen["idle"])
     if helpful:
         line("what would help on this machine")
         for text in helpful:
@@ -237,7 +236,7 @@ def fetching(one: judging.Checked) -> list[str]:
     blocked = f", and {1000 * fetched.blocked_s:.2f} ms waiting (storage, network)"
     whole = fetched.slot_s + fetched.queued_s
     head = f"CPU per sample: {1000 * fetched.cpu_s:.2f} ms"
-    lines = [head + (blocked if fetched.blocked_s > judging.BLOCKED * whole else "")]
+    lines = [head + (blocked if fetched.blocked_s > BLOCKED * whole else "")]
     total = sum(fetched.stages.values()) or 1.0
     ordered = sorted(fetched.stages.items(), key=lambda item: -item[1])
     width = max(len(name) for name, _ in ordered[:ROWS])
@@ -255,7 +254,7 @@ def notes(loaders: list[judging.Checked], seen: dict[str, Any]) -> list[str]:
         found.append("no torch optimizer step seen: using the loader that was iterated most")
     if first.whole_epochs:
         found.append("epochs are short, so the figures include worker start-up")
-    if first.share.spread > UNSURE:
+    if judging.UNSURE < first.share.spread < judging.UNCERTAIN:
         found.append("few or uneven steps: a longer run (--steps, more data) gives a more reliable figure")
     if seen["ended"] == "interrupted":
         found.append("the script was stopped at --timeout")
@@ -276,7 +275,7 @@ def as_json(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice
             {**asdict(one), "compute_s": one.compute_s, "trains": one.loader.trains} for one in loaders
         ],
         "verdict": judging.headline(loaders[0]),
-        "help": judging.help_here(loaders[0], seen["cpus"], seen["idle"]),
+        "help": help_here(loaders[0], seen["cpus"], seen["idle"]),
         "cpus": seen["cpus"],
         "idle": seen["idle"],
         "gpu": seen["gpu"],

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from stoker.costs.prices import price_list
 from stoker.errors import UsageError
@@ -25,10 +26,11 @@ from stoker.integrations.check.timeline import (
     training,
     waiting,
 )
-from stoker.integrations.check.watch import Watch
+from stoker.integrations.check.watch import Watch, about
 from stoker.sizing.advice_table import advise
 from stoker.sizing.candidates import Wanted
-from stoker.sizing.script import Checked, Fetched, checked, fetched_of, headline, help_here, measured
+from stoker.sizing.script import Checked, Fetched, checked, fetched_of, headline, measured
+from stoker.sizing.script_help import help_here
 
 TRAINS = Loader("train.py:9", "Images", 8, 0, 0, False, 100, batches=60, trained=60, optimizer_steps=60)
 HOSTS = Wanted(("ml.g5.xlarge",), ("ml.c5.xlarge", "ml.c5.2xlarge"))
@@ -312,6 +314,16 @@ class TestHelp:
         assert headline(fed)[0].startswith("well fed: 2 % (± 1) of each step waits")
         assert help_here(fed, 8, 0.5) == []
 
+    def test_a_share_that_is_not_certain_is_no_verdict(self) -> None:
+        from stoker.integrations.check.timeline import Share
+
+        unsure = replace(one(0.69, fetched(0.02)), share=Share(0.69, 0.29))
+        assert headline(unsure) == [
+            "too uncertain to judge: 40 to 98 % of each step waits for data (50 steps of 100 ms);"
+            " measure more: --steps 1000, with enough data or epochs for it"
+        ]
+        assert help_here(unsure, 8, 0.5) == [], "nor a promise of what would fix it"
+
     def test_the_step_without_waiting(self) -> None:
         said = headline(one(0.75, fetched(0.02)))
         assert said[1] == "without waiting a step takes 25 ms: 320 samples/s instead of 80, 4.0 times as fast"
@@ -407,6 +419,22 @@ def test_batches_taken_in_another_thread_are_refused(tmp_path: Path) -> None:
         assert watch.loaders[0].in_thread is not own
     with pytest.raises(UsageError, match=r"another thread than the one that trains .* \(train.py:9\)"):
         checked(seen(epoch(50, 0.1, 0.1), watch.loaders[0]), [], "train.py")
+
+
+def test_stokers_own_loader_is_refused_as_soon_as_it_is_seen(tmp_path: Path) -> None:
+    """Its batches come from a cluster that is only starting."""
+    from torch.utils.data import TensorDataset
+
+    import stoker
+
+    rows = TensorDataset(torch.zeros(8))
+    kinds = [stoker.DataLoader(rows), torch.utils.data.DataLoader(rows)]
+    assert [about(loader, rows, ["train.py:9"]).ours for loader in kinds] == [True, False]
+    watch = Watch(tmp_path, None)
+    watch.loaders.append(replace(TRAINS, ours=True, batches=1))
+    assert watch.seen_enough()
+    with pytest.raises(UsageError, match=r"its DataLoader \(train.py:9\) is already stoker's"):
+        checked(seen(epoch(1, 0.1, 0.1), watch.loaders[0]), [], "train.py")
 
 
 def test_a_first_fetch_counts_only_where_there_is_no_other() -> None:

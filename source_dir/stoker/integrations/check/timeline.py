@@ -77,6 +77,8 @@ class Loader:
     sized_batches: int = 0
     """Number of batches over which `samples` and `batch_bytes` were counted."""
     batch_bytes: int = 0
+    ours: bool = False
+    """Whether it is a `stoker.DataLoader`."""
     in_thread: bool = False
     """Whether next() was called in another thread than the optimizer's step."""
 

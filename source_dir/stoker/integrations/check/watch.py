@@ -227,6 +227,8 @@ class Watch:
         of = training(self.loaders)
         if of is None:
             return False
+        if self.loaders[of].ours:
+            return True
         loader, steps = self.loaders[of], steps_of(self.resolved(wait=False), self.loaders, of)
         if not loader.trains and sum(step.whole for step in steps) < UNTRAINED_S:
             return False
@@ -298,6 +300,7 @@ def about(loader: Any, dataset: Any, places: list[str]) -> Loader:
         prefetch=int(getattr(loader, "prefetch_factor", 0) or 0),
         persistent=bool(getattr(loader, "persistent_workers", False)),
         length=length,
+        ours=any(kind.__module__.startswith("stoker.") for kind in type(loader).__mro__),
     )
 
 
