@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -62,4 +63,17 @@ class Display:
             self._console.print(f"conflict: {clash}", style="yellow")
         if run.failure_reason:
             self._console.print(Text(f"FailureReason: {run.failure_reason}", style="red"))
-        self._console.print(f"results: {run.run_dir}")
+        for text in results(run.run_dir, run.status() == "succeeded"):
+            self._console.print(Text(text))
+
+
+def results(run_dir: Path, succeeded: bool) -> list[str]:
+    """Laptop: the lines that name what a rehearsal left on this machine; its hosts named their own paths."""
+    lines = {"results": ("", "."), "model": ("", "model"), "report": ("", "report.html")}
+    lines |= {"next": ("tensorboard --logdir ", "tensorboard")} if succeeded else {}
+    lines |= {} if succeeded else {"details": ("", "logs/driver.log")}
+    return [
+        f"{title}: {command}{run_dir / name}"
+        for title, (command, name) in lines.items()
+        if (run_dir / name).exists()
+    ]

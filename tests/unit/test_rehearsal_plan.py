@@ -9,9 +9,12 @@ import pytest
 from launcher.backends.rehearsal import plan
 from launcher.job import Job
 from launcher.rehearsal import faults, isolation, outputs
+from launcher.rehearsal.display import results
 from launcher.rehearsal.plan import hyperparameters, plan_hosts, resource_config
 from stoker.config import load
 from stoker.errors import UsageError
+from stoker.tracking.console import closing_rows
+from stoker.tracking.summary import Summary
 
 
 def job(*overrides: str, data: dict[str, str] | None = None) -> Job:
@@ -117,3 +120,17 @@ def test_outputs_are_merged_and_clashes_named(tmp_path: Path) -> None:
     assert clashes == ["model/weights: written by algo-1 and algo-2"]
     assert (run_dir / "model" / "weights").read_text() == "algo-1"
     assert (run_dir / "algo-2.txt").is_file()
+
+
+def test_the_closing_lines_name_paths_on_this_machine(tmp_path: Path) -> None:
+    summary = Summary(name="digits", backend="rehearsal", model="/opt/ml/model")
+    shown = [name for name, _ in closing_rows(summary, "/opt/ml/output/data")]
+    assert not {"model", "run", "report", "next"} & set(shown), "paths within an emulated host"
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "report.html").touch()
+    report = f"report: {tmp_path}/report.html"
+    expected = [f"results: {tmp_path}", report, f"next: tensorboard --logdir {tmp_path}/tensorboard"]
+    assert results(tmp_path, succeeded=True) == expected
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "driver.log").touch()
+    assert results(tmp_path, succeeded=False)[1:] == [report, f"details: {tmp_path}/logs/driver.log"]

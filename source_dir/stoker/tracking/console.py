@@ -124,7 +124,7 @@ class PlainConsole(Sink):
 
     def table(self, rows: list[tuple[str, str]]) -> None:
         """The closing table."""
-        width = max(len(name) for name, _ in rows)
+        width = max((len(name) for name, _ in rows), default=0)
         for name, value in rows:
             self.line(f"  {name:<{width}}  {value}")
 
@@ -241,10 +241,12 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         rows.append(("records", books_text(records)))
     if cost := cost_row(summary):
         rows.append(cost)
-    if summary.model:
-        rows.append(("model", summary.model))
     if "url" in summary.tracking.get("mlflow", {}):
         rows.append(("mlflow", summary.tracking["mlflow"]["url"]))
+    if summary.backend == "rehearsal":  # paths in an emulated host; the launcher shows the real ones
+        return rows
+    if summary.model:
+        rows.append(("model", summary.model))
     rows.append(("run", run_dir))
     rows.append(("report", f"{run_dir}/report.html"))
     rows.append(("next", f"tensorboard --logdir {run_dir}/tensorboard"))
@@ -277,5 +279,5 @@ def report(summary: Summary, console: PlainConsole, run_dir: Path, code: int, to
     kind = "stopped" if summary.status == "interrupted" else "error"
     for problem in (summary.error or "unknown").splitlines():
         console.line(f"{kind}: {problem}")
-    if code != 2:
+    if code != 2 and summary.backend != "rehearsal":
         console.line(f"details: {run_dir}/logs/driver.log")
