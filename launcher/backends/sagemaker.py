@@ -134,23 +134,26 @@ def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
     settings = job.resolved.config.sagemaker
     problems: list[str] = []
     region = aws.region_of(settings.region) or ""
+    known = region in aws.regions()
     if not region:
         problems.append("sagemaker.region: not set, and the AWS profile has none; for example us-east-1")
-    elif region not in aws.regions():
+    elif not known:
         problems.append(f"sagemaker.region: AWS has no such region (got {region!r})")
     s3_uri = settings.s3_uri
     if s3_uri is None:
         account = OFFLINE_ACCOUNT
         if offline:
             problems.append("sagemaker.s3_uri: needed with --offline; set it to s3://bucket/prefix")
-        elif not problems:
+        elif known:
             account = _collected(problems, lambda: aws.account_id(region), OFFLINE_ACCOUNT)
         s3_uri = f"s3://sagemaker-{region or 'us-east-1'}-{account}/stoker"
+    if not (offline or known):
+        _collected(problems, aws.refuse_without_credentials, None)
     stamp = f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     wanted = draft(job, job_name(job.name, stamp), region, s3_uri)
     problems += checks.problems(wanted)
     count, size = _measure(wanted, problems)
-    if not offline and not any(problem.startswith("AWS") for problem in problems) and region in aws.regions():
+    if not offline and not any(problem.startswith("AWS") for problem in problems) and known:
         problems += _collected(problems, lambda: list(aws.existence_problems(wanted)), [])
     if problems:
         raise UsageError(*dict.fromkeys(problems))

@@ -13,7 +13,8 @@ from launcher.sagemaker.upload import split_uri
 from stoker.errors import UsageError
 
 NO_CREDENTIALS = (
-    "AWS: no credentials found; run `aws configure` or set AWS_PROFILE (--dry-run --offline needs none)"
+    "AWS: no credentials found; run `aws configure` or set AWS_PROFILE (--dry-run --offline needs none, but"
+    " sagemaker.s3_uri)"
 )
 
 
@@ -73,6 +74,19 @@ def account_id(region: str) -> str:
     sts = client("sts", region)
     with readable_errors("credentials"):
         return str(sts.get_caller_identity()["Account"])
+
+
+def refuse_without_credentials() -> None:
+    """Laptop: look for credentials without asking AWS about them.
+
+    Raises:
+        UsageError: there are none.
+    """
+    import boto3
+
+    with readable_errors("credentials"):
+        if boto3.session.Session().get_credentials() is None:
+            raise UsageError(NO_CREDENTIALS)
 
 
 def existence_problems(draft: Draft) -> Iterator[str]:

@@ -56,6 +56,17 @@ def refusal(changes: dict[str, str], **options: Any) -> tuple[str, ...]:
     return caught.value.problems
 
 
+def test_the_first_refusal_names_all_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Region, host type and role, and also the credentials, and what to set to do without."""
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(UsageError) as caught:
+        backend.plan(open_job(load(None, ["name=flowers"])))
+    keys = [problem.partition(":")[0] for problem in caught.value.problems]
+    assert {"sagemaker.region", "sagemaker.gpu.type", "sagemaker.role", "AWS"} <= {*keys}
+    (aws,) = [problem for problem in caught.value.problems if problem.startswith("AWS: no credentials")]
+    assert "--offline needs none, but sagemaker.s3_uri" in aws
+
+
 WRONG: list[tuple[dict[str, str], str, str]] = [
     # hosts and groups
     (NO_PAIR, "sagemaker.gpu.type", "name an instance type"),
