@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launcher.job import COMMAND, Job
+from launcher.job import COMMAND, Job, examples_root
 from launcher.sagemaker.groups import Group, groups_of, training_group
 from launcher.sagemaker.upload import DataUpload, find_data_uploads
 from stoker.config import Resolved
+from stoker.recipe import load_recipe, metric_names
 from stoker.schema_places import ChannelConfig, SageMakerConfig
 
 INPUT = "/opt/ml/input/data"
@@ -33,9 +35,9 @@ METRICS = {
     "train:samples_per_s": r"([0-9.]+) samples/s  input wait",
     "train:input_wait_pct": r"input wait ([0-9.]+) %",
     "val:loss": r"val/loss ([0-9.eE+-]+)",
-    "val:acc1_pct": r"val/acc1 ([0-9.]+) %",
 }
 """CloudWatch graph → pattern of its value in the head's log lines (`tracking.console`)."""
+MOST_METRICS = 40
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def draft(job: Job, name: str, region: str, s3_uri: str) -> Draft:
     body = {
         "TrainingJobName": name,
         "RoleArn": settings.role,
-        "AlgorithmSpecification": _algorithm(settings, region),
+        "AlgorithmSpecification": _algorithm(job, settings, region),
         "HyperParameters": _hyperparameters(settings, f"{s3_uri}/{name}/code", keys),
         "Environment": dict(settings.environment) or None,
         "InputDataConfig": channels or None,
@@ -138,15 +140,32 @@ def draft(job: Job, name: str, region: str, s3_uri: str) -> Draft:
     return Draft(job, name, region, s3_uri, groups, _pruned(body), keys, data, data_at)
 
 
-def _algorithm(settings: SageMakerConfig, region: str) -> dict[str, Any]:
+def _algorithm(job: Job, settings: SageMakerConfig, region: str) -> dict[str, Any]:
     by_container = settings.entry == "container"
     return {
         "TrainingImage": settings.image or default_image(region),
         "TrainingInputMode": "File",
         "ContainerEntrypoint": list(ENTRYPOINT) if by_container else None,
         "EnableSageMakerMetricsTimeSeries": True,
-        "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in METRICS.items()],
+        "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in metrics_of(job).items()],
     }
+
+
+def metrics_of(job: Job) -> dict[str, str]:
+    """Laptop: METRICS, and the recipe's own as the console prints them."""
+    found, config = dict(METRICS), job.resolved.config
+    names = []
+    if config.script is None:
+        names = ["acc1"]
+        with contextlib.suppress(Exception):  # the hosts may have packages that this machine lacks
+            source = job.source_dir or examples_root()
+            names = metric_names(load_recipe(config.recipe, config.params, source))
+    for name in names[: MOST_METRICS - len(METRICS)]:
+        if name.endswith("acc1"):
+            found[f"val:{name}_pct"] = rf"val/{re.escape(name)} ([0-9.]+) %"
+        else:
+            found[f"val:{name}"] = rf"val/{re.escape(name)} ([0-9.eE+-]+)"
+    return found
 
 
 def _hyperparameters(settings: SageMakerConfig, code_uri: str, keys: dict[str, str]) -> dict[str, str]:

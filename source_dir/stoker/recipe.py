@@ -158,6 +158,29 @@ class Recipe(BaseModel):
         return None
 
 
+def metric_names(recipe: Recipe) -> list[str]:
+    """Anywhere: the names of `metrics()`, of the default ones without importing torch."""
+    own = type(recipe).metrics is not Recipe.metrics
+    return list(from_recipe(recipe, "metrics")) if own else ["acc1"]
+
+
+def from_recipe(recipe: Recipe, method: str, *arguments: str) -> Any:
+    """Head: call a method of the user's recipe; an exception becomes one line with its location.
+
+    Raises:
+        UsageError: raised by the recipe, or wrapping any other exception.
+    """
+    try:
+        return getattr(recipe, method)(*arguments)
+    except UsageError:
+        raise
+    except Exception as error:
+        name = type(recipe).__name__
+        raise UsageError(
+            f"recipe: {name}.{method}({', '.join(map(repr, arguments))}) failed: {where_raised(error)}"
+        ) from error
+
+
 def classification_loss(model: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
     """Train worker: mean cross-entropy of `image` against `label` (class indices or probabilities)."""
     import torch.nn.functional as F

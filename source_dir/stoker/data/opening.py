@@ -25,7 +25,7 @@ from stoker.data.sources.base import Source
 from stoker.data.sources.identity import Identity, identity_of
 from stoker.data.sources.seeding import drawing
 from stoker.errors import UsageError, where_raised
-from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe
+from stoker.recipe import SOURCE_FOLDER, Recipe, from_recipe, load_recipe
 from stoker.schema import Config
 
 BUFFER_SHARE = 0.25
@@ -233,23 +233,6 @@ def refuse_uncacheable(recipe: str, data: Data) -> None:
             " set data.cache=none, or draw in a transform of the chain"
         )
     refuse_nothing_to_keep(data.chains["train"].stages)
-
-
-def from_recipe(recipe: Recipe, method: str, *arguments: str) -> Any:
-    """Head: call a method of the user's recipe; an exception becomes one line with its location.
-
-    Raises:
-        UsageError: raised by the recipe, or wrapping any other exception.
-    """
-    try:
-        return getattr(recipe, method)(*arguments)
-    except UsageError:
-        raise
-    except Exception as error:
-        name = type(recipe).__name__
-        raise UsageError(
-            f"recipe: {name}.{method}({', '.join(map(repr, arguments))}) failed: {where_raised(error)}"
-        ) from error
 
 
 def start_coordinator(

@@ -11,10 +11,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stoker.data.opening import from_recipe
 from stoker.errors import UsageError, nearest
 from stoker.figures import count_of
-from stoker.recipe import Recipe
+from stoker.recipe import Recipe, metric_names
 from stoker.schema import Config, EarlyStoppingConfig
 from stoker.tracking.summary import less_is_better
 
@@ -140,9 +139,7 @@ def check_monitors(config: Config, recipe: Recipe, has_val: bool) -> None:
         return
     there = [*ALWAYS]
     if has_val:
-        # Torchmetrics takes seconds to import, so the default's one name is hard-coded.
-        own = ["acc1"] if type(recipe).metrics is Recipe.metrics else list(from_recipe(recipe, "metrics"))
-        there += ["val/loss", *(f"val/{name}" for name in own)]
+        there += ["val/loss", *(f"val/{name}" for name in metric_names(recipe))]
     problems = [
         _unknown(name, there, key) + ("" if has_val or not name.startswith("val/") else " (no validation)")
         for key, name in names.items()
