@@ -1,11 +1,11 @@
-"""Anywhere: human-readable sizes and times."""
+"""Anywhere: human-readable counts, sizes and times."""
 
 from __future__ import annotations
 
 
-def count_of(count: int, noun: str) -> str:
-    """Anywhere: 1 shard, 2 shards."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
+def count_of(number: int, noun: str) -> str:
+    """Anywhere: 1 host, 2 hosts."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def size(count: float) -> str:

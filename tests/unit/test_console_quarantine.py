@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from stoker.tracking.console import PlainConsole
-from stoker.tracking.summary import Summary
+from stoker.report.panels import of_run
+from stoker.report.reading import read_run
+from stoker.tracking.console import PlainConsole, closing_rows
+from stoker.tracking.summary import Records, Summary
 
 pytestmark = pytest.mark.unit
 
 
 def test_equal_reasons_are_one_line_per_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = PlainConsole(epochs=2, log=tmp_path / "console.log")
-    for epoch in range(2):
-        for number in range(60):
+    for epoch in range(2):  # the second one meets all but one of its bad records again
+        for number in range(60 + epoch):
             reason = "KeyError: 'mask'" if number else "ValueError: too small"
             bad = {"event": "quarantined", "split": "train", "key": f"r{number}", "reason": reason}
             console.take(bad)
@@ -27,8 +30,23 @@ def test_equal_reasons_are_one_line_per_epoch(tmp_path: Path, capsys: pytest.Cap
         "quarantined train record r1: KeyError: 'mask'",
         "quarantined 58 more train records like r1: KeyError: 'mask'",
         "epoch 1/2 done: ",
-        "quarantined 1 more train record like r0: ValueError: too small",
-        "quarantined 59 more train records like r1: KeyError: 'mask'",
+        "quarantined 1 more train record like r1: KeyError: 'mask'",
     ]
     assert capsys.readouterr().out.splitlines() == expected
     assert (tmp_path / "console.log").read_text().splitlines() == expected
+
+
+def test_a_bad_record_of_every_epoch_is_one_record(tmp_path: Path) -> None:
+    summary = Summary(name="job", backend="local")
+    summary.records = Records(read=432, trained=429, quarantined=3)
+    rows = [{"split": "train", "epoch": epoch, "key": "square/img_007.jpg"} for epoch in range(3)]
+    rows.append({"split": "val", "epoch": 0, "key": "square/img_001.jpg"})
+    file = tmp_path / "quarantine.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    books = dict(closing_rows(summary, str(tmp_path)))["records"]
+    assert books == "432 read = 429 trained + 3 quarantined (1 record in 3 epochs) + 0 remaining"
+    summary.write(tmp_path)
+    (found,) = [panel for panel in of_run(read_run(tmp_path)) if panel.title == "Records in and out"]
+    assert "3 quarantined (1 record in 3 epochs)" in found.caption
+    summary.records.quarantined = 5  # two of them in an earlier run directory
+    assert "5 quarantined + 0" in dict(closing_rows(summary, str(tmp_path)))["records"]

@@ -11,6 +11,7 @@ from stoker.figures import size
 from stoker.report import charts
 from stoker.report.charts import Bar, Event, Line, Part, Point, figure
 from stoker.report.reading import RunData
+from stoker.tracking.recorder import repeats_text
 
 Rows = list[list[str]]
 
@@ -198,6 +199,7 @@ def records(run: RunData) -> Panel | None:
         Bar("left over at the ends of epochs", found.remainder),
     ]
     text = f"{found.read:,} read = {found.trained:,} trained + {found.quarantined:,} quarantined"
+    text += repeats_text(run.run_dir, found)
     text += f" + {found.remainder:,} left over."
     return panel(
         "Records in and out",

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from stoker.costs.cost import cost_row
+from stoker.figures import count_of
 from stoker.redaction import scrub
 from stoker.session import metrics_line
+from stoker.tracking.recorder import repeats_text
 from stoker.tracking.sinks import Sink
 from stoker.tracking.summary import Records, Summary
 
@@ -36,6 +38,8 @@ class PlainConsole(Sink):
         """Set when the data is open; None if its length is unknown."""
         self.last = 0.0
         self.log = log.open("a", buffering=1) if log else None
+        self.known_bad: set[tuple[str, str]] = set()
+        """(split, key) of quarantined records; later epochs meet them again."""
         self.bad: dict[tuple[str, str], tuple[str, int]] = {}
         """(split, reason) of quarantined records → key of the first one, and how many more were not shown."""
 
@@ -104,7 +108,10 @@ class PlainConsole(Sink):
             self.line(f"host joined: {event['host']}")
 
     def quarantined(self, split: str, key: str, reason: str) -> None:
-        """Show the first record of each reason at once, and count the others."""
+        """Show the first record of each reason at once, and count the others; each record once."""
+        if (split, key) in self.known_bad:
+            return
+        self.known_bad.add((split, key))
         if (split, reason) not in self.bad:
             self.line(f"quarantined {split} record {key}: {reason}")
         first, more = self.bad.get((split, reason), (key, -1))
@@ -114,8 +121,8 @@ class PlainConsole(Sink):
         """One line for the equal reasons since the last time; each record is in quarantine.jsonl."""
         for (split, reason), (first, more) in self.bad.items():
             if more:
-                records = "record" if more == 1 else "records"
-                self.line(f"quarantined {more} more {split} {records} like {first}: {reason}")
+                records = count_of(more, f"more {split} record")
+                self.line(f"quarantined {records} like {first}: {reason}")
                 self.bad[split, reason] = first, 0
 
     def close(self, summary: Summary) -> None:
@@ -238,7 +245,7 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         )
         rows.append(("cache", text))
     if summary.script is None:
-        rows.append(("records", books_text(records)))
+        rows.append(("records", books_text(records, repeats_text(Path(run_dir), records))))
     if cost := cost_row(summary):
         rows.append(cost)
     if "url" in summary.tracking.get("mlflow", {}):
@@ -260,10 +267,10 @@ def bottleneck_text(summary: Summary) -> str:
     return BINDS[summary.bottleneck] if summary.bottleneck else ""
 
 
-def books_text(records: Records) -> str:
+def books_text(records: Records, repeats: str = "") -> str:
     """Head: the training records of all epochs, by outcome."""
     text = (
-        f"{records.read} read = {records.trained} trained + {records.quarantined} quarantined"
+        f"{records.read} read = {records.trained} trained + {records.quarantined} quarantined{repeats}"
         f" + {records.remainder} remaining"
     )
     return f"{text}; {records.repeated} repeated" if records.repeated else text

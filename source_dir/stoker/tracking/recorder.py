@@ -13,10 +13,11 @@ from typing import Any
 from stoker.costs.cost import run_cost
 from stoker.costs.prices import PriceList
 from stoker.errors import UsageError
+from stoker.figures import count_of
 from stoker.redaction import scrub
 from stoker.tracking.bottleneck import HostLoad, bottleneck
 from stoker.tracking.sinks import Sink
-from stoker.tracking.summary import STEP_TERMS, Summary, read_summary
+from stoker.tracking.summary import STEP_TERMS, Records, Summary, read_summary
 
 NOTABLE = ("resumed", "stop", "stopped", "note", "host_lost", "host_joined")
 """Events included in the summary."""
@@ -259,6 +260,23 @@ def _earlier(run_dir: Path) -> Summary | None:
     with contextlib.suppress(UsageError):  # none, or cut by a full disk
         return read_summary(run_dir / "summary.json")
     return None
+
+
+def repeats_text(run_dir: Path, records: Records) -> str:
+    """Head and laptop: ` (1 record in 3 epochs)`, for quarantined records of which some count repeatedly.
+
+    Empty if it has none, or if the directory does not list all of them, as after a resume elsewhere.
+    """
+    path, passes = run_dir / "quarantine.jsonl", set()
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            row = json.loads(line)
+            if row["split"] == "train":
+                passes.add((row["epoch"], row["key"]))
+    keys = len({key for _, key in passes})
+    if len(passes) != records.quarantined or keys == len(passes):
+        return ""
+    return f" ({count_of(keys, 'record')} in {len({epoch for epoch, _ in passes})} epochs)"
 
 
 def notable_events(run_dir: Path) -> list[dict[str, Any]]:
