@@ -15,7 +15,6 @@ from stoker.config import Resolved, load, schema_rows, type_name
 from stoker.errors import UsageError
 from stoker.redaction import redact
 from stoker.schema import Config
-from stoker.session import metrics_line
 
 if TYPE_CHECKING:
     from launcher.job import Job
@@ -145,8 +144,8 @@ def standing(run_dir: Path) -> list[str]:
         summary = read_summary(path)
     except UsageError as error:
         return [f"no figures: {error}"]
-    if summary.script is not None:
-        return [metrics_line(summary.steps, summary.metrics.last)] if summary.steps else []
+    if summary.script is not None and not summary.speed.steady_samples_per_s:
+        return []
     if not summary.steps:
         return [f"{len(summary.cluster.hosts)} hosts; no step yet"]
     found, speed = judged(summary), summary.speed

@@ -84,6 +84,7 @@ def report(paths: list[Path], output: Path | None, show: bool) -> int:
 
 def show(frame: pandas.DataFrame) -> None:
     """Laptop: print the results, speed and cost of each run, then the configuration differences."""
+    from rich.columns import Columns
     from rich.console import Console
     from rich.table import Table
 
@@ -91,16 +92,26 @@ def show(frame: pandas.DataFrame) -> None:
     columns += [c for c in ("hosts",) if frame[c].nunique() > 1]
     costs = [c for c in ("usd", "usd_per_million_samples") if frame[c].notna().any()]
     columns += costs
+    titles = [TITLES.get(column, column.removeprefix("best/")) for column in columns]
     results = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    results.add_column("run", overflow="fold", min_width=max(map(len, map(str, frame.index))))
+    results.add_column("run")
     results.add_column("status")
-    for column in columns:
-        title = TITLES.get(column, column.removeprefix("best/"))
+    for column, title in zip(columns, titles, strict=True):
         results.add_column(title, justify="left" if column == "hosts" else "right")
-    for name, row in frame.iterrows():
-        results.add_row(str(name), row["status"], *(cell(column, row[column]) for column in columns))
+    rows = [
+        (str(name), row["status"], *(cell(column, row[column]) for column in columns))
+        for name, row in frame.iterrows()
+    ]
+    for cells in rows:
+        results.add_row(*cells)
     console = Console(highlight=False)
-    console.print(results)
+    if console.measure(results, options=console.options.update(width=10_000)).maximum <= console.width:
+        console.print(results)
+    else:  # a table squeezed into a narrow terminal is unreadable
+        for name, status, *texts in rows:
+            console.print(name, status, style="bold")
+            figures = (f"{title} {text}" for title, text in zip(titles, texts, strict=True) if text != "–")
+            console.print(Columns(figures, padding=(0, 2)))
     console.print(
         "metrics: best of each run; wait: share of the training time spent waiting for data"
         + ("; costs: estimated, per 1M samples at the steady rate" if costs else ""),

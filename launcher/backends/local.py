@@ -23,6 +23,7 @@ from launcher.job import COMMAND, Job
 from stoker.errors import UsageError
 from stoker.integrations.scripts.checks import command_line
 from stoker.place import BACKEND_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE
+from stoker.tracking.console import metrics_text
 from stoker.tracking.summary import finite
 
 PROCESS_FILE = "process.id"
@@ -179,7 +180,10 @@ class PastRun:
         metrics = found.get("metrics")
         last = metrics.get("last") if isinstance(metrics, dict) else None
         known = finite(last) if isinstance(last, dict) else {}
-        parts += [f"{name} {value:.4f}" for name, value in known.items()]
+        if found.get("script"):
+            parts += [f"{name} {value:.6g}" for name, value in known.items()]
+        elif known:  # without the speed of the last epoch: `standing` has that of the run
+            parts.append(metrics_text({n: v for n, v in known.items() if not n.startswith("perf/")}))
         return "  ".join(parts)
 
     def logs(self, follow: bool = False) -> Iterator[str]:

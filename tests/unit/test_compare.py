@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,27 @@ def test_the_table_shows_what_differs_and_nothing_else(runs: list[Path]) -> None
     assert "train.lr=0.1" in shown.output and "data.order=exact" in shown.output
     assert "train.batch_size" not in shown.output
     assert "93.00 %" in shown.output and "1,234" in shown.output and "38 %" in shown.output
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_a_narrow_terminal_gets_whole_words(
+    runs: list[Path], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = CliRunner().invoke(app, ["compare", *map(str, runs)]).output
+    assert "…" not in shown
+    for word in ("succeeded", "samples/s", "val/acc1", "$/1M samples", "1,234", "0.42"):
+        assert word in shown, shown
+
+
+def test_what_was_not_measured_is_no_zero(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "flowers-1", None)
+    content = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps(content | {"speed": {}}))
+    frame = runs_dataframe([run, make_run(tmp_path, "flowers-2", 0.9)])
+    assert frame["samples_per_s"].isna().tolist() == [True, False] == frame["input_wait_pct"].isna().tolist()
+    shown = CliRunner().invoke(app, ["compare", str(run)]).output
+    assert "–" in shown and " 0 %" not in shown
 
 
 def test_csv_has_every_column(runs: list[Path], tmp_path: Path) -> None:

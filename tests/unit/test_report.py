@@ -153,6 +153,7 @@ def test_status_tells_the_verdict(tmp_path: Path) -> None:
     run = record(tmp_path / "run", 100)
     shown = CliRunner().invoke(app, ["status", str(run)])
     assert shown.exit_code == 0 and "input-bound: 38 %" in shown.output
+    assert "val/loss 0.6000  val/acc1 75.00 %" in shown.output, "as on the console"
     for text in (shown.output, page_of(run).text):
         assert "0.40 per 1M samples at the steady rate" in text, "the cost of the run also has its start"
 

@@ -14,6 +14,7 @@ import torch
 
 import stoker
 from launcher.backends.local import PastRun
+from launcher.commands import standing
 from stoker import session
 from stoker.config import load, resolved_yaml
 from stoker.report.page import write_report
@@ -121,9 +122,14 @@ def test_a_scripts_events_become_summary_files_report_and_screen(
     assert (found.script, found.args, found.steps) == ("train.py", ["--lr", "0.1"], 20)
     assert found.metrics.last == {"loss": 1.0, "acc": 0.5}
     rows = dict(closing_rows(found, "run"))
+    found.metrics.last |= {"val/acc": 0.41666}
+    for best, text in ((0.41666, None), (0.5, "0.5")):
+        found.metrics.best["val/acc"] = best
+        assert dict(closing_rows(found, "run")).get("best val/acc") == text, "not the same value twice"
     assert rows["loss"] == "1" and not {"samples/s", "input wait", "records"} & rows.keys()
     assert verdict(found).headline == "own script: the time it waits for data was not measured"
-    assert "epoch" not in PastRun(run_dir).status(), "nobody knows what a script's epochs are"
+    assert PastRun(run_dir).status() == "succeeded  step 20  loss 1  acc 0.5", "a script's epochs are unknown"
+    assert standing(run_dir) == [], "nothing that is not in the status"
     write_report([run_dir], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert ">loss</h" in page and ">acc</h" in page

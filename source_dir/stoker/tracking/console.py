@@ -203,15 +203,18 @@ def metrics_text(metrics: dict[str, float]) -> str:
     """Head: an epoch's metrics on one line."""
     parts = []
     for name, value in metrics.items():
-        if name.endswith("acc1"):
-            parts.append(f"{name} {100 * value:.2f} %")
-        elif name == "perf/samples_per_s":
+        if name == "perf/samples_per_s":
             parts.append(f"{value:.0f} samples/s")
         elif name == "perf/input_wait_pct":
             parts.append(f"input wait {value:.0f} %")
         elif name != "lr":
-            parts.append(f"{name} {value:.4f}")
+            parts.append(f"{name} {metric_text(name, value)}")
     return "  ".join(parts)
+
+
+def metric_text(name: str, value: float) -> str:
+    """Head and laptop: a metric's value."""
+    return f"{100 * value:.2f} %" if name.endswith("acc1") else f"{value:.4f}"
 
 
 def export_text(event: dict[str, Any]) -> str:
@@ -224,15 +227,14 @@ def export_text(event: dict[str, Any]) -> str:
 
 def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
     """Head: the rows of the closing table."""
-    rows = []
-    for name, value in summary.metrics.best.items():
-        if name.startswith("val/"):
-            text = f"{100 * value:.2f} %" if name.endswith("acc1") else f"{value:.4f}"
-            rows.append((f"best {name}", text))
+    best = {name: value for name, value in summary.metrics.best.items() if name.startswith("val/")}
     speed, records = summary.speed, summary.records
     if summary.script is not None:
-        rows += [(name, f"{value:.6g}") for name, value in summary.metrics.last.items()]
+        last = summary.metrics.last
+        rows = [(f"best {name}", f"{value:.6g}") for name, value in best.items() if value != last.get(name)]
+        rows += [(name, f"{value:.6g}") for name, value in last.items()]
     else:
+        rows = [(f"best {name}", metric_text(name, value)) for name, value in best.items()]
         rows.append(("samples/s", f"{speed.steady_samples_per_s:.0f}"))
         rows.append(("input wait", f"{speed.input_wait_pct:.0f} % of the training time"))
     if summary.bottleneck:

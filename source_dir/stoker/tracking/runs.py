@@ -57,7 +57,7 @@ def runs_dataframe(paths: Sequence[str | Path]) -> pandas.DataFrame:
 
     Returns:
         Columns: status, backend, started, hosts, train_workers, seconds, epochs, steps, samples_per_s
-        (without warm-up), input_wait_pct (% of the training time), bottleneck, usd and
+        (without warm-up), input_wait_pct (% of training time; both None if not measured), bottleneck, usd,
         usd_per_million_samples (estimated, the second at samples_per_s; None where prices are not known),
         `last/<metric>`, `best/<metric>`, and `config/<section.key>` for every key of the configuration.
 
@@ -91,8 +91,8 @@ def row_of(run_dir: Path) -> dict[str, Any]:
         "seconds": summary.seconds,
         "epochs": summary.epochs,
         "steps": summary.steps,
-        "samples_per_s": summary.speed.steady_samples_per_s,
-        "input_wait_pct": summary.speed.input_wait_pct,
+        "samples_per_s": summary.speed.steady_samples_per_s or None,
+        "input_wait_pct": summary.speed.input_wait_pct if summary.speed.steady_samples_per_s else None,
         "bottleneck": summary.bottleneck,
         "usd": cost.get("usd"),
         "usd_per_million_samples": cost.get("usd_per_million_samples"),
