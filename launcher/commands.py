@@ -13,6 +13,7 @@ from launcher.backends import attach, backend, backends
 from launcher.backends.base import Backend, Options, RemoteRun
 from stoker.config import Resolved, load, schema_rows, type_name
 from stoker.errors import UsageError
+from stoker.figures import count_of
 from stoker.redaction import redact
 from stoker.schema import Config
 
@@ -147,7 +148,7 @@ def standing(run_dir: Path) -> list[str]:
     if summary.script is not None and not summary.speed.steady_samples_per_s:
         return []
     if not summary.steps:
-        return [f"{len(summary.cluster.hosts)} hosts; no step yet"]
+        return [f"{count_of(len(summary.cluster.hosts), 'host')}; no step yet"]
     found, speed = judged(summary), summary.speed
     lines = [found.headline, *found.details]
     lines.append(f"{speed.steady_samples_per_s:.0f} samples/s, input wait {speed.input_wait_pct:.0f} %")

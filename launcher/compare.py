@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.errors import UsageError
+from stoker.figures import count_of
 from stoker.tracking.runs import CONFIG, differing, find_runs, row_of, runs_dataframe
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def compare(paths: list[str], csv: str | None) -> int:
     except OSError as error:
         raise UsageError(f"--csv {csv}: cannot be written: {error.strerror}") from None
     if csv != "-":
-        print(f"written: {csv} ({len(frame)} runs, {len(frame.columns)} columns)")
+        print(f"written: {csv} ({count_of(len(frame), 'run')}, {len(frame.columns)} columns)")
     return 0
 
 

@@ -46,7 +46,8 @@ def resolve(asked: str | None, backend: Backend, config: Config) -> Resume:
     if asked == "auto":
         found = newest_unfinished(config)
         if found is None:
-            print(f"no unfinished run of {config.name} in {config.output_dir}/; starting a new one")
+            where = f"{config.name} in {config.output_dir}/"
+            print(f"no unfinished run of {where} has a checkpoint; starting a new one")
             return Resume("auto")
         return _run(found, backend, config)
     copied = backend.checkpoints == "copies"

@@ -76,7 +76,7 @@ class RayRequest:
         rows = [
             ("cluster", self.server.address),
             ("versions", self.versions),
-            ("upload", f"{self.code_files} files, {figures.size(self.code_bytes)}"),
+            ("upload", f"{figures.count_of(self.code_files, 'file')}, {figures.size(self.code_bytes)}"),
             ("results", f"{self.run_dir} on the cluster"),
         ]
         lines = [f"{name:<9} {value}" for name, value in rows]

@@ -15,6 +15,7 @@ from launcher.sagemaker.request import CODE_CHANNEL, IMAGE_ACCOUNT, INPUT, Draft
 from stoker.config import load
 from stoker.costs import prices
 from stoker.errors import UsageError, nearest
+from stoker.figures import count_of
 from stoker.redaction import is_secret
 
 PYTHONS = ((3, 11), (3, 12))
@@ -116,7 +117,7 @@ def _training(draft: Draft) -> Iterator[str]:
     cpu_hosts = sum(group.count for group in groups if group is not trains)
     if config.cluster.min_cpu_hosts is not None and config.cluster.min_cpu_hosts > cpu_hosts:
         yield (
-            f"cluster.min_cpu_hosts: the job has {cpu_hosts} CPU hosts"
+            f"cluster.min_cpu_hosts: the job has {count_of(cpu_hosts, 'CPU host')}"
             f" (got {config.cluster.min_cpu_hosts}); lower it or raise sagemaker.cpu.count"
         )
     for name in config.data.preprocess_on:

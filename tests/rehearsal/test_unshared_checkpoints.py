@@ -22,6 +22,6 @@ def test_restarts_are_refused_where_the_checkpoints_of_one_host_are_not_on_the_o
     run = rehearsal.submit(rehearsal.plan(Job(load(None, keys), RECIPES)), show=False)
     assert run.wait() == 2, run.failure_reason
     line = run.failure_reason
-    assert "train.max_failures: 1 restart(s) may land on another host, but algo-" in line
+    assert "train.max_failures: 1 restart may land on another host, but algo-" in line
     assert "cannot see the checkpoints in /opt/ml/checkpoints of algo-" in line
     assert "set checkpoint.dir to s3:// or a folder shared by the hosts that train" in line

@@ -132,6 +132,8 @@ class TestFedWell:
         found = judged(waits={"wait_production": 3.0}, compute=97)
         assert found.binds == "gpu"
         assert found.headline == "well fed: the GPUs are the bottleneck; only 3 % of each step waits for data"
+        never = judged(waits={"wait_production": 0.2}, compute=99.8)
+        assert never.headline == "well fed: the GPUs are the bottleneck; data is never late", "not `only 0 %`"
 
     def test_fewer_hosts_where_they_idle(self) -> None:
         hosts = (GPU_HOST, *(cpu_host(n) for n in (2, 3, 4, 5)))

@@ -16,8 +16,10 @@ from typer.testing import CliRunner
 from launcher.commands import last_progress
 from launcher.submit import app
 from stoker.errors import UsageError
-from stoker.report.charts import nice_ticks, thin
+from stoker.report.charts import _labels, nice_ticks, thin
 from stoker.report.page import write_report
+from stoker.report.panels import of_run
+from stoker.report.reading import read_run
 from stoker.tracking.summary import read_summary
 
 
@@ -50,6 +52,8 @@ def test_start_up_records_and_the_part_that_limits_are_charts_of_their_own(tmp_p
     page = page_of(run)
     assert "100 read = 97 trained + 2 quarantined + 1 left over." in page.text
     assert "The first step ended 9 s after the start" in page.text
+    assert "<th>phase</th>" in page.text.replace(' scope="col"', "") and ">until<" not in page.text
+    assert "Mean step: 100 ms" in page.text
     assert "cluster formed, 6 s" in page.text and "model built, 1.99 s" in page.text
     assert "compute, 99 ms" in page.text and "everything else, 1 ms" in page.text
     assert page.text.count("limits the run") == 1
@@ -147,6 +151,18 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
         "Cost by cluster shape",
     ]
     assert "1 × gpu + 2 × cpu" in page.text
+
+
+def test_close_ticks_differ_and_round_ones_stay_short() -> None:
+    assert _labels([1.158, 1.16, 1.162]) == ["1.158", "1.160", "1.162"]
+    assert _labels([1000.0, 1000.5, 1001.0]) == ["1,000.0", "1,000.5", "1,001.0"]
+    assert _labels([0.0, 0.5, 1.0]) == ["0", "0.5", "1"]
+
+
+def test_one_logged_step_is_no_course(tmp_path: Path) -> None:
+    run = read_run(record(tmp_path / "run", 1, epochs=1))
+    (loss,) = [panel for panel in of_run(run) if panel.title == "Loss"]
+    assert "in the only logged step." in loss.caption and "From" not in loss.caption
 
 
 def test_status_tells_the_verdict(tmp_path: Path) -> None:

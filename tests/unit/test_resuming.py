@@ -165,12 +165,15 @@ def runs(tmp_path: Path) -> Config:
     return load(None, ["name=digits", f"output_dir={tmp_path}"]).config
 
 
-def test_typed_auto_goes_on_with_the_newest_unfinished_run_of_the_name(runs: Config) -> None:
+def test_typed_auto_goes_on_with_the_newest_unfinished_run_of_the_name(
+    runs: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = resolve("auto", "local", runs)
     assert found.run_dir == Path(runs.output_dir) / "digits-20260102-000000"
     assert found.value == "auto"
     other = runs.model_copy(update={"name": "new"})
     assert resolve("auto", "local", other) == launcher.Resume("auto")
+    assert "no unfinished run of new in" in (said := capsys.readouterr().out) and "has a checkpoint" in said
     assert resolve(None, "local", runs) == launcher.Resume()
 
 

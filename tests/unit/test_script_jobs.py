@@ -228,3 +228,15 @@ def test_what_measures_a_recipes_chain_refuses_a_script(project: Path) -> None:
 
     with pytest.raises(UsageError, match="size: needs a recipe"):
         size(Path("train.py"), [], SizeOptions())
+
+
+def test_the_opening_line_counts_in_proper_plurals(project: Path) -> None:
+    from stoker.integrations.scripts.work import ScriptWork
+
+    work = ScriptWork.__new__(ScriptWork)
+    work.config, work.use_gpu, work.where = job_of("train.py").config, False, str(project)
+    said = []
+    for work.workers in (1, 2):
+        said.append(work.opening_line().partition("; ")[2])
+    assert said == ["starting it on 1 CPU train worker …", "starting it on 2 CPU train workers …"]
+    assert work.notes()[0].startswith(f"{len(list(project.iterdir()))} files from before")

@@ -14,6 +14,7 @@ from typing import Any
 
 from stoker.bootstrap.topology import GROUP_LABEL
 from stoker.errors import UsageError
+from stoker.figures import count_of
 from stoker.schema import Config
 
 PROBE_TIMEOUT_S = 300.0
@@ -39,10 +40,10 @@ def refuse_unshared(config: Config, where: str, train_group: str | None, use_gpu
     blind = hosts_without(where, list(hosts)) if len(hosts) > 1 else []
     if blind:
         raise UsageError(
-            f"train.max_failures: {config.train.max_failures} restart(s) may land on another host, but"
-            f" {', '.join(sorted(hosts[node] for node in blind))} cannot see the checkpoints in {where} of"
-            f" {hosts[next(iter(hosts))]}; set checkpoint.dir to s3:// or a folder shared by the hosts that"
-            " train, or set train.max_failures=0"
+            f"train.max_failures: {count_of(config.train.max_failures, 'restart')} may land on another host,"
+            f" but {', '.join(sorted(hosts[node] for node in blind))} cannot see the checkpoints in {where}"
+            f" of {hosts[next(iter(hosts))]}; set checkpoint.dir to s3:// or a folder shared by the hosts"
+            " that train, or set train.max_failures=0"
         )
 
 

@@ -187,15 +187,23 @@ def _apart(ends: list[tuple[float, str]], lowest: float, gap: float = 13.0) -> I
         yield last, name
 
 
+def _labels(ticks: Sequence[float]) -> list[str]:
+    """Three digits, or as many decimals as it takes to tell the ticks apart."""
+    labels, digits = [figure(tick) for tick in ticks], 0
+    while len({*labels}) < len({*ticks}):
+        labels, digits = [f"{tick:,.{digits}f}" for tick in ticks], digits + 1
+    return labels
+
+
 def _axes(x: _Scale, y: _Scale, height: int, x_label: str, y_label: str, end: float) -> Iterator[str]:
-    for tick in y.ticks:
+    for tick, label in zip(y.ticks, _labels(y.ticks), strict=True):
         at, below = f"{y(tick):.1f}", f"{y(tick) + 3.6:.1f}"
         yield f'<line class="grid" x1="{LEFT}" x2="{end}" y1="{at}" y2="{at}"/>'
-        yield f'<text class="tick" x="{LEFT - 5}" y="{below}" text-anchor="end">{figure(tick)}</text>'
-    for tick in x.ticks:
+        yield f'<text class="tick" x="{LEFT - 5}" y="{below}" text-anchor="end">{label}</text>'
+    for tick, label in zip(x.ticks, _labels(x.ticks), strict=True):
         yield (
             f'<text class="tick" x="{x(tick):.1f}" y="{height - BOTTOM + 14}" text-anchor="middle">'
-            f"{figure(tick)}</text>"
+            f"{label}</text>"
         )
     yield f'<text class="axis" x="{end}" y="{height - 4}" text-anchor="end">{escape(x_label)}</text>'
     yield f'<text class="axis" x="0" y="9">{escape(y_label)}</text>'

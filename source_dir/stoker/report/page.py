@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 
 from stoker.errors import where_raised
-from stoker.figures import duration
+from stoker.figures import count_of, duration
 from stoker.report import charts, panels
 from stoker.report.comparison import comparison
 from stoker.report.reading import RunData, read_run
@@ -130,7 +130,7 @@ def key_figures(summary: Summary) -> list[Figure]:
     if speed.step_ms_p50:
         found.append(Figure("step", charts.figure(speed.step_ms_p50, "ms"), "median"))
     if summary.seconds:
-        steps = f"{summary.steps:,} steps" if summary.steps or summary.script is None else ""
+        steps = count_of(summary.steps, "step") if summary.steps or summary.script is None else ""
         found.append(Figure("time", duration(summary.seconds), steps))
     if records.read:
         note = f"{records.quarantined:,} quarantined, {records.remainder:,} left over"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup
 
-from stoker.figures import size
+from stoker.figures import count_of, size
 from stoker.report import charts
 from stoker.report.charts import Bar, Event, Line, Part, Point, figure
 from stoker.report.reading import RunData
@@ -145,7 +145,7 @@ def step_time(run: RunData) -> Panel | None:
     if total <= 0:
         return None
     largest = max(every, key=lambda part: part.value)
-    text = f"A step takes {figure(total, 'ms')}; largest part: {largest.name}, {figure(largest.value, 'ms')}."
+    text = f"Mean step: {figure(total, 'ms')}; largest part: {largest.name}, {figure(largest.value, 'ms')}."
     rows = [[p.name, figure(p.value), f"{100 * p.value / total:.1f} %"] for p in every]
     parts = visible(every)
     return panel(
@@ -181,7 +181,7 @@ def start(run: RunData) -> Panel | None:
         "Start-up",
         charts.stacked_bar("Start-up by phase", text, parts, "s"),
         caption=text,
-        heads=["until", "s"],
+        heads=["phase", "s"],
         rows=[[p.name, figure(p.value)] for p in every],
         keys=[(n + 1, f"{p.name}, {figure(p.value, 's')}") for n, p in enumerate(parts)],
     )
@@ -267,7 +267,8 @@ def loss(run: RunData) -> Panel | None:
         if run.metrics.get(name):
             lines.append(Line(short, run.metrics[name]))
     last = lines[-1].points[-1][1]
-    text = f"From {figure(run.loss[0][1])} to {figure(run.loss[-1][1])} in {len(run.loss):,} logged steps."
+    course = f"From {figure(run.loss[0][1])} to {figure(run.loss[-1][1])} in {len(run.loss):,} logged steps."
+    text = course if len(run.loss) > 1 else f"{figure(run.loss[0][1])} in the only logged step."
     svg = charts.line_chart("Loss against the global step", text, lines, "global step", "loss", height=220)
     caption = f"{text} {lines[-1].name.capitalize()} ends at {figure(last)}."
     return panel("Loss", svg, caption=caption, heads=["step", "loss"], rows=_table(run.loss))
@@ -344,7 +345,7 @@ def host_cpu(run: RunData) -> Panel | None:
         )
         for host in shown
     ]
-    number = "1 host" if len(order) == 1 else f"{len(order)} hosts"
+    number = count_of(len(order), "host")
     caption = f"From 0 to 100 % of each host's CPUs, over the run; {number}."
     if len(order) > len(shown):
         caption += f" The charts show the first {len(shown)}, the table all."

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.costs import prices
+from stoker.figures import count_of
 from stoker.tracking.summary import Bottleneck, Host, Summary
 
 MIN_STEPS = 10
@@ -101,7 +102,7 @@ def verdict(summary: Summary) -> Verdict:
     if summary.script is not None and not summary.speed.steady_samples_per_s:
         return Verdict("own script: the time it waits for data was not measured", None)
     if summary.steps < MIN_STEPS or not summary.speed.steady_samples_per_s:
-        steps = f"{summary.steps} step{'' if summary.steps == 1 else 's'}"
+        steps = count_of(summary.steps, "step")
         return Verdict(f"too short to judge: {steps}; at least {MIN_STEPS} are needed", None)
     facts = _facts(summary)
     if facts is None:
@@ -109,7 +110,8 @@ def verdict(summary: Summary) -> Verdict:
     percent = f"{100 * facts.waits:.0f} %"
     if facts.binds == "gpu":
         who = "the GPUs are the bottleneck" if facts.on_gpus else "training itself is the bottleneck"
-        head = f"well fed: {who}; only {percent} of each step waits for data"
+        waits = f"only {percent} of each step waits for data" if facts.waits >= 0.01 else "data is never late"
+        head = f"well fed: {who}; {waits}"
         return Verdict(head, "gpu", [*_fewer_hosts(summary, facts), *_cost(summary)])
     head = f"input-bound: {percent} of each step waits for data; {_who_binds(facts)}"
     advice = {

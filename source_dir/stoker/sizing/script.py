@@ -9,6 +9,7 @@ from typing import Any
 
 from stoker.costs import prices
 from stoker.errors import UsageError
+from stoker.figures import count_of
 from stoker.integrations.check.timeline import (
     LEAST_STEPS,
     STARTING,
@@ -157,7 +158,7 @@ def checked(
         )
     if found[0].steps < LEAST_STEPS:
         raise UsageError(
-            f"{script}: too short to judge: {loaders[main].batches} steps; at least"
+            f"{script}: too short to judge: {count_of(loaders[main].batches, 'step')}; at least"
             f" {LEAST_STEPS + STARTING + 1} are needed: use more data or epochs"
         )
     return found

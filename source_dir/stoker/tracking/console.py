@@ -243,7 +243,7 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         held = sum(host["bytes"] for host in summary.cache["hosts"])
         text = (
             f"{summary.cache['hit_pct']:.0f} % of the last epoch's records came from {summary.cache['kind']},"
-            f" {held / 1e9:.2f} GB on {len(summary.cache['hosts'])} host(s)"
+            f" {held / 1e9:.2f} GB on {count_of(len(summary.cache['hosts']), 'host')}"
         )
         rows.append(("cache", text))
     if summary.script is None:

@@ -76,7 +76,8 @@ class RecipeWork:
     def opening_line(self) -> str:
         counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in self.data.totals.items()]
         kind = "GPU" if self.use_gpu else "CPU"
-        return f"{' + '.join(counts)} records; starting {count_of(self.workers, 'train worker')} on {kind} …"
+        workers = count_of(self.workers, f"{kind} train worker")
+        return f"{' + '.join(counts)} records; starting {workers} …"
 
     def notes(self) -> list[str]:
         config, data = self.config, self.data

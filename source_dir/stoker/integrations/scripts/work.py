@@ -49,15 +49,13 @@ class ScriptWork:
         return supervisor
 
     def opening_line(self) -> str:
-        workers, kind = count_of(self.workers, "train worker"), "GPU" if self.use_gpu else "CPU"
-        return f"{command_line(self.config)}; starting it on {workers} on {kind} …"
+        workers = count_of(self.workers, f"{'GPU' if self.use_gpu else 'CPU'} train worker")
+        return f"{command_line(self.config)}; starting it on {workers} …"
 
     def notes(self) -> list[str]:
         folder = Path(self.where)
-        there = len(list(folder.iterdir())) if folder.is_dir() else 0
-        return (
-            [f"{count_of(there, 'file')} from before in {folder}: stoker.checkpoint_dir()"] if there else []
-        )
+        files = count_of(there := len(list(folder.iterdir())) if folder.is_dir() else 0, "file")
+        return [f"{files} from before in {folder}: stoker.checkpoint_dir()"] if there else []
 
     def settings(self) -> dict[str, Any]:
         local = self.place.backend == "local"
