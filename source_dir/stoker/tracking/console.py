@@ -38,6 +38,8 @@ class PlainConsole(Sink):
         """Set when the data is open; None if its length is unknown."""
         self.last = 0.0
         self.log = log.open("a", buffering=1) if log else None
+        self.stop_asked = ""
+        """Why a stop was requested; `report` says that the run stopped for it."""
         self.known_bad: set[tuple[str, str]] = set()
         """(split, key) of quarantined records; later epochs meet them again."""
         self.bad: dict[tuple[str, str], tuple[str, int]] = {}
@@ -94,8 +96,13 @@ class PlainConsole(Sink):
             self.line(event["text"])
         elif kind == "quarantined":
             self.quarantined(event["split"], event["key"], event["reason"])
-        elif kind in ("note", "stop", "stopped"):
-            self.line(event.get("text") or f"{kind}: {event['reason']}")
+        elif kind == "note":
+            self.line(event["text"])
+        elif kind == "stop":
+            self.stop_asked = event["reason"]
+            self.line(f"stop: {self.stop_asked}")
+        elif kind == "stopped" and event["reason"] != self.stop_asked:
+            self.line(f"stopped: {event['reason']}")
         elif kind == "resumed":
             done = event["epoch"] >= self.epochs
             where = "after the last epoch" if done else f"at epoch {event['epoch'] + 1}"
