@@ -216,7 +216,7 @@ from torch.utils.data import DataLoader, Dataset
 class Rows(Dataset):
     def __len__(self): return 400
     def __getitem__(self, index):
-        time.sleep(0.02)
+        time.sleep(0.1)
         return torch.ones(3)
 
 class Model(lightning.LightningModule):
