@@ -18,7 +18,7 @@ from stoker.errors import UsageError
 
 def make(root: Path, form: str) -> Path:
     """Two files (of images: classes) of the form for each split; which file of train comes last."""
-    for split, names in (("train", "ab"), ("val", "cd")):
+    for split, names in (("train", "ab"), ("val", "ab" if form == "images" else "cd")):
         folder = root / split
         folder.mkdir(parents=True)
         for name in names:

@@ -68,7 +68,7 @@ def test_a_schedule_needs_to_know_the_number_of_records(train: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("source", "line"),
     [
-        (Numbers(1000, shard=1000), "1 shard of about 1000 training records"),
+        (Numbers(1000, shard=1000), "1 shard of about 1,000 training records"),
         (Numbers(300), "2 shards of about 150 training records"),
         (Numbers(120), ""),
         (Numbers(1100), ""),

@@ -52,8 +52,8 @@ class ImageFolderSource(IndexedSource):
         self.defines_classes = classes is None
         if unknown := [name for name in found if name not in self.names]:
             raise UsageError(
-                f"{folder}: class {', '.join(unknown)} is not among the training classes"
-                f" ({', '.join(self.names)})"
+                f"{folder}: the training split has no class folder {' or '.join(unknown)}"
+                f" (it has {', '.join(self.names)})"
             )
         label_of = {name: label for label, name in enumerate(self.names)}
         self.root = root
