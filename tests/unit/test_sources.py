@@ -183,7 +183,7 @@ def test_a_class_has_one_label_in_all_splits(tmp_path: Path) -> None:
 def test_a_class_that_only_validation_has_is_refused(tmp_path: Path) -> None:
     images(tmp_path, train="circle square", val="circle star")
     with pytest.raises(
-        UsageError, match=r"val: the training .* no class folder star \(it has circle, square\)"
+        UsageError, match=r"val: .* no class folder star \(it has circle, square\)"
     ):
         read_any(str(tmp_path), "val")
 
