@@ -127,8 +127,13 @@ def short_folder() -> str:
     return folder if short else "/tmp"  # noqa: S108 - what is created in it is private
 
 
-def set_environment(token: str) -> None:
-    """Every host: set what all Ray processes of the job must agree on. Call it before importing ray."""
+def set_environment(token: str, dashboard: bool = False) -> None:
+    """Every host: set what all Ray processes of the job must agree on. Call it before importing ray.
+
+    Args:
+        token: of the job.
+        dashboard: whether Ray's dashboard runs.
+    """
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = token
     os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
@@ -149,6 +154,9 @@ def set_environment(token: str) -> None:
     os.environ.setdefault("RAY_health_check_failure_threshold", "4")
     # By default Ray retries a task that ran out of memory forever.
     os.environ.setdefault("RAY_task_oom_retries", "8")
+    if not dashboard:  # which alone shows reports of each task, and metrics
+        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
+        os.environ.setdefault("RAY_enable_metrics_collection", "0")
     # Without keepalive, calls to a lost machine, and the tasks that ran on it, hang for seven minutes.
     os.environ.setdefault("RAY_grpc_client_keepalive_time_ms", "15000")
     os.environ.setdefault("RAY_grpc_client_keepalive_timeout_ms", "8000")

@@ -92,7 +92,7 @@ def _start_cluster(resolved: Resolved) -> LocalCluster:
     from stoker.bootstrap import cluster, forks
     from stoker.bootstrap.forks.libraries import libraries_of
 
-    cluster.set_environment(secrets.token_hex(32))
+    cluster.set_environment(secrets.token_hex(32), resolved.config.cluster.dashboard)
     libraries = libraries_of(resolved.config, CODE)
     imports = forks.FOR_TRAINING.also(*libraries.in_functions)
     return cluster.LocalCluster(resolved.config, lambda server: server.fork(imports, libraries.at_once))
