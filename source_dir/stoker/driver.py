@@ -38,7 +38,7 @@ from stoker.tracking.mlflow_sender import start_sender
 from stoker.tracking.recorder import Recorder
 from stoker.tracking.sinks import Sink, Tracking
 from stoker.tracking.summary import Cluster, Host, Summary
-from stoker.training.plan import refuse_impossible
+from stoker.training.plan import refuse_impossible, refuse_unfit
 from stoker.training.work import RecipeWork, Work
 
 POLL_S = 0.2
@@ -99,6 +99,9 @@ def check(resolved: Resolved, data_too: bool = True) -> Opened | None:
             check_recipe(resolved)
     with problems:
         opened = open_early(resolved) if data_too else None
+        if opened:
+            recipe = load_recipe(opened[0].recipe, opened[0].params, SOURCE_FOLDER)
+            refuse_unfit(opened[0], recipe, opened[1].totals)
     problems.refuse()
     return opened
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,8 +15,7 @@ from stoker.peek.columns import Column
 from stoker.peek.looking import Look
 from stoker.recipe import Recipe
 from stoker.schema import Config
-from stoker.training.plan import refuse_large_batches, steps_per_epoch
-from stoker.training.stopping import check_monitors
+from stoker.training.plan import refuse_unfit
 
 LEAST = 8
 """Smallest sample for checks that compare records."""
@@ -107,18 +106,10 @@ def _failures(look: Look, config: Config) -> Iterator[Problem]:
 
 
 def _refusals(look: Look, config: Config, recipe: Recipe) -> Iterator[Problem]:
-    """What a run refuses between opening its data and training; with the fewest train workers it may have."""
-    train, total = config.train, look.totals["train"]
-    checks: list[Callable[[], Any]] = [
-        lambda: refuse_large_batches(train, total, train.workers or 1),
-        lambda: steps_per_epoch(config, total, train.workers or 1),
-        lambda: check_monitors(config, recipe, "val" in look.totals),
-    ]
-    for check in checks:
-        try:
-            check()
-        except UsageError as error:
-            yield from (Problem("error", text) for text in error.problems)
+    try:
+        refuse_unfit(config, recipe, look.totals)
+    except UsageError as error:
+        yield from (Problem("error", text) for text in error.problems)
 
 
 def _holes(name: str, column: Column, where: str) -> Iterator[Problem]:

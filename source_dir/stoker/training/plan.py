@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from stoker.data.opening import Data
-from stoker.errors import UsageError
+from stoker.errors import Problems, UsageError
 from stoker.figures import count_of
 from stoker.recipe import Recipe
 from stoker.schema import Config, TrainConfig
+from stoker.training.stopping import check_monitors
 
 FEW_RECORDS = 256
 """One CPU preprocesses fewer in about a second, so their shards do not matter."""
@@ -49,6 +50,22 @@ def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
     workers, use_gpu = count_workers(config, ray.cluster_resources())
     refuse_large_batches(config.train, data.totals["train"], workers)
     return workers, use_gpu
+
+
+def refuse_unfit(config: Config, recipe: Recipe, totals: dict[str, int | None]) -> None:
+    """Anywhere: refuse settings that do not fit the data, for the fewest train workers that the run may have.
+
+    Raises:
+        UsageError: lists all of them.
+    """
+    problems, workers = Problems(), config.train.workers or 1
+    with problems:
+        refuse_large_batches(config.train, totals["train"], workers)
+    with problems:
+        steps_per_epoch(config, totals["train"], workers)
+    with problems:
+        check_monitors(config, recipe, "val" in totals)
+    problems.refuse()
 
 
 def refuse_large_batches(train: TrainConfig, total: int | None, workers: int) -> None:
