@@ -114,7 +114,7 @@ def observe(path: Path, options: CheckOptions) -> tuple[dict[str, Any], list[dic
             seen: dict[str, Any] = json.loads((Path(folder) / RESULT).read_text())
         except OSError:
             if code is None:
-                raise ScriptError(f"only 0 batches within --timeout {options.timeout:.0f} s") from None
+                raise ScriptError(f"no result within --timeout {options.timeout:.0f} s") from None
             raise ScriptError(_ended(code)) from None
         sums = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("fetch-*.json"))]
     if seen["ended"] == "failed":

@@ -116,7 +116,8 @@ def check_recipe(job: Job, local: bool) -> None:
                 # Otherwise its metrics may need parameters that are found in the data.
                 check_monitors(config, recipe, has_val=True)
     except UsageError as error:
-        if local or "which is not installed" not in str(error):
+        absent = isinstance(error.__cause__, ImportError) or "which is not installed" in str(error)
+        if local or not absent:
             raise
         print(f"warning: {error} (skipping further checks of the recipe)", file=sys.stderr)
 
@@ -145,8 +146,8 @@ def standing(run_dir: Path) -> list[str]:
         summary = read_summary(path)
     except UsageError as error:
         return [f"no figures: {error}"]
-    if summary.script is not None and not summary.speed.steady_samples_per_s:
-        return []
+    if summary.script is not None and not summary.speed.steady_samples_per_s and path.parent == run_dir:
+        return []  # `status` has said what there is
     if not summary.steps:
         return [f"{count_of(len(summary.cluster.hosts), 'host')}; no step yet"]
     found, speed = judged(summary), summary.speed

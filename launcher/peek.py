@@ -105,12 +105,12 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
         for s in seen.samples
     ]
     places, lines = stage_rows(seen.places), headlines(seen, opened.name)
-    found, wrong, tried = list[str](), list[Problem](), options.model and not seen.refused
-    if tried:
+    found, wrong = list[str](), list[Problem]()
+    if options.model and not seen.refused:
         from stoker.peek.model import try_model
 
         found, wrong = try_model(opened, recipe, data)
-    problems = problems_of(seen, opened, recipe, tried and not wrong and not recipe.own_loop)
+    problems = problems_of(seen, opened, recipe)
     lines, problems = [*lines, *found], sorted([*problems, *wrong], key=lambda problem: problem.level)
     write_page(
         target,

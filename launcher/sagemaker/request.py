@@ -154,12 +154,12 @@ def _algorithm(job: Job, settings: SageMakerConfig, region: str) -> dict[str, An
 def metrics_of(job: Job) -> dict[str, str]:
     """Laptop: METRICS, and the recipe's own as the console prints them."""
     found, config = dict(METRICS), job.resolved.config
-    names = []
+    names: list[str] = []
     if config.script is None:
-        names = ["acc1"]
         with contextlib.suppress(Exception):  # the hosts may have packages that this machine lacks
             source = job.source_dir or examples_root()
-            names = metric_names(load_recipe(config.recipe, config.params, source))
+            recipe = load_recipe(config.recipe, config.params, source)
+            names = [] if recipe.own_loop else metric_names(recipe)
     for name in names[: MOST_METRICS - len(METRICS)]:
         if name.endswith("acc1"):
             found[f"val:{name}_pct"] = rf"val/{re.escape(name)} ([0-9.]+) %"

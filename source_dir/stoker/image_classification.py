@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from stoker.config import Resolved
-from stoker.errors import UsageError, nearest
+from stoker.errors import Problems, UsageError, nearest
 from stoker.recipe import Recipe, Split
+from stoker.storage.filesystems import refuse_absent
 
 if TYPE_CHECKING:
     from torch import nn
@@ -58,8 +59,14 @@ class ImageClassification(Recipe):
         return self
 
     def check(self, resolved: Resolved) -> None:
-        if type(self).model is ImageClassification.model:
-            refuse_unknown_model(self.model_name)
+        problems = Problems()
+        with problems:
+            if type(self).model is ImageClassification.model:
+                refuse_unknown_model(self.model_name)
+        with problems:
+            if type(self) is ImageClassification:  # others may mean something else by it
+                refuse_absent(self.data)
+        problems.refuse()
 
     def read(self, split: Split) -> Any:
         from stoker.data import read_any

@@ -344,4 +344,4 @@ def test_a_script_that_never_comes_to_its_loader_is_given_up(tmp_path: Path) -> 
     (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
     done = submit("check", "train.py", "--timeout", "2", cwd=tmp_path, timeout_s=240)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "error: train.py: only 0 batches within --timeout 2 s"
+    assert done.stderr.splitlines()[-1] == "error: train.py: no result within --timeout 2 s"

@@ -80,8 +80,8 @@ def test_a_record_that_is_read_again_draws_what_it_would_have_drawn() -> None:
     [
         (OSError(5, "Input/output error"), 3, True),
         (ConnectionResetError(104, "reset"), 3, True),
-        (FileNotFoundError(2, "No such file", "1.jpg"), 1, False),
-        (PermissionError(13, "Permission denied"), 1, False),
+        (FileNotFoundError(2, "No such file", "1.jpg"), 2, False),
+        (PermissionError(13, "Permission denied"), 2, False),
         (ValueError("no such class"), 2, False),
     ],
 )

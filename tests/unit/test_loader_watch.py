@@ -43,7 +43,7 @@ def test_every_batch_counts_and_the_times_begin_with_the_first(
     one.tell()  # nothing new
     (event,) = told(tmp_path / "events")
     assert (event["steps"], event["samples"], event["wait_s"]) == (3, 24, 0.75)
-    assert event["elapsed_s"] == 1.0 + 0.5 + 1.5 + 0.25 + 0.75
+    assert event["elapsed_s"] == 1.0 + 0.5 + 1.5 + 0.25, "between the first batch and the last"
 
 
 def test_a_loop_tells_of_its_training_and_not_of_its_validation(

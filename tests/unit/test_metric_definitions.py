@@ -19,7 +19,7 @@ def test_every_graph_finds_its_figure_in_the_lines(capsys: pytest.CaptureFixture
     console.take({**step, "wait_s": 1.0})
     metrics = {"train/loss": 0.5, "val/loss": 0.25, "val/acc1": 0.9861, "perf/samples_per_s": 2000.0}
     console.take({"event": "epoch", "epoch": 0, "metrics": {**metrics, "perf/input_wait_pct": 3.0}})
-    graphs = metrics_of(open_job(load(None, ["name=flowers"])))
+    graphs = metrics_of(open_job(load(None, ["name=flowers", "params.data=flowers"])))
     text = capsys.readouterr().out
     assert metrics_text({"val/acc1": 0.9861}) == "val/acc1 98.61 %"
     found = {name: [float(value) for value in re.findall(pattern, text)] for name, pattern in graphs.items()}

@@ -117,7 +117,8 @@ def test_problems_of_values(tmp_path: Path) -> None:
 def test_a_random_flip_of_the_image_without_its_mask_is_an_error_and_refused_by_runs(tmp_path: Path) -> None:
     result, _ = peek(tmp_path, chain="alone")
     line = (
-        "chain: RandomHorizontalFlip moves the pixels of the image only, not those of mask; put it into Joint"
+        "chain: RandomHorizontalFlip moves the pixels of the image only, not those of mask; put it into"
+        " Joint, or drop mask with Drop"
     )
     assert said(result).count(line) == 1 and result.exit_code == 2
     with pytest.raises(UsageError, match="RandomHorizontalFlip moves"):
@@ -143,16 +144,11 @@ def test_settings_that_a_run_refuses_once_it_knows_the_data(tmp_path: Path, over
 
 
 @pytest.mark.parametrize(
-    ("module", "loss", "words", "warns"),
-    [
-        ("masks_a", "loss", [], True),
-        ("masks_b", "loss  # with ignore_index=255", [], False),
-        ("masks_c", "loss", ["--model"], False),
-        ("masks_d", "loss + missing", ["--model"], True),
-    ],
+    ("module", "loss", "warns"),
+    [("masks_a", "loss", True), ("masks_b", "loss  # with ignore_index=255", False)],
 )
 def test_masks_with_255_are_a_warning_unless_the_recipe_can_take_them(
-    tmp_path: Path, module: str, loss: str, words: list[str], warns: bool
+    tmp_path: Path, module: str, loss: str, warns: bool
 ) -> None:
     (tmp_path / f"{module}.py").write_text(
         "import torch\nfrom looked_at import LookedAt\n\nclass Own(LookedAt):\n"
@@ -161,7 +157,7 @@ def test_masks_with_255_are_a_warning_unless_the_recipe_can_take_them(
         "        loss = model(batch['label'].float()[:, None]).mean()\n"
         f"        return {loss}\n"
     )
-    result, _ = peek(tmp_path, *words, recipe=f"{module}:Own", chain="unlabelled")
+    result, _ = peek(tmp_path, recipe=f"{module}:Own", chain="unlabelled")
     assert any("ignore_index" in line for line in said(result)) is warns, result.output
 
 

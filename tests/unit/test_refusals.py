@@ -66,14 +66,14 @@ class OwnModel(ImageClassification):
         return None
 
 
-def test_a_model_that_timm_does_not_have_is_refused_unless_the_recipe_makes_its_own() -> None:
-    resolved = Resolved(Config(), {})
+def test_a_model_that_timm_does_not_have_is_refused_unless_the_recipe_makes_its_own(tmp_path: Path) -> None:
+    resolved, data = Resolved(Config(), {}), str(tmp_path)
     for name in ("resnet18", "resnet50.a1_in1k", "vit_base_resnet50_384", "hf-hub:timm/resnet18"):
-        ImageClassification(data="x", model=name).check(resolved)
+        ImageClassification(data=data, model=name).check(resolved)
     with pytest.raises(
         UsageError, match=r"^params.model: timm has no model 'resnet_18'; did you mean resnet18\?$"
     ):
-        ImageClassification(data="x", model="resnet_18").check(resolved)
+        ImageClassification(data=data, model="resnet_18").check(resolved)
     OwnModel(data="x", model="resnet_18").check(resolved)
 
 

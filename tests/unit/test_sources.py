@@ -182,19 +182,17 @@ def test_a_class_has_one_label_in_all_splits(tmp_path: Path) -> None:
 
 def test_a_class_that_only_validation_has_is_refused(tmp_path: Path) -> None:
     images(tmp_path, train="circle square", val="circle star")
-    with pytest.raises(
-        UsageError, match=r"val: .* no class folder star \(it has circle, square\)"
-    ):
+    with pytest.raises(UsageError, match=r"val: .* no class folder star \(it has circle, square\)"):
         read_any(str(tmp_path), "val")
 
 
-def test_a_training_class_without_images_is_refused(tmp_path: Path) -> None:
-    images(tmp_path, training="a c")
+def test_a_folder_without_images_is_no_class_of_any_split(tmp_path: Path) -> None:
+    images(tmp_path, training="a c", val="a c")
     (tmp_path / "training" / "b").mkdir()
-    source = read_images(str(tmp_path), "train")
-    assert source is not None
-    with pytest.raises(UsageError, match="training/b: holds no image"):
-        source.check()
+    (tmp_path / "training" / "b" / "a.xml").write_text("<a/>")
+    for split in ("train", "val"):
+        found = everything(read_images(str(tmp_path), split))
+        assert {record["key"]: record["label"] for record in found} == {"a/1.jpg": 0, "c/1.jpg": 1}
 
 
 def test_the_pages_dataset_of_images_and_masks_in_two_folders(tmp_path: Path) -> None:

@@ -154,9 +154,12 @@ def set_environment(token: str, dashboard: bool = False) -> None:
     os.environ.setdefault("RAY_health_check_failure_threshold", "4")
     # By default Ray retries a task that ran out of memory forever.
     os.environ.setdefault("RAY_task_oom_retries", "8")
-    if not dashboard:  # which alone shows reports of each task, and metrics
-        os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
-        os.environ.setdefault("RAY_enable_metrics_collection", "0")
+    # The dashboard alone shows reports of each task, and metrics.
+    for name in ("RAY_task_events_report_interval_ms", "RAY_enable_metrics_collection"):
+        if not dashboard:
+            os.environ.setdefault(name, "0")
+        elif os.environ.get(name) == "0":
+            del os.environ[name]
     # Without keepalive, calls to a lost machine, and the tasks that ran on it, hang for seven minutes.
     os.environ.setdefault("RAY_grpc_client_keepalive_time_ms", "15000")
     os.environ.setdefault("RAY_grpc_client_keepalive_timeout_ms", "8000")

@@ -64,7 +64,9 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
 
     try:
         resolved = read_configuration(arguments, {})
-    except UsageError as error:
+        if not on_cluster:
+            _refuse_early(resolved)
+    except (UsageError, DataError) as error:
         return _refused(error)
     starting = None if on_cluster else _start_cluster(resolved)
     try:
@@ -85,6 +87,27 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
             signal.signal(number, _stop_locally)
         place = replace(local_place(), formed_s=time.monotonic() - STARTED)
         return driver.run(resolved, place, opened).code
+
+
+def _refuse_early(resolved: Resolved) -> None:
+    """Laptop: tell what is wrong with a job of the built-in recipe before Ray and PyTorch load, for seconds.
+
+    Other recipes import PyTorch themselves, and the check needs the recipe.
+
+    Raises:
+        UsageError: all problems of the job.
+    """
+    from stoker.errors import UsageError
+    from stoker.recipe import ALIASES, load_recipe
+
+    config = resolved.config
+    if config.script is None and config.recipe in {*ALIASES, *ALIASES.values()}:
+        try:
+            load_recipe(config.recipe, config.params, CODE).check(resolved)
+        except UsageError:
+            from stoker import driver
+
+            driver.check(resolved)
 
 
 def _start_cluster(resolved: Resolved) -> LocalCluster:

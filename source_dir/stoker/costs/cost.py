@@ -40,7 +40,7 @@ def cost_row(summary: Summary) -> tuple[str, str] | None:
     if not cost:
         return None
     parts = [f"${cost['usd']:.2f}"]
-    if cost["usd_per_million_samples"] is not None:
+    if cost.get("usd_per_million_samples") is not None:
         parts.append(f"${cost['usd_per_million_samples']:.2f} per 1M samples at the steady rate")
     where = "; as if the rehearsed hosts were real" if summary.backend == "rehearsal" else ""
     text = (

@@ -124,6 +124,7 @@ def open_splits(config: Config) -> Data:
         else:
             source = DatasetSource(source)
         data.sources[split] = source
+        refuse_other_classes(data)
         data.totals[split] = source.count()
         with drawing(f"{config.seed}/recipe"):
             stages = as_stages(from_recipe(recipe, "preprocess", split))
@@ -233,6 +234,21 @@ def refuse_uncacheable(recipe: str, data: Data) -> None:
             " set data.cache=none, or draw in a transform of the chain"
         )
     refuse_nothing_to_keep(data.chains["train"].stages)
+
+
+def refuse_other_classes(data: Data) -> None:
+    """Head: refuse splits whose labels number different classes.
+
+    Raises:
+        UsageError: names the classes of both.
+    """
+    of = {split: source.classes() for split, source in data.sources.items() if isinstance(source, Source)}
+    train, val = of.get("train"), of.get("val")
+    if train is not None and val is not None and train != val:
+        raise UsageError(
+            f"the splits have different classes, so their labels differ: {', '.join(train)} in train,"
+            f" {', '.join(val)} in val"
+        )
 
 
 def start_coordinator(

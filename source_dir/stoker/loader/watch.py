@@ -26,7 +26,8 @@ class Watch:
         self.batches = 0
         self.wait_s = 0.0
         self.trains = False
-        self._first = self._last = 0.0
+        self._first = self._latest = self._last = 0.0
+        """When the first and the latest batch came, and when they were last told."""
         self._told = 0
 
     def took(self, asked: float) -> None:
@@ -43,7 +44,7 @@ class Watch:
             self.trains = torch.is_grad_enabled()
         else:
             self.wait_s += now - asked
-        self.batches += 1
+        self.batches, self._latest = self.batches + 1, now
         if now - self._last > EVERY_S:
             self.tell(now)
 
@@ -60,5 +61,6 @@ class Watch:
                 steps=self.batches,
                 samples=self.batches * self.samples,
                 wait_s=round(self.wait_s, 4),
-                elapsed_s=round(now - self._first, 4),
+                # What the script does after the last batch may have nothing to do with it.
+                elapsed_s=round(self._latest - self._first, 4),
             )

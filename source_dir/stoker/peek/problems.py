@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from collections import Counter
@@ -34,14 +35,13 @@ class Problem(NamedTuple):
     text: str
 
 
-def problems_of(look: Look, config: Config, recipe: Recipe, tried: bool = False) -> list[Problem]:
+def problems_of(look: Look, config: Config, recipe: Recipe) -> list[Problem]:
     """Laptop: the problems, errors first.
 
     Args:
         look: the findings.
         config: the job.
         recipe: its fields may give the number of classes.
-        tried: its steps take the records without an error.
     """
     found = [*_failures(look, config), *_refusals(look, config, recipe)]
     read, made = look.places[0], look.places[-1]
@@ -49,7 +49,7 @@ def problems_of(look: Look, config: Config, recipe: Recipe, tried: bool = False)
         if name in made.columns or not made.records:
             found += _holes(name, column, "")
     for name, column in made.columns.items():
-        found += _values(name, column, classes_of(recipe), tried or _ignores(recipe))
+        found += _values(name, column, classes_of(recipe), _ignores(recipe))
         if made is not read and not (name in read.columns and read.columns[name].nulls):
             found += _holes(name, column, f" after {made.name}")
     found += _shown(look)
@@ -59,7 +59,9 @@ def problems_of(look: Look, config: Config, recipe: Recipe, tried: bool = False)
 def _ignores(recipe: Recipe) -> bool:
     """Whether the files of the recipe and its bases pass `ignore_index` to anything."""
     kinds = [kind for kind in type(recipe).__mro__ if issubclass(kind, Recipe) and kind is not Recipe]
-    return any("ignore_index" in Path(inspect.getfile(kind)).read_text("utf-8") for kind in kinds)
+    with contextlib.suppress(OSError, TypeError, UnicodeError):  # it may not come from a file of text
+        return any("ignore_index" in Path(inspect.getfile(kind)).read_text("utf-8") for kind in kinds)
+    return False
 
 
 def classes_of(recipe: Any) -> int | None:

@@ -110,7 +110,8 @@ def verdict(summary: Summary) -> Verdict:
     percent = f"{100 * facts.waits:.0f} %"
     if facts.binds == "gpu":
         who = "the GPUs are the bottleneck" if facts.on_gpus else "training itself is the bottleneck"
-        waits = f"only {percent} of each step waits for data" if facts.waits >= 0.01 else "data is never late"
+        share = f"only {percent}" if facts.waits >= 0.01 else "less than 1 %"
+        waits = f"{share} of each step waits for data"
         head = f"well fed: {who}; {waits}"
         return Verdict(head, "gpu", [*_fewer_hosts(summary, facts), *_cost(summary)])
     head = f"input-bound: {percent} of each step waits for data; {_who_binds(facts)}"

@@ -125,6 +125,16 @@ def _info(filesystem: Any, path: str, uri: str) -> Any:
         raise UsageError(f"{uri}: cannot be reached: {' '.join(str(error).split())[:300]}") from None
 
 
+def refuse_absent(uri: str) -> None:
+    """Head: refuse a local path that does not exist, without a look at what is below it.
+
+    Raises:
+        UsageError: names the part that exists.
+    """
+    if "://" not in uri and not _absolute(uri).exists():
+        raise UsageError(f"{uri}: no such file or folder{deepest_there(uri)}")
+
+
 def deepest_there(uri: str) -> str:
     """Anywhere: the deepest existing part of an absent local path, to show where it goes wrong."""
     if "://" in uri:

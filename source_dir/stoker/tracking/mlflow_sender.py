@@ -267,7 +267,7 @@ class MlflowSender(Sink):
         best = {f"best/{name}": value for name, value in summary.metrics.best.items()}
         run.log((name, value, now, summary.steps) for name, value in best.items())
         run.set_tags(mlflow_run.end_tags(summary))
-        exported = any(e["format"] == "torch_export" and not e["error"] for e in summary.exports)
+        exported = any(e.get("format") == "torch_export" and not e.get("error") for e in summary.exports)
         if summary.status == "succeeded" and exported and self.model_dir and not self.state.model_sent:
             if (self.model_dir / "model.pt2").is_file():
                 self.state.model_version = run.log_model(self.model_dir, self.settings.registered_model)

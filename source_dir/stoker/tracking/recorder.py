@@ -208,8 +208,9 @@ class Recorder(Sink):
 
     def _kept(self) -> dict[str, Any]:
         """The figures of the start before, as long as this one has trained no step."""
-        trained = self.totals["steps"] + self.running["steps"]
-        return {} if trained or self.earlier is None else self.summary.measured_by(self.earlier)
+        if self.totals["steps"] + self.running["steps"]:
+            self.earlier = None  # for good: a restart of the train workers forgets running steps
+        return self.summary.measured_by(self.earlier) if self.earlier else {}
 
     def _fill_speed(self) -> None:
         speed, total = self.summary.speed, self.totals + self.running
@@ -258,7 +259,8 @@ def _percent(part: float, whole: float) -> float:
 
 def _earlier(run_dir: Path) -> Summary | None:
     with contextlib.suppress(UsageError):  # none, or cut by a full disk
-        return read_summary(run_dir / "summary.json")
+        found = read_summary(run_dir / "summary.json")
+        return found if found.speed.samples_per_s else None
     return None
 
 

@@ -182,7 +182,11 @@ class Summary(BaseModel):
         """Head: the figures of an earlier start of the run, for one that trains no step."""
         names = MEASURED if self.steps else (*MEASURED, *TRAINED)
         written = {done["format"] for done in self.exports}
-        valid = [done for done in earlier.exports if not done.get("error") and done["format"] not in written]
+        valid = [
+            done
+            for done in earlier.exports
+            if not done.get("error") and done.get("format", "") not in {"", *written}
+        ]
         return {"exports": [*valid, *self.exports]} | {name: getattr(earlier, name) for name in names}
 
     def write(self, run_dir: Path) -> None:

@@ -21,7 +21,7 @@ Numbered = tuple[int, Shard, int]
 ITEM_S = 2.0
 """Target duration of an item: long compared with the 0.1 s round of Ray Data's scheduler."""
 SLOTS_PER_SECOND = 500
-"""With more slots than this, items get longer to keep the request rate at the head constant."""
+"""Maximum number of items that start per second: with many slots they get longer."""
 MOST_SHARDS = 16
 """Maximum number of shards per item."""
 
@@ -35,7 +35,7 @@ def shards_per_item(left: int, slots: int, shard_s: float | None, single: bool) 
         shard_s: duration of a shard; None: unknown.
         single: see `Line`.
     """
-    seconds = ITEM_S * max(1.0, slots / SLOTS_PER_SECOND)
+    seconds = max(ITEM_S, slots / SLOTS_PER_SECOND)
     fill = int(seconds / shard_s) if shard_s else 1
     return 1 if single else max(1, min(fill, left // (2 * max(slots, 1)), MOST_SHARDS, left))
 

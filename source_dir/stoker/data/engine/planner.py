@@ -145,6 +145,9 @@ class Planner:
         ticket = self.tickets.get(number)
         if ticket is None:
             issued = self._issued.pop(number, None) is not None
+            before = self.working.get(process)
+            if before is not None and not self.active[before].shards:
+                self._done(before)  # the call that said so is late, or was lost with its process
             # A process that died at a ticket gets that ticket back before any other.
             item = self._next(node, process) if issued and process not in self.working else None
             if item is None:

@@ -42,7 +42,7 @@ def moved_alone(stages: list[Stage]) -> list[tuple[str, bool]]:
     return [
         (
             f"chain: {name} moves the pixels of the image only, not those of {left};"
-            f" {'leave it out' if name in _POLICIES else 'put it into Joint'}",
+            f" {'leave it out' if name in _POLICIES else 'put it into Joint'}, or drop {left} with Drop",
             random,
         )
         for stage in stages

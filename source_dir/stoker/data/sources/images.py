@@ -49,7 +49,6 @@ class ImageFolderSource(IndexedSource):
             )
         found = sorted({path.split("/")[0] for path in relative})
         self.names = found if classes is None else classes
-        self.defines_classes = classes is None
         if unknown := [name for name in found if name not in self.names]:
             raise UsageError(
                 f"{folder}: the training split has no class folder {' or '.join(unknown)}"
@@ -66,11 +65,6 @@ class ImageFolderSource(IndexedSource):
         """Path, label and, if listed, SHA-256."""
 
     def check(self) -> None:
-        if not self.defines_classes:
-            return
-        # Other splits number the folders, so an empty one would shift their labels.
-        if empty := [name for name in child_folders(self.folder) if name not in self.names]:
-            raise UsageError(f"{self.folder}/{empty[0]}: holds no image; add some or delete the folder")
         if len(self.names) < 2:
             raise UsageError(
                 f"{self.folder}: holds one class only ({self.names[0]}); a classifier needs two or more"
@@ -136,6 +130,6 @@ def read_images(root: str, split: str) -> Source | None:
     if folder is None:
         return None
     training = [join(root, name) for name in SPLIT_NAMES["train"] if name in child_folders(root)]
-    return ImageFolderSource(
-        folder, root, child_folders(training[0]) if training and split != "train" else None
-    )
+    # Folders without images are no classes.
+    classes = ImageFolderSource(training[0]).names if training and split != "train" else None
+    return ImageFolderSource(folder, root, classes)

@@ -74,7 +74,7 @@ class TorchSource(NumberedSource):
 
     def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         for index in shard.items:
-            item = read_again(str(index), partial(self.dataset.__getitem__, index), generators())
+            item = read_again(str(index), partial(self.dataset.__getitem__, index), generators(), far=True)
             if isinstance(item, BadRecord):
                 yield item
                 continue

@@ -227,12 +227,10 @@ class Watch:
         of = training(self.loaders)
         if of is None:
             return False
-        if self.loaders[of].ours:
-            return True
         loader, steps = self.loaders[of], steps_of(self.resolved(wait=False), self.loaders, of)
         if not loader.trains and sum(step.whole for step in steps) < UNTRAINED_S:
             return False
-        return enough(steps, loader, self.wanted)
+        return loader.ours or enough(steps, loader, self.wanted)
 
     def resolved(self, wait: bool) -> list[Take]:
         """The takes with timestamps in seconds; unless `wait`, only those that the GPU has reached."""
