@@ -42,6 +42,10 @@ class ClusterError(RuntimeError):
     """Every host: the cluster could not be formed or was lost. One line."""
 
 
+class StartError(ClusterError):
+    """Every host: Ray's daemons did not start on this host."""
+
+
 @dataclass(frozen=True)
 class Store:
     """Every host: the size and location of Ray's object store."""
@@ -178,16 +182,16 @@ class RayNode:
             check: called in every iteration; raises to give up.
 
         Raises:
-            ClusterError: Ray exited or took longer than `START_TIMEOUT_S`.
+            StartError: Ray exited or took longer than `START_TIMEOUT_S`.
         """
         deadline = time.monotonic() + START_TIMEOUT_S
         while "Ray runtime started" not in self._output():
             check()
             if not self.alive:
-                raise ClusterError(f"Ray did not start: {self._last_words()}")
+                raise StartError(f"Ray did not start: {self._last_words()}")
             if time.monotonic() > deadline:
                 self.stop()
-                raise ClusterError(f"Ray did not start within {START_TIMEOUT_S:.0f} s")
+                raise StartError(f"Ray did not start within {START_TIMEOUT_S:.0f} s")
             time.sleep(0.1)
 
     @property
