@@ -40,6 +40,9 @@ class Problems:
         # What fails otherwise after a refusal is probably its consequence.
         return bool(self._found) and isinstance(error, Exception)
 
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
     def refuse(self) -> None:
         """Anywhere: raise one UsageError with all problems, each once; nothing if there are none."""
         if self._found:

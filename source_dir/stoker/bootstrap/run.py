@@ -95,19 +95,26 @@ def _refuse_early(resolved: Resolved) -> None:
     Other recipes import PyTorch themselves, and the check needs the recipe.
 
     Raises:
-        UsageError: all problems of the job.
+        UsageError: all problems but those of the data's contents.
     """
-    from stoker.errors import UsageError
+    from stoker.errors import Problems
     from stoker.recipe import ALIASES, load_recipe
+    from stoker.training.stopping import check_monitors
 
-    config = resolved.config
-    if config.script is None and config.recipe in {*ALIASES, *ALIASES.values()}:
-        try:
-            load_recipe(config.recipe, config.params, CODE).check(resolved)
-        except UsageError:
-            from stoker import driver
+    config, problems = resolved.config, Problems()
+    if config.script is not None or config.recipe not in {*ALIASES, *ALIASES.values()}:
+        return
+    with problems:
+        recipe = load_recipe(config.recipe, config.params, CODE)
+        with problems:
+            recipe.check(resolved)
+        check_monitors(config, recipe, has_val=True)
+    if problems:
+        from stoker import driver
 
-            driver.check(resolved)
+        with problems:
+            driver.check(resolved, data_too=False)
+    problems.refuse()
 
 
 def _start_cluster(resolved: Resolved) -> LocalCluster:
