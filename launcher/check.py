@@ -122,7 +122,8 @@ def observe(path: Path, options: CheckOptions) -> tuple[dict[str, Any], list[dic
         raise ScriptError(f"the script failed before {before} were measured: {seen['said']}")
     if code is None and seen["ended"] == "interrupted" and len(seen["takes"]) < 2 * LEAST_STEPS:
         steps_seen = max((loader["batches"] for loader in seen["loaders"]), default=0)
-        raise ScriptError(f"only {steps_seen} batches within --timeout {options.timeout:.0f} s")
+        what = f"only {steps_seen} batches" if steps_seen else "no result"
+        raise ScriptError(f"{what} within --timeout {options.timeout:.0f} s")
     return seen, sums
 
 
