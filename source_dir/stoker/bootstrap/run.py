@@ -66,7 +66,7 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
         resolved = read_configuration(arguments, {})
         if not on_cluster:
             _refuse_early(resolved)
-    except (UsageError, DataError) as error:
+    except UsageError as error:
         return _refused(error)
     starting = None if on_cluster else _start_cluster(resolved)
     try:
