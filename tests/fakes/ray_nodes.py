@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from stoker.bootstrap import forks
-from stoker.bootstrap.raynode import RAY, free_port
+from stoker.bootstrap.raynode import MISSED_DEADLINE, RAY, STARTS, free_port
 
 LIBRARIES = (*(name for name in forks.CHAIN if not name.startswith("stoker")), "torch")
 """What workers find imported; Stoker itself comes with each job."""
@@ -55,12 +55,8 @@ class RayNodes:
             f"--temp-dir={self.scratch}/{index}",
             *(head or (f"--address={self.gcs}",)),
         ]  # fmt: skip
-        log = (self.scratch / f"{index}.log").open("wb")
-        self.processes[index] = subprocess.Popen(
-            command, env=self.environment, stdout=log, stderr=log, start_new_session=True
-        )
         # Two nodes of one machine that start at once wait for each other for ever.
-        wait_for("Ray runtime started", self.processes[index], self.scratch / f"{index}.log")
+        self.processes[index] = started(command, self.environment, self.scratch / f"{index}.log")
         return index
 
     def address(self) -> dict[str, Any]:
@@ -166,13 +162,21 @@ def ray_nodes(
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def wait_for(text: str, process: subprocess.Popen[bytes], log: Path, timeout_s: float = 240) -> None:
-    """Until the log holds the text; the log is the reason where it never does."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and process.poll() is None:
-        if text in log.read_text():
-            return
-        time.sleep(0.2)
+def started(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """A process that has started Ray; again where Ray has missed its own deadline on a busy machine."""
+    for _ in range(STARTS):
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline and process.poll() is None:
+            if "Ray runtime started" in log.read_text():
+                return process
+            time.sleep(0.2)
+        if process.poll() is None or MISSED_DEADLINE not in log.read_text():
+            break
+    stop_all([process])
     raise RuntimeError(f"a Ray node did not start:\n{log.read_text()[-3000:]}")
 
 

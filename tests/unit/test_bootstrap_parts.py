@@ -20,7 +20,7 @@ from stoker.bootstrap import cluster, raynode, requirements, roles, run
 from stoker.bootstrap.cluster import read_token, set_environment
 from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
 from stoker.bootstrap.logs import PrefixedStream
-from stoker.bootstrap.raynode import ClusterError, probe_port, size_store
+from stoker.bootstrap.raynode import MISSED_DEADLINE, STARTS, ClusterError, RayNode, probe_port, size_store
 from stoker.bootstrap.topology import resolve
 from stoker.config import load
 
@@ -323,3 +323,44 @@ def test_however_the_driver_fails_the_outcome_says_why(
     outcome = roles.drive(load(None, [f"params.behaviour={behaviour}"]), place, roles.Stop())
     assert outcome.code == code
     assert outcome.cause.startswith(cause)
+
+
+def ray_that_misses(times: int, counter: Path) -> str:
+    """Code of a command line `ray` that misses its own deadline a number of times."""
+    return f"""
+import pathlib, sys, time
+counter = pathlib.Path({str(counter)!r})
+tries = len(counter.read_text()) if counter.exists() else 0
+counter.write_text("." * (tries + 1))
+if tries < {times}:
+    sys.exit("Exception: {MISSED_DEADLINE}.")
+print("Ray runtime started.", flush=True)
+time.sleep(600)
+"""
+
+
+def test_ray_that_misses_its_own_deadline_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raynode, "RAY", ray_that_misses(STARTS - 1, tmp_path / "starts"))
+    node = RayNode([], tmp_path / "ray.log")
+    try:
+        node.wait_started()
+        assert node.alive
+    finally:
+        node.stop()
+    assert len((tmp_path / "starts").read_text()) == STARTS
+
+
+def test_ray_that_always_misses_it_or_fails_otherwise_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(raynode, "RAY", ray_that_misses(99, tmp_path / "starts"))
+    with pytest.raises(ClusterError, match=r"Ray did not start: .*timed out during startup"):
+        RayNode([], tmp_path / "ray.log").wait_started()
+    assert len((tmp_path / "starts").read_text()) == STARTS
+    monkeypatch.setattr(raynode, "RAY", "import sys; open('once', 'a').write('.'); sys.exit('Error: no')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ClusterError, match="Ray did not start: Error: no"):
+        RayNode([], tmp_path / "ray.log").wait_started()
+    assert (tmp_path / "once").read_text() == "."

@@ -32,6 +32,10 @@ LOWEST = 20_000
 """Ray's workers use the ports below."""
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 3.0
+STARTS = 3
+"""How often to start Ray in all if it misses `MISSED_DEADLINE`."""
+MISSED_DEADLINE = "The current node timed out during startup"
+"""Ray's message after 30 s, a deadline of its own that cannot be set."""
 UNUSED = ("ray.serve.scripts", "ray.util.state.state_cli", "ray.dashboard.modules.job.cli")
 """Optional subcommands of Ray's command line: importing them takes 1.5 s of CPU, the rest 0.7 s."""
 RAY = f"import sys; sys.modules.update(dict.fromkeys({UNUSED})); from ray.scripts.scripts import main; main()"
@@ -40,10 +44,6 @@ RAY = f"import sys; sys.modules.update(dict.fromkeys({UNUSED})); from ray.script
 
 class ClusterError(RuntimeError):
     """Every host: the cluster could not be formed or was lost. One line."""
-
-
-class StartError(ClusterError):
-    """Every host: Ray's daemons did not start on this host."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,10 @@ class RayNode:
     def __init__(self, arguments: list[str], log: Path, forks: ForkServer | None = None) -> None:
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._forks = forks
+        self._forks, self._arguments = forks, arguments
+        self._process = self._launch()
+
+    def _launch(self) -> subprocess.Popen[bytes]:
         code, environment = RAY, dict(os.environ)
         if self._forks is not None:
             code = f"from stoker.bootstrap.forks import use_forks; use_forks(); {RAY}"
@@ -162,11 +165,11 @@ class RayNode:
             # Otherwise the first driver waits until as many workers as CPUs run; a fork starts in 0.05 s.
             environment["RAY_prestart_worker_first_driver"] = "0"
         command = [sys.executable, "-c", code, "start"]
-        with log.open("wb") as output:
+        with self.log.open("wb") as output:
             # Do not inherit pipes or the terminal: a daemon that holds the container's output keeps the
             # job alive after its end.
-            self._process = subprocess.Popen(
-                [*command, *arguments, "--block", "--disable-usage-stats", "--log-style=record"],
+            return subprocess.Popen(
+                [*command, *self._arguments, "--block", "--disable-usage-stats", "--log-style=record"],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -176,22 +179,32 @@ class RayNode:
             )
 
     def wait_started(self, check: Callable[[], None] = lambda: None) -> None:
-        """Every host: wait until the daemons run.
+        """Every host: wait until the daemons run; on a busy host, Ray may have to be started again.
 
         Args:
             check: called in every iteration; raises to give up.
 
         Raises:
-            StartError: Ray exited or took longer than `START_TIMEOUT_S`.
+            ClusterError: Ray exited or took longer than `START_TIMEOUT_S`.
         """
+        for _ in range(STARTS - 1):
+            try:
+                return self._wait(check)
+            except ClusterError:
+                if self.alive or MISSED_DEADLINE not in self._output():
+                    raise
+            self._process = self._launch()
+        return self._wait(check)
+
+    def _wait(self, check: Callable[[], None]) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while "Ray runtime started" not in self._output():
             check()
             if not self.alive:
-                raise StartError(f"Ray did not start: {self._last_words()}")
+                raise ClusterError(f"Ray did not start: {self._last_words()}")
             if time.monotonic() > deadline:
                 self.stop()
-                raise StartError(f"Ray did not start within {START_TIMEOUT_S:.0f} s")
+                raise ClusterError(f"Ray did not start within {START_TIMEOUT_S:.0f} s")
             time.sleep(0.1)
 
     @property

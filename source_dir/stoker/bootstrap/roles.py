@@ -18,7 +18,7 @@ from stoker.bootstrap import cluster, forks, raynode, requirements
 from stoker.bootstrap.forks.libraries import libraries_of
 from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
 from stoker.bootstrap.logs import say, say_at_once
-from stoker.bootstrap.raynode import ClusterError, RayNode, StartError
+from stoker.bootstrap.raynode import ClusterError, RayNode
 from stoker.bootstrap.topology import Topology, label
 from stoker.config import Resolved
 from stoker.errors import DataError, UsageError
@@ -29,7 +29,7 @@ from stoker.schema import Config
 STOP_TIMEOUT_S = 100.0
 """From SIGTERM to the forced end; SageMaker sends SIGKILL after 120 s."""
 END_GRACE_S = 5.0
-REJOINS = STARTS = 3
+REJOINS = 3
 
 
 class Stopped(Exception):  # noqa: N818 - a request, not an error
@@ -151,7 +151,7 @@ def run_worker(resolved: Resolved, topology: Topology, code: Path, stop: Stop, s
     deadline = started + config.cluster.join_timeout_s
     token = cluster.read_token(code)
     cluster.set_environment(token)
-    joined = starts = 0
+    joined = 0
     try:
         while True:
             address, lifeline = cluster.reach_head(
@@ -172,7 +172,6 @@ def run_worker(resolved: Resolved, topology: Topology, code: Path, stop: Stop, s
             trains = topology.group == topology.gpu_group
             server = forks.started(preloaded(config, trains))
             node = RayNode([*join, *_shared_arguments(resolved, topology, own)], cluster.RAY_LOG, server)
-            starts += 1
             try:
                 node.wait_started(_head_lives(lifeline, stop))
                 joined += 1
@@ -180,12 +179,6 @@ def run_worker(resolved: Resolved, topology: Topology, code: Path, stop: Stop, s
                 # A stop reaches every host; keep serving until the head has written its last checkpoint.
                 stop.on_request = _ignore
                 ended = cluster.stay(lifeline, _alive(node), lambda: _give_up(stop))
-            except StartError as error:
-                if joined or starts >= STARTS or time.monotonic() > deadline:
-                    raise
-                # On a busy host or head, Ray misses deadlines of its own.
-                say(f"{error}; trying again")
-                continue
             finally:
                 node.stop()
                 lifeline.close()
