@@ -74,6 +74,11 @@ def run(
     job = open_job(load(config, [*given, *resume.overrides()]), options.source_dir)
     if job.resolved.config.cluster.dashboard and "dashboard" not in place.options:
         raise UsageError(f"cluster.dashboard: only for local runs, not --on {options.on}")
+    if job.resolved.config.cluster.cpu_hosts.max and not place.scales:
+        raise UsageError(
+            f"cluster.cpu_hosts: with --on {options.on} hosts cannot be added during a run; leave it out and"
+            " choose their number with `size`"
+        )
     if job.resolved.config.script is None:
         check_recipe(job, place.name == "local")
     request: Any = place.plan(job, options, resume)

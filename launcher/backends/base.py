@@ -104,6 +104,8 @@ class Backend:
     """Prefixes of its run ids; empty: its runs are run directories on this machine."""
     options: tuple[str, ...] = ()
     """Names of `Options` that apply to this backend but not to all others."""
+    scales: bool = False
+    """Whether hosts can join and leave during a run."""
     checkpoints: Literal["folders", "copies", "shared", "s3"] = "folders"
     """Which checkpoints its hosts can read: this machine's folders, copies of them in
     `/opt/ml/checkpoints`, only folders that all hosts share, or only `s3://`."""

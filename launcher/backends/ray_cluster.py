@@ -248,6 +248,7 @@ BACKEND = Backend(
     attach=attach,
     ids=("ray:",),
     options=("address", "offline", "request", "install"),
+    scales=True,
     checkpoints="shared",
 )
 

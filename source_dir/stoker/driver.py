@@ -32,6 +32,7 @@ from stoker.logs import open_log
 from stoker.place import Outcome, Place
 from stoker.recipe import SOURCE_FOLDER, Recipe, load_object, load_recipe
 from stoker.schema import Config
+from stoker.schema_places import CpuHostsConfig
 from stoker.storage.checkpoint_store import open_store
 from stoker.tracking.console import make_console, report
 from stoker.tracking.mlflow_sender import start_sender
@@ -176,10 +177,10 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
         backend=place.backend,
         started=datetime.now().astimezone().isoformat(timespec="seconds"),
     )
-    summary.cluster = Cluster(hosts=hosts(), formed_s=round(place.formed_s, 2))
+    summary.cluster = Cluster(hosts=hosts(config.cluster.cpu_hosts), formed_s=round(place.formed_s, 2))
     process_started = time.time() - place.formed_s
     prices = price_list(config.sagemaker.region or os.environ.get("AWS_REGION"), config.sagemaker.prices)
-    recorder = Recorder(place.run_dir, summary, process_started, prices)
+    recorder = Recorder(place.run_dir, summary, process_started, prices, config.cluster.cpu_hosts)
     recorder.refresh()
     console = make_console(config.train.epochs, place.run_dir / "logs" / "console.log")
     tracking = Tracking(summary, [recorder, console])
@@ -199,7 +200,7 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
         fit = Fit(work, place, coordinator)
         store = open_store(work.where, work.synced)
         tracking.add(*start_sender(work.config, place, store, tracking.say))
-        follow(fit, coordinator, tracking)
+        follow(fit, coordinator, tracking, config.cluster.cpu_hosts)
         code = conclude(fit, summary)
         if code == 0 and work.leaves_model():
             summary.model = str(place.model_dir)
@@ -263,7 +264,7 @@ def check_groups(config: Config, hosts: list[Host]) -> None:
     """
     there = sorted({host.group for host in hosts})
     unknown = [group for group in config.data.preprocess_on if label(group) not in there]
-    if unknown:
+    if unknown and not config.cluster.cpu_hosts.max:
         raise UsageError(
             f"data.preprocess_on: no host in group {', '.join(unknown)}; available: {', '.join(there)}"
         )
@@ -284,7 +285,7 @@ def work_of(resolved: Resolved, place: Place, opened: Opened | None, tracking: T
     return RecipeWork(config, data, place, tracking)
 
 
-def follow(fit: Fit, coordinator: Any, tracking: Tracking) -> None:
+def follow(fit: Fit, coordinator: Any, tracking: Tracking, scaling: CpuHostsConfig) -> None:
     """Head: until fit() returns, forward events, detect lost hosts and relay stop requests."""
     import ray
 
@@ -305,7 +306,7 @@ def follow(fit: Fit, coordinator: Any, tracking: Tracking) -> None:
             return
         if time.monotonic() > next_hosts:
             next_hosts = time.monotonic() + 2
-            tracking.take(host_changes(tracking.summary))
+            tracking.take(host_changes(tracking.summary, scaling))
         time.sleep(POLL_S)
 
 

@@ -6,11 +6,16 @@ import time
 from typing import Any
 
 from stoker.bootstrap.topology import GROUP_LABEL
+from stoker.schema_places import CpuHostsConfig
 from stoker.tracking.summary import Host, Summary
 
 
-def hosts() -> list[Host]:
-    """Head: the cluster's live hosts as summary entries."""
+def hosts(scaling: CpuHostsConfig) -> list[Host]:
+    """Head: the cluster's live hosts as summary entries.
+
+    Args:
+        scaling: which of them the cluster's autoscaler adds and removes.
+    """
     import ray
 
     found = []
@@ -26,21 +31,31 @@ def hosts() -> list[Host]:
                     ip=node["NodeManagerAddress"],
                     type=labels.get("stoker.type"),
                     node_id=node["NodeID"],
+                    scaled=bool(scaling.max and resources.get(scaling.resource, 0)),
+                    since=time.time(),
                 )
             )
     return sorted(found, key=lambda host: (host.group, host.host))
 
 
-def host_changes(summary: Summary) -> list[dict[str, Any]]:
-    """Head: events for hosts lost or joined since the last call; adds late hosts to the summary."""
-    now = {host.model_dump()["node_id"]: host for host in hosts()}
-    known = {host.model_dump()["node_id"]: host for host in summary.cluster.hosts}
-    told = {event["node"] for event in summary.events if event["event"] == "host_lost"}
-    joined = [(node, host) for node, host in now.items() if node not in known]
-    lost = [(node, host) for node, host in known.items() if node not in now and node not in told]
-    summary.cluster.hosts += [host for _, host in joined]
+def host_changes(summary: Summary, scaling: CpuHostsConfig) -> list[dict[str, Any]]:
+    """Head: events for hosts that were lost, were released or joined since the last call.
+
+    Adds late hosts to the summary, and when the others ended.
+    """
+    now = {host.node_id: host for host in hosts(scaling)}
+    known = {host.node_id: host for host in summary.cluster.hosts}
+    closing = [event["nodes"] for event in summary.events if event["event"] == "closing"]
+    released = closing[-1] if closing else []
+    changes = []
+    for node, host in known.items():
+        if node not in now and host.until is None:
+            host.until = time.time()
+            changes.append(("host_released" if node in released else "host_lost", host))
+    joined = [host for node, host in now.items() if node not in known]
+    summary.cluster.hosts += joined
+    changes += [("host_joined", host) for host in joined]
     return [
-        {"time": time.time(), "event": event, "host": host.host, "group": host.group, "node": node}
-        for event, changes in (("host_lost", lost), ("host_joined", joined))
-        for node, host in changes
+        {"time": time.time(), "event": event, "host": host.host, "group": host.group, "node": host.node_id}
+        for event, host in changes
     ]

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from stoker.schema_places import RehearsalConfig, SageMakerConfig, Section
+from stoker.schema_places import CpuHostsConfig, RehearsalConfig, SageMakerConfig, Section
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 
@@ -198,6 +198,9 @@ class ClusterConfig(Section):
     )
     min_cpu_hosts: int | None = Field(
         None, ge=0, description="start once this many CPU hosts have joined; default: wait for all"
+    )
+    cpu_hosts: CpuHostsConfig = Field(
+        CpuHostsConfig(), description="CPU hosts that the cluster's autoscaler adds and removes"
     )
     port: int = Field(6379, ge=1024, le=65535, description="port of the Ray head")
     cpus: int | None = Field(None, ge=1, description="local runs: CPUs to use; default: all cores")

@@ -116,6 +116,37 @@ class SageMakerConfig(Section):
     )
 
 
+class CpuHostsConfig(Section):
+    min: int = Field(0, ge=0, description="CPU hosts to request from the start")
+    max: int = Field(
+        0, ge=0, description="Ray clusters with an autoscaler: most CPU hosts to request; 0: request none"
+    )
+    target_wait_pct: float = Field(
+        2.0, ge=0, lt=100, description="add CPU hosts while training waits longer than this for preprocessing"
+    )
+    release_after_s: float = Field(
+        60.0, gt=0, description="let hosts go after they have not been needed for so long"
+    )
+    resource: str = Field(
+        "cpu_host", min_length=1, description="custom Ray resource of which each CPU host's node type has 1"
+    )
+    usd_per_hour: float | None = Field(None, ge=0, description="price of a CPU host, $/h")
+    on_demand_usd_per_hour: float | None = Field(
+        None, ge=0, description="its on-demand price if it is a spot host, to report the saving"
+    )
+    rest_usd_per_hour: float | None = Field(
+        None, gt=0, description="price of all other hosts of the cluster together, $/h"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> CpuHostsConfig:
+        if self.min > self.max:
+            raise ValueError(f"min ({self.min}) is larger than max ({self.max})")
+        if (self.usd_per_hour is None) != (self.rest_usd_per_hour is None):
+            raise ValueError("set both usd_per_hour and rest_usd_per_hour, or neither")
+        return self
+
+
 class RehearsalConfig(Section):
     hosts: str = Field(
         "gpu=1,cpu=2",

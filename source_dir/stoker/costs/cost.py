@@ -5,16 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 from stoker.costs.prices import PriceList
+from stoker.schema_places import CpuHostsConfig
 from stoker.tracking.summary import Host, Summary
 
 
-def run_cost(summary: Summary, prices: PriceList) -> dict[str, Any] | None:
+def run_cost(
+    summary: Summary, prices: PriceList, scaling: CpuHostsConfig | None = None, now: float = 0.0
+) -> dict[str, Any] | None:
     """Head: the summary's `cost`; None unless every host has a price.
 
     Counted from the start of the head's process. SageMaker also bills a few minutes before that (image
     download), which only its own record shows. `usd` covers the whole run with its start;
     `usd_per_million_samples` is what samples cost once training runs at its steady rate.
+
+    Args:
+        summary: of the run.
+        prices: of its hosts.
+        scaling: prices of a cluster whose autoscaler adds CPU hosts.
+        now: `time.time()`.
     """
+    if scaling is not None and scaling.max:
+        return _scaled_cost(summary, scaling, now)
     hosts = summary.cluster.hosts
     each = [prices.usd_per_hour(host.type, group=host.group) for host in hosts]
     known = [price for price in each if price is not None]
@@ -32,6 +43,31 @@ def run_cost(summary: Summary, prices: PriceList) -> dict[str, Any] | None:
         "prices_region": prices.region,
         "estimated": True,
     }
+
+
+def _scaled_cost(summary: Summary, prices: CpuHostsConfig, now: float) -> dict[str, Any] | None:
+    """The cost with CPU hosts that were there for a part of the run; None without prices."""
+    if prices.usd_per_hour is None or prices.rest_usd_per_hour is None:
+        return None
+    hours = (summary.cluster.formed_s + summary.seconds) / 3600
+    scaled = [host for host in summary.cluster.hosts if host.scaled]
+    cpu_hours = sum((host.until or now) - host.since for host in scaled) / 3600
+    usd = prices.rest_usd_per_hour * hours + prices.usd_per_hour * cpu_hours
+    read = summary.records.trained
+    cost = {
+        "usd": round(usd, 4),
+        "usd_per_hour": round(usd / hours, 4) if hours else None,
+        "usd_per_million_samples": round(usd / read * 1e6, 4) if read else None,
+        "usd_per_hour_by_type": {"CPU host": prices.usd_per_hour, "rest": prices.rest_usd_per_hour},
+        "cpu_host_hours": round(cpu_hours, 4),
+        "prices_as_of": "cluster.cpu_hosts",
+        "prices_region": "this cluster",
+        "estimated": True,
+    }
+    if prices.on_demand_usd_per_hour is not None:
+        saved = (prices.on_demand_usd_per_hour - prices.usd_per_hour) * cpu_hours
+        cost["saved_by_spot_usd"] = round(saved, 4)
+    return cost
 
 
 def cost_row(summary: Summary) -> tuple[str, str] | None:

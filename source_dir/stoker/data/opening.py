@@ -12,6 +12,7 @@ from stoker.config import Resolved
 from stoker.data.cache.store import CacheSpec
 from stoker.data.coordinator.actor import Coordinator
 from stoker.data.coordinator.cursor import refuse_other_data
+from stoker.data.coordinator.elastic import Scaling
 from stoker.data.engine import ray_internals
 from stoker.data.engine.datasets import DatasetSource
 from stoker.data.engine.passes import Passes
@@ -257,6 +258,7 @@ def start_coordinator(
     workers: int,
     first_epoch: int = 0,
     position: dict[str, Any] | None = None,
+    scaler: Scaling | None = None,
 ) -> Any:
     """Head: start the actor between Ray Data and the train workers on this host; it produces at once.
 
@@ -266,6 +268,7 @@ def start_coordinator(
         workers: number of train workers.
         first_epoch: where training starts.
         position: position in that epoch, from a checkpoint.
+        scaler: decides how many CPU hosts to request; None: their number is fixed.
 
     Raises:
         UsageError: the data or its order differ from those of the position.
@@ -298,6 +301,7 @@ def start_coordinator(
         plan,
         max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0))),
         config.data.transport == "direct",
+        scaler,
     )
     coordinator.begin.remote(coordinator, 0, workers, first_epoch, position)
     return coordinator
@@ -323,6 +327,8 @@ class Hosts:
     def __init__(self, config: Config, own_node: str) -> None:
         self.groups = [label(group) for group in config.data.preprocess_on]
         self.own_node = own_node
+        scaling = config.cluster.cpu_hosts
+        self.resource = scaling.resource if scaling.max else ""
 
     def __call__(self, training: Counter[str]) -> list[ChainHost]:
         import ray
@@ -335,4 +341,5 @@ class Hosts:
             group_label=GROUP_LABEL,
             own_group=own.get(GROUP_LABEL),
             training=training,
+            resource=self.resource,
         )

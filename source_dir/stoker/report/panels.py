@@ -22,15 +22,8 @@ TERMS = {
     "wait_transfer": "wait: network",
     "wait_collate": "wait: collating batches",
 }
-SHORT = {
-    "checkpoint": "c",
-    "resumed": "r",
-    "host_lost": "L",
-    "host_joined": "J",
-    "stop": "S",
-    "stopped": "S",
-    "epoch": "e",
-}
+SHORT = {"checkpoint": "c", "resumed": "r", "stop": "S", "stopped": "S", "epoch": "e"}
+SHORT |= {"host_lost": "L", "host_joined": "J", "host_released": "R", "cpu_hosts": "H"}
 MOST_MARKS, MOST_OTHER_MARKS = 12, 40
 MOST_HOSTS = 48
 MOST_ROWS = 12

@@ -20,6 +20,8 @@ MARKS = {
     "resumed": "resumed",
     "host_lost": "host lost",
     "host_joined": "host joined",
+    "host_released": "host released",
+    "cpu_hosts": "CPU hosts requested:",
     "stop": "stop asked",
     "stopped": "stopped",
 }
@@ -161,6 +163,8 @@ def _mark_text(kind: str, event: dict[str, Any]) -> str:
         at = "" if step is None else f" at step {step:.0f}"
         path = event.get("path")
         return f"{MARKS[kind]}{at}" + (f": {Path(path).name}" if isinstance(path, str) else "")
+    if kind == "cpu_hosts":
+        return f"{event.get('count')} {MARKS[kind]} {event.get('reason')}"
     what = event.get("host") or event.get("reason") or event.get("path") or ""
     return f"{MARKS[kind]} {what}".strip()
 

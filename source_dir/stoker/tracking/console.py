@@ -111,8 +111,10 @@ class PlainConsole(Sink):
             self.line(export_text(event))
         elif kind == "host_lost":
             self.line(f"host lost: {event['host']}")
-        elif kind == "host_joined":
-            self.line(f"host joined: {event['host']}")
+        elif kind in ("host_joined", "host_released"):
+            self.line(f"{kind.replace('_', ' ')}: {event['host']}")
+        elif kind == "cpu_hosts":
+            self.line(f"requesting {count_of(event['count'], 'CPU host')}: {event['reason']}")
 
     def quarantined(self, split: str, key: str, reason: str) -> None:
         """Show the first record of each reason at once, and count the others; each record once."""

@@ -15,11 +15,22 @@ from stoker.costs.prices import PriceList
 from stoker.errors import UsageError
 from stoker.figures import count_of
 from stoker.redaction import scrub
+from stoker.schema_places import CpuHostsConfig
 from stoker.tracking.bottleneck import HostLoad, bottleneck
 from stoker.tracking.sinks import Sink
 from stoker.tracking.summary import STEP_TERMS, Records, Summary, read_summary
 
-NOTABLE = ("resumed", "stop", "stopped", "note", "host_lost", "host_joined")
+NOTABLE = (
+    "resumed",
+    "stop",
+    "stopped",
+    "note",
+    "host_lost",
+    "host_joined",
+    "host_released",
+    "cpu_hosts",
+    "closing",
+)
 """Events included in the summary."""
 
 
@@ -33,9 +44,15 @@ class Recorder(Sink):
     essential = True
 
     def __init__(
-        self, run_dir: Path, summary: Summary, process_started: float, prices: PriceList | None = None
+        self,
+        run_dir: Path,
+        summary: Summary,
+        process_started: float,
+        prices: PriceList | None = None,
+        scaling: CpuHostsConfig | None = None,
     ) -> None:
         self.run_dir, self.summary, self.prices = run_dir, summary, prices
+        self.scaling = scaling or CpuHostsConfig()
         self.process_started = process_started
         self.earlier = _earlier(run_dir) if summary.script is None else None
         """The summary of the start before. A script's own steps are not seen, so it has none to keep."""
@@ -246,7 +263,7 @@ class Recorder(Sink):
         self._fill_speed()
         self._fill_seconds()
         if self.prices is not None:
-            self.summary.cost = run_cost(self.summary, self.prices)
+            self.summary.cost = run_cost(self.summary, self.prices, self.scaling, time.time())
         for name, value in self._kept().items():
             setattr(self.summary, name, value)
         self.summary.write(self.run_dir)

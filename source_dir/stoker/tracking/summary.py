@@ -36,6 +36,14 @@ class Host(Part):
     ip: str
     type: str | None = None
     """Instance type; None if unknown, as on a laptop."""
+    node_id: str = ""
+    """Of its Ray node."""
+    scaled: bool = False
+    """Whether the cluster's autoscaler added it."""
+    since: float = 0.0
+    """When it was first seen, in seconds since 1970."""
+    until: float | None = None
+    """When it was found to be gone; None: it was there to the end."""
 
 
 class Cluster(Part):
@@ -175,7 +183,7 @@ class Summary(BaseModel):
 
     def host_of(self, node: str) -> str:
         """The host name of a Ray node id."""
-        names = {host.model_dump().get("node_id", ""): host.host for host in self.cluster.hosts}
+        names = {host.node_id: host.host for host in self.cluster.hosts}
         return names.get(node, node)
 
     def measured_by(self, earlier: Summary) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from stoker.data.opening import Data, cache_note, exact_note, start_coordinator
 from stoker.figures import count_of
 from stoker.place import Place
 from stoker.schema import Config
+from stoker.sizing.scaler import Scaler
 from stoker.tracking.sinks import Tracking
 from stoker.training.plan import blocks_note, plan_workers, steps_per_epoch
 
@@ -70,8 +71,11 @@ class RecipeWork:
         refuse_unshared(config, self.where, place.train_group, self.use_gpu)
 
     def start_coordinator(self) -> Any:
-        start = self.start
-        return start_coordinator(self.config, self.data, self.workers, start.first_epoch, start.position)
+        start, scaling = self.start, self.config.cluster.cpu_hosts
+        scaler = Scaler(scaling) if scaling.max else None
+        return start_coordinator(
+            self.config, self.data, self.workers, start.first_epoch, start.position, scaler
+        )
 
     def opening_line(self) -> str:
         counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in self.data.totals.items()]

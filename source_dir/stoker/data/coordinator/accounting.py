@@ -172,6 +172,8 @@ class ChainCosts:
     """Head: cost of the chain over the whole run."""
 
     records: int = 0
+    seconds: float = 0.0
+    """Of the chain workers, reading included."""
     bytes_out: int = 0
     costs: dict[str, StageCost] = field(default_factory=dict)
     tasks_by_node: Counter[str] = field(default_factory=Counter)
@@ -179,6 +181,7 @@ class ChainCosts:
     def take(self, report: BlockReport, node: str) -> None:
         """Add one block."""
         self.records += report.records
+        self.seconds += report.seconds
         self.bytes_out += report.bytes_out
         self.tasks_by_node[node] += 1
         for name, cost in report.costs.items():

@@ -16,10 +16,12 @@ from stoker.data.cache.affinity import CacheAffinity
 from stoker.data.coordinator.accounting import ChainCosts
 from stoker.data.coordinator.attempt import Attempt
 from stoker.data.coordinator.cursor import about, refuse_other_data
+from stoker.data.coordinator.elastic import Elastic, Scaled, Scaling
 from stoker.data.coordinator.production import Production
 from stoker.data.coordinator.streams import Stream, ids_of
 from stoker.data.engine.passes import Passes
 from stoker.data.engine.pool import ChainHost
+from stoker.data.engine.ray_internals import HostRequest
 from stoker.data.messages import (
     BlockSlice,
     CarriedAccount,
@@ -44,6 +46,7 @@ class Coordinator(Production):
         plan: Plan,
         buffer_bytes: int,
         direct: bool = True,
+        scaler: Scaling | None = None,
     ) -> None:
         super().__init__(passes, totals, hosts)
         self.plan, self.buffer_bytes = plan, buffer_bytes
@@ -51,6 +54,8 @@ class Coordinator(Production):
         self.trainings = -1
         self.stop_reason = ""
         self.chain = {split: ChainCosts() for split in ("train", "val")}
+        scaled = Scaled(scaler, HostRequest(scaler.options.resource), self.chain) if scaler else None
+        self.elastic = Elastic(self._event, scaled)
         self.events: list[dict[str, Any]] = []
         self.last_checkpoint = ""
         self.keeping = CacheAffinity(passes.cache.kind) if passes.cache else None
@@ -59,6 +64,7 @@ class Coordinator(Production):
             serve=direct,
             cache=passes.cache,
             note=lambda text: self.log("note", {"text": text}),
+            emptied=self._emptied,
         )
 
     def servers(self) -> tuple[bytes, dict[str, Server]]:
@@ -309,6 +315,8 @@ class Coordinator(Production):
             self._event(event, **values)
             if event == "checkpoint":
                 self.last_checkpoint = values["path"]
+            if event == "step":
+                self.elastic.stepped(values)
             if event == "train_worker":
                 self.training[values["rank"]] = values["node"]
 
@@ -325,6 +333,11 @@ class Coordinator(Production):
         with self.changed:
             events, self.events = self.events, []
             return events
+
+    def _emptied(self) -> set[str]:
+        with self.changed:
+            needed = self.attempt.nodes_needed() if self.attempt else set()
+            return self.elastic.closing - needed - self.pool.staffed
 
     def figures(self) -> dict[str, Any]:
         """Driver's call: failure, chain costs and accounts so far."""

@@ -69,6 +69,8 @@ class Attempt:
         """Passes being produced or consumed, in order; earlier ones are reconciled."""
         self.planner: Planner | None = None
         """Decides what to read next; None until there are chain workers."""
+        self._last = False
+        """Whether no further passes will be opened."""
         self._coming = self._passes(start)
         self._open()
 
@@ -118,6 +120,7 @@ class Attempt:
         while len(self.streams) <= STREAMS_AHEAD:
             stream = next(self._coming, None)
             if stream is None:
+                self._last = True
                 return
             self.streams[stream.account.split, stream.account.epoch] = stream
 
@@ -157,6 +160,17 @@ class Attempt:
     def open_streams(self) -> list[Stream]:
         """The passes that may be produced now, in order."""
         return list(self.streams.values())
+
+    @property
+    def all_produced(self) -> bool:
+        """Whether all records of the run have been preprocessed."""
+        return self._last and all(stream.ended for stream in self.streams.values())
+
+    def nodes_needed(self) -> set[str]:
+        """Nodes of the hosts that hold blocks which training needs."""
+        held = {node for stream in self.streams.values() for _, _, node, _ in stream.blocks.values()}
+        coming = self.planner.coming.values() if self.planner else ()
+        return held | {node for _, _, node in coming}
 
     def note(self, text: str) -> None:
         """Emit one line for the user."""

@@ -12,11 +12,12 @@ from typing import Any
 
 from stoker.bootstrap.topology import label
 from stoker.data.coordinator.attempt import Attempt
+from stoker.data.coordinator.elastic import Elastic
 from stoker.data.engine.execution import Engine
 from stoker.data.engine.passes import Passes
 from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import ChainHost, Pool
-from stoker.data.engine.ray_internals import Operator
+from stoker.data.engine.ray_internals import Operator, draining_nodes
 from stoker.data.engine.suspects import Suspects
 from stoker.data.messages import BlockReport, Claim, Failure, Origin, Shard, Told
 from stoker.errors import DataError, explain
@@ -49,6 +50,8 @@ class Production:
         """Node of each rank."""
         self.suspects = Suspects()
         self.pool = Pool(groups=tuple(label(group) for group in passes.config.data.preprocess_on))
+        self.elastic = Elastic(lambda *_, **__: None)
+        """Hosts that come and go."""
         self.engine: Engine | None = None
         self.setups: dict[str, Any] = {}
         """Reference of the Setup of each split."""
@@ -163,18 +166,21 @@ class Production:
         seen = time.monotonic()
         while self.engine is engine:
             with self._ends_the_attempt():
-                hosts = self.hosts(Counter(self.training.values()))
+                hosts, draining = self.hosts(Counter(self.training.values())), draining_nodes()
                 now = time.monotonic()
                 seen = now if any(host.slots for host in hosts) else seen
                 self._refuse_no_host(now - seen)
                 with self.changed:
                     planner = self._planner()
-                    self.pool.update(hosts, bool(planner and planner.hungry), now)
+                    staying = self.elastic.split(hosts, draining, now, self.attempt)
+                    hungry = bool(planner and planner.hungry)
+                    self.pool.update(staying, hungry, now, self.elastic.closing)
                     hung = planner.look(now) if planner else []
                     engine.ended = self.is_idle(now)
                 if engine.ended:
                     engine.execution.shutdown()
                     return
+                self.elastic.send(now)
                 engine.look()
                 for process in hung:
                     engine.execution.kill(process)

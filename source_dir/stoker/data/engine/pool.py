@@ -7,7 +7,7 @@ their train workers leave free.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,8 @@ class ChainHost:
     trains: bool = False
     name: str = ""
     """Name for messages."""
+    scaled: bool = False
+    """Whether the cluster's autoscaler adds and removes such hosts."""
 
 
 @dataclass
@@ -53,6 +55,8 @@ class Pool:
     """Surplus chain workers of their hosts; they get no more work."""
     staffed: set[str] = field(default_factory=set)
     """Nodes with running chain workers."""
+    closing: frozenset[str] = frozenset()
+    """Nodes of hosts that are about to leave."""
     _first: set[str] = field(default_factory=set)
     """Hosts that always preprocess: the preprocessing-only hosts, or all if there are none."""
     _since: float | None = None
@@ -60,14 +64,18 @@ class Pool:
     _moved: float = -MOVE_EVERY_S
     """When chain workers were last found in the wrong place."""
 
-    def update(self, hosts: Iterable[ChainHost], hungry: bool, now: float) -> None:
+    def update(
+        self, hosts: Iterable[ChainHost], hungry: bool, now: float, closing: Collection[str] = ()
+    ) -> None:
         """Update the live hosts: some join late, some are lost.
 
         Args:
-            hosts: of the cluster.
+            hosts: of the cluster, without those that are closing.
             hungry: whether too little data is ready.
             now: `time.monotonic()`.
+            closing: nodes of hosts that are about to leave; their chain workers end at once.
         """
+        self.closing = frozenset(closing)
         self.hosts = {host.node: host for host in hosts if host.slots > 0}
         if hungry != self.hungry or self._since is None:
             self.hungry, self._since = hungry, now
@@ -92,7 +100,7 @@ class Pool:
             left[node] -= 1
             if left[node] < 0:
                 beyond.append(process)
-        self.leaving = [process for process in self.leaving if process in beyond]
+        self.leaving = [p for p in beyond if p in self.leaving or there[p] in self.closing]
         if beyond and left and not self.leaving and now - self._moved >= MOVE_EVERY_S:
             self.leaving, self._moved = beyond, now
 
@@ -130,6 +138,7 @@ def chain_hosts(
     group_label: str,
     own_group: str | None,
     training: Counter[str],
+    resource: str = "",
 ) -> list[ChainHost]:
     """Head: which hosts preprocess, and with how many slots.
 
@@ -142,6 +151,7 @@ def chain_hosts(
         group_label: the Ray label that names a host's group.
         own_group: the group of this host, which trains.
         training: train workers by node, as far as they have started.
+        resource: custom resource of the hosts that the cluster's autoscaler adds and removes.
     """
     alive = [n for n in nodes if n["Alive"]]
     wanted = set(groups)
@@ -157,5 +167,5 @@ def chain_hosts(
         reserve = 0 if group is not None else min(int(gpus), training[node["NodeID"]] or int(gpus))
         slots = max(int(resources.get("CPU", 0)) - reserve, min(1, int(resources.get("CPU", 0))))
         name = labels.get("stoker.host") or node.get("NodeManagerHostname", "")
-        found.append(ChainHost(node["NodeID"], slots, trains, name))
+        found.append(ChainHost(node["NodeID"], slots, trains, name, bool(resources.get(resource, 0))))
     return found

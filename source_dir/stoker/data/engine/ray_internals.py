@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+import uuid
 from collections.abc import Collection, Iterator
 from typing import Any, TypedDict
 
@@ -76,10 +77,40 @@ def ended_jobs() -> set[str]:
     return {job.hex() for job, about in jobs.items() if about.is_dead}
 
 
-class FixedCluster:
-    """Head: replaces Ray Data's cluster autoscaler, which starts an actor to request hosts.
+def draining_nodes() -> set[str]:
+    """Head: nodes that the cluster is about to take away, such as spot hosts. No public API lists them."""
+    import ray
 
-    A cluster that Stoker formed has a fixed set of hosts; `Pool` finds late ones.
+    return set(ray._private.state.state.get_draining_nodes())
+
+
+class HostRequest:
+    """Head: a run's request for hosts, sent to the cluster's autoscaler.
+
+    The public `request_resources` keeps a single request per cluster, that of its last caller, until another
+    call replaces it. The actor of Ray Data adds up the requests of all jobs and lets them expire, so that the
+    hosts of a killed job are released.
+
+    Args:
+        resource: custom resource of which each of the hosts has 1.
+    """
+
+    def __init__(self, resource: str) -> None:
+        from ray.data._internal.cluster_autoscaler import default_autoscaling_coordinator as of_ray_data
+
+        self._resource, self._id = resource, f"stoker-{uuid.uuid4().hex}"
+        self._actor = of_ray_data.get_or_create_autoscaling_coordinator()
+
+    def send(self, count: int, expires_s: float) -> None:
+        """Request this many hosts in all, including those that have joined; does not wait."""
+        hosts = [{self._resource: 1}] * count
+        self._actor.request_resources.remote(requester_id=self._id, resources=hosts, expire_after_s=expires_s)
+
+
+class FixedCluster:
+    """Head: replaces Ray Data's cluster autoscaler, which requests hosts for the tasks that are queued.
+
+    How many hosts pay off depends on training, which it does not see: `Scaler` decides, `Pool` finds them.
     """
 
     def try_trigger_scaling(self) -> None:

@@ -142,6 +142,7 @@ class Agents:
         note: receives one line about an agent that died.
         serve: other hosts serve their blocks to train workers.
         cache: what hosts cache until the run ends.
+        emptied: nodes of hosts that are about to leave and no longer need an agent.
     """
 
     def __init__(
@@ -150,7 +151,9 @@ class Agents:
         serve: bool = True,
         cache: CacheSpec | None = None,
         note: Callable[[str], None] = lambda text: None,
+        emptied: Callable[[], set[str]] = set,
     ) -> None:
+        self._emptied = emptied
         self.secret = secrets.token_bytes(32)
         self._told, self._serve, self._cache, self._note = told, serve, cache, note
         self._deaths: Counter[str] = Counter()
@@ -175,6 +178,10 @@ class Agents:
         agents: dict[str, Any] = {}
         while True:
             alive = {n["NodeID"]: n for n in ray.nodes() if n["Alive"]}
+            for node in alive.keys() & self._emptied():
+                del alive[node]  # an autoscaler does not remove a host on which an actor runs
+                if node in agents:
+                    ray.kill(agents[node])
             agents = {node: agent for node, agent in agents.items() if node in alive}
             for node in alive:
                 due = self._not_before.get(node, 0.0) <= time.monotonic()

@@ -1,0 +1,54 @@
+"""A job by sleeping, whose training is fast or slow by phases, so its need for CPUs changes."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+
+from stoker.data import Record, RecordTransform, read_range
+from stoker.recipe import Recipe
+
+STEPS = itertools.count(1)
+"""Training steps of this process."""
+
+
+class Sleeps(RecordTransform):
+    """Takes `ms` for each record, and gives it `kb` of payload."""
+
+    def __init__(self, ms: float, kb: int) -> None:
+        self.ms, self.kb = ms, kb
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        time.sleep(self.ms / 1000)
+        return {"key": record["key"], "x": np.full(self.kb * 1024, record["index"] % 7, np.uint8)}
+
+
+class Phases(Recipe):
+    records: int
+    ms: float
+    """Of a chain worker for a record."""
+    kb: int
+    """Payload of a record: blocks of large ones are not held ready for long."""
+    step_ms: tuple[float, ...]
+    """Of a training step, by phase."""
+    until: tuple[int, ...] = ()
+    """The last step of each phase but the last."""
+
+    def read(self, split: str) -> Any:
+        return read_range(self.records) if split == "train" else None
+
+    def preprocess(self, split: str) -> list[Any]:
+        return [Sleeps(self.ms, self.kb)]
+
+    def model(self) -> Any:
+        from torch import nn
+
+        return nn.Linear(1, 1)
+
+    def training_step(self, model: Any, batch: Any) -> Any:
+        step = next(STEPS)
+        time.sleep(self.step_ms[sum(step > last for last in self.until)] / 1000)
+        return model(batch["x"][:, :1].float()).square().mean()
