@@ -157,6 +157,21 @@ CASES = {
     "a port out of range": ("cluster: {port: 99999}", [], "cluster.port: input should be less than or equal"),
     "a port of root's": ("cluster: {port: 80}", [], "cluster.port: input should be greater than or equal"),
     "no CPU": ("cluster: {cpus: 0}", [], "cluster.cpus: input should be greater than or equal to 1"),
+    "hosts between three and two": (
+        "cluster: {cpu_hosts: {min: 3, max: 2}}",
+        [],
+        "cluster.cpu_hosts: min (3) is larger than max (2)",
+    ),
+    "half of the prices": (
+        "cluster: {cpu_hosts: {max: 2, usd_per_hour: 1}}",
+        [],
+        "set both usd_per_hour and rest_usd_per_hour",
+    ),
+    "hosts added on this machine": (
+        "cluster: {cpu_hosts: {max: 2}}",
+        [],
+        "cluster.cpu_hosts: with --on local hosts cannot be added",
+    ),
     "fewer than no hosts": ("cluster: {min_cpu_hosts: -2}", [], "cluster.min_cpu_hosts: input should be"),
     "no checkpoint kept": ("checkpoint: {keep: 0}", [], "checkpoint.keep: input should be greater than or"),
     "no step between": (

@@ -1,0 +1,147 @@
+"""Hosts that are about to leave get no work; what a run reports to the part that decides on their number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stoker.data.coordinator.accounting import ChainCosts
+from stoker.data.coordinator.elastic import EXPIRES_S, RENEW_S, Elastic, Scaled
+from stoker.data.engine.pool import ChainHost, Pool
+from stoker.schema_places import CpuHostsConfig
+from stoker.sizing.scaler import Decision
+
+GPU = ChainHost("g", 2, trains=True, name="gpu-1")
+
+
+class Given:
+    """Decides as the test says, and keeps what it is told."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count, self.options = count, CpuHostsConfig(max=9)
+        self.steps: list[tuple[float, float, float]] = []
+        self.blocks: list[tuple[float, float]] = []
+        self.next: Decision | None = None
+        self.looked: tuple[int, list[int], bool] | None = None
+
+    def stepped(self, samples: float, seconds: float, late_s: float) -> None:
+        self.steps.append((samples, seconds, late_s))
+
+    def made(self, records: float, seconds: float) -> None:
+        self.blocks.append((records, seconds))
+
+    def look(self, now: float, own: int, joined: list[int], ended: bool) -> Decision | None:
+        self.looked = own, joined, ended
+        decision, self.next = self.next, None
+        if decision:
+            self.count = decision.count
+        return decision
+
+    def missing(self, now: float) -> int:
+        return 0
+
+
+class Requests:
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, float]] = []
+
+    def send(self, count: int, expires_s: float) -> None:
+        self.sent.append((count, expires_s))
+
+
+class Case:
+    def __init__(self, count: int = 0, scaled: bool = True) -> None:
+        self.given, self.requests, self.events = Given(count), Requests(), list[tuple[str, dict[str, Any]]]()
+        self.costs = {"train": ChainCosts(), "val": ChainCosts()}
+        own: Any = Scaled(self.given, self.requests, self.costs) if scaled else None  # type: ignore[arg-type]
+        self.elastic = Elastic(lambda event, **values: self.events.append((event, values)), own)
+
+    def staying(self, *hosts: ChainHost, draining: set[str] = frozenset(), now: float = 0.0) -> list[str]:  # type: ignore[assignment]
+        return [host.node for host in self.elastic.split([*hosts], draining, now, None)]
+
+
+def cpu(node: str) -> ChainHost:
+    return ChainHost(node, 4, name=f"cpu-{node}", scaled=True)
+
+
+def test_the_hosts_that_joined_last_leave_first_and_come_back_if_needed() -> None:
+    case = Case(count=3)
+    assert case.staying(GPU, cpu("b")) == ["g", "b"]
+    assert case.staying(GPU, cpu("a"), cpu("b"), cpu("c")) == ["g", "a", "b", "c"]
+    case.given.next = Decision(1, "because")
+    assert case.staying(GPU, cpu("a"), cpu("b"), cpu("c")) == ["g", "b"]
+    assert case.elastic.closing == {"a", "c"}
+    assert case.events == [
+        ("cpu_hosts", {"count": 1, "reason": "because"}),
+        ("closing", {"nodes": ["a", "c"]}),
+    ]
+    case.given.next = Decision(2, "more")
+    assert case.staying(GPU, cpu("a"), cpu("b"), cpu("c")) == ["g", "a", "b"]
+    assert case.given.looked == (2, [4], False), "decided from the host that was in use"
+
+
+def test_a_host_that_the_cluster_takes_away_gets_no_work_whoever_added_it() -> None:
+    for case in (Case(count=2), Case(scaled=False)):
+        assert case.staying(GPU, cpu("a"), cpu("b"), draining={"a"}) == ["g", "b"]
+        assert case.staying(GPU, cpu("a"), cpu("b"), draining={"a"}) == ["g", "b"]
+        notes = [values["text"] for event, values in case.events if event == "note"]
+        assert notes == ["host cpu-a is about to be taken away: it gets no more work"]
+    assert case.staying(cpu("a"), draining={"a"}) == ["a"], "the only one works to the end"
+
+
+def test_chain_workers_of_a_closing_host_end_at_once() -> None:
+    pool = Pool()
+    pool.update([GPU, cpu("a")], True, 0.0)
+    running = {"p1": "a", "p2": "a"}
+    pool.workers_are(running, 0.0)
+    assert pool.leaving == []
+    pool.update([GPU], True, 1.0, {"a"})
+    assert not pool.may_work("a") and pool.may_work("g")
+    pool.workers_are(running, 1.0)
+    assert pool.leaving == ["p1", "p2"]
+    pool.workers_are({"p3": "g", "p4": "a"}, 2.0)
+    assert pool.leaving == ["p4"], "also one that had been starting"
+
+
+def step(number: int, epoch: int, samples: int, elapsed_s: float, production: float = 0.0) -> dict[str, Any]:
+    terms = {"wait_production": production, "compute": 100.0 - production}
+    return {
+        "step": number, "epoch": epoch, "epoch_samples": samples, "elapsed_s": elapsed_s, "terms_ms": terms,
+    }  # fmt: skip
+
+
+def test_training_is_measured_between_logged_steps_without_the_start() -> None:
+    case = Case()
+    case.elastic.stepped(step(1, 0, 16, 40.0, 99.0))  # waits for processes to start
+    case.elastic.stepped(step(11, 0, 176, 41.0, 50.0))
+    case.elastic.stepped(step(16, 1, 48, 0.5))  # a new pass counts from its own beginning
+    case.elastic.stepped(step(11, 1, 16, 0.1, 90.0))  # started again from a checkpoint
+    case.elastic.stepped(step(21, 1, 176, 1.1, 10.0))
+    assert case.given.steps == [
+        (160, pytest.approx(1.0), pytest.approx(0.5)),
+        (48, 0.5, 0.0),
+        (160, pytest.approx(1.0), pytest.approx(0.1)),
+    ]
+
+
+def test_a_request_is_renewed_before_it_expires_and_changed_at_once() -> None:
+    case = Case(count=2)
+    for now in range(int(3 * RENEW_S)):
+        case.staying(GPU, now=float(now))
+        case.elastic.send(float(now))
+    assert case.requests.sent == [(2, EXPIRES_S)] * 3 and RENEW_S < EXPIRES_S / 2
+    case.given.next = Decision(5, "more")
+    case.staying(GPU, now=30.5)
+    case.elastic.send(30.5)
+    assert case.requests.sent[-1] == (5, EXPIRES_S)
+
+
+def test_blocks_of_all_splits_count_once() -> None:
+    case = Case()
+    case.costs["train"].records, case.costs["train"].seconds = 100, 4.0
+    case.staying(GPU)
+    case.costs["val"].records, case.costs["val"].seconds = 50, 1.0
+    case.staying(GPU)
+    case.staying(GPU)
+    assert case.given.blocks == [(100, 4.0), (50, 1.0)]
