@@ -112,7 +112,7 @@ def rebuild(run_dir: Path, step: int, overrides: list[str]) -> Step:
     from stoker.data.opening import discover, open_data
     from stoker.peek.history import find, history
     from stoker.peek.looking import row_of
-    from stoker.peek.rebuild import Rebuild, refuse_contradiction
+    from stoker.peek.rebuild import Rebuild
     from stoker.recipe import SOURCE_FOLDER, class_names_of, load_recipe
 
     resolved = load(run_dir / "config.yaml", [*overrides, "tracking.record_ids=true"])
@@ -128,11 +128,8 @@ def rebuild(run_dir: Path, step: int, overrides: list[str]) -> Step:
     own = {word.partition("=")[0].removeprefix("params.") for word in overrides}
     code = run_dir / "code"
     made = Rebuild(config, data, found, own, code if code.is_dir() else SOURCE_FOLDER)
-    exact = found.attempt.start.plan.order == "exact"
-    parts = made.exact() if exact else made.recorded(run_dir)
+    parts = made.parts()
     notes = [] if found.sure else ["the run did not log this step and may have ended earlier"]
-    if refuse_contradiction(run_dir, found, parts):
-        notes.append("as recorded by the train workers")
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     values, note = losses_of(run_dir, config, recipe, step, parts)
     notes.append(note)

@@ -1,7 +1,7 @@
 """`submit.py peek RUN --step N`: the batch that the run trained, or one line that says why there is none.
 
-The runs are made by the coordinator's own passes in this process: every block goes through its chain, and
-what each train worker takes is written down, as a run does.
+The runs are made by the coordinator's own passes in this process: every block goes through its chain, what
+each train worker takes is remembered, and the coordinator's events are written down as in a run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import pickle
 import random
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -100,18 +99,14 @@ class Run:
             self.trained.update({(self.step, rank): list(keys) for rank, keys in window.items()})
             self.log("step", step=self.step, epoch=cursor.epoch)
         if steps is None:
-            self.record_ids(workers)
             self.log("pass", split="train", epoch=cursor.epoch, steps=self.step - begun)
             return None
         return {"cursor": stream.position(feed, ids % ID_MODULUS), "step": self.step}
 
-    def record_ids(self, workers: int) -> None:
-        """As `tracking.record_ids` lets a run do when an epoch ends."""
-        (self.folder / "records").mkdir()
-        for rank in range(workers):
-            keys = [key for (_, r), own in sorted(self.trained.items()) for key in own if r == rank]
-            path = self.folder / "records" / f"train-epoch-000-rank-{rank}.txt"
-            path.write_text("".join(f"{key}\n" for key in keys))
+    def forget(self, kind: str) -> None:
+        events = self.folder / "events.jsonl"
+        lines = events.read_text().splitlines(keepends=True)
+        events.write_text("".join(line for line in lines if json.loads(line)["event"] != kind))
 
     def peek(self, *words: str) -> Result:
         return CliRunner().invoke(
@@ -130,20 +125,23 @@ class Run:
         return {rank: keys for (number, rank), keys in sorted(self.trained.items()) if number == step}
 
 
-EXACT = {"order": "exact", "block_records": 16, "bad_record_budget": 0.5}
+ORDERS = pytest.mark.parametrize("order", ["any", "exact"])
+BLOCKS = {"block_records": 16, "bad_record_budget": 0.5}
+EXACT = {"order": "exact", **BLOCKS}
 
 
+@ORDERS
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("remainder", ["drop", "pad"])
 def test_every_step_is_what_each_train_worker_took(
-    tmp_path: Path, workers: int, accumulate: int, remainder: str
+    tmp_path: Path, workers: int, accumulate: int, remainder: str, order: str
 ) -> None:
     run = Run(
         tmp_path,
         params={"train_records": 211, "bad": [3, 77, 150], "shard": 40},
-        data={**EXACT, "remainder": remainder},
+        data={**BLOCKS, "order": order, "remainder": remainder},
         train={"batch_size": 8, "accumulate_steps": accumulate, "epochs": 1},
     )
     run.train(workers)
@@ -151,33 +149,18 @@ def test_every_step_is_what_each_train_worker_took(
         assert run.rebuilt(step) == run.of_step(step), step
 
 
-def test_a_run_that_was_resumed_on_other_train_workers(tmp_path: Path) -> None:
+@ORDERS
+def test_a_run_that_was_resumed_on_other_train_workers(tmp_path: Path, order: str) -> None:
     run = Run(
         tmp_path,
         params={"train_records": 211, "bad": [3, 77], "shard": 40},
-        data=EXACT,
+        data={**BLOCKS, "order": order},
         train={"batch_size": 8, "epochs": 1},
     )
     place = run.train(2, steps=5)
     beyond = run.train(2, steps=3, start=place)
     assert beyond["step"] == 8
     run.train(3, start=place)  # went back to the checkpoint of step 5
-    shutil.rmtree(run.folder / "records")  # of one attempt, and named as if of all
-    for step in range(1, run.step + 1):
-        assert run.rebuilt(step) == run.of_step(step), step
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_in_any_order_what_the_run_recorded(tmp_path: Path, workers: int, accumulate: int) -> None:
-    run = Run(
-        tmp_path,
-        params={"train_records": 211, "bad": [3, 77, 150], "shard": 40},
-        data={"block_records": 16, "bad_record_budget": 0.5},
-        train={"batch_size": 8, "accumulate_steps": accumulate, "epochs": 1},
-    )
-    run.train(workers)
     for step in range(1, run.step + 1):
         assert run.rebuilt(step) == run.of_step(step), step
 
@@ -209,11 +192,11 @@ def test_what_cannot_be_rebuilt_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no event `attempt` in events\.jsonl"):
         run.rebuilt(1)
     run.train(1)
-    (run.folder / "records/train-epoch-000-rank-0.txt").unlink()
-    with pytest.raises(UsageError, match=r"set tracking\.record_ids=true"):
-        run.rebuilt(1)
     with pytest.raises(UsageError, match="--step 40: the run has trained steps 1 to 8"):
         run.rebuilt(40)
+    run.forget("blocks")
+    with pytest.raises(UsageError, match=r"events\.jsonl lacks blocks of this step"):
+        run.rebuilt(1)
     assert "--split: applies to a job only" in str(run.peek("--step", "1", "--split", "val").exception)
 
 
@@ -237,12 +220,27 @@ def test_a_batch_of_other_data_is_never_shown(tmp_path: Path, change: dict[str, 
         run.rebuilt(2)
 
 
-def test_recorded_ids_that_say_otherwise_end_the_look(tmp_path: Path) -> None:
+def test_a_block_whose_ids_are_not_those_of_the_run_ends_the_look(tmp_path: Path) -> None:
     run = Run(tmp_path, params={"train_records": 60}, data=EXACT, train={"batch_size": 8, "epochs": 1})
     run.train(1)
-    (run.folder / "records/train-epoch-000-rank-0.txt").write_text("".join(f"{i}\n" for i in range(60)))
-    with pytest.raises(UsageError, match="train worker 0 recorded different records"):
+    events = run.folder / "events.jsonl"
+    first = next(e for e in map(json.loads, events.read_text().splitlines()) if e["event"] == "blocks")
+    ids = first["blocks"][0][-1]
+    events.write_text(events.read_text().replace(str(ids), str(ids + 1)))
+    with pytest.raises(UsageError, match="block 0 of shard 0 has different records than in the run"):
         run.rebuilt(2)
+
+
+def test_a_running_or_killed_run_has_the_batches_whose_blocks_it_has_noted(tmp_path: Path) -> None:
+    """Whole steps are known before the pass ends; what its last step holds, only then."""
+    run = Run(tmp_path, params={"train_records": 60}, data=BLOCKS, train={"batch_size": 8, "epochs": 1})
+    run.train(1)
+    run.forget("pass")
+    assert run.rebuilt(8) == run.of_step(8)
+    run.forget("produced")
+    assert run.rebuilt(7) == run.of_step(7)
+    with pytest.raises(UsageError, match=r"events\.jsonl lacks blocks of this step"):
+        run.rebuilt(8)
 
 
 def test_one_train_workers_part_on_the_screen_and_as_a_page(tmp_path: Path) -> None:

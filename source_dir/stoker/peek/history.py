@@ -26,6 +26,10 @@ class Attempt:
     """(epoch, optimiser steps in it) of its completed training passes."""
     bad: dict[int, dict[str, str]] = field(default_factory=dict)
     """Quarantined training records by epoch: key → reason."""
+    blocks: dict[int, list[list[int]]] = field(default_factory=dict)
+    """By epoch, [shard, index in it, rows, their ids] of each block in order of arrival."""
+    produced: set[int] = field(default_factory=set)
+    """Epochs of which all blocks have arrived."""
 
     @property
     def start(self) -> DataCursor:
@@ -41,8 +45,6 @@ class Found(NamedTuple):
     """Optimiser steps of this attempt before it in its epoch."""
     sure: bool
     """Whether the step is known to be trained."""
-    steps: int | None
-    """Optimiser steps of the attempt in the epoch; None if unfinished."""
     bad_before: dict[str, str] = {}  # noqa: RUF012 - a NamedTuple field
     """Records quarantined in the epoch by other attempts: key → reason."""
 
@@ -82,6 +84,10 @@ def _take(event: dict[str, Any], found: list[Attempt]) -> None:
         attempt.last_step = max(attempt.last_step, ended)
     elif kind == "quarantined" and event["split"] == "train":
         attempt.bad.setdefault(event["epoch"], {})[event["key"]] = event["reason"]
+    elif kind == "blocks":
+        attempt.blocks.setdefault(event["epoch"], []).extend(event["blocks"])
+    elif kind == "produced" and event["split"] == "train":
+        attempt.produced.add(event["epoch"])
 
 
 def find(attempts: list[Attempt], step: int, unlogged: int) -> Found:
@@ -101,12 +107,11 @@ def find(attempts: list[Attempt], step: int, unlogged: int) -> Found:
         last = max(attempt.last_step for attempt in attempts)
         raise UsageError(f"--step {step}: the run has trained steps 1 to {last}")
     attempt = (within or beyond)[-1]
-    before, epoch, ended = attempt.first_step, attempt.start.epoch, None
+    before, epoch = attempt.first_step, attempt.start.epoch
     for passed, steps in attempt.passes:
         epoch = passed
         if step <= before + steps:
-            ended = steps
             break
         before, epoch = before + steps, passed + 1
     bad = {key: reason for each in attempts for key, reason in each.bad.get(epoch, {}).items()}
-    return Found(attempt, epoch, step - before - 1, bool(within), ended, bad)
+    return Found(attempt, epoch, step - before - 1, bool(within), bad)

@@ -1,40 +1,29 @@
-"""Laptop: rebuild the batches of a step with the run's own code: order, chain, splitter, batch.
+"""Laptop: rebuild the batches of a step with the run's own code: chain, splitter, batch.
 
-Blocks before the step are only counted. Blocks of the step are preprocessed again.
+The run recorded which blocks arrived in which order. Those of the step are preprocessed again.
 """
 
 from __future__ import annotations
 
 import pickle
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stoker.data.coordinator.accounting import ChainCosts
-from stoker.data.coordinator.attempt import Attempt as Producing
-from stoker.data.coordinator.cursor import about, refuse_other_data
+from stoker.data.coordinator.accounting import EpochAccount
+from stoker.data.coordinator.cursor import Trail, about, arrival, refuse_other_data
+from stoker.data.coordinator.splitter import Splitter
+from stoker.data.coordinator.streams import Stream
 from stoker.data.engine.datasets import DatasetSource
 from stoker.data.engine.passes import Passes
-from stoker.data.engine.shards import Loaded, blocks_of, order_within, seeded_reading
-from stoker.data.engine.suspects import Suspects
+from stoker.data.engine.shards import Loaded, blocks_of
 from stoker.data.engine.witness import Guard
 from stoker.data.feed.feed import as_tensors
-from stoker.data.messages import (
-    KEY_COLUMN,
-    BadRecord,
-    BlockReport,
-    BlockSlice,
-    DataCursor,
-    Schema,
-    Shard,
-    Work,
-)
+from stoker.data.messages import BadRecord, BlockSlice, DataCursor, Schema, Work
 from stoker.data.opening import Data
 from stoker.data.preprocessing.collating import all_of, collated, seed_of
-from stoker.data.sources.base import listing_of
 from stoker.data.transport.batches import BatchBuilder
 from stoker.data.transport.buffers import BufferPool
 from stoker.errors import UsageError
@@ -54,13 +43,15 @@ class Part:
 
 
 class Reference(NamedTuple):
-    """Laptop: a reference from which a block can be produced."""
+    """Laptop: a block as `arrival` recorded it, in place of the block itself."""
 
-    work: Work
-    """Its shard, up to it."""
+    shard: int
+    nth: int
+    rows: int
+    ids: int
 
-    def hex(self) -> str:
-        return f"{self.work.number}/{self.work.skip}"
+    def __str__(self) -> str:
+        return f"block {self.nth} of shard {self.shard}"
 
 
 class Rebuild:
@@ -84,13 +75,10 @@ class Rebuild:
         self.accumulate = int(noted["accumulate_steps"])
         if isinstance(data.sources["train"], DatasetSource):
             raise UsageError("--step: the recipe reads a ray.data.Dataset, whose rows cannot be rebuilt")
+        self.pad = noted["remainder"] == "pad"
+        block_records = {"block_records": noted["block_records"]}
+        self.config = config.model_copy(update={"data": config.data.model_copy(update=block_records)})
         start = found.attempt.start
-        train = config.train.model_copy(update={"batch_size": self.batch_size})
-        settings = {"remainder": noted["remainder"], "order": start.plan.order}
-        settings["block_records"] = start.plan.block_records
-        self.config = config.model_copy(
-            update={"train": train, "data": config.data.model_copy(update=settings)}
-        )
         now = about(start, self.workers, config)["params"]
         for name in sorted({*now, *noted["params"]} - own):
             if now.get(name) != noted["params"].get(name):
@@ -101,7 +89,9 @@ class Rebuild:
         kept = {split: "" for split, chain in data.chains.items() if chain.prefix}
         self.passes = Passes(self.config, data.sources, chains, None, kept)
         identity = data.identity("train")
-        plan = self.passes.identity(identity.text, identity.unstable)
+        if unstable := start.plan.unstable or identity.unstable:
+            raise UsageError(f"--step: {unstable}, so its batches cannot be rebuilt")
+        plan = self.passes.identity(identity.text)
         try:
             refuse_other_data(start, plan)
         except UsageError as error:
@@ -114,6 +104,7 @@ class Rebuild:
         self.known = {**start.deadly, **found.attempt.bad.get(found.epoch, {})}
         self.ever = {**self.known, **found.bad_before}
         self.guard = Guard(self.known, None)
+        self.shards = {number: shard for number, shard, _ in self.passes.shards(self.plan, None)}
         self._made: dict[Reference, tuple[dict[str, Any], Schema]] = {}
 
     @cached_property
@@ -122,109 +113,30 @@ class Rebuild:
         first = self.found.window * self.accumulate
         return range(first, first + self.accumulate)
 
-    def exact(self) -> list[Part]:
-        """The batches with `data.order: exact`, a function of seed, epoch and sizes only."""
-        changed = threading.Condition()
-        costs = {split: ChainCosts() for split in ("train", "val")}
-        producing = Producing(
-            0, self.workers, self.passes, self.data.totals, self.start, changed, changed, costs,
-            lambda *_, **__: None, None, Suspects(),
-        )  # fmt: skip
-        stream = producing.streams["train", self.found.epoch]
-        for reference, report in self._reports(self.start):
-            producing.deliver(stream, reference, report, "")
-            if stream.splitter.ready(self.feed_steps[-1]):
-                break
-        else:
-            stream.splitter.end()
-        if producing.failure:
-            raise UsageError(f"--step: {producing.failure}")
+    def parts(self) -> list[Part]:
+        """The batches of the step, from the blocks that the run recorded in order of arrival.
+
+        Raises:
+            UsageError: the run has not recorded the step's blocks, or they differ now.
+        """
+        epoch = self.found.epoch
+        splitter = Splitter(self.workers, self.batch_size, equal=True, pad=self.pad)
+        stream = Stream(splitter, EpochAccount("train", epoch), None, Trail(self.start))
+        for block in starmap(Reference, self.found.attempt.blocks.get(epoch, [])):
+            stream.arrived(block, block.rows, 0, shard=block.shard)
+        if epoch in self.found.attempt.produced:
+            splitter.end()
         parts = []
-        for step in self.feed_steps:
+        for step in self.feed_steps if splitter.ready(self.feed_steps[-1]) else ():
             for rank in range(self.workers):
                 portion = stream.portion(step, rank)
                 if portion is not None and portion.blocks:
                     parts.append(self._part(rank, portion.blocks))
         if not parts:
-            raise UsageError("--step: the epoch ends before this step, so the data differs from the run's")
+            raise UsageError(
+                "--step: events.jsonl lacks blocks of this step; the run may have ended before it"
+            )
         return parts
-
-    def recorded(self, run_dir: Path) -> list[Part]:
-        """The batches with `data.order: any`, from the ids that the run recorded.
-
-        Raises:
-            UsageError: no ids were recorded, or only those of another attempt.
-        """
-        wanted = [(rank, keys) for rank in range(self.workers) for keys in self._recorded_keys(run_dir, rank)]
-        rows = self._rows_of({key for _, keys in wanted for key in keys})
-        return [self._part(rank, [rows[key] for key in keys]) for rank, keys in wanted if keys]
-
-    def _recorded_keys(self, run_dir: Path, rank: int) -> list[list[str]]:
-        keys = recorded_ids(run_dir, self.found.epoch, rank)
-        steps = self.found.steps
-        if keys is None or steps is None:
-            raise UsageError(
-                "--step: with data.order=any a batch can be rebuilt only from recorded ids; for the next run"
-                " set tracking.record_ids=true (written at the end of each epoch) or data.order=exact"
-            )
-        # Ids of the previous attempt at the epoch come first, unless the number of train workers changed.
-        most = steps * self.accumulate * self.batch_size
-        least = (steps - 1) * self.accumulate * self.batch_size
-        fitting = [c for c in {0, self.start.rows // self.workers} if least < len(keys) - c <= most]
-        if len(fitting) != 1:
-            raise UsageError(
-                "--step: the ids recorded for this epoch belong to another attempt than the step"
-            )
-        at = [fitting[0] + step * self.batch_size for step in self.feed_steps]
-        return [keys[first : first + self.batch_size] for first in at]
-
-    def _rows_of(self, wanted: set[str]) -> dict[str, BlockSlice]:
-        """Find records by key."""
-        rows: dict[str, BlockSlice] = {}
-        size = self.plan.block_records
-        for number, shard, _ in self.passes.shards(self.plan, None):
-            places = {i // size for i, key in enumerate(self._keys(number, shard)) if key in wanted}
-            for nth in sorted(places):
-                reference = Reference(Work(number, shard, nth, False))
-                columns, _ = self._make(reference, None)
-                count = len(columns[KEY_COLUMN])
-                for row, key in enumerate(map(str, columns[KEY_COLUMN])):
-                    rows[key] = BlockSlice(reference, row, row + 1, of=count)
-            if wanted <= rows.keys():
-                return rows
-        lost = sorted(wanted - rows.keys())
-        raise UsageError(f"--step: record {lost[0]} of the run is no longer in the data")
-
-    def _reports(self, start: DataCursor) -> Iterator[tuple[Reference, BlockReport]]:
-        """The blocks of the pass in order, counted but not produced."""
-        size = self.plan.block_records
-        for number, shard, skip in self.passes.shards(self.plan, start):
-            good = self._good(number, shard)
-            blocks = [good[first : first + size] for first in range(0, len(good), size)]
-            for nth, block in enumerate(blocks[skip:], skip):
-                report = BlockReport(number, nth, nth == len(blocks) - 1, sum(block), records=len(block))
-                yield Reference(Work(number, shard, nth, False)), report
-
-    def _good(self, number: int, shard: Shard) -> list[bool]:
-        """For each record of a shard, whether it was trained."""
-        if shard.rows is not None and not self.known:
-            return [True] * shard.rows
-        return [key not in self.known for key in self._keys(number, shard)]
-
-    def _keys(self, number: int, shard: Shard) -> Iterator[str]:
-        """The keys of a shard in order; reads the records only if necessary."""
-        source = self.loaded.source
-        listing = listing_of(source, shard)
-        if listing is not None:
-            yield from (key for key, _ in listing)
-            return
-        records = source.read(shard, order_within(self.plan, shard))
-        for record in seeded_reading(source, records, self.plan, Work(number, shard)):
-            if isinstance(record, BadRecord):
-                self._refuse_news(record)
-                yield record.key
-            else:
-                yield record["key"]
 
     def _refuse_news(self, bad: BadRecord) -> None:
         if bad.key not in self.ever:
@@ -233,23 +145,25 @@ class Rebuild:
                 " recipe has changed"
             )
 
-    def _make(self, reference: Reference, rows: int | None) -> tuple[dict[str, Any], Schema]:
-        if reference not in self._made:
-            made = next(blocks_of(self.loaded, self.plan, reference.work, self.guard), None)
+    def _make(self, block: Reference) -> tuple[dict[str, Any], Schema]:
+        if block not in self._made:
+            if block.shard not in self.shards:
+                raise UsageError(f"--step: {block} is no longer in the data")
+            work = Work(block.shard, self.shards[block.shard], block.nth, False)
+            made = next(blocks_of(self.loaded, self.plan, work, self.guard), None)
             if made is None:
-                raise UsageError(f"--step: block {reference.hex()} is no longer in the data")
+                raise UsageError(f"--step: {block} is no longer in the data")
             columns, report = made
             for bad in report.bad:
                 self._refuse_news(bad)
-            self._made[reference] = columns, report.schemas[-1]
-        columns, schema = self._made[reference]
-        if rows is not None and len(columns[KEY_COLUMN]) != rows:
-            raise UsageError(f"--step: block {reference.hex()} has different bad records than in the run")
-        return columns, schema
+            if Reference(*arrival(report)) != block:
+                raise UsageError(f"--step: {block} has different records than in the run")
+            self._made[block] = columns, report.schemas[-1]
+        return self._made[block]
 
     def _part(self, rank: int, slices: list[BlockSlice]) -> Part:
         """Assemble a batch as the transport does."""
-        made = [(part, *self._make(part.block, part.of)) for part in slices]
+        made = [(part, *self._make(part.block)) for part in slices]
         collate = self.loaded.chain.collate
         if collate:
             records, ids, keys = all_of((columns, part.start, part.stop) for part, columns, _ in made)
@@ -262,30 +176,3 @@ class Rebuild:
             at += part.stop - part.start
         tensors, _, keys, _ = as_tensors(batch.finish())
         return Part(rank, list(map(str, keys)), tensors)
-
-
-def recorded_ids(run_dir: Path, epoch: int, rank: int) -> list[str] | None:
-    """Laptop: keys that a train worker trained in an epoch, in order; None if not recorded."""
-    path = run_dir / "records" / f"train-epoch-{epoch:03d}-rank-{rank}.txt"
-    return path.read_text().splitlines() if path.is_file() else None
-
-
-def refuse_contradiction(run_dir: Path, found: Found, parts: list[Part]) -> bool:
-    """Laptop: compare rebuilt batches with recorded ids; returns whether ids were recorded.
-
-    Raises:
-        UsageError: they differ.
-    """
-    compared = False
-    for part in parts if found.steps is not None else []:
-        keys = recorded_ids(run_dir, found.epoch, part.rank)
-        if keys is None:
-            continue
-        size, first = len(part.keys), part.keys[0]
-        compared = True
-        if not any(keys[i : i + size] == part.keys for i, key in enumerate(keys) if key == first):
-            raise UsageError(
-                f"--step: train worker {part.rank} recorded different records: data or code has changed"
-                " since the run"
-            )
-    return compared

@@ -326,6 +326,10 @@ class Coordinator(Production):
             self.chain[split].costs.setdefault("collate", StageCost()).cpu_s += cpu_s
 
     def _event(self, event: str, **values: Any) -> None:
+        last = self.events[-1] if self.events else {}
+        if event == "blocks" == last.get("event") and last["epoch"] == values["epoch"]:
+            last["blocks"] += values["blocks"]
+            return
         self.events.append({"time": round(time.time(), 3), "event": event, **values})
 
     def drain(self) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.data.cache.affinity import CacheAffinity
 from stoker.data.coordinator.accounting import ChainCosts, EpochAccount, refuse_over_budget
-from stoker.data.coordinator.cursor import Trail
+from stoker.data.coordinator.cursor import Trail, arrival
 from stoker.data.coordinator.signals import OneTimeSignal, Pace, Signal
 from stoker.data.coordinator.splitter import Splitter
 from stoker.data.coordinator.streams import Stream
@@ -183,6 +183,8 @@ class Attempt:
             rows = stream.splitter.rows
             if self.account(stream, report, node) and report.rows:
                 stream.arrived(block, report.rows, report.bytes_out, node, report.shard)
+                if stream.trail is not None and not stream.trail.start.by_row:
+                    self.event("blocks", epoch=stream.account.epoch, blocks=[arrival(report)])
             self.changed.notify_all()
             if rows // stream.splitter.step_rows != stream.splitter.rows // stream.splitter.step_rows:
                 self.ready.notify_all()
@@ -194,6 +196,7 @@ class Attempt:
             stream.account.check_budget(self.passes.config.data.bad_record_budget, stream.account.read)
             if stream.splitter.rows == 0 and stream.account.carried.trained == 0:
                 raise DataError(f"the {stream.account.split} split has no records")
+            self.event("produced", split=stream.account.split, epoch=stream.account.epoch)
             self.changed.notify_all()
             self.ready.notify_all()
 

@@ -68,10 +68,20 @@ def about(start: DataCursor, workers: int, config: Config) -> dict[str, Any]:
         "batch_size": train.batch_size,
         "accumulate_steps": train.accumulate_steps,
         "remainder": config.data.remainder,
+        "block_records": config.data.block_records,
         "params": {name: digest(redact(value, name)) for name, value in config.params.items()},
         "code": code_digest(SOURCE_FOLDER),
         "start": start.model_dump(mode="json"),
     }
+
+
+def arrival(report: BlockReport) -> list[int]:
+    """Head: what identifies a block and its rows, for rebuilding a step.
+
+    Returns:
+        Shard, index in it, number of rows, and the sum of their ids modulo 2**32.
+    """
+    return [report.shard, report.nth, report.rows, (report.id_sum - report.bad_id_sum) % 2**32]
 
 
 class Block(NamedTuple):
