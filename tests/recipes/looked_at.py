@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.data import BadRecord, Joint, Record, RecordTransform, Shard, Source, cut_indices
+from stoker.data import BadRecord, Joint, Record, RecordTransform, Shard, Source, cut_indices, read_torch
 from stoker.recipe import Recipe
 
 
@@ -68,6 +68,13 @@ class Unlabelled(RecordTransform):
         return {**record, "mask": np.concatenate([np.full((1, 32), 255, np.uint8), record["mask"][1:]])}
 
 
+class Halved(RecordTransform):
+    """Masks at half the resolution, so that nothing says that they show the same as the image."""
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        return {**record, "target": record["target"][::2, ::2]}
+
+
 class Shapes(RecordTransform):
     """Images of any size."""
 
@@ -113,5 +120,39 @@ class LookedAt(Recipe):
             "raises": [*dropped("note"), raises],
             "alone": [*dropped("note"), v2.RandomHorizontalFlip(), Joint(v2.Resize(16))],
             "boxes": [*dropped("note"), Joint(v2.RandomHorizontalFlip(1.0), ["mask"], ["boxes"])],
+        }
+        return chains[self.chain]
+
+
+class Arrays:
+    """A torch Dataset of images, masks and a number for each row of the image."""
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int) -> Any:
+        image = np.random.default_rng(i).integers(0, 255, (3, 24, 32), np.uint8)
+        return image, (image[0] > 128).astype(np.int64), np.arange(24)
+
+
+class Plain(Recipe):
+    """Masks that no stage of the chain names."""
+
+    chain: str = "flip"
+
+    def read(self, split: str) -> Any:
+        return read_torch(Arrays(), ("image", "target", "rows"))
+
+    def preprocess(self, split: str) -> list[Any]:
+        from torchvision.transforms import v2
+
+        flip = v2.RandomHorizontalFlip()
+        chains: dict[str, list[Any]] = {
+            "flip": [flip],
+            "crop": [v2.RandomCrop(16)],
+            "resize, flip": [v2.Resize((12, 16)), flip],
+            "flip, drop": [flip, *dropped("target")],
+            "colour": [v2.ColorJitter(0.1)],
+            "flip of other sizes": [Halved(), flip],
         }
         return chains[self.chain]

@@ -126,6 +126,30 @@ def test_a_random_flip_of_the_image_without_its_mask_is_an_error_and_refused_by_
 
 
 @pytest.mark.parametrize(
+    ("chain", "moves"),
+    [
+        ("flip", "RandomHorizontalFlip"),
+        ("crop", "RandomCrop"),
+        ("resize, flip", "RandomHorizontalFlip"),
+        ("flip, drop", ""),
+        ("colour", ""),
+        ("flip of other sizes", ""),
+    ],
+)
+def test_masks_are_also_found_in_the_records_of_a_torch_dataset(
+    tmp_path: Path, chain: str, moves: str
+) -> None:
+    (result, _), line = peek(tmp_path, recipe="looked_at:Plain", chain=chain), ""
+    if moves:
+        line = f"train: chain: {moves} moves the pixels of the image only, not those of target; put it into"
+        with pytest.raises(UsageError, match=f"^{line}"):
+            open_data(load(tmp_path / "job.yaml", []).config)
+    else:
+        open_data(load(tmp_path / "job.yaml", []).config)
+    assert [text.startswith(line) for text in said(result) if "moves" in text] == [True] * bool(moves)
+
+
+@pytest.mark.parametrize(
     ("override", "line"),
     [
         (

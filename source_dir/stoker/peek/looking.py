@@ -247,10 +247,7 @@ def _watched(chain: Chain, seen: Look, last: dict[str, Record]) -> Chain:
         replace(stage, apply=Watched(stage, place, seen.bad, last))
         for stage, place in zip(chain.stages, seen.places[1:], strict=True)
     ]
-    watched = copy.copy(chain)
-    watched.__dict__.pop("_segments", None)  # of the other stages
-    watched.stages = stages
-    return watched
+    return chain.of(stages)
 
 
 def _try(chain: Chain, group: list[Any], seen: Look) -> tuple[dict[str, Any], BlockReport]:

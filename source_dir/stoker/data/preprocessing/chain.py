@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -68,6 +69,13 @@ class Chain:
         others, so that a record is the same whether or not it was cached."""
         self.schemas: tuple[Schema, ...] = ()
         """Schemas of the split, which every block must have; empty: each block reports its own."""
+
+    def of(self, stages: list[Stage]) -> Chain:
+        """A copy with other stages."""
+        other = copy(self)
+        other.__dict__.pop("_segments", None)
+        other.stages = stages
+        return other
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Chain worker: unpickling imports what the transforms need, before any record is timed."""

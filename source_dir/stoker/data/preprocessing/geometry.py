@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from stoker.data.messages import Record
 from stoker.data.preprocessing.chain import Chain
 from stoker.data.preprocessing.joint import DecodeMask, Joint
-from stoker.data.preprocessing.stages import ImageModule, Stage
+from stoker.data.preprocessing.picture import is_hwc
+from stoker.data.preprocessing.stages import ImageModule, RecordTransform, Stage
 from stoker.data.preprocessing.transforms import Compose, Drop, ImageTransform
 from stoker.errors import UsageError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _STILL = {"CenterCrop", "FiveCrop", "Pad", "Resize", "TenCrop"}
 _DRAWN = {
@@ -31,12 +36,16 @@ def refuse_image_alone(chains: Iterable[Chain]) -> None:
         raise UsageError(*dict.fromkeys(found))
 
 
-def moved_alone(stages: list[Stage]) -> list[tuple[str, bool]]:
+def moved_alone(stages: list[Stage], seen: Iterable[str] = ()) -> list[tuple[str, bool]]:
     """Head: a line per transform of the image alone in a chain for masks or boxes, and whether it is random.
 
     A deterministic one may be meant: masks can be stored as the image is afterwards.
+
+    Args:
+        stages: of the chain, which names most masks and boxes.
+        seen: further masks, found in records.
     """
-    left = ", ".join(_beside_the_image(stages))
+    left = ", ".join(_beside_the_image(stages, seen))
     if not left:
         return []
     return [
@@ -46,13 +55,49 @@ def moved_alone(stages: list[Stage]) -> list[tuple[str, bool]]:
             random,
         )
         for stage in stages
-        for name, random in _moves(getattr(stage.apply, "module", stage.apply), stage)
+        for name, random in _moved_by(stage)
     ]
 
 
-def _beside_the_image(stages: list[Stage]) -> list[str]:
+class MaskWatch(RecordTransform):
+    """Head: looks for masks in records on their way to a transform of the image alone."""
+
+    random = False
+
+    def __init__(self) -> None:
+        self.seen: dict[str, None] = {}
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        self.seen |= dict.fromkeys(_masks(record))
+        return record
+
+    def among(self, stages: list[Stage]) -> list[Stage]:
+        """The stages of a chain and, before each that moves the image alone, this one."""
+        own = Stage("masks", "record", self, random=False)
+        return [each for stage in stages for each in ([own, stage] if _moved_by(stage) else [stage])]
+
+
+def _masks(record: Record) -> list[str]:
+    """Columns of whole numbers, one for each pixel of the image."""
+    import numpy as np
+
+    image = record.get("image")
+    if image is None or isinstance(image, bytes):
+        return []
+    shape = tuple(getattr(image, "shape", None) or np.asarray(image).shape)
+    size = shape if len(shape) == 2 else shape[:2] if is_hwc(shape) else shape[1:]
+    return [
+        name
+        for name, value in record.items()
+        if name != "image"
+        and tuple(getattr(value, "shape", ())) in (size, (1, *size), (*size, 1))
+        and "int" in str(getattr(value, "dtype", ""))
+    ]
+
+
+def _beside_the_image(stages: list[Stage], seen: Iterable[str]) -> list[str]:
     """Columns of masks and boxes that leave the chain."""
-    found: dict[str, None] = {}
+    found: dict[str, None] = dict.fromkeys(seen)
     dropped: set[str] = set()
     for stage in stages:
         if isinstance(stage.apply, DecodeMask):
@@ -62,6 +107,10 @@ def _beside_the_image(stages: list[Stage]) -> list[str]:
         elif isinstance(stage.apply, Drop):
             dropped |= stage.apply.columns
     return [name for name in found if name not in dropped]
+
+
+def _moved_by(stage: Stage) -> list[tuple[str, bool]]:
+    return list(_moves(getattr(stage.apply, "module", stage.apply), stage))
 
 
 def _moves(transform: Any, stage: Stage, drawn: bool = False) -> Iterator[tuple[str, bool]]:

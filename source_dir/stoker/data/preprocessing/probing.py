@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 import sys
-from copy import copy
 from itertools import islice
 from typing import Any
 
 from stoker.data.messages import Schema, Shard
 from stoker.data.preprocessing.chain import Chain
 from stoker.data.preprocessing.collating import all_of, collated
+from stoker.data.preprocessing.geometry import MaskWatch, moved_alone
+from stoker.data.preprocessing.stages import Stage
 from stoker.data.sources.base import Source
 from stoker.errors import SchemaError, UsageError
 
@@ -35,7 +36,7 @@ def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         found = _in_tasks(wanted, chains, shards)
     else:
-        found = {split: probe(source, shards[split], copy(chains[split])) for split, source in wanted.items()}
+        found = {split: probe(source, shards[split], chains[split]) for split, source in wanted.items()}
     for split, answer in found.items():
         if isinstance(answer, str):
             raise UsageError(f"{split}: {answer}")
@@ -46,15 +47,23 @@ def probe(source: Source, shard: Shard | None, chain: Chain) -> tuple[Schema, ..
     """Head or a task there: the schemas of the first records of a shard; a text if they cannot be batched."""
     if shard is None:
         return ()
+    stages, watch = chain.stages, MaskWatch()
+    chain = chain.of(watch.among(stages))
     try:
         columns, report = chain.run(islice(source.read(shard, None), PROBE_RECORDS), 0)
         if chain.collate and report.rows:
             collated(chain.collate, all_of([(columns, 0, report.rows)])[0], "probe")
     except (SchemaError, UsageError) as error:
-        return str(error)
+        return _moved(stages, watch) or str(error)
     except Exception:
         return ()  # the run reports it where it happens
-    return report.schemas
+    return _moved(stages, watch) or report.schemas
+
+
+def _moved(stages: list[Stage], watch: MaskWatch) -> str:
+    """Why image and masks would no longer show the same, unless the chain itself says so."""
+    found = [] if moved_alone(stages) else moved_alone(stages, watch.seen)
+    return "; ".join(text for text, random in found if random)
 
 
 def _in_tasks(
