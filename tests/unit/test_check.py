@@ -17,6 +17,7 @@ from stoker.integrations.check import machine
 from stoker.integrations.check.gpu_clock import GpuClock
 from stoker.integrations.check.timeline import (
     Loader,
+    Share,
     Take,
     enough,
     epoch_start,
@@ -298,8 +299,6 @@ def test_the_start_of_an_epoch_is_the_usual_one() -> None:
 
 
 def one(share: float, fetched: Fetched | None, *, workers: int = 2, step_s: float = 0.1) -> Checked:
-    from stoker.integrations.check.timeline import Share
-
     loader = replace(TRAINS, num_workers=workers, prefetch=2)
     return Checked(0, loader, 50, Share(share, 0.01), step_s, 8, 8 * 150_528, None, fetched, False)
 
@@ -315,8 +314,6 @@ class TestHelp:
         assert help_here(fed, 8, 0.5) == []
 
     def test_a_share_that_is_not_certain_is_no_verdict(self) -> None:
-        from stoker.integrations.check.timeline import Share
-
         unsure = replace(one(0.69, fetched(0.02)), share=Share(0.69, 0.29))
         assert headline(unsure) == [
             "too uncertain to judge: 40 to 98 % of each step waits for data (50 steps of 100 ms);"
@@ -326,7 +323,22 @@ class TestHelp:
 
     def test_the_step_without_waiting(self) -> None:
         said = headline(one(0.75, fetched(0.02)))
-        assert said[1] == "without waiting a step takes 25 ms: 320 samples/s instead of 80, 4.0 times as fast"
+        assert said[1] == (
+            "without waiting a step takes 25 ms: 320 samples/s instead of 80, 3.8 to 4.2 times as fast"
+        )
+
+    @pytest.mark.parametrize(
+        ("share", "spread", "said"),
+        [
+            (0.5, 0.001, "2.0 times as fast"),
+            (0.82, 0.13, "3.2 to 20 times as fast"),
+            (0.95, 0.06, "at least 9.1 times as fast"),
+            (0.1, 0.12, "1.0 to 1.3 times as fast"),
+        ],
+    )
+    def test_the_promise_is_as_wide_as_the_uncertainty(self, share: float, spread: float, said: str) -> None:
+        wide = replace(one(share, fetched(0.02)), share=Share(share, spread))
+        assert headline(wide)[1].endswith(f", {said}")
 
     def test_idle_cpus_here_come_before_hosts(self) -> None:
         # 8 samples of 20 ms on two workers take 80 ms; a step alone 40 ms.

@@ -252,8 +252,17 @@ def headline(one: Checked) -> list[str]:
     return [
         f"input-bound: {percent} of each step waits for data ({of})",
         f"without waiting a step takes {duration(one.compute_s)}: {then:,.0f} samples/s instead of"
-        f" {now:,.0f}, {then / now:.1f} times as fast",
+        f" {now:,.0f}, {speed_up(one.share)} as fast",
     ]
+
+
+def speed_up(share: Share) -> str:
+    """Laptop: how much faster training would be if data were never late, at both ends of the uncertainty."""
+    low, high = (1 / max(1 - share.value - side * share.spread, 1e-9) for side in (-1, 1))
+    least, most = (f"{times:.{0 if times >= 10 else 1}f}" for times in (max(low, 1), high))
+    if share.value + share.spread >= 1:
+        return f"at least {least} times"
+    return f"{least} times" if least == most else f"{least} to {most} times"
 
 
 def duration(seconds: float) -> str:
