@@ -62,10 +62,15 @@ class Broken(RecordTransform):
 
 
 class Unlabelled(RecordTransform):
-    """Masks whose first row belongs to no class."""
+    """Masks whose first row belongs to no class, and the second one to that of a larger data set."""
+
+    def __init__(self, second: int = 0) -> None:
+        self.second = second
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        return {**record, "mask": np.concatenate([np.full((1, 32), 255, np.uint8), record["mask"][1:]])}
+        mask = record["mask"].copy()
+        mask[0], mask[1] = 255, self.second
+        return {**record, "mask": mask}
 
 
 class Halved(RecordTransform):
@@ -115,6 +120,7 @@ class LookedAt(Recipe):
             "normalised": [*dropped("note"), Normalised()],
             "broken": [*dropped("note"), Broken()],
             "unlabelled": [*dropped("note", "caption", "source"), Unlabelled()],
+            "beyond": [*dropped("note", "caption", "source"), Unlabelled(30)],
             "shapes": [*dropped("note"), Shapes()],
             "batch": [*dropped("note"), whole],
             "raises": [*dropped("note"), raises],

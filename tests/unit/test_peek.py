@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,9 +24,11 @@ from stoker.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
-def _no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many records are examined must not depend on the machine."""
+def _no_haste(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """How many records are examined must not depend on the machine; the command sets Ray's environment."""
     monkeypatch.setattr("stoker.peek.looking.SECONDS", 600.0)
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def peek(folder: Path, *words: str, recipe: str = "looked_at:LookedAt", **params: Any) -> tuple[Result, str]:
@@ -109,7 +114,7 @@ def test_problems_of_values(tmp_path: Path) -> None:
     problems = "\n".join(said(result))
     assert "column 'source' is the same in all 60 records ('camera')" in problems
     assert "float32 images from -1 to" in problems and "already normalised" in problems
-    assert "column 'image' contains NaN or infinity in 1 records" in problems
+    assert "column 'image' contains NaN or infinity in 1 record" in problems
     assert "column 'label': a label out of range: 0 … 11; 0 … 9 are the recipe's classes" in problems
     assert result.exit_code == 0, "a run would begin"
 
@@ -183,6 +188,12 @@ def test_masks_with_255_are_a_warning_unless_the_recipe_can_take_them(
     )
     result, _ = peek(tmp_path, recipe=f"{module}:Own", chain="unlabelled")
     assert any("ignore_index" in line for line in said(result)) is warns, result.output
+
+
+def test_masks_with_255_do_not_hide_classes_that_the_recipe_does_not_have(tmp_path: Path) -> None:
+    line = "column 'mask': a mask out of range: 0 … 30; 0 … 11 are the recipe's classes"
+    assert line in said(peek(tmp_path, chain="beyond")[0])
+    assert not any("out of range" in text for text in said(peek(tmp_path, chain="unlabelled")[0]))
 
 
 def test_columns_without_a_value(tmp_path: Path) -> None:

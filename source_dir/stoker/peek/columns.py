@@ -12,6 +12,8 @@ from stoker.figures import size
 
 MOST_DISTINCT = 200
 """Stop counting distinct values here."""
+IGNORED_CLASS = 255
+"""Conventional mask value of pixels to ignore."""
 
 
 @dataclass
@@ -26,6 +28,8 @@ class Column:
     """Shapes of arrays; lengths of text and bytes."""
     low: float = math.inf
     high: float = -math.inf
+    highest_class: int = 0
+    """Of integer arrays with two dimensions, which may be masks: the highest number but IGNORED_CLASS."""
     nans: int = 0
     """Number of values that contain NaN or infinity."""
     flat: int = 0
@@ -54,6 +58,9 @@ class Column:
         self.kinds[array.dtype.name] += 1
         self.shapes[array.shape] += 1
         self._count(array.item() if array.ndim == 0 else digest(np.ascontiguousarray(array)))
+        if array.ndim == 2 and array.dtype.kind in "iu":
+            classes = array[array != IGNORED_CLASS]
+            self.highest_class = max(self.highest_class, int(classes.max(initial=0)))
         if array.size and array.dtype.kind in "biuf":
             finite = array[np.isfinite(array)] if array.dtype.kind == "f" else array
             self.nans += finite.size < array.size

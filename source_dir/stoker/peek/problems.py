@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from stoker.errors import UsageError
-from stoker.figures import size
-from stoker.peek.columns import Column
+from stoker.figures import count_of, size
+from stoker.peek.columns import IGNORED_CLASS, Column
 from stoker.peek.looking import Look
 from stoker.recipe import Recipe
 from stoker.schema import Config
@@ -23,8 +23,6 @@ LEAST = 8
 REPEATED = 0.02
 """Smallest fraction of repeated values worth a warning."""
 LABELS = ("label", "target", "class")
-IGNORED_CLASS = 255
-"""Conventional mask value of pixels to ignore."""
 
 
 class Problem(NamedTuple):
@@ -123,7 +121,9 @@ def _holes(name: str, column: Column, where: str) -> Iterator[Problem]:
 def _values(name: str, column: Column, classes: int | None, ignores: bool) -> Iterator[Problem]:
     kind = next(iter(column.kinds), "")
     if column.nans:
-        yield Problem("warning", f"column {name!r} contains NaN or infinity in {column.nans} records")
+        yield Problem(
+            "warning", f"column {name!r} contains NaN or infinity in {count_of(column.nans, 'record')}"
+        )
     if column.constant and column.values >= LEAST:
         value = next(iter(column.distinct))
         shown = f" ({value!r:.40})" if not isinstance(value, bytes) else ""
@@ -134,18 +134,19 @@ def _values(name: str, column: Column, classes: int | None, ignores: bool) -> It
     if min((s[0] for s in column.shapes if s), default=1) == 0:
         yield Problem("warning", f"column {name!r} is empty in some records")
     whole = kind.startswith(("int", "uint"))
-    is_label, is_mask = name in LABELS and shape == (), len(shape) == 2 and "mask" in name
+    is_label = name in LABELS and shape == ()
+    is_mask = len(shape) == 2 and ("mask" in name or name in LABELS)
     if whole and (is_label or is_mask) and column.numeric:
         high = column.high
-        if is_mask and high == IGNORED_CLASS:
-            high = max((v for v in range(IGNORED_CLASS) if classes and v < classes), default=0)
+        if is_mask and high == IGNORED_CLASS and (classes or 0) <= IGNORED_CLASS:
+            high = column.highest_class
             text = f"masks contain {IGNORED_CLASS}: pass ignore_index={IGNORED_CLASS} to loss and metrics"
             yield from [] if ignores else [Problem("warning", f"column {name!r}: {text}")]
         what = "a label" if is_label else "a mask"
         if column.low < 0 or (classes and high >= classes):
             there = f"0 … {classes - 1} are the recipe's classes" if classes else "classes count from 0"
             yield Problem(
-                "warning", f"column {name!r}: {what} out of range: {column.low:g} … {column.high:g}; {there}"
+                "warning", f"column {name!r}: {what} out of range: {column.low:g} … {high:g}; {there}"
             )
 
 
