@@ -104,7 +104,7 @@ def test_a_job_says_what_its_hosts_kept(ray_cluster: None, digits: Path, tmp_pat
     train = [e for e in events if e["event"] == "cache" and e["split"] == "train"]
     assert [e["found"] > 600 for e in train] == [False, True, True]
     [note] = [e["text"] for e in events if e["event"] == "note" and "data.cache" in e["text"]]
-    assert "of the training records fit, 3.0 MB on 1 host(s)" in note
+    assert "of the training records fit, 3.0 MB on 1 host of" in note
     said = (outcome.run_dir / "logs/console.log").read_text()
     assert "of the last epoch's records came from memory" in said
 

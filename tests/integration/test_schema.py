@@ -42,7 +42,7 @@ def test_a_null_is_refused_before_training(ray_cluster: None, tmp_path: Path) ->
     parquet.write_table(table, tmp_path / "train.parquet")
     outcome = run_job(tmp_path, recipe="rows:Regression", params={"data": str(tmp_path)})
     assert outcome.code == 2
-    assert "train.parquet: column x0 holds 1 NULL(s) in 64 rows; handle them" in (outcome.summary.error or "")
+    assert "train.parquet: column x0 holds 1 NULL in 64 rows; handle them" in (outcome.summary.error or "")
 
 
 def test_rows_of_a_ray_dataset_with_a_null_keep_their_numbers(ray_cluster: None) -> None:

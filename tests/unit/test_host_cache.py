@@ -376,6 +376,6 @@ def test_one_line_says_how_much_fits() -> None:
         "a": {"records": 100, "found": 0, "bytes": 25 * 10**7, "limit_bytes": 26 * 10**7}
     }
     line = keeping.lacking(figures)
-    assert "25 % of the training records fit, 250.0 MB on 1 host(s) of at most 260.0 MB" in line
+    assert "25 % of the training records fit, 250.0 MB on 1 host of at most 260.0 MB" in line
     assert "all would take about 1.0 GB" in line
     assert not keeping.lacking(figures), "once"

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from stoker.data.messages import Shard
-from stoker.figures import size
+from stoker.figures import count_of, size
 
 LOOK_AHEAD = 256
 """Number of shards to search for one that the host caches."""
@@ -125,7 +125,7 @@ class CacheAffinity:
             need = f", all would take about {size(whole)}"
         return (
             f"data.cache: {100 * share:.0f} % of the training records fit, {size(held)} on"
-            f" {len(self.usage)} host(s) of at most {each} each{need}; the others are preprocessed in"
-            " every epoch. To fit more: raise data.cache_gb, add hosts, use data.cache: disk or shrink images"
-            " before the first random transform"
+            f" {count_of(len(self.usage), 'host')} of at most {each} each{need}; the others are preprocessed"
+            " in every epoch. To fit more: raise data.cache_gb, add hosts, use data.cache: disk or shrink"
+            " images before the first random transform"
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stoker.errors import UsageError
+from stoker.figures import count_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -169,9 +170,9 @@ def refusal(column: str, counts: dict[str, int], rows: dict[str, int]) -> str:
         rows: records by file.
     """
     path = next(iter(counts))
-    others = f", and {sum(counts.values()) - counts[path]} in {len(counts) - 1} other file(s)"
+    others = f", and {sum(counts.values()) - counts[path]} in {count_of(len(counts) - 1, 'other file')}"
     return (
-        f"{path}: column {column} holds {counts[path]} NULL(s) in {rows[path]} rows"
+        f"{path}: column {column} holds {count_of(counts[path], 'NULL')} in {count_of(rows[path], 'row')}"
         f"{others if len(counts) > 1 else ''}; handle them with"
         f' nulls={{"{column}": "quarantine"}}, "keep" or a value, or leave the column out with columns=[…]'
     )
