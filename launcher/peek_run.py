@@ -12,6 +12,7 @@ from typing import Any
 from launcher.backends import attach
 from stoker.config import load
 from stoker.errors import UsageError, where_raised
+from stoker.figures import count_of
 
 PAGE = "peek.html"
 SHOWN = 20
@@ -47,6 +48,7 @@ class Step:
     lines: list[Line]
     """Ordered by rank and position in the batch."""
     epoch: int
+    """From 0, as in the run's files."""
     workers: int
     notes: list[str]
     boxes: dict[str, str]
@@ -84,7 +86,7 @@ def peek_run(run: str, overrides: list[str], options: PeekOptions) -> int:
         tile = tile_of(line.key, line.record, step.boxes, painter, names=step.names)
         tile.loss = "" if line.loss is None else f"loss {line.loss:.4g}"
         tiles.append(tile)
-    heads = [f"step {options.step}, epoch {step.epoch}, {len(lines)} records", *step.notes]
+    heads = [f"step {options.step}, epoch {step.epoch + 1}, {count_of(len(lines), 'record')}", *step.notes]
     title = f"{run_dir.name}: step {options.step}"
     write_page(
         target,

@@ -29,7 +29,7 @@ def test_a_run_with_a_lost_record_fails_when_its_epoch_closes(ray_cluster: None,
     assert outcome.code == 1
     assert outcome.summary.status == "failed"
     assert outcome.summary.error == (
-        "train epoch 0: the source counted 101 records before training, but gave 100: the data has changed or"
+        "train epoch 1: the source counted 101 records before training, but gave 100: the data has changed or"
         " is damaged"
     )
 

@@ -120,5 +120,5 @@ def test_a_dataset_of_the_recipes_own_goes_on_by_rows_or_says_that_it_cannot(ray
     loose.again(1, 0, loose.position(0, 4, flat(steps)))
     again = flat(list(loose.steps("train", 0)))
     assert sorted(again) == sorted(whole)
-    assert "epoch 0 begins again" in loose.events("note")[0]["text"]
+    assert "epoch 1 begins again" in loose.events("note")[0]["text"]
     loose.close()

@@ -249,7 +249,7 @@ def test_one_train_workers_part_on_the_screen_and_as_a_page(tmp_path: Path) -> N
     result = run.peek("--step", "2", "--rank", "1")
     assert result.exit_code == 0, result.exception
     page = (tmp_path / "p.html").read_text()
-    assert "step 2, epoch 0, 8 records" in result.output
+    assert "step 2, epoch 1, 8 records" in result.output
     assert "no losses: the run has no checkpoint" in result.output
     assert all(f'<span class="n">{key}</span>' in page for key in run.trained[2, 1])
     assert "the step had train workers 0 to 1" in str(run.peek("--step", "2", "--rank", "2").exception)

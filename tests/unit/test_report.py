@@ -89,7 +89,8 @@ def test_a_run_shows_all_that_was_measured(tmp_path: Path) -> None:
         "Configuration",
         "More",
     ]
-    assert "38 %" in page.text and "host lost algo-3" in page.text and "a.jpg" in page.text
+    assert "38 %" in page.text and "host lost algo-3" in page.text
+    assert re.search(r"train</td><td[^>]*>1</td><td[^>]*>a\.jpg", page.text), "epochs count from 1"
     assert "command line" in page.text, "where a value came from"
     assert page.text.count("<title") == page.text.count("</title>") and 'alt="training image' in page.text
     assert page.text.count('class="pair"') == 4 and "model: 98 % right" in page.text

@@ -147,7 +147,7 @@ def not_finite(what: str, worker: Worker, epoch: int, remedy: str = "") -> Float
     """
     kept = f"the checkpoint {worker.kept} is kept" if worker.kept else "no checkpoint was taken before"
     remedy = remedy or "lower train.lr or look at the records of the steps before"
-    return FloatingPointError(f"{what} by step {worker.step} (epoch {epoch}); {remedy}; {kept}")
+    return FloatingPointError(f"{what} by step {worker.step} (epoch {epoch + 1}); {remedy}; {kept}")
 
 
 def reached(worker: Worker) -> bool:

@@ -110,19 +110,19 @@ class EpochAccount:
         """
         if total is not None and self.read != total:
             raise DataError(
-                f"{self.split} epoch {self.epoch}: the source counted {total} records before training, but"
-                f" gave {self.read}: the data has changed or is damaged"
+                f"{self.split} epoch {self.epoch + 1}: the source counted {total} records before training,"
+                f" but gave {self.read}: the data has changed or is damaged"
             )
         counted = self.trained + self.bad + self.remainder
         if counted != self.read:
             raise DataError(
-                f"{self.split} epoch {self.epoch}: {self.read} records were read, but {self.trained}"
+                f"{self.split} epoch {self.epoch + 1}: {self.read} records were read, but {self.trained}"
                 f" trained + {self.bad} quarantined + {self.remainder} remaining = {counted}"
             )
         if (self.used_ids + self.bad_ids - self.read_ids) % ID_MODULUS:
             changed = ", or the data has changed since the checkpoint" if self.carried.trained else ""
             raise DataError(
-                f"{self.split} epoch {self.epoch}: the counts agree but the record ids do not: some"
+                f"{self.split} epoch {self.epoch + 1}: the counts agree but the record ids do not: some"
                 f" records came twice and others are missing{changed}"
             )
         return self.counts()

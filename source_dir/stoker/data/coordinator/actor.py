@@ -155,7 +155,7 @@ class Coordinator(Production):
         repeated = position.books.repeated + position.rows
         if position.rows:
             text = (
-                f"epoch {first_epoch} begins again: with data.order any, rows of a ray.data.Dataset have"
+                f"epoch {first_epoch + 1} begins again: with data.order any, rows of a ray.data.Dataset have"
                 f" no fixed place, so {position.rows} records are trained once more ({repeated} repeated in"
                 " all in this epoch); data.order exact resumes in place"
             )

@@ -288,7 +288,7 @@ class Prefetcher:
         try:
             made = self._receive(portion, produced)
         except SchemaError as error:
-            raise DataError(f"{owner.split} epoch {owner.epoch}: {error}") from None
+            raise DataError(f"{owner.split} epoch {owner.epoch + 1}: {error}") from None
         now = time.perf_counter()
         with self._changed:
             owner.times.fetch_s += now - began
