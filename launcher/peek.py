@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from launcher.job import open_job
 from launcher.peek_run import PeekOptions, boxes_of, page_at, peek_run
 from stoker.config import Resolved, load
-from stoker.errors import UsageError
-from stoker.figures import size
+from stoker.errors import UsageError, explain
+from stoker.figures import count_of, size
 
 if TYPE_CHECKING:
+    from stoker.data.opening import Data
     from stoker.peek.looking import Look, Place
     from stoker.peek.problems import Problem
+    from stoker.schema import Config
 
 MOST_SHOWN = 512
 WIDTH = 100
@@ -117,7 +121,7 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
         title=f"{opened.name}: {options.split}",
         lines=lines,
         problems=problems,
-        heading=f"{len(tiles)} records after the chain",
+        heading=f"{count_of(len(tiles), 'record')} after the chain",
         tiles=tiles,
         legend=painter.legend(),
         places=places,
@@ -127,14 +131,18 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
     return 2 if any(problem.level == "error" for problem in problems) else 0
 
 
-def open_job_data(resolved: Resolved, options: PeekOptions) -> tuple[Any, Any]:
+def open_job_data(resolved: Resolved, options: PeekOptions) -> tuple[Config, Data]:
     """Laptop: the job's configuration and its opened splits, before the chains run.
 
+    If the recipe reads with Ray Data, Ray starts on this machine for the first rows of its datasets.
+
     Raises:
-        UsageError: the data cannot be read, or the recipe reads with Ray Data.
+        UsageError: the data cannot be read.
     """
+    from stoker.sizing.nodes import prepare
+
+    prepare()  # before the recipe imports Ray
     from stoker.data.engine.datasets import DatasetSource
-    from stoker.data.opening import discover, open_splits
 
     job = open_job(resolved, options.source_dir)
     if job.source_dir is not None:
@@ -142,21 +150,44 @@ def open_job_data(resolved: Resolved, options: PeekOptions) -> tuple[Any, Any]:
     params = {**resolved.config.params, **job.data}
     local = Resolved(resolved.config.model_copy(update={"params": params}), resolved.origins)
     try:
-        config = discover(local)
-        data = open_splits(config)
-    except UsageError as error:
-        if "ray.data" in sys.modules:
-            raise UsageError(NEEDS_RAY) from error
-        raise
-    if any(isinstance(source, DatasetSource) for source in data.sources.values()):
-        raise UsageError(NEEDS_RAY)
+        config, data = discover_and_open(local)
+    except UsageError:
+        if "ray.data" not in sys.modules:
+            raise
+        return first_rows(local)
+    with_ray = any(isinstance(source, DatasetSource) for source in data.sources.values())
+    return first_rows(local) if with_ray else (config, data)
+
+
+def discover_and_open(resolved: Resolved) -> tuple[Config, Data]:
+    """Laptop: discover the recipe's parameters and open its splits."""
+    from stoker.data.opening import discover, open_splits
+
+    config = discover(resolved)
+    return config, open_splits(config)
+
+
+def first_rows(resolved: Resolved) -> tuple[Config, Data]:
+    """Laptop: as `discover_and_open`, on a Ray cluster of this machine, with rows in place of datasets.
+
+    Raises:
+        UsageError: a dataset fails or is empty.
+    """
+    from stoker.data.engine.datasets import DatasetSource
+    from stoker.sizing.dataset import STORE_MB, SampledRows
+    from stoker.sizing.nodes import ray_nodes
+
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)
+    with ray_nodes(len(os.sched_getaffinity(0)), STORE_MB):
+        config, data = discover_and_open(resolved)
+        for split, source in data.sources.items():
+            if isinstance(source, DatasetSource):
+                try:
+                    rows = source.dataset.take_batch(MOST_SHOWN, batch_format="pyarrow")
+                except Exception as error:
+                    raise UsageError(f"peek: the {split} dataset failed: {explain(error)}") from error
+                data.sources[split] = SampledRows([rows])
     return config, data
-
-
-NEEDS_RAY = (
-    "peek: the recipe reads a ray.data.Dataset, which needs a Ray cluster; look at its rows with"
-    " dataset.show(), or read with stoker.data.read_…"
-)
 
 
 def headlines(seen: Look, name: str) -> list[str]:
@@ -164,7 +195,7 @@ def headlines(seen: Look, name: str) -> list[str]:
     counts = [f"{'unknown' if n is None else f'{n:,}'} {split}" for split, n in seen.totals.items()]
     lines = [f"{name}: {' + '.join(counts)} records from {seen.source}"]
     failed = f", {len(seen.bad)} failed" if seen.bad else ""
-    lines.append(f"examined {seen.examined} {seen.split} records{failed}")
+    lines.append(f"examined {count_of(seen.examined, f'{seen.split} record')}{failed}")
     if seen.ms is not None:
         lines.append(f"{seen.ms:.2f} ms and {size(seen.bytes_per_record)} per record")
     return lines

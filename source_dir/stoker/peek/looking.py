@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+from stoker.data.engine.datasets import DatasetSource
 from stoker.data.engine.shards import order_of, seeded_reading
 from stoker.data.messages import (
     HWC_SUFFIX,
@@ -150,7 +151,8 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
     """
     source, chain = data.sources[split], data.chains[split]
     use_one_thread()
-    seen = Look(split, type(source).__name__, data.totals, [Place("read")], [], path_of=source.path_of)
+    name = "a ray.data.Dataset" if isinstance(source, DatasetSource) else type(source).__name__
+    seen = Look(split, name, data.totals, [Place("read")], [], path_of=source.path_of)
     try:
         fix_schemas({split: source}, {split: chain}, config.data.block_records)
         refuse_absent_pads(chain.pads, [chain.schemas])

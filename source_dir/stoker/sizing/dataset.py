@@ -51,7 +51,7 @@ class Opened:
 
 
 class SampledRows(DatasetSource):
-    """Profile process: rows that a dataset has yielded before, in place of its blocks.
+    """Laptop and profile process: rows that a dataset has yielded before, in place of its blocks.
 
     Args:
         tables: a few rows each.
