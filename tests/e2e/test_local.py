@@ -48,6 +48,14 @@ def test_the_demo_reaches_97_percent_and_leaves_a_report(demo: Demo) -> None:
     assert chain["rows"] >= 8 * 1437 and chain["cpu_s"] > 0
 
 
+def test_any_step_of_the_demo_can_be_looked_at(demo: Demo) -> None:
+    done = submit("peek", "runs/latest", "--step", "25", "--out", "step.html", cwd=demo.folder)
+    assert done.returncode == 0, done.stderr
+    assert "step 25, epoch 2, 64 records" in done.stdout
+    assert "losses with the weights of step-" in done.stdout
+    assert (demo.folder / "step.html").read_text().count('class="tile') == 64
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("form", ["parquet", "images"])
 def test_digits_reach_97_percent_from_every_form_by_one_changed_line(form: str, tmp_path: Path) -> None:
