@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
+MOST_CLASSES = 1_000_000
+"""More are ids of something else."""
 
 
 class ImageClassification(Recipe):
@@ -86,6 +88,8 @@ class ImageClassification(Recipe):
             names = sorted(source.label_values("label"))
             if names and not all(isinstance(name, int) for name in names):
                 raise UsageError(f"{self.data}: column label holds {names[0]!r}; labels must be integers")
+            if names and names[-1] > MOST_CLASSES:
+                raise UsageError(f"{self.data}: column label holds {names[-1]}; number the classes 0, 1, …")
             names = list(range(max(names) + 1)) if names else []
         if names is None:
             raise UsageError("params.num_classes: is required, because tar shards do not list their classes")

@@ -10,6 +10,7 @@ from stoker.errors import UsageError
 from stoker.place import LAUNCH_DIR_VARIABLE
 
 S3_ATTEMPTS = 10
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 
 def filesystem_of(uri: str) -> tuple[Any, str]:
@@ -45,7 +46,8 @@ def list_files(uri: str, suffixes: tuple[str, ...] = ()) -> list[Any]:
     """Head: the files below `uri` (pyarrow FileInfo, sorted by path), without hidden ones.
 
     Raises:
-        UsageError: nothing there, or no file with one of the suffixes.
+        UsageError: nothing there, no file with one of the suffixes, a folder that cannot be listed, a link
+            that leads nowhere or to a folder above it.
     """
     from pyarrow import fs
 
@@ -55,18 +57,74 @@ def list_files(uri: str, suffixes: tuple[str, ...] = ()) -> list[Any]:
         raise UsageError(f"{uri}: no such file or folder{deepest_there(uri)}")
     if info.type == fs.FileType.File:
         return [info]
-    selector = fs.FileSelector(path, recursive=True)
-    files = [
-        f
-        for f in filesystem.get_file_info(selector)
-        if f.type == fs.FileType.File
-        and not any(part.startswith((".", "_")) for part in f.path[len(path) :].split("/"))
-    ]
+    local = isinstance(filesystem, fs.LocalFileSystem)
+    found = _walk(filesystem, path) if local else _entries(filesystem, path, recursive=True)
+    files = [f for f in found if f.type == fs.FileType.File and not is_hidden(f.path[len(path) :])]
     wanted = [f for f in files if not suffixes or f.path.lower().endswith(suffixes)]
     if not wanted:
         kinds = f" {' or '.join(suffixes)}" if suffixes else ""
         raise UsageError(f"{uri}: the folder holds no{kinds} file (found {len(files)} others)")
     return sorted(wanted, key=lambda f: f.path)
+
+
+def is_hidden(relative: str) -> bool:
+    """Head: whether a file below a data root is none of its records.
+
+    Spark and Delta name their own files with an underscore; cameras name photos so, too: `_DSC0001.JPG`.
+    """
+    marks = (".",) if relative.lower().endswith(IMAGE_SUFFIXES) else (".", "_")
+    return any(part.startswith(marks) for part in relative.split("/"))
+
+
+def _walk(filesystem: Any, root: str) -> list[Any]:
+    """The files and folders below a local folder; pyarrow follows a link to a folder above it 40 times."""
+    from pyarrow import fs
+
+    found: list[Any] = []
+    pending: list[tuple[str, tuple[Any, ...]]] = [(root, ())]
+    while pending:
+        folder, above = pending.pop()
+        about = Path(folder).stat()
+        here = about.st_dev, about.st_ino
+        if here in above:
+            raise UsageError(f"{folder}: is a link to a folder above it; remove it")
+        infos = _entries(filesystem, folder)
+        found += infos
+        pending += [
+            (info.path, (*above, here))
+            for info in infos
+            if info.type == fs.FileType.Directory and not info.base_name.startswith(".")
+        ]
+    return found
+
+
+def _entries(filesystem: Any, folder: str, recursive: bool = False) -> list[Any]:
+    """What is in a folder. Pyarrow omits links that lead nowhere, which would be records without a trace.
+
+    Raises:
+        UsageError: it cannot be listed, or holds such a link or a name that is not UTF-8.
+    """
+    from pyarrow import fs
+
+    try:
+        names = os.listdir(folder) if isinstance(filesystem, fs.LocalFileSystem) else []  # noqa: PTH208
+        for name in names:
+            name.encode()
+        infos: list[Any] = filesystem.get_file_info(fs.FileSelector(folder, recursive=recursive))
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{folder}: the name {os.fsencode(error.object)!r} is not UTF-8; rename it"
+        ) from None
+    except OSError as error:
+        text = error.strerror or " ".join(str(error).split())[:300]
+        raise UsageError(f"{folder}: cannot be listed: {text}; check its permissions") from None
+    lost = {*names} - {info.base_name for info in infos} if len(names) > len(infos) else set()
+    for path in (Path(folder, name) for name in sorted(lost) if not name.startswith(".")):
+        if path.is_symlink():
+            raise UsageError(
+                f"{path}: is a link to {path.readlink()}, which is not there; restore or remove it"
+            )
+    return infos
 
 
 def filesystem_of_files(files: list[Any]) -> Any:
@@ -98,10 +156,9 @@ def child_folders(uri: str, hidden: bool = False) -> list[str]:
     filesystem, path = filesystem_of(uri)
     if _info(filesystem, path, uri).type != fs.FileType.Directory:
         return []
-    found = filesystem.get_file_info(fs.FileSelector(path))
     return sorted(
         f.base_name
-        for f in found
+        for f in _entries(filesystem, path)
         if f.type == fs.FileType.Directory and (hidden or f.base_name[:1] not in "._")
     )
 

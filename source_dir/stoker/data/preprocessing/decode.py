@@ -276,6 +276,8 @@ def decode_with_pillow(content: bytes, mode: Mode) -> NDArray[Any]:
         raise ValueError(f"not an image (first bytes {content[:8]!r})") from None
     except (OSError, SyntaxError) as error:
         raise ValueError(f"cannot be decoded: {error}") from None
+    if image.mode in ("F", "I"):
+        raise ValueError("32-bit pixels, whose range only you can tell; convert it to 8 or 16 bits")
     if image.mode.startswith("I"):
         # Pillow clips 16-bit values on conversion; scaling preserves the picture.
         image = Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))

@@ -12,7 +12,13 @@ from stoker.data.messages import Record
 from stoker.data.preprocessing.blur import GaussianBlurs
 from stoker.data.preprocessing.picture import Picture, open_picture
 from stoker.data.preprocessing.stages import RecordTransform, Stage, value_of
-from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, ImageTransform, tensor_of
+from stoker.data.preprocessing.transforms import (
+    CheckLabel,
+    DecodeImage,
+    ImageTransform,
+    refuse_pixels,
+    tensor_of,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,6 +96,8 @@ class Fused(RecordTransform):
             if self.mode and isinstance(image, bytes | bytearray | memoryview):
                 picture = Picture(bytes(image), self.mode)
             else:
+                if self.mode:
+                    refuse_pixels(image)
                 picture = open_picture(image)  # type: ignore[assignment]
             for part_name, part in self.parts:
                 name = part_name

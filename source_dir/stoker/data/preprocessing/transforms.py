@@ -44,7 +44,7 @@ class DecodeImage(RecordTransform):
     """Chain worker: encoded bytes in `image` → uint8 array, height × width × channels, upright.
 
     JPEG goes through libjpeg-turbo; everything it refuses (CMYK, 16 bit, PNG, …) goes through Pillow. EXIF
-    orientation is applied. A truncated image raises.
+    orientation is applied. A truncated image raises, and so do text and arrays of other types.
 
     Args:
         mode: "RGB" or "L" (one channel).
@@ -59,12 +59,24 @@ class DecodeImage(RecordTransform):
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         content = value_of(record, "image")
         if not isinstance(content, bytes | bytearray | memoryview):
+            refuse_pixels(content)
             return record
         return {**record, "image": decode_image(bytes(content), self.mode)}
 
 
+def refuse_pixels(image: Any) -> None:
+    """Chain worker: refuse a decoded image that would be normalized as if its values were 0 to 255.
+
+    Raises:
+        TypeError: it is text, or an array of another type than uint8.
+    """
+    kind = str(getattr(image, "dtype", "text" if isinstance(image, str) else "uint8"))
+    if not kind.endswith("uint8"):
+        raise TypeError(f"column image is {kind}, neither an encoded image nor a uint8 array")
+
+
 class CheckLabel(RecordTransform):
-    """Chain worker: quarantines a record whose `label` is not in 0 … classes-1."""
+    """Chain worker: quarantines a record whose `label` is not an integer in 0 … classes-1."""
 
     random = False
     uses_random = False
@@ -74,9 +86,12 @@ class CheckLabel(RecordTransform):
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         label = value_of(record, "label")
-        if not 0 <= int(label) < self.classes:
+        number = int(label)
+        if number != label and not isinstance(label, str):
+            raise ValueError(f"label {label} is not an integer")
+        if not 0 <= number < self.classes:
             raise ValueError(f"label {label} is outside 0…{self.classes - 1}")
-        return {**record, "label": int(label)}
+        return {**record, "label": number}
 
 
 class Drop(RecordTransform):

@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from stoker.errors import UsageError
-from stoker.storage.filesystems import common_folder, filesystem_of, list_files
+from stoker.storage.filesystems import common_folder, filesystem_of, is_hidden, list_files
 
 NAME = "SHA256SUMS"
 CHUNK_BYTES = 4 * 2**20
@@ -55,8 +55,7 @@ def sums_of(root: str, files: list[Any], suffixes: tuple[str, ...]) -> dict[str,
                     raise UsageError(f"{path}: its SHA-256 of {name} differs from {found[0]}; regenerate one")
     there = {f.path for f in list_files(root, suffixes)}
     for name in sums:
-        inside = name.removeprefix(top + "/").split("/")
-        hidden = any(part[:1] in "._" for part in inside)
+        hidden = is_hidden(name.removeprefix(top + "/"))
         if name.lower().endswith(suffixes) and not hidden and name not in there:
             raise UsageError(f"{found[0]}: lists {name}, which is absent; restore it or regenerate the sums")
     absent = [f.path for f in files if f.path not in sums]

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from stoker.data.sources.base import Source
 from stoker.data.sources.delta import read_delta
-from stoker.data.sources.files import IMAGE_SUFFIXES, PARQUET_SUFFIXES, is_delta_table
+from stoker.data.sources.files import (
+    IMAGE_SUFFIXES,
+    PARQUET_SUFFIXES,
+    TAR_SUFFIXES,
+    files_of,
+    is_delta_table,
+)
 from stoker.data.sources.images import read_images
 from stoker.data.sources.parquet import read_parquet
 from stoker.data.sources.webdataset import read_webdataset
@@ -21,18 +27,29 @@ def read_any(root: str, split: str, columns: list[str] | None = None) -> Source 
         columns: read these columns only; default: all. Image folders have `image` and `label`.
 
     Raises:
-        UsageError: the folder is empty, or holds none of these formats.
+        UsageError: the folder is empty, or the split holds none of these formats, or several.
     """
     if is_delta_table(root) or is_delta_table(join(root, split)):
         return read_delta(root, split, columns)
-    files = list_files(root)
-    names = [f.path.lower() for f in files]
-    if any(name.endswith(".tar") for name in names):
+    mine = files_of(root, split)
+    if not mine and split == "val":
+        return None
+    files = mine or list_files(root)
+    first = {
+        suffixes: next((f for f in files if f.path.lower().endswith(suffixes)), None)
+        for suffixes in (TAR_SUFFIXES, PARQUET_SUFFIXES, IMAGE_SUFFIXES)
+    }
+    kinds = {suffixes: f.base_name for suffixes, f in first.items() if f is not None}
+    if len(kinds) > 1 and mine:
+        raise UsageError(
+            f"{root}: the {split} split mixes formats ({' and '.join(kinds.values())}); move one elsewhere,"
+            " or read the other in a recipe"
+        )
+    if TAR_SUFFIXES in kinds:
         return read_webdataset(root, split, columns, strict=False)
-    if any(name.endswith(PARQUET_SUFFIXES) for name in names):
+    if PARQUET_SUFFIXES in kinds:
         return read_parquet(root, split, columns)
-    if any(name.endswith(IMAGE_SUFFIXES) for name in names):
+    if IMAGE_SUFFIXES in kinds:
         return read_images(root, split)
-    raise UsageError(
-        f"{root}: holds neither images nor .parquet nor .tar files (first file: {files[0].base_name})"
-    )
+    name = files[0].base_name
+    raise UsageError(f"{root}: holds neither images nor .parquet nor .tar files (first file: {name})")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.data.messages import BadRecord, Record, Shard
 from stoker.data.sources import checksums
 from stoker.data.sources.base import IndexedSource, Source, cut_indices
-from stoker.data.sources.files import IMAGE_SUFFIXES, SPLIT_NAMES, split_folder
+from stoker.data.sources.files import IMAGE_SUFFIXES, SPLIT_NAMES, refuse_unread, split_folder
 from stoker.data.sources.identity import fingerprint_of_files
 from stoker.data.sources.rereading import read_again
 from stoker.errors import UsageError
@@ -40,7 +40,11 @@ class ImageFolderSource(IndexedSource):
     def __init__(self, folder: str, data: str | None = None, classes: list[str] | None = None) -> None:
         self.folder = folder
         _, root = filesystem_of(folder)
-        files = list_files(folder, IMAGE_SUFFIXES)
+        everything = list_files(folder)
+        refuse_unread(everything, IMAGE_SUFFIXES)
+        files = [f for f in everything if f.path.lower().endswith(IMAGE_SUFFIXES)]
+        if not files:
+            list_files(folder, IMAGE_SUFFIXES)  # says what is there instead
         relative = [f.path[len(root) :].strip("/") for f in files]
         loose = [path for path in relative if "/" not in path]
         if loose:

@@ -145,6 +145,8 @@ class ParquetSource(StreamedSource):
         except Exception as error:
             text = " ".join(str(error).split())
             raise UsageError(f"{path}: not a whole Parquet file: {text[:200]}") from None
+        if twice := next((name for name in schema.names if schema.get_field_index(name) < 0), None):
+            raise UsageError(f"{path}: has the column {twice} twice; rename or remove one")
         self.complete(path, schema)
         groups, row = [], 0
         for number, size in enumerate(sizes):
@@ -295,7 +297,7 @@ class ParquetSource(StreamedSource):
         """Head: the distinct values of a column.
 
         Raises:
-            UsageError: a column that is asked for is missing.
+            UsageError: a column that is asked for is missing, or its values are lists.
         """
         from pyarrow import compute
 
@@ -306,6 +308,8 @@ class ParquetSource(StreamedSource):
                 found.add(self.constants[path][column])
                 continue
             table = read_groups(self.filesystem, path, footer.groups, [column])
+            if (kind := table[column].type).num_fields:
+                raise UsageError(f"{path}: column {column} is {kind}; labels must be integers")
             values = table[column].take(self._rows(path, footer.groups))
             found.update(compute.unique(values).to_pylist())
         return found

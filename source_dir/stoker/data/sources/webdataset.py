@@ -12,7 +12,7 @@ from stoker.data.messages import BadRecord, Record, Shard
 from stoker.data.sources import checksums
 from stoker.data.sources.base import Source, StreamedSource
 from stoker.data.sources.checksums import sums_of
-from stoker.data.sources.files import IMAGE_SUFFIXES, split_files
+from stoker.data.sources.files import IMAGE_SUFFIXES, TAR_SUFFIXES, split_files
 from stoker.data.sources.identity import fingerprint_of_files
 from stoker.data.sources.tar import CHUNKS_PREPARED, Ahead, members, streamed
 from stoker.errors import UsageError
@@ -250,6 +250,8 @@ def _put(record: Record, column: str, suffix: str, content: bytes) -> None:
     """Add one tar member to a record; unreadable content marks the record as bad."""
     try:
         if suffix in ("cls", "index"):
+            if b"_" in content:  # which Python's int skips
+                raise ValueError(f"invalid literal for int(): {content[:40]!r}")
             record[column] = int(content)
         elif suffix == "json":
             record[column] = json.loads(content)
@@ -279,5 +281,5 @@ def read_webdataset(
     """
     if root.startswith("pipe:"):
         raise UsageError(f"{root}: pipe: addresses run commands and are refused; use a path or s3://")
-    files = split_files(root, split, (".tar",))
-    return WebDatasetSource(files, sums_of(root, files, (".tar",)), columns, strict) if files else None
+    files = split_files(root, split, TAR_SUFFIXES)
+    return WebDatasetSource(files, sums_of(root, files, TAR_SUFFIXES), columns, strict) if files else None
