@@ -14,7 +14,7 @@ from launcher.backends.base import Backend, Options, RemoteRun
 from stoker.config import Resolved, load, schema_rows, type_name
 from stoker.errors import UsageError
 from stoker.figures import count_of
-from stoker.redaction import redact
+from stoker.redaction import learn, learn_environment, redact, scrub
 from stoker.schema import Config
 
 if TYPE_CHECKING:
@@ -71,7 +71,10 @@ def run(
     config, own = as_overrides(config, arguments)
     given = [*own, *overrides, *(["cluster.dashboard=true"] if options.dashboard else [])]
     resume = resolve(options.resume, place, load(config, given).config)
-    job = open_job(load(config, [*given, *resume.overrides()]), options.source_dir)
+    resolved = load(config, [*given, *resume.overrides()])
+    learn(resolved.config.model_dump(mode="json"))
+    learn_environment()
+    job = open_job(resolved, options.source_dir)
     if job.resolved.config.cluster.dashboard and "dashboard" not in place.options:
         raise UsageError(f"cluster.dashboard: only for local runs, not --on {options.on}")
     if job.resolved.config.cluster.cpu_hosts.max and not place.scales:
@@ -86,7 +89,7 @@ def run(
         print(request.write(options.request))
         return 0
     if options.dry_run:
-        print(request.render())
+        print(scrub(request.render()))
         return 0
     submitted = place.submit(request)
     if isinstance(submitted, RemoteRun):

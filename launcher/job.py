@@ -62,7 +62,10 @@ class Job:
             with (folder / "requirements.txt").open("a") as file:
                 file.write("\n# extra requirements of this job\n" + "".join(f"{line}\n" for line in extras))
         config = self.resolved.config
-        ignored = scripts.ignoring(Path(config.output_dir).resolve(), folder.resolve())
+        left_out = [Path(config.output_dir).resolve(), folder.resolve()]
+        if self.resolved.file is not None and secrets_json(config) is not None:
+            left_out.append(self.resolved.file.resolve())
+        ignored = scripts.ignoring(*left_out)
         if config.script is not None and self.source_dir is not None:
             self._stage_requirements(folder, self.source_dir / "requirements.txt")
             shutil.copytree(self.source_dir, folder / SCRIPT_FOLDER, ignore=ignored)

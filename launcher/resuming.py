@@ -14,6 +14,7 @@ from pathlib import Path
 from launcher.backends.base import Backend, Resume
 from launcher.backends.local import PastRun
 from stoker.errors import UsageError
+from stoker.redaction import redact
 from stoker.schema import Config
 from stoker.storage.filesystems import deepest_there
 
@@ -122,7 +123,9 @@ def continuation(run_dir: Path, config: Config, words: list[str]) -> str:
     here = Path.cwd()
     where = run_dir.relative_to(here) if run_dir.is_relative_to(here) else run_dir
     program = ["stoker"] if Path(words[0]).name == "stoker" else ["python", words[0]]
-    return shlex.join([*program, *options, "--resume", str(where), *rest])
+    halves = (word.partition("=") for word in options)
+    shown = [f"{key}={redact(value, key)}" if sign else key for key, sign, value in halves]
+    return shlex.join([*program, *shown, "--resume", str(where), *redact(rest, "args")])
 
 
 def _run(run_dir: Path, backend: Backend, config: Config) -> Resume:

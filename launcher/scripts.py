@@ -97,11 +97,11 @@ def refuse_too_much(folder: Path, script: str, ignore: Ignore, key: str = "scrip
             )
 
 
-def ignoring(*folders: Path) -> Ignore:
+def ignoring(*paths: Path) -> Ignore:
     """Laptop: a filter of what not to stage: caches and the like, and folders of runs and staged copies."""
 
     def ignore(at: str, names: list[str]) -> set[str]:
-        return {*IGNORED(at, names), *(name for name in names if (Path(at) / name).resolve() in folders)}
+        return {*IGNORED(at, names), *(name for name in names if (Path(at) / name).resolve() in paths)}
 
     return ignore
 

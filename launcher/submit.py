@@ -19,6 +19,7 @@ from typer.exceptions import TyperException
 
 import stoker
 from stoker.errors import UsageError, nearest
+from stoker.redaction import scrub
 
 EXAMPLE = "python launcher/submit.py source_dir/configs/digits.yaml"
 
@@ -344,7 +345,7 @@ def main() -> None:
         more = f"; see {context.command_path} --help" if context else ""
         problems = (error.format_message().rstrip(".") + more,)
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {scrub(problem)}", file=sys.stderr)
     sys.exit(2)
 
 

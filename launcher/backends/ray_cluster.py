@@ -30,6 +30,7 @@ from launcher.ray_jobs import JobServer
 from stoker import figures
 from stoker.errors import UsageError
 from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE
+from stoker.redaction import redact
 
 POLL_S = 2.0
 STOP_WAIT_S = 120
@@ -81,7 +82,7 @@ class RayRequest:
         ]
         lines = [f"{name:<9} {value}" for name, value in rows]
         lines += [f"note: {line}" for line in self.warnings]
-        content = json.dumps(self.body("<uploaded source>"), indent=2)
+        content = json.dumps(redact(self.body("<uploaded source>")), indent=2)
         return f"Ray job {self.submission_id}\n\n{content}\n\n" + "\n".join(lines)
 
     def package(self) -> bytes:

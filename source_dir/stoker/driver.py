@@ -168,6 +168,7 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
     """
     config = resolved.config
     redaction.learn(config.model_dump(mode="json"))
+    redaction.learn_environment()
     log = open_log(place.run_dir)
     (place.run_dir / "config.yaml").write_text(resolved_yaml(resolved), encoding="utf-8")
     summary = Summary(
@@ -213,10 +214,11 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
         log.error("%s", traceback.format_exc())
     finally:
         recorder.figures = last_figures(coordinator, tracking, place.run_dir)
+        summary.error = summary.error and redaction.scrub(summary.error)
         tracking.close()
         end_coordinator(coordinator)
     report(summary, console, place.run_dir, code, recorder.took_s)
-    cause = redaction.scrub(summary.error or "") or f"the driver ended with exit code {code}"
+    cause = summary.error or f"the driver ended with exit code {code}"
     return Outcome(code, "" if code == 0 else cause)
 
 
@@ -342,7 +344,7 @@ def last_figures(coordinator: Any, tracking: Tracking, run_dir: Path) -> dict[st
         return {}
     try:
         stats, operators = ray.get(coordinator.ray_data_stats.remote(), timeout=20)
-        (run_dir / "logs" / "ray_data_stats.txt").write_text(stats + "\n")
+        (run_dir / "logs" / "ray_data_stats.txt").write_text(redaction.scrub(stats) + "\n")
         figures["operators"] = operators
     except Exception:
         # Missing Ray Data statistics must not cost the run's own figures.

@@ -74,6 +74,7 @@ def fit(config: Config, settings: dict[str, Any], run_dir: Path, parts: tuple[st
 
     set_ray_train()
     redaction.learn(config.model_dump(mode="json"))
+    redaction.learn_environment()
     open_log(run_dir)
     try:
         loop, torch_config = map(resolve_name, parts)

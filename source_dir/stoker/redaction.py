@@ -2,17 +2,20 @@
 
 A value is secret by the name of its key (`api_token`, `DB_PASSWORD`), by its form (`AKIA…`), or by its
 position in a URL (`https://user:password@host`, `?token=…`). The run uses the real values; everything it
-writes shows `(redacted)`. Loads neither ray nor torch.
+writes shows `(redacted)`. So do secrets of the environment, which messages of libraries may quote. Loads
+neither ray nor torch.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 REDACTED = "(redacted)"
 SHORTEST = 6
@@ -89,6 +92,13 @@ def learn(tree: Any) -> None:
             _known.add(json.dumps(text, ensure_ascii=False)[1:-1])
 
 
+def learn_environment() -> None:
+    """Anywhere: as `learn`, for the environment variables of this process."""
+    # PWD and the like name files; MAX_TOKENS=1000 is a number.
+    values = {k: v for k, v in os.environ.items() if not (v.startswith("/") and Path(v).exists())}
+    learn({key: int(value) if value.isdecimal() else value for key, value in values.items()})
+
+
 def scrub(text: str) -> str:
     """Anywhere: replace all learned secrets in a text."""
     for secret in sorted(_known, key=len, reverse=True):
@@ -134,5 +144,7 @@ def _secrets(value: Any, name: str = "", secret: bool = False) -> Iterator[str]:
     elif is_secret(name, value) or (secret and isinstance(value, str)):
         yield str(value)
     elif isinstance(value, str) and "://" in value:
-        yield from _USER.findall(value)
+        for user in _USER.findall(value):
+            # Messages may quote the password alone, and decoded.
+            yield from (part for part in (user, *user.split(":")[1:]) for part in (part, unquote(part)))
         yield from (text for key, text in _QUERY.findall(value) if _in_query(key))

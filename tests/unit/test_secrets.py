@@ -13,6 +13,7 @@ import yaml
 
 from launcher import commands
 from launcher.job import open_job
+from launcher.resuming import continuation
 from stoker import redaction
 from stoker.bootstrap import run as bootstrap
 from stoker.checkpoints import format as checkpoint
@@ -22,6 +23,7 @@ from stoker.config import SECRETS_FILE, load
 from stoker.errors import UsageError
 from stoker.redaction import REDACTED, is_secret, redact
 from stoker.storage.checkpoint_store import open_store
+from tests.command_line import type_command
 
 SECRET = 's3cr3t-V4lue/+"quoted"'
 
@@ -127,6 +129,86 @@ def test_what_the_command_line_shows_holds_no_secret(
         load(path, [f"sagemaker.environment.TOKEN=[{SECRET}]", "train.epochs=x"])
     assert SECRET not in str(caught.value)
     assert SECRET not in capsys.readouterr().out
+
+
+PLACES = {
+    "local": [],
+    "ray": ["--address", "http://head:8265", "--offline", "--install", "output_dir=/shared"],
+    "rehearsal": [],
+    "sagemaker": [
+        "--offline",
+        "sagemaker.region=eu-west-1",
+        "sagemaker.role=arn:aws:iam::123456789012:role/training",
+        "sagemaker.s3_uri=s3://bucket/jobs",
+        "sagemaker.gpu.type=ml.g5.2xlarge",
+    ],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_no_dry_run_shows_a_secret(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "cluster-token-55")
+    monkeypatch.setenv("HTTPS_PROXY", "http://ann:pr0xy%2Dpass@proxy:3128")
+    source = tmp_path / "mine"
+    source.mkdir()
+    recipe = "from stoker.recipe import Recipe\n\n\nclass Mine(Recipe):\n    data: str\n    hf_token: str\n"
+    (source / "mine.py").write_text(recipe)
+    index = "--extra-index-url https://ci:index-tok-66@host/simple\n"
+    (source / "requirements.txt").write_text(index)
+    address = "s3://AKIAINTHEADDRESS0001:url-secret-19@bucket/x"
+    sections = {
+        "recipe": "mine:Mine",
+        "params": {"data": address, "hf_token": SECRET},
+        "tracking": {"mlflow": {"tags": {"api_key": "tag-secret-81"}}},
+    }
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(sections))
+    words = [str(tmp_path / "job.yaml"), "--on", place, "--dry-run", "--source-dir", str(source)]
+    code, errors, shown = type_command([*words, *PLACES[place]], capsys)
+    assert code == 0, errors
+    found = [SECRET, "cluster-token-55", "pr0xy", "index-tok-66", "url-secret-19", "tag-secret-81"]
+    assert [secret for secret in found if secret in shown + "".join(errors)] == []
+    if place == "ray":
+        assert f"https://{REDACTED}@host/simple" in shown
+
+
+def test_a_job_file_beside_its_recipe_is_not_staged_with_its_secrets(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from stoker.recipe import Recipe\n\n\nclass Mine(Recipe): ...\n")
+    for name, tag in (("secretive", SECRET), ("plain", "")):
+        job = {"recipe": "mine:Mine", "tracking": {"mlflow": {"tags": {"api_key": tag}}}}
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(yaml.safe_dump(job if tag else {"recipe": "mine:Mine"}))
+        open_job(load(file)).stage(tmp_path / "runs" / name)
+        assert (tmp_path / "runs" / name / "mine.py").is_file()
+        assert (tmp_path / "runs" / name / file.name).is_file() == (name == "plain")
+
+
+def test_messages_that_quote_the_environment_lose_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {
+        "AWS_SECRET_ACCESS_KEY": "aws/s3cret+Key42",
+        "ALL_PROXY": "http://ann:pr0xy%2Dpass@proxy:3128",
+        "MAX_TOKENS": "128000",
+        "SECRETS_FILE": __file__,
+        "RAY_AUTH_MODE": "token",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    redaction.learn_environment()
+    text = (
+        f"aws/s3cret+Key42 http://ann:pr0xy%2Dpass@proxy:3128 pr0xy-pass 128000 {__file__} token {Path.cwd()}"
+    )
+    assert redaction.scrub(text) == (
+        f"{REDACTED} http://{REDACTED}@proxy:3128 {REDACTED} 128000 {__file__} token {Path.cwd()}"
+    )
+
+
+def test_the_command_that_continues_a_run_repeats_no_secret(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/step-00000001").mkdir(parents=True)
+    words = ["stoker", "job.yaml", f"params.hf_token={SECRET}", "train.lr=0.1", "--", "--token", SECRET]
+    line = continuation(tmp_path, load(None, ["name=a"]).config, words)
+    assert SECRET[:12] not in line and "train.lr=0.1" in line
+    assert line.count(REDACTED) == 2
 
 
 def test_a_run_goes_on_with_another_secret_and_says_that_it_was_not_compared(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -24,6 +25,7 @@ from stoker.config import Resolved
 from stoker.errors import DataError, UsageError
 from stoker.place import BACKEND_VARIABLE, Outcome, Place
 from stoker.recipe import SOURCE_FOLDER
+from stoker.redaction import scrub
 from stoker.schema import Config
 
 STOP_TIMEOUT_S = 100.0
@@ -123,9 +125,9 @@ def run_head(
     except Stopped:
         outcome = Outcome(143, "stopped by SIGTERM before the training began")
     except UsageError as error:
-        outcome = Outcome(2, "; ".join(error.problems))
+        outcome = Outcome(2, scrub("; ".join(error.problems)))
     except (ClusterError, DataError, OSError) as error:
-        outcome = Outcome(1, str(error))
+        outcome = Outcome(1, scrub(str(error)))
     except (Exception, SystemExit) as error:
         outcome = _failure(error)
     finally:
@@ -275,12 +277,12 @@ def _shared_arguments(resolved: Resolved, topology: Topology, address: str) -> l
 def _failure(error: BaseException) -> Outcome:
     """An exception of user code or the driver as an exit code and one line that says where it was raised."""
     if isinstance(error, UsageError):
-        return Outcome(2, "; ".join(error.problems))
+        return Outcome(2, scrub("; ".join(error.problems)))
     if isinstance(error, SystemExit):
         number = error.code if isinstance(error.code, int) and error.code else 1
         return Outcome(number, f"sys.exit({error.code!r}) in {_origin(error)}")
-    traceback.print_exception(error)
-    return Outcome(1, f"{type(error).__name__}: {error} ({_origin(error)})")
+    print(scrub("".join(traceback.format_exception(error))), file=sys.stderr)
+    return Outcome(1, scrub(f"{type(error).__name__}: {error} ({_origin(error)})"))
 
 
 def _left(ended: Ended) -> Outcome:

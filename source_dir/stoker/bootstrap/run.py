@@ -130,8 +130,10 @@ def _start_cluster(resolved: Resolved) -> LocalCluster:
 
 def _refused(error: Exception) -> int:
     """Laptop: print each problem on one line; returns the exit code."""
+    from stoker.redaction import scrub
+
     for problem in getattr(error, "problems", [str(error)]):
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {scrub(problem)}", file=sys.stderr)
     return 2 if hasattr(error, "problems") else 1
 
 
@@ -166,7 +168,9 @@ def run_in_container(resource: Mapping[str, Any], arguments: list[str]) -> int:
     except Exception as error:  # anything: show it in the job's console
         import traceback
 
-        traceback.print_exc()
+        from stoker.redaction import scrub
+
+        print(scrub(traceback.format_exc()), file=sys.stderr)
         write_failure(f"{type(error).__name__}: {error}")
         return 1
     finally:
@@ -213,6 +217,7 @@ def read_configuration(arguments: list[str], hyperparameters: Mapping[str, str])
     Raises:
         UsageError: lists every problem found.
     """
+    from stoker import redaction
     from stoker.config import SECRETS_FILE, Resolved, hyperparameter_overrides, load
 
     parser = argparse.ArgumentParser(description="Run one Stoker job on this host.")
@@ -226,6 +231,8 @@ def read_configuration(arguments: list[str], hyperparameters: Mapping[str, str])
     if not _copied_by_toolkit(arguments):
         overrides += hyperparameter_overrides(rest)
     resolved = load(path, overrides, origin="arguments")
+    redaction.learn(resolved.config.model_dump(mode="json"))
+    redaction.learn_environment()
     if os.environ.get("STOKER_BACKEND") == "local":
         # The staged copy is in the run directory, which users keep and share.
         with contextlib.suppress(OSError):
@@ -258,11 +265,13 @@ def base_folder() -> Path:
 
 def write_failure(cause: str) -> None:
     """Every host: write the reason that the console shows; an earlier cause is not overwritten."""
+    from stoker.redaction import scrub
+
     file = base_folder() / "output" / "failure"
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x", encoding="utf-8") as output:
-            output.write(cause[:FAILURE_CHARACTERS])
+            output.write(scrub(cause)[:FAILURE_CHARACTERS])
 
 
 def end_by_force(cause: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stoker.errors import where_raised
+from stoker.redaction import scrub
 from stoker.tracking.summary import Summary
 
 
@@ -86,6 +87,7 @@ class Tracking:
             self.take([])  # its last lines, for the remaining sinks
 
     def _give(self, event: dict[str, Any]) -> None:
+        event = {key: scrub(value) if isinstance(value, str) else value for key, value in event.items()}
         for sink in list(self.sinks):
             self._call(sink, sink.take, event)
 
