@@ -10,7 +10,7 @@ SYSTEM := $(VENV)/.system
 # Containers often set it; the tests would then compile all their files again in each of their processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test check lint types unit integration rehearsal e2e long slow soak docs bench bench-peers bench-gpu clean
+.PHONY: help setup demo test check lint types unit integration rehearsal e2e long slow soak docs bench bench-peers bench-gpu sbom audit clean
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -68,5 +68,11 @@ bench-gpu: setup  ## input-bound against synthetic training; needs a GPU
 docs: setup  ## the documentation as a site, in build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
+sbom: setup  ## the packages of a release and their licenses, CycloneDX, in build/
+	@$(BIN)/python scripts/sbom.py
+
+audit: setup  ## known vulnerabilities of the pinned packages; needs PyPI
+	@$(BIN)/python scripts/audit.py
+
 clean:  ## remove the environment, caches and example data; keeps runs/
-	rm -rf $(VENV) .peers .data .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .peers .audit .data .pytest_cache .mypy_cache .ruff_cache
