@@ -14,7 +14,7 @@ from launcher.backends.base import Backend, Options, RemoteRun
 from stoker.config import Resolved, load, schema_rows, type_name
 from stoker.errors import UsageError
 from stoker.figures import count_of
-from stoker.redaction import learn, learn_environment, redact, scrub
+from stoker.redaction import learn_job, redact, scrub
 from stoker.schema import Config
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ def run(
     given = [*own, *overrides, *(["cluster.dashboard=true"] if options.dashboard else [])]
     resume = resolve(options.resume, place, load(config, given).config)
     resolved = load(config, [*given, *resume.overrides()])
-    learn(resolved.config.model_dump(mode="json"))
-    learn_environment()
+    learn_job(resolved.config.model_dump(mode="json"))
     job = open_job(resolved, options.source_dir)
     if job.resolved.config.cluster.dashboard and "dashboard" not in place.options:
         raise UsageError(f"cluster.dashboard: only for local runs, not --on {options.on}")

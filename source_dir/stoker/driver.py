@@ -167,8 +167,7 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
         The outcome with its exit code: 0 done, 1 failed, 2 wrong usage, 130 or 143 stopped by request.
     """
     config = resolved.config
-    redaction.learn(config.model_dump(mode="json"))
-    redaction.learn_environment()
+    redaction.learn_job(config.model_dump(mode="json"))
     log = open_log(place.run_dir)
     (place.run_dir / "config.yaml").write_text(resolved_yaml(resolved), encoding="utf-8")
     summary = Summary(

@@ -73,8 +73,7 @@ def fit(config: Config, settings: dict[str, Any], run_dir: Path, parts: tuple[st
     from stoker.training.trainer import cause_of, make_trainer
 
     set_ray_train()
-    redaction.learn(config.model_dump(mode="json"))
-    redaction.learn_environment()
+    redaction.learn_job(config.model_dump(mode="json"))
     open_log(run_dir)
     try:
         loop, torch_config = map(resolve_name, parts)

@@ -92,8 +92,9 @@ def learn(tree: Any) -> None:
             _known.add(json.dumps(text, ensure_ascii=False)[1:-1])
 
 
-def learn_environment() -> None:
-    """Anywhere: as `learn`, for the environment variables of this process."""
+def learn_job(config: Any) -> None:
+    """Anywhere: as `learn`, for a configuration and the environment variables of this process."""
+    learn(config)
     # PWD and the like name files; MAX_TOKENS=1000 is a number.
     values = {k: v for k, v in os.environ.items() if not (v.startswith("/") and Path(v).exists())}
     learn({key: int(value) if value.isdecimal() else value for key, value in values.items()})

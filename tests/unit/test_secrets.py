@@ -194,7 +194,7 @@ def test_messages_that_quote_the_environment_lose_its_secrets(monkeypatch: pytes
     }
     for name, value in values.items():
         monkeypatch.setenv(name, value)
-    redaction.learn_environment()
+    redaction.learn_job({})
     text = (
         f"aws/s3cret+Key42 http://ann:pr0xy%2Dpass@proxy:3128 pr0xy-pass 128000 {__file__} token {Path.cwd()}"
     )

@@ -231,8 +231,7 @@ def read_configuration(arguments: list[str], hyperparameters: Mapping[str, str])
     if not _copied_by_toolkit(arguments):
         overrides += hyperparameter_overrides(rest)
     resolved = load(path, overrides, origin="arguments")
-    redaction.learn(resolved.config.model_dump(mode="json"))
-    redaction.learn_environment()
+    redaction.learn_job(resolved.config.model_dump(mode="json"))
     if os.environ.get("STOKER_BACKEND") == "local":
         # The staged copy is in the run directory, which users keep and share.
         with contextlib.suppress(OSError):
