@@ -12,7 +12,7 @@ import boto3
 import pytest
 import yaml
 
-from stoker.schema_places import SageMakerConfig
+from stoker.schema_places import CpuHostsConfig, SageMakerConfig
 from tests.fakes.aws import moto_server
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -92,6 +92,59 @@ def test_rayjob_names_what_the_job_needs() -> None:
             assert container["resources"]["requests"] == container["resources"]["limits"]
     gpus = [name for name, g in groups.items() if "nvidia.com/gpu" in str(g["template"])]
     assert gpus == ["gpu"]
+
+
+CLUSTER_FIELDS = {
+    "suspend", "managedBy", "authOptions", "autoscalerOptions", "headServiceAnnotations", "headGroupSpec",
+    "enableInTreeAutoscaling", "gcsFaultToleranceOptions", "rayVersion", "workerGroupSpecs",
+}  # fmt: skip
+GROUP_FIELDS = {
+    "suspend", "groupName", "replicas", "minReplicas", "maxReplicas", "idleTimeoutSeconds", "rayStartParams",
+    "template", "scaleStrategy", "numOfHosts", "labels", "resources",
+}  # fmt: skip
+AUTOSCALER_FIELDS = {
+    "resources", "image", "imagePullPolicy", "securityContext", "idleTimeoutSeconds", "upscalingMode",
+    "version", "env", "envFrom", "volumeMounts",
+}  # fmt: skip
+JOB_FIELDS = {
+    "activeDeadlineSeconds", "backoffLimit", "rayClusterSpec", "submitterPodTemplate", "metadata",
+    "clusterSelector", "submitterConfig", "managedBy", "deletionPolicy", "deletionStrategy", "entrypoint",
+    "runtimeEnvYAML", "jobId", "submissionMode", "entrypointResources", "entrypointNumCpus",
+    "entrypointNumGpus", "ttlSecondsAfterFinished", "shutdownAfterJobFinishes", "suspend",
+}  # fmt: skip
+"""Of KubeRay 1.5, ray-operator/apis/ray/v1: the API server rejects what is not among them."""
+
+
+@pytest.mark.parametrize("name", ["rayjob.yaml", "rayjob-spot.yaml"])
+def test_a_manifest_has_only_fields_of_kuberay(name: str) -> None:
+    spec = yaml.safe_load((DOCS / "ray" / name).read_text())["spec"]
+    cluster = spec["rayClusterSpec"]
+    assert set(spec) <= JOB_FIELDS and set(cluster) <= CLUSTER_FIELDS
+    assert set(cluster.get("autoscalerOptions", {})) <= AUTOSCALER_FIELDS
+    assert set(cluster["headGroupSpec"]) <= {"template", "headService", "rayStartParams", "serviceType"}
+    for group in cluster["workerGroupSpecs"]:
+        assert set(group) <= GROUP_FIELDS
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+
+
+def test_rays_autoscaler_reads_the_spot_manifest_as_meant() -> None:
+    """Ray's own translation of a KubeRay cluster into the configuration of its autoscaler."""
+    from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
+
+    job = yaml.safe_load((DOCS / "ray" / "rayjob-spot.yaml").read_text())
+    about = {"name": "spot", "namespace": "default"}
+    config = _derive_autoscaling_config_from_ray_cr(
+        {"metadata": about, "spec": job["spec"]["rayClusterSpec"]}
+    )
+    types = config["available_node_types"]
+    hosts, trains = types["cpu"], types["gpu"]
+    assert (hosts["min_workers"], hosts["max_workers"]) == (0, 8)
+    assert hosts["resources"][CpuHostsConfig().resource] == 1 and hosts["resources"]["CPU"] == 15
+    assert hosts["labels"]["stoker.group"] == "cpu"
+    assert (trains["min_workers"], trains["max_workers"]) == (1, 1) and trains["resources"]["GPU"] == 1
+    assert CpuHostsConfig().resource not in trains["resources"]
+    assert config["idle_timeout_minutes"] == 1
 
 
 def test_cluster_launcher_file_is_what_ray_accepts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
