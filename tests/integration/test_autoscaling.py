@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,60 +16,82 @@ import yaml
 from fakes.autoscaled import autoscaled
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 900
+LIMIT_S = 600
 PRICES = {"usd_per_hour": 0.36, "rest_usd_per_hour": 36.0}
+FAST_MS, SLOW_MS = "100", "500"
 
 
-def run_on(
-    environment: dict[str, str], folder: Path, **sections: Any
-) -> tuple[int, dict[str, Any], list[Any]]:
-    """A job as Ray starts it on the head of a cluster: exit code, summary and events."""
-    job = {"name": "scaled", "tracking": {"tensorboard": False}, "data": {"block_records": 20}, **sections}
-    path = folder / "job.yaml"
-    path.write_text(yaml.safe_dump(job))
-    own = {
-        "STOKER_BACKEND": "ray",
-        "STOKER_RUN_DIR": str(folder / "run"),
-        "RAY_TRAIN_V2_ENABLED": "1",
-    }
-    command = [sys.executable, ROOT / "source_dir/train.py", "--config", str(path)]
-    done = subprocess.run(
-        command, env=environment | own, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert (folder / "run" / "summary.json").exists(), done.stdout + done.stderr
-    events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
-    print(done.stdout)
-    return done.returncode, json.loads((folder / "run" / "summary.json").read_text()), events
+class Scene:
+    """A job as Ray starts it on the head of a cluster, which trains until it is stopped."""
+
+    def __init__(self, environment: dict[str, str], folder: Path, **sections: Any) -> None:
+        self.run_dir, self.pace = folder / "run", folder / "pace"
+        self.pace.write_text(FAST_MS)
+        job = {
+            "name": "scaled",
+            "tracking": {"tensorboard": False},
+            "data": {"block_records": 20},
+            **sections,
+        }
+        job["params"] = {**job["params"], "pace": str(self.pace)}
+        (folder / "job.yaml").write_text(yaml.safe_dump(job))
+        own = {"STOKER_BACKEND": "ray", "STOKER_RUN_DIR": str(self.run_dir), "RAY_TRAIN_V2_ENABLED": "1"}
+        self.output = folder / "output"
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, ROOT / "source_dir/train.py", "--config", str(folder / "job.yaml")],
+                env=environment | own, cwd=folder, stdout=output, stderr=output,
+            )  # fmt: skip
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Its events of a kind so far."""
+        file = self.run_dir / "events.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [event for event in found if event["event"] == kind]
+
+    def wait_for(self, condition: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while not condition():
+            assert self.process.poll() is None, self.output.read_text()
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.5)
 
 
 def test_hosts_come_with_the_need_and_leave_after_it(tmp_path: Path) -> None:
     """Takes over 45 s: Ray starts hosts, and removes them when they have been idle."""
-    paths = f"{ROOT / 'source_dir'}:{ROOT / 'tests/recipes'}"
-    with autoscaled(path=paths, idle_s=2) as environment:
-        code, summary, events = run_on(
+    path = os.pathsep.join([str(ROOT / "source_dir"), str(ROOT / "tests/recipes")])
+    with autoscaled(path=path, idle_s=2) as environment:
+        job = Scene(
             environment,
             tmp_path,
             recipe="phases:Phases",
             # 160 records/s need 7 CPUs, of which the head has 2; later these are enough for 32.
-            params={"records": 100_000, "ms": 40, "kb": 200, "step_ms": [100, 500], "until": [150]},
-            train={"epochs": 1, "batch_size": 16, "max_steps": 270},
+            params={"records": 1_000_000, "ms": 40, "kb": 200},
+            train={"epochs": 1, "batch_size": 16},
             cluster={"cpu_hosts": {"max": 5, "release_after_s": 5, **PRICES}},
         )
-    assert code == 0, summary["error"]
-    assert summary["steps"] == 270
-    requests = [event for event in events if event["event"] == "cpu_hosts"]
+        try:
+            job.wait_for(lambda: len(job.events("host_joined")) > 1)
+            job.pace.write_text(SLOW_MS)
+            # While training goes on, Ray Train's own request for a CPU may keep one of them.
+            job.wait_for(lambda: len(job.events("host_released")) >= len(job.events("host_joined")) - 1)
+            job.process.send_signal(signal.SIGTERM)
+            assert job.process.wait(timeout=LIMIT_S) == 143, job.output.read_text()
+        finally:
+            job.process.kill()
+            job.process.wait()
+    summary = json.loads((job.run_dir / "summary.json").read_text())
+    assert summary["status"] == "interrupted", summary["error"]
+    requests = job.events("cpu_hosts")
     counts = [event["count"] for event in requests]
-    assert counts[0] == 1 and max(counts) > 1 and counts[-1] == 0, requests
     top = counts.index(max(counts))
     rising, falling = counts[: top + 1], counts[top:]
+    assert counts[0] == 1 and max(counts) > 1 and counts[-1] == 0, requests
     assert rising == sorted(rising) and falling == sorted(falling, reverse=True), "no flapping"
     assert "training waits" in requests[0]["reason"] and "per 1M records" in requests[1]["reason"]
-    joined = {event["node"] for event in events if event["event"] == "host_joined"}
-    released = {event["node"] for event in events if event["event"] == "host_released"}
-    assert len(joined) == max(counts)
-    # While training goes on, Ray Train's own request for a CPU may keep one of them.
-    assert released <= joined and len(released) >= len(joined) - 1
-    assert not [event for event in events if event["event"] == "host_lost"]
+    joined, released = ({e["node"] for e in job.events(kind)} for kind in ("host_joined", "host_released"))
+    assert released and released <= joined and not job.events("host_lost")
     assert set(summary["chain_tasks_by_host"]) > {"head"}, "they preprocessed"
     hours = summary["cost"]["cpu_host_hours"]
-    assert 0 < hours < max(counts) * summary["seconds"] / 3600, "hosts cost money while they are there"
+    assert 0 < hours < len(joined) * summary["seconds"] / 3600, "hosts cost money while they are there"
