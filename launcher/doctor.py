@@ -172,7 +172,7 @@ def gpus(config: Config, built_for: Callable[[], str | None] = cuda_of_torch) ->
         yield Finding("ok", "GPU", f"{about}, torch for CUDA {cuda}")
 
 
-def shared_memory(config: Config, folder: Path = Path("/dev/shm")) -> Iterator[Finding]:  # noqa: S108
+def shared_memory(config: Config, folder: Path = Path("/dev/shm")) -> Iterator[Finding]:  # noqa: S108 - only measured
     """Laptop: the size of shared memory, which holds Ray's object store on Linux."""
     if not folder.is_dir():
         return

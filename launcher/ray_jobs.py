@@ -20,7 +20,7 @@ from stoker.errors import UsageError
 PACKAGE_LIMIT_BYTES = 100 * 2**20
 """Ray stores packages in the head's memory and refuses larger ones."""
 TIMEOUT_S = 30
-_TOKEN_HINT = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that contains it"  # noqa: S105
+_TOKEN_HINT = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that contains it"  # noqa: S105 - a hint
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ def main(target: str, *results: str) -> None:
             ended = next((kind for kind in ("failure", "error", "skipped") if kind in kinds), "passed")
             module = (case.get("classname") or "").removeprefix("tests.")
             rows.append(f"| {module}: {case.get('name')} | {ended} | {float(case.get('time') or 0):.0f} |")
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    asked = subprocess.run(command, capture_output=True, text=True)
     head = HEAD.format(day=date.today().isoformat(), commit=asked.stdout.strip(), cores=os.cpu_count())
     Path(target).write_text(head + "\n".join(rows) + "\n")
 

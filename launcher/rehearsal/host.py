@@ -1,6 +1,6 @@
 """Emulated host, as process 1 of its namespaces: set up the container, then execute its program.
 
-Standard library only. The world starts it as `python -m launcher.rehearsal.host SPEC READY_FD`.
+Standard library only. The world starts it as `python -m launcher.rehearsal.host READY_FD`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 LINK_TIMEOUT_S = 30.0
+SPEC_VARIABLE = "STOKER_EMULATED_HOST"
 
 
 def main() -> None:
     """Emulated host: set up network, mounts and name, then execute the container's program."""
-    spec: dict[str, Any] = json.loads(sys.argv[1])
-    ready = int(sys.argv[2])
+    spec: dict[str, Any] = json.loads(os.environ.pop(SPEC_VARIABLE))
+    ready = int(sys.argv[1])
     for path in spec["cgroups"]:
         Path(path).write_text("0")
     socket.sethostname(spec["name"])
@@ -30,7 +31,7 @@ def main() -> None:
     _connect(spec)
     _mount(spec)
     os.chdir(spec["folder_in_host"])
-    os.execve(spec["command"][0], spec["command"], spec["environment"])  # noqa: S606
+    os.execve(spec["command"][0], spec["command"], spec["environment"])  # noqa: S606 - the plan's own command
 
 
 def _connect(spec: dict[str, Any]) -> None:
@@ -63,10 +64,10 @@ def _mount(spec: dict[str, Any]) -> None:
     _mount_opt_ml(folder, ml)
     _run("mount", "--bind", str(folder / "hosts"), "/etc/hosts")
     shm = f"size={spec['shm_mb']}m,mode=1777"
-    _run("mount", "-t", "tmpfs", "-o", shm, "tmpfs", "/dev/shm")  # noqa: S108
+    _run("mount", "-t", "tmpfs", "-o", shm, "tmpfs", "/dev/shm")  # noqa: S108 - in a mount namespace of its own
     (folder / "tmp").mkdir(exist_ok=True)
     _keep_below_tmp(spec["kept"], folder / "tmp")
-    _run("mount", "--rbind", str(folder / "tmp"), "/tmp")  # noqa: S108
+    _run("mount", "--rbind", str(folder / "tmp"), "/tmp")  # noqa: S108 - in a mount namespace of its own
     # Hide the source tree: a job that depends on it instead of the upload would fail on SageMaker.
     for path in spec["masked"]:
         if Path(path).is_dir():
@@ -80,8 +81,8 @@ def _mount(spec: dict[str, Any]) -> None:
 def _keep_below_tmp(paths: list[str], private: Path) -> None:
     """Keep Python environments below /tmp visible, which the host's private /tmp would hide."""
     for path in sorted(set(paths)):
-        if path.startswith("/tmp/") and Path(path).is_dir():  # noqa: S108
-            target = private / Path(path).relative_to("/tmp")  # noqa: S108
+        if path.startswith("/tmp/") and Path(path).is_dir():  # noqa: S108 - in a mount namespace of its own
+            target = private / Path(path).relative_to("/tmp")  # noqa: S108 - in a mount namespace of its own
             if not target.exists():  # else it is inside one that is already mounted
                 target.mkdir(parents=True)
                 _run("mount", "--bind", path, str(target))

@@ -6,6 +6,8 @@ import filecmp
 import shutil
 from pathlib import Path
 
+from stoker.redaction import scrub
+
 FAILURE_CHARACTERS = 1024
 
 
@@ -52,11 +54,19 @@ def keep_ray_logs(host_folder: Path, target: Path) -> None:
     """Laptop: copy a host's Ray logs; used for failed runs."""
     logs = [path for path in (host_folder / "tmp").glob("ray/session_2*/logs") if path.is_dir()]
     for folder in logs[-1:]:
-        shutil.copytree(folder, target, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+        shutil.copytree(
+            folder, target, dirs_exist_ok=True, ignore_dangling_symlinks=True, copy_function=_scrubbed
+        )
     started = host_folder / "tmp" / "stoker-ray.log"
     if started.is_file():
         target.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(started, target / "ray-start.log")
+        _scrubbed(started, target / "ray-start.log")
+
+
+def _scrubbed(source: str | Path, target: str | Path) -> None:
+    """Copy a log of Ray, which quotes what the job's code prints and raises."""
+    text = Path(source).read_bytes().decode(errors="surrogateescape")
+    Path(target).write_bytes(scrub(text).encode(errors="surrogateescape"))
 
 
 def remove(folder: Path) -> None:

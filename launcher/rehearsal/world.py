@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.rehearsal.faults import Fault
+from launcher.rehearsal.host import SPEC_VARIABLE
 
 NAMESPACES = (
     *("--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"),
@@ -106,9 +107,11 @@ class World:
     def _start(self, host: Host) -> None:
         spec = host.spec
         read_end, write_end = os.pipe()
-        module = (sys.executable, "-m", "launcher.rehearsal.host", json.dumps(spec), str(write_end))
+        module = (sys.executable, "-m", "launcher.rehearsal.host", str(write_end))
         host.process = subprocess.Popen(
-            ["unshare", *NAMESPACES, *module],
+            ["unshare", *NAMESPACES, *module],  # noqa: S607 - as the user's PATH has it
+            # Every user of this machine can read command lines, and a host's variables may be secret.
+            env={**os.environ, SPEC_VARIABLE: json.dumps(spec)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -6,6 +6,7 @@ import json
 import stat
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ import yaml
 
 from launcher import commands
 from launcher.job import open_job
+from launcher.rehearsal.host import SPEC_VARIABLE
+from launcher.rehearsal.outputs import keep_ray_logs
+from launcher.rehearsal.world import World
 from launcher.resuming import continuation
 from stoker import redaction
 from stoker.bootstrap import run as bootstrap
@@ -182,6 +186,24 @@ def test_a_job_file_beside_its_recipe_is_not_staged_with_its_secrets(tmp_path: P
         open_job(load(file)).stage(tmp_path / "runs" / name)
         assert (tmp_path / "runs" / name / "mine.py").is_file()
         assert (tmp_path / "runs" / name / file.name).is_file() == (name == "plain")
+
+
+def test_an_emulated_host_gets_its_variables_out_of_sight_and_its_kept_logs_lose_them(tmp_path: Path) -> None:
+    spec = {"name": "algo-1", "environment": {"HF_TOKEN": SECRET}}
+    about = {"faults": [], "linger_s": 1, "timeout_s": 1, "stop_grace_s": 1, "ray_port": 1, "head": "algo-1"}
+    world = World({"hosts": [spec], **about})
+    never = mock.patch("subprocess.Popen", side_effect=InterruptedError)
+    with never as started, pytest.raises(InterruptedError):
+        world._start(world._hosts[0])
+    assert SECRET not in str(started.call_args.args)
+    assert json.loads(started.call_args.kwargs["env"][SPEC_VARIABLE]) == spec
+
+    logs = tmp_path / "tmp/ray/session_2026/logs"
+    logs.mkdir(parents=True)
+    (logs / "worker.err").write_bytes(b"\xff 401: " + SECRET.encode())
+    redaction.learn({"environment": {"HF_TOKEN": SECRET}})
+    keep_ray_logs(tmp_path, tmp_path / "kept")
+    assert (tmp_path / "kept/worker.err").read_bytes() == b"\xff 401: " + REDACTED.encode()
 
 
 def test_messages_that_quote_the_environment_lose_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

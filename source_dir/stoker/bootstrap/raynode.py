@@ -55,7 +55,7 @@ class Store:
     warning: str = ""
 
 
-def size_store(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> Store:  # noqa: S108
+def size_store(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> Store:  # noqa: S108 - only measured
     """Every host: size the object store to fit into `/dev/shm`.
 
     If shared memory is too small, Ray falls back to disk without a warning.
@@ -115,7 +115,7 @@ def probe_port(address: str, port: int, key: str) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             # Ray's GCS binds every interface, so a listener on any of them conflicts.
-            probe.bind(("0.0.0.0", port))  # noqa: S104
+            probe.bind(("0.0.0.0", port))  # noqa: S104 - a free port for Ray, which binds all
         except OSError:
             raise ClusterError(
                 f"{key}: port {port} of the head ({address}) is taken"

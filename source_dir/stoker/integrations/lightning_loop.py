@@ -254,7 +254,7 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
             progress.loss_sum += loss.detach() * rows
             progress.loss_rows += rows
         if progress.steps == 1 or progress.steps % worker.config.tracking.log_every_steps == 0:
-            assert self.train is not None  # noqa: S101
+            assert self.train is not None  # noqa: S101 - set before fit
             mean = float(progress.loss_sum) / max(progress.loss_rows, 1)
             check_finite(mean, worker, progress.epoch)
             shown = mean if loss is None else float(loss.detach())
@@ -290,7 +290,7 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         metrics = {conventional(name): float(value) for name, value in logged.items()}
         loss = mean_over_ranks(worker, progress.loss_sum / max(progress.loss_rows, 1))
         check_finite(loss, worker, progress.epoch)
-        assert self.train is not None  # noqa: S101
+        assert self.train is not None  # noqa: S101 - set before fit
         metrics = {"train/loss": loss, "lr": learning_rate(trainer)} | metrics
         metrics["perf/samples_per_s"] = (progress.samples - progress.carried_samples) / self.elapsed
         metrics["perf/input_wait_pct"] = 100 * self.train.times.wait_s / self.elapsed

@@ -100,7 +100,8 @@ class Rebuild:
         begins = start if start.epoch == found.epoch else fresh
         self.start = begins.model_copy(update={"unvalidated": None})
         self.plan = self.passes.plan("train", found.epoch, self.start)
-        self.loaded = Loaded(data.sources["train"].for_workers(), pickle.loads(chains["train"]))  # noqa: S301
+        chain = pickle.loads(chains["train"])  # noqa: S301 - this process wrote it
+        self.loaded = Loaded(data.sources["train"].for_workers(), chain)
         self.known = {**start.deadly, **found.attempt.bad.get(found.epoch, {})}
         self.ever = {**self.known, **found.bad_before}
         self.guard = Guard(self.known, None)

@@ -147,7 +147,7 @@ def read_example(worker: Worker) -> Example | None:
         shards = source.shards(EXAMPLE_RECORDS, None)
         records = itertools.chain.from_iterable(source.read(shard, None) for shard in shards)
     # Pickled and unpickled, as for chain workers, to import what its transforms need.
-    chain = pickle.loads(pickle.dumps(data.chains[split]))  # noqa: S301
+    chain = pickle.loads(pickle.dumps(data.chains[split]))  # noqa: S301 - this process wrote it
     columns, report = chain.run(itertools.islice(records, EXAMPLE_RECORDS), 0)
     return example_of(worker.recipe, as_one_batch(chain, columns, report), split) if columns else None
 

@@ -82,7 +82,7 @@ def records_of(rows: Ragged) -> list[Record]:
     content = memoryview(rows.values)
     ends = rows.offsets.tolist()
     # Written by a chain worker of this run.
-    return [pickle.loads(content[a:b]) for a, b in pairwise(ends)]  # noqa: S301
+    return [pickle.loads(content[a:b]) for a, b in pairwise(ends)]  # noqa: S301 - written by the job's chain workers
 
 
 def collated(collate: CollateFn, records: list[Record], seed: str) -> dict[str, Any]:

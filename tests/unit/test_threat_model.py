@@ -1,0 +1,185 @@
+"""What docs/security.md says of strangers on the network and of files that want to run code."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from stoker.bootstrap.lifeline import LifelineServer
+from stoker.data import read_parquet
+from stoker.data.transport import wire
+from stoker.data.transport.server import BlockServer
+from stoker.errors import UsageError
+
+SECRET, NAME = b"s" * 32, b"w" * wire.NONCE_BYTES
+Server = BlockServer | LifelineServer
+SERVERS: dict[str, tuple[str, str, Callable[[], Server]]] = {
+    "block server": (
+        "stoker.data.transport.server",
+        "stoker.data.transport.wire.GREETING_TIMEOUT_S",
+        lambda: BlockServer("127.0.0.1", SECRET),
+    ),
+    "lifeline": (
+        "stoker.bootstrap.lifeline",
+        "stoker.bootstrap.lifeline.HELLO_TIMEOUT_S",
+        lambda: LifelineServer("127.0.0.1", 0, "t" * 64),
+    ),
+}
+EACH = pytest.mark.parametrize("which", SERVERS)
+
+
+def connect(server: Server, timeout_s: float = 20) -> socket.socket:
+    return socket.create_connection(server._socket.getsockname(), timeout=timeout_s)
+
+
+@EACH
+def test_a_server_listens_on_the_address_of_its_host_alone(which: str) -> None:
+    server = SERVERS[which][2]()
+    port = server._socket.getsockname()[1]
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)
+    server._socket.close()
+
+
+@EACH
+def test_a_handshake_ends_however_slowly_the_other_side_sends(
+    which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SERVERS[which][1], 0.3)
+    server, over = SERVERS[which][2](), threading.Event()
+    with connect(server, 5) as silent, connect(server, 5) as slow:
+
+        def drip() -> None:
+            while not over.wait(0.1):
+                try:
+                    slow.sendall(b"x")
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            for connection in (silent, slow):
+                assert ended(connection)
+        finally:
+            over.set()
+            thread.join()
+    server._socket.close()
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the server hangs up, after its nonce."""
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+@EACH
+def test_handshakes_at_the_same_time_are_limited(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{SERVERS[which][0]}.MOST_GREETINGS", 2)
+    server = SERVERS[which][2]()
+    with connect(server) as first, connect(server) as second, connect(server, 0.3) as third:
+        assert first.recv(1) and second.recv(1)
+        with pytest.raises(TimeoutError):
+            third.recv(1)
+        first.close()
+        third.settimeout(20)
+        assert third.recv(1)
+    server._socket.close()
+
+
+def test_a_request_that_announces_more_than_a_megabyte_is_not_waited_for() -> None:
+    server = BlockServer("127.0.0.1", SECRET)
+    with connect(server) as connection:
+        wire.greet_server(connection, wire.run_key(SECRET), NAME)
+        connection.settimeout(20)
+        connection.sendall(struct.pack(">I", 2**20 + 1))
+        assert ended(connection)
+    server.close()
+
+
+def test_a_recorded_or_reflecting_block_server_is_not_believed() -> None:
+    server = BlockServer("127.0.0.1", SECRET)
+    key = wire.run_key(SECRET)
+    ours, theirs = socket.socketpair()
+    with connect(server) as host, ours:
+        thread = threading.Thread(target=wire.greet_server, args=(theirs, key, NAME))
+        thread.start()
+        nonce = wire.receive(host, wire.NONCE_BYTES)
+        ours.sendall(nonce)
+        host.sendall(wire.receive(ours, 2 * wire.NONCE_BYTES + wire.PROOF_BYTES))
+        proof = wire.receive(host, wire.PROOF_BYTES)
+        ours.sendall(proof)
+        thread.join(20)
+    server.close()
+    for answer in (lambda hello: proof, lambda hello: hello[-wire.PROOF_BYTES :]):
+        assert "the server does not hold the key" in refused_by_a_worker(key, nonce, answer)
+
+
+def refused_by_a_worker(key: bytes, nonce: bytes, answer: Callable[[bytes], bytes]) -> str:
+    """What a train worker says of a server with this nonce and proof."""
+    worker, fake = socket.socketpair()
+    found: list[str] = []
+
+    def greet() -> None:
+        try:
+            wire.greet_server(worker, key, NAME)
+        except wire.WireError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=greet)
+    thread.start()
+    with worker, fake:
+        fake.sendall(nonce)
+        fake.sendall(answer(wire.receive(fake, 2 * wire.NONCE_BYTES + wire.PROOF_BYTES)))
+        thread.join(20)
+    return "".join(found)
+
+
+class Attack:
+    """Makes a file as it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.mark}",)
+
+
+@pytest.mark.parametrize("name", ["arrow.py_extension_type", "ray.data.arrow_pickled_object"])
+def test_an_extension_type_of_a_parquet_file_runs_nothing(name: str, tmp_path: Path) -> None:
+    mark = tmp_path / "executed"
+    code = pickle.dumps(Attack(mark))
+    forged = {b"ARROW:extension:name": name.encode(), b"ARROW:extension:metadata": code}
+    field = pa.field("x", pa.binary(), metadata=forged)
+    (tmp_path / "data").mkdir()
+    parquet.write_table(
+        pa.table([pa.array([code, code])], schema=pa.schema([field])), tmp_path / "data/train-0.parquet"
+    )
+    stored = parquet.read_metadata(tmp_path / "data/train-0.parquet").metadata[b"ARROW:schema"]
+    assert name.encode() in base64.b64decode(stored)
+    source = read_parquet(str(tmp_path / "data"), "train")
+    assert source is not None
+    try:
+        source.check()
+        for shard in source.shards(100, None):
+            list(source.for_workers().read(shard, None))
+    except UsageError:
+        pass
+    assert not mark.exists()
