@@ -10,7 +10,7 @@ SYSTEM := $(VENV)/.system
 # Containers often set it; the tests would then compile all their files again in each of their processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test check lint types unit integration rehearsal e2e long slow soak docs bench bench-peers bench-gpu sbom audit clean
+.PHONY: help setup demo test check lint types unit integration rehearsal e2e long slow soak storm docs bench bench-peers bench-gpu sbom audit clean
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -33,8 +33,11 @@ check: setup lint types unit  ## lint, types and unit tests before every commit,
 test: setup  ## all tests except `make soak`; continues after a failed part
 	@bash scripts/test.sh lint types unit long slow
 
-soak: setup  ## slow tests before a release; writes docs/soak.md
+soak: setup  ## slow tests and a storm before a release; MINUTES=60 SEED=7; writes docs/soak.md
 	@bash scripts/soak.sh
+
+storm: setup  ## only the storm of `make soak`: a job under seeded faults; MINUTES=10 SEED=7
+	@$(BIN)/python -m benchmarks.storm --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED))
 
 lint: $(READY)  ## ruff
 	@$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the soak tests before a release and writes the results to docs/soak.md.
+# Runs the soak tests and a storm of faults before a release and writes the results to docs/soak.md.
+# MINUTES: of the storm, 10 by default. SEED: repeats a storm.
 set -u
 cd "$(dirname "$0")/.."
 VENV=${VENV:-.venv}
@@ -21,5 +22,6 @@ export STOKER_SCHEMA_EXAMPLES=20000 STOKER_FUZZ=5000 STOKER_FRAMES=600000
 run properties tests/unit/test_schema_of_a_split.py tests/unit/test_damaged_files.py \
   tests/unit/test_protocol_fuzz.py
 STOKER_INTERRUPTIONS=5 run interruptions tests/integration/test_resume.py -k killed_and_stopped_and_damaged
-"$VENV/bin/python" scripts/soak_report.py docs/soak.md "$results"/*.xml
+"$VENV/bin/python" -m benchmarks.storm --minutes "${MINUTES:-10}" ${SEED:+--seed "$SEED"} || failed=1
+"$VENV/bin/python" scripts/soak_report.py docs/soak.md "$results"/*.xml benchmarks/results/soak.json
 exit $failed

@@ -1,7 +1,8 @@
-"""Writes the results of the soak tests: `python scripts/soak_report.py docs/soak.md RESULTS.xml …`."""
+"""Writes the results: `python scripts/soak_report.py docs/soak.md RESULTS.xml … STORMS.json`."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,10 +21,32 @@ Last run on {day}, commit `{commit}`, {cores} cores.
 """
 
 
+STORMS = """
+## Storms
+
+A job on emulated hosts under [seeded faults](reliability.md#the-storm). `make storm SEED=…` repeats one.
+
+| seed | minutes | commit | faults | lost | repeated | longest recovery, s | problems |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def storms(file: Path) -> str:
+    """Laptop: the table of the storms."""
+    rows = []
+    for storm in json.loads(file.read_text())["storms"]:
+        faults = storm["by_fault"]
+        cells = [storm["seed"], f"{storm['minutes']:g}", f"`{storm['commit']}`", len(storm["events"])]
+        cells += [sum(row[key] for row in faults) for key in ("lost", "repeated")]
+        cells += [round(max((row["recovered_s_max"] for row in faults), default=0)), len(storm["problems"])]
+        rows.append(f"| {' | '.join(map(str, cells))} |\n")
+    return STORMS + "".join(rows)
+
+
 def main(target: str, *results: str) -> None:
     """Laptop: write the table of a run from the pytest reports."""
     rows = []
-    for file in results:
+    for file in (name for name in results if name.endswith(".xml")):
         for case in ET.parse(file).iter("testcase"):  # noqa: S314 - pytest wrote it
             kinds = {child.tag for child in case}
             ended = next((kind for kind in ("failure", "error", "skipped") if kind in kinds), "passed")
@@ -32,7 +55,8 @@ def main(target: str, *results: str) -> None:
     command = ["git", "rev-parse", "--short", "HEAD"]
     asked = subprocess.run(command, capture_output=True, text=True)
     head = HEAD.format(day=date.today().isoformat(), commit=asked.stdout.strip(), cores=os.cpu_count())
-    Path(target).write_text(head + "\n".join(rows) + "\n")
+    files = [Path(name) for name in results if name.endswith(".json") and Path(name).is_file()]
+    Path(target).write_text(head + "\n".join(rows) + "\n" + "".join(map(storms, files)))
 
 
 if __name__ == "__main__":

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 
 ACTIONS = {
     "start": "start a host whose join_delay is never",
+    "return": "start a host again that has ended, as a new machine of the same name",
     "kill": "lose the machine: cut its link, then kill every process on it",
     "crash": "kill only train.py, as the kernel does when memory runs out",
     "pause": "suspend every process of the host",
     "resume": "resume them",
     "partition": "cut the link",
     "heal": "restore the link",
+    "slow": "limit the link to 4 Mbit/s",
+    "fast": "lift that limit",
     "occupy": "let another program listen on Ray's port",
     "term": "SIGTERM to the host's process 1, SIGKILL after 120 s, as StopTrainingJob does",
 }

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from launcher.backends.rehearsal import RehearsalRequest
 
 HELD_LINES = 20
+END_S = 60.0
+"""How long the kernel may take to end the namespaces once all hosts have ended."""
 
 
 @dataclass
@@ -100,7 +102,7 @@ class RehearsalRun:
                 break
             except KeyboardInterrupt:
                 if interrupted:
-                    self._command("kill")
+                    self.kill()
                 else:
                     self.stop()
                     if self._display:
@@ -115,6 +117,21 @@ class RehearsalRun:
     def stop(self) -> None:
         """Send SIGTERM to process 1 of every host, later SIGKILL, as StopTrainingJob does."""
         self._command("stop")
+
+    def inject(self, action: str, host: str) -> None:
+        """Inject one of `faults.ACTIONS` now; the end of the run makes it void."""
+        if action not in faults.ACTIONS or host not in self.results:
+            raise ValueError(f"no action {action!r}, or no host {host!r}")
+        self._command(f"fault {action} {host}")
+
+    def kill(self) -> None:
+        """Kill every process of every host at once, as a second Ctrl-C does."""
+        self._command("kill")
+
+    @property
+    def process_id(self) -> int:
+        """The process in whose network namespace the hosts' bridge is."""
+        return self._process.pid
 
     @property
     def workers_gone_s(self) -> float | None:
@@ -146,7 +163,10 @@ class RehearsalRun:
                     self._broken = text.strip()
                     continue
                 self._take(event, files)
-        self._process.wait()
+        try:
+            self._process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:
+            self._broken = self._broken or f"its processes still run {END_S:.0f} s after its end"
         try:
             self._finish()
         finally:
@@ -168,7 +188,7 @@ class RehearsalRun:
                 self.formed_s = at
             return
         if kind == "started":
-            result.started_s = at
+            result.started_s, result.ended_s, result.exit_code = at, None, None
         if kind == "exited":
             result.ended_s, result.exit_code = at, int(event["code"])
         if kind in ("fault", "overdue", "note"):

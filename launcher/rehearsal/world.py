@@ -3,7 +3,7 @@
 The bridge, links, mounts and hosts exist only inside this process's namespaces. When it ends, for any
 reason, the kernel removes them. It ends when its standard input is closed.
 
-Standard library only. Prints events as JSON lines and reads commands (`stop`, `kill`).
+Standard library only. Prints events as JSON lines and reads commands (`stop`, `kill`, `fault ACTION HOST`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import queue
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,10 @@ NAMESPACES = (
 """Options of `unshare`, for each host and for the world itself."""
 BRIDGE = "stoker0"
 TICK_S = 0.05
+KILLED_S = 30.0
+"""How long the kernel may take to end a killed host; a process that hangs in it can take for ever."""
+SLOW = ("rate", "4mbit", "burst", "128kb", "latency", "400ms")
+"""Of a slow link: `tc qdisc … tbf`."""
 
 
 @dataclass
@@ -42,6 +47,8 @@ class Host:
     process: subprocess.Popen[bytes] | None = None
     init: int = 0
     kill_at: float | None = None
+    overdue_at: float | None = None
+    """When it was killed for being overdue."""
     finished: bool = False
     killed: bool = False
     reader: threading.Thread | None = field(default=None, repr=False)
@@ -153,17 +160,26 @@ class World:
             if fault.done or fault.due_s is None or self._now() < fault.due_s:
                 continue
             fault.done = True
-            for host in self._hosts:
-                ready = host.process is None if fault.action == "start" else host.running
-                if ready and fault.host in (host.name, "all"):
-                    self._event(host.name, "fault", text=fault.action)
-                    self.do(fault.action, host)
+            self._apply(fault.action, fault.host)
+
+    def _apply(self, action: str, name: str) -> None:
+        for host in self._hosts:
+            ready = {"start": host.process is None, "return": host.finished}.get(action, host.running)
+            if ready and name in (host.name, "all"):
+                self._event(host.name, "fault", text=action)
+                self.do(action, host)
 
     def do(self, action: str, host: Host) -> None:
         """World: one action of `faults.ACTIONS` on one host."""
         port = str(host.spec["port"])
         if action == "start":
             self._start(host)
+        if action == "return":
+            self._renew(host)
+            self._start(host)
+        if action in ("slow", "fast"):
+            rate = SLOW if action == "slow" else host.spec["rate"]
+            _run("tc", "qdisc", "replace", "dev", port, "root", *(("tbf", *rate) if rate else ("pfifo",)))
         if action in ("kill", "partition"):
             _run("ip", "link", "set", port, "down")
         if action == "heal":
@@ -185,6 +201,15 @@ class World:
                     host.killed = process == host.init
                     _signal(process, signal.SIGKILL)
                     return
+
+    def _renew(self, host: Host) -> None:
+        """Leave nothing of the earlier machine but what SageMaker would give the new one."""
+        for part in ("tmp", "opt"):
+            shutil.rmtree(Path(host.spec["folder"]) / part, ignore_errors=True)
+        # The kernel may not have removed the link of the ended namespace yet.
+        subprocess.run(["ip", "link", "delete", str(host.spec["port"])], capture_output=True, check=False)
+        host.finished = host.killed = False
+        host.kill_at = host.overdue_at = None
 
     def _occupy(self, host: Host) -> None:
         listener = (
@@ -208,25 +233,33 @@ class World:
         for host in self._hosts:
             if not host.running:
                 continue
-            if host.kill_at is not None and now > host.kill_at:
-                self._event(host.name, "overdue", text="did not stop within its grace period")
-                host.end()
-                host.kill_at = None
-            if self._linger_until is not None and now > self._linger_until:
-                text = f"was still running {self._linger_s:.0f} s after the head's end"
-                self._event(host.name, "overdue", text=text)
-                host.end()
-            if self._now() > self._timeout_s:
-                self._event(host.name, "overdue", text=f"was still running after {self._timeout_s:.0f} s")
-                host.end()
+            if host.overdue_at is not None:
+                if now > host.overdue_at + KILLED_S:
+                    self._event(host.name, "note", text="could not be killed")
+                    host.finished = True
+                    self._event(host.name, "exited", code=137)
+            elif host.kill_at is not None and now > host.kill_at:
+                self._overdue(host, "did not stop within its grace period")
+            elif self._linger_until is not None and now > self._linger_until:
+                self._overdue(host, f"was still running {self._linger_s:.0f} s after the head's end")
+            elif self._now() > self._timeout_s:
+                self._overdue(host, f"was still running after {self._timeout_s:.0f} s")
+
+    def _overdue(self, host: Host, why: str) -> None:
+        self._event(host.name, "overdue", text=why)
+        host.overdue_at = time.monotonic()
+        host.end()
 
     def _commands(self) -> None:
         while select.select([sys.stdin], [], [], 0)[0]:
             command = sys.stdin.readline()
             if not command or command.strip() == "kill":
                 os._exit(0)  # the launcher is gone or asked to kill
+            word, *rest = command.split()
+            if word == "fault":
+                self._apply(*rest)
             for host in self._hosts:
-                if command.strip() == "stop" and host.running:
+                if word == "stop" and host.running:
                     self.do("term", host)
 
     def _event(self, host: str, event: str, **more: Any) -> None:

@@ -30,6 +30,25 @@ def test_tasks_of_hosts_that_are_lost_cut_off_or_frozen_are_done_elsewhere(rehea
     assert "was still running 30 s after the head's end" in done.run.failure_reason
 
 
+def test_a_host_that_is_lost_and_returns_is_used_again_over_a_slow_link(rehearse: Rehearse) -> None:
+    """Long: Ray itself must declare the lost machine dead before its tasks are done elsewhere."""
+    done = rehearse(
+        "rehearsal.entry=container",
+        "rehearsal.hosts=gpu=1,cpu=1",
+        "rehearsal.faults=['kill:algo-2@/cluster formed in/', 'return:algo-2@/driver: task 1 done/', "
+        "'slow:algo-2@/driver: task 2 done/', 'fast:algo-2@/driver: task 4 done/']",
+        until_hosts=2,
+    )
+    assert done.codes == {"algo-1": 0, "algo-2": 0}
+    assert done.log("algo-2").count("joined the head") == 2
+    assert set(done.result["tasks_by_host"]) == {"algo-1", "algo-2"}
+    notes = " ".join(done.run.results["algo-2"].notes)
+    assert [word for word in notes.split() if word in ("kill", "return", "slow", "fast")][:2] == [
+        "kill",
+        "return",
+    ]
+
+
 def test_a_taken_port_is_named(rehearse: Rehearse) -> None:
     done = rehearse("rehearsal.hosts=gpu=1,cpu=1", "rehearsal.faults=[occupy:algo-1@0s]")
     assert done.code == 1

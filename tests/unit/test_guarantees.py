@@ -1,4 +1,4 @@
-"""docs/guarantees.md promises nothing that no test holds."""
+"""docs/guarantees.md and docs/reliability.md promise nothing that no test holds."""
 
 from __future__ import annotations
 
@@ -6,14 +6,32 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/guarantees.md"
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 
 
-def test_every_named_test_exists() -> None:
-    named = NAMED.findall(PAGE.read_text())
-    assert len(named) > 40
+RELIABILITY = ROOT / "docs/reliability.md"
+STORM = re.compile(r"storm: `([\w-]+)`")
+
+
+def test_every_fault_is_shown_by_a_test_or_the_storm() -> None:
+    from benchmarks.storm.faults import FAULTS
+
+    page = RELIABILITY.read_text().split("## The storm")[0]
+    lines = [line for line in page.splitlines() if line.startswith("| ")]
+    rows = [line for line in lines if not line.startswith(("| Fault", "|---"))]
+    assert len(rows) >= 24
+    assert [row for row in rows if not NAMED.search(row) and not STORM.search(row)] == []
+    assert set(STORM.findall(page)) == set(FAULTS), "each fault of the storm has its row"
+
+
+@pytest.mark.parametrize("page", [PAGE, RELIABILITY])
+def test_every_named_test_exists(page: Path) -> None:
+    named = NAMED.findall(page.read_text())
+    assert len(named) > 20
     for file, name in named:
         tree = ast.parse((ROOT / file).read_text())
         found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}

@@ -1,0 +1,122 @@
+"""Laptop: what a storm must show at its end: every record once, equal weights, nothing left, flat memory."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.storm.job import RECORDS, STEPS, complete_lines, records_of, starts
+from benchmarks.storm.watch import Sample
+
+WARM_S, LEAST_S = 60.0, 180.0
+"""Memory counts from so long after a launch; launches that are shorter than that say nothing."""
+GROWTH_MB_PER_MIN = 5.0
+
+
+def compare_traces(folder: Path, expected: list[str]) -> tuple[list[str], Counter[int], Counter[int]]:
+    """Laptop: follow all starts along the undisturbed run.
+
+    Returns:
+        What is wrong; records lost and repeated, by epoch.
+    """
+    at = {line: number for number, line in enumerate(expected)}
+    problems: list[str] = []
+    lost: Counter[int] = Counter()
+    final: list[str] = []
+    for file in starts(folder):
+        lines = complete_lines(file)
+        if not lines:
+            continue
+        first = at.get(lines[0])
+        if first is None:
+            problems.append(f"{file.name}: its first step is none of the undisturbed run: {lines[0]}")
+            continue
+        if first > len(final):
+            problems.append(f"{file.name} begins at step {first}, but only {len(final)} were trained")
+            for number in range(len(final), first):
+                lost[number // STEPS] += len(records_of(expected[number]))
+            final += expected[len(final) : first]
+        final[first:] = lines
+        for number, line in enumerate(lines, start=first):
+            if number >= len(expected) or line != expected[number]:
+                told = expected[number] if number < len(expected) else "the end"
+                problems.append(f"{file.name}: step {number} is {line!r}, undisturbed {told!r}")
+                break
+    repeated: Counter[int] = Counter()
+    for epoch in range(len(expected) // STEPS):
+        ids = Counter(i for line in final[epoch * STEPS : (epoch + 1) * STEPS] for i in records_of(line))
+        lost[epoch] += sum(1 for record in range(RECORDS) if record not in ids)
+        repeated[epoch] += sum(count - 1 for count in ids.values())
+    return problems, +lost, +repeated
+
+
+def books(run_dir: Path, epochs: int) -> list[str]:
+    """Laptop: what the last run's own account says, against what it must say."""
+    summary = json.loads((run_dir / "summary.json").read_text())
+    found = {key: summary["records"][key] for key in ("read", "trained", "quarantined", "repeated")}
+    wanted = {"read": epochs * RECORDS, "trained": epochs * RECORDS, "quarantined": 0, "repeated": 0}
+    return [] if found == wanted else [f"summary.json has {found}, must have {wanted}"]
+
+
+def compare_weights(run_dir: Path, reference: Path) -> list[str]:
+    """Laptop: the model of the storm against that of the undisturbed run, bit for bit."""
+    import torch
+    from safetensors.torch import load_file
+
+    ours, theirs = (load_file(folder / "model/model.safetensors") for folder in (run_dir, reference))
+    other = [name for name in theirs if name not in ours or not torch.equal(ours[name], theirs[name])]
+    return [f"weights differ: {', '.join(other)}"] if other or ours.keys() != theirs.keys() else []
+
+
+def growth(samples: list[Sample]) -> dict[str, float]:
+    """Laptop: MB per minute by which a host's memory grew, from its longest launches; the storm's own too.
+
+    The slope is Theil and Sen's: the median of the slopes between halves, which single peaks do not bend.
+    """
+    found: dict[str, float] = {}
+    launches = {sample.launch for sample in samples}
+    for name in sorted({name for sample in samples for name in sample.used_mb}):
+        slopes = []
+        for launch in launches if name != "storm" else {0}:
+            points = [
+                (s.at, s.used_mb[name]) for s in samples if name in s.used_mb and launch in (0, s.launch)
+            ]
+            points = [point for point in points if point[0] - points[0][0] > WARM_S]
+            if len(points) > 10 and points[-1][0] - points[0][0] > LEAST_S:
+                half = len(points) // 2
+                pairs = zip(points[:half], points[-half:], strict=True)
+                slopes.append(statistics.median((b[1] - a[1]) / (b[0] - a[0]) * 60 for a, b in pairs))
+        if slopes:
+            found[name] = round(max(slopes), 2)
+    return found
+
+
+def memory_problems(grown: dict[str, float]) -> list[str]:
+    """Laptop: hosts whose memory is not flat."""
+    return [
+        f"memory of {name} grew by {rate} MB/min, more than {GROWTH_MB_PER_MIN:g}"
+        for name, rate in grown.items()
+        if rate > GROWTH_MB_PER_MIN
+    ]
+
+
+def by_fault(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Laptop: a row per kind of fault."""
+    rows = []
+    for name in dict.fromkeys(event["fault"] for event in events):
+        found = [event for event in events if event["fault"] == name]
+        rows.append(
+            {
+                "fault": name,
+                "times": len(found),
+                "outcome": ", ".join(sorted({event["outcome"] for event in found})),
+                "lost": sum(event["lost"] for event in found),
+                "repeated": sum(event["repeated"] for event in found),
+                "recovered_s_median": statistics.median(event["recovered_s"] for event in found),
+                "recovered_s_max": max(event["recovered_s"] for event in found),
+            }
+        )
+    return rows

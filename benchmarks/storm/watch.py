@@ -1,0 +1,81 @@
+"""Laptop: watches a storm's job: how far it is, when it paused, and the memory of its hosts."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from dataclasses import dataclass, field
+
+import psutil
+
+from benchmarks.storm.hosts import Hosts
+from benchmarks.storm.job import Trace
+
+EVERY_S, HOSTS_EVERY_S = 0.25, 2.0
+PAUSE_S = 3.0
+"""A longer time without a new step is a pause. Steps take a quarter of a second, checkpoints included."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Laptop: memory at a time."""
+
+    at: float
+    launch: int
+    step: int
+    used_mb: dict[str, float]
+    """By host; `storm` is this process."""
+
+
+@dataclass
+class Watch:
+    """Laptop: a thread that samples; the clock is `time.monotonic`."""
+
+    trace: Trace
+    hosts: Hosts
+    launch: int = 0
+    """Number of the launch; set by the supervisor."""
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    """When the job was first seen at a step that it had never reached."""
+    memory: list[Sample] = field(default_factory=list)
+    error: BaseException | None = None
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self._sample, name="watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=30)
+
+    @property
+    def step(self) -> int:
+        """The highest step so far."""
+        return self.steps[-1][1] if self.steps else 0
+
+    def pauses(self, since: float, until: float) -> list[tuple[float, float]]:
+        """Times without a new step, as (begin, end), that overlap a window."""
+        times = [since, *(at for at, _ in self.steps if since < at <= until), until]
+        return [(a, b) for a, b in itertools.pairwise(times) if b - a > PAUSE_S]
+
+    def _sample(self) -> None:
+        own = psutil.Process()
+        measured = 0.0
+        try:
+            while not self._stop.wait(EVERY_S):
+                step, now = self.trace.step(), time.monotonic()
+                if step > self.step:
+                    self.steps.append((now, step))
+                if now - measured < HOSTS_EVERY_S:
+                    continue
+                measured = now
+                live = self.hosts.refresh()
+                used = {name: mb for name, host in live.items() if (mb := host.used_mb()) is not None}
+                used["storm"] = own.memory_info().rss / 2**20
+                self.memory.append(Sample(now, self.launch, step, used))
+        except BaseException as error:  # the supervisor raises it
+            self.error = error
