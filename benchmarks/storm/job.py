@@ -27,6 +27,8 @@ STEP_PAUSE_S, RECORD_PAUSE_S, BALLAST = 0.25, 0.03, 200_000
 SHARE_TRAINING = 0.5
 """Expected share of the storm in which the job trains; the rest is spent on restarts."""
 CHECKPOINT_STEPS = 20
+FAILURES = 6
+"""Of a launch: more than it has faults of train workers, but a full disk must end it."""
 HEAD = "algo-1"
 JOIN_TIMEOUT_S, LATE_S = 90, 110.0
 """A late host comes after the job has started without it."""
@@ -100,7 +102,7 @@ class StormJob:
             "data": {"order": "exact", "block_records": 10, "stall_timeout_s": 200},
             "train": {
                 "epochs": self.epochs, "batch_size": BATCH, "workers": 1, "threads": 1,
-                "lr": 0.003, "scheduler": "cosine", "max_failures": 1000,
+                "lr": 0.003, "scheduler": "cosine", "max_failures": FAILURES,
             },
             "cluster": {"object_store_mb": 128, "join_timeout_s": JOIN_TIMEOUT_S, "min_cpu_hosts": 1},
             "checkpoint": {"dir": str(self.checkpoints), "every_steps": CHECKPOINT_STEPS, "keep": 3},
