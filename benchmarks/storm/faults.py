@@ -220,9 +220,12 @@ def late_host(storm: Storm, draw: random.Random) -> Iterator[str]:
 
 @fault(ends=(137,))
 def corrupt_checkpoint(storm: Storm, draw: random.Random) -> Iterator[str]:
+    folder = storm.ground.disk / "checkpoints"
+    if len(list(folder.glob("step-*/manifest.json"))) < 2:
+        raise NotPossible("there is no checkpoint before the newest yet")
     storm.run.inject("crash", HEAD)
     yield "the newest, after a crash of the head"
-    newest = max((storm.ground.disk / "checkpoints").glob("step-*/manifest.json")).parent
+    newest = max(folder.glob("step-*/manifest.json")).parent
     file = draw.choice(sorted(path for path in newest.iterdir() if path.stat().st_size))
     content = bytearray(file.read_bytes())
     content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
