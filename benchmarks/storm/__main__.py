@@ -136,7 +136,7 @@ def _storm(asked: argparse.Namespace, place: ground.Ground, server: dict[str, st
         "by_fault": verdict.by_fault(events),
         "events": events,
         "launches": storm.ends,
-        "memory_growth_mb_per_min": grown,
+        "memory": grown,
         "s3": dict(proxy.counts),
         "left_out": storm.left_out,
     }

@@ -71,35 +71,41 @@ def compare_weights(run_dir: Path, reference: Path) -> list[str]:
     return [f"weights differ: {', '.join(other)}"] if other or ours.keys() != theirs.keys() else []
 
 
-def growth(samples: list[Sample]) -> dict[str, float]:
-    """Laptop: MB per minute by which a host's memory grew, from its longest launches; the storm's own too.
+def growth(samples: list[Sample]) -> list[dict[str, Any]]:
+    """Laptop: the course of the memory of each host in each launch that was long enough, and of the storm.
 
     The slope is Theil and Sen's: the median of the slopes between halves, which single peaks do not bend.
     """
-    found: dict[str, float] = {}
-    launches = {sample.launch for sample in samples}
+    rows = []
     for name in sorted({name for sample in samples for name in sample.used_mb}):
-        slopes = []
-        for launch in launches if name != "storm" else {0}:
-            points = [
-                (s.at, s.used_mb[name]) for s in samples if name in s.used_mb and launch in (0, s.launch)
-            ]
-            points = [point for point in points if point[0] - points[0][0] > WARM_S]
-            if len(points) > 10 and points[-1][0] - points[0][0] > LEAST_S:
-                half = len(points) // 2
-                pairs = zip(points[:half], points[-half:], strict=True)
-                slopes.append(statistics.median((b[1] - a[1]) / (b[0] - a[0]) * 60 for a, b in pairs))
-        if slopes:
-            found[name] = round(max(slopes), 2)
-    return found
+        # The storm itself does not start again with each launch.
+        for launch in sorted({sample.launch for sample in samples}) if name != "storm" else [None]:
+            found = [s for s in samples if name in s.used_mb and launch in (None, s.launch)]
+            points = [(s.at, s.used_mb[name]) for s in found if s.at - found[0].at > WARM_S]
+            if len(points) < 10 or points[-1][0] - points[0][0] < LEAST_S:
+                continue
+            half = len(points) // 2
+            pairs = zip(points[:half], points[-half:], strict=True)
+            slope = statistics.median((b[1] - a[1]) / (b[0] - a[0]) * 60 for a, b in pairs)
+            rows.append(
+                {
+                    "of": name,
+                    "launch": launch,
+                    "minutes": round((points[-1][0] - points[0][0]) / 60, 1),
+                    "first_mb": round(statistics.median(mb for _, mb in points[:5])),
+                    "last_mb": round(statistics.median(mb for _, mb in points[-5:])),
+                    "mb_per_min": round(slope, 2),
+                }
+            )
+    return rows
 
 
-def memory_problems(grown: dict[str, float]) -> list[str]:
+def memory_problems(rows: list[dict[str, Any]]) -> list[str]:
     """Laptop: hosts whose memory is not flat."""
     return [
-        f"memory of {name} grew by {rate} MB/min, more than {GROWTH_MB_PER_MIN:g}"
-        for name, rate in grown.items()
-        if rate > GROWTH_MB_PER_MIN
+        f"memory of {row['of']} grew by {row['mb_per_min']} MB/min, more than {GROWTH_MB_PER_MIN:g}"
+        for row in rows
+        if row["mb_per_min"] > GROWTH_MB_PER_MIN
     ]
 
 
