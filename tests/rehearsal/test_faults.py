@@ -35,7 +35,7 @@ def test_a_host_that_is_lost_and_returns_is_used_again_over_a_slow_link(rehearse
     done = rehearse(
         "rehearsal.entry=container",
         "rehearsal.hosts=gpu=1,cpu=1",
-        "rehearsal.faults=['kill:algo-2@/cluster formed in/', 'return:algo-2@/driver: task 1 done/', "
+        "rehearsal.faults=['kill:algo-2@/joined the head/', 'return:algo-2@/driver: task 1 done/', "
         "'slow:algo-2@/driver: task 2 done/', 'fast:algo-2@/driver: task 4 done/']",
         until_hosts=2,
     )
