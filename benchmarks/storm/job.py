@@ -24,8 +24,8 @@ STEPS = RECORDS // BATCH
 """Of an epoch."""
 STEP_PAUSE_S, RECORD_PAUSE_S, BALLAST = 0.25, 0.03, 200_000
 """Without the weight of the records, the whole run would be ready before the first fault."""
-SHARE_TRAINING = 0.5
-"""Expected share of the storm in which the job trains; the rest is spent on restarts."""
+SHARE_TRAINING = 0.8
+"""Largest share of the storm in which the job trains; the rest is spent on restarts."""
 CHECKPOINT_STEPS = 20
 FAILURES = 6
 """Of a launch: more than it has faults of train workers, but a full disk must end it."""

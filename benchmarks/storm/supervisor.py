@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,6 +30,17 @@ TICK_S = 0.2
 
 class StormError(Exception):
     """Laptop: the job did not do in time what it has to; the text names it."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Laptop: a fault to come."""
+
+    fault: Fault
+    seed: int
+    """Of its details."""
+    gap_s: float
+    """Seconds until the next."""
 
 
 @dataclass
@@ -118,9 +130,15 @@ class Storm:
         with (self.job.folder / "storm.log").open("w") as self._log:
             self._launch()
             until = time.monotonic() + minutes * 60
+            due: deque[Planned] = deque()
             while time.monotonic() < until and not self._over():
-                name, seed, gap_s = next(schedule)
-                self._one(FAULTS[name], random.Random(seed), gap_s)
+                due.append(next(schedule))
+                # What is not possible now comes first in the next round.
+                for _ in range(len(due)):
+                    if self._one(due[0]):
+                        due.popleft()
+                        break
+                    due.rotate(-1)
             self.job.hurry()
             self._until(lambda: self.over, FINISH_S, "the end of the job after the storm")
             self._ended()
@@ -132,14 +150,16 @@ class Storm:
             self._run.wait()
         self.proxy.close()
 
-    def _schedule(self, names: list[str]) -> Iterator[tuple[str, int, float]]:
-        """Endless and seeded: (fault, seed of its details, seconds until the next)."""
+    def _schedule(self, names: list[str]) -> Iterator[Planned]:
+        """Endless and seeded."""
         draw = random.Random(self.seed)
         while True:
             for name in draw.sample(names, len(names)):
-                yield name, draw.getrandbits(32), draw.uniform(*GAP_S)
+                yield Planned(FAULTS[name], draw.getrandbits(32), draw.uniform(*GAP_S))
 
-    def _one(self, fault: Fault, draw: random.Random, gap_s: float) -> None:
+    def _one(self, planned: Planned) -> bool:
+        """Inject a fault and see it through; False if it is not possible now."""
+        fault, draw, gap_s = planned.fault, random.Random(planned.seed), planned.gap_s
         began = time.monotonic()
         event = Event(fault.name, "", round(began - self._began, 1), from_step=self.watch.step)
         lasts_s = draw.uniform(*fault.lasts)
@@ -150,7 +170,8 @@ class Storm:
             self.left_out[fault.name] = str(reason)
             self._say(f"{fault.name}: left out, {reason}")
             time.sleep(TICK_S)
-            return
+            return False
+        self.left_out.pop(fault.name, None)
         self.events.append(event)
         self._say(f"{fault.name}: {event.hit}, at step {self.watch.step}")
         try:
@@ -182,6 +203,7 @@ class Storm:
             event.paused_s = round(max(b - a for a, b in pauses), 1)
         event.outcome = event.outcome or "continued"
         self._say(f"{fault.name}: {event.outcome}, recovered after {event.recovered_s:.0f} s")
+        return True
 
     def _bring_back(self) -> None:
         """Start the CPU hosts again that have ended: of the faults, or because they left."""
