@@ -37,15 +37,9 @@ class Host:
         """Its processes whose command line has one of the words."""
         return [p for p in self.processes() if any(word in command_of(p) for word in words)]
 
-    def used_mb(self) -> float | None:
-        """Anonymous memory of all its processes."""
-        if self.memory is None:
-            return None
-        with contextlib.suppress(OSError, ValueError):
-            lines = (self.memory / "memory.stat").read_text().splitlines()
-            figures = dict(line.split() for line in lines)
-            return int(figures["total_rss"]) / 2**20
-        return None
+    def used_mb(self) -> dict[int, float]:
+        """Anonymous memory of each of its processes."""
+        return {process: mb for process in self.processes() if (mb := anonymous_mb(process))}
 
 
 @dataclass
@@ -99,6 +93,14 @@ def command_of(process: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return ""
+
+
+def anonymous_mb(process: int) -> float:
+    """Laptop: anonymous memory of a process; pages that a fork shares count in both."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("RssAnon:")).split()[1]) / 1024
+    return 0.0
 
 
 def kill(process: int, number: int = signal.SIGKILL) -> None:

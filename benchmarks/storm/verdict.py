@@ -74,16 +74,19 @@ def compare_weights(run_dir: Path, reference: Path) -> list[str]:
 def growth(samples: list[Sample]) -> list[dict[str, Any]]:
     """Laptop: the course of the memory of each host in each launch that was long enough, and of the storm.
 
-    The slope is Theil and Sen's: the median of the slopes between halves, which single peaks do not bend.
+    Only processes that live all the time count: chain workers come and go on the head, too. The slope is that
+    of Theil and Sen: the median of the slopes between halves, which single peaks do not bend.
     """
     rows = []
     for name in sorted({name for sample in samples for name in sample.used_mb}):
         # The storm itself does not start again with each launch.
         for launch in sorted({sample.launch for sample in samples}) if name != "storm" else [None]:
             found = [s for s in samples if name in s.used_mb and launch in (None, s.launch)]
-            points = [(s.at, s.used_mb[name]) for s in found if s.at - found[0].at > WARM_S]
-            if len(points) < 10 or points[-1][0] - points[0][0] < LEAST_S:
+            found = [s for s in found if s.at - found[0].at > WARM_S]
+            if len(found) < 10 or found[-1].at - found[0].at < LEAST_S:
                 continue
+            lasting = found[0].used_mb[name].keys() & found[-1].used_mb[name].keys()
+            points = [(s.at, sum(s.used_mb[name].get(p, 0.0) for p in lasting)) for s in found]
             half = len(points) // 2
             pairs = zip(points[:half], points[-half:], strict=True)
             slope = statistics.median((b[1] - a[1]) / (b[0] - a[0]) * 60 for a, b in pairs)

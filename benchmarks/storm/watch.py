@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from dataclasses import dataclass, field
 
-import psutil
-
-from benchmarks.storm.hosts import Hosts
+from benchmarks.storm.hosts import Hosts, anonymous_mb
 from benchmarks.storm.job import Trace
 
-EVERY_S, HOSTS_EVERY_S = 0.25, 2.0
+EVERY_S, HOSTS_EVERY_S = 0.25, 3.0
 PAUSE_S = 3.0
 """A longer time without a new step is a pause. Steps take a quarter of a second, checkpoints included."""
 
@@ -24,8 +23,8 @@ class Sample:
     at: float
     launch: int
     step: int
-    used_mb: dict[str, float]
-    """By host; `storm` is this process."""
+    used_mb: dict[str, dict[int, float]]
+    """By host and process; `storm` is this process."""
 
 
 @dataclass
@@ -63,7 +62,6 @@ class Watch:
         return [(a, b) for a, b in itertools.pairwise(times) if b - a > PAUSE_S]
 
     def _sample(self) -> None:
-        own = psutil.Process()
         measured = 0.0
         try:
             while not self._stop.wait(EVERY_S):
@@ -74,8 +72,8 @@ class Watch:
                     continue
                 measured = now
                 live = self.hosts.refresh()
-                used = {name: mb for name, host in live.items() if (mb := host.used_mb()) is not None}
-                used["storm"] = own.memory_info().rss / 2**20
+                used = {name: host.used_mb() for name, host in live.items()}
+                used["storm"] = {os.getpid(): anonymous_mb(os.getpid())}
                 self.memory.append(Sample(now, self.launch, step, used))
         except BaseException as error:  # the supervisor raises it
             self.error = error

@@ -73,10 +73,12 @@ def test_a_step_that_is_trained_in_place_of_another_loses_one_and_repeats_one(tm
 @pytest.mark.parametrize(("mb_per_min", "flat"), [(0.5, True), (20.0, False)])
 def test_memory_that_grows_is_a_problem(mb_per_min: float, flat: bool) -> None:
     noise = random.Random(1)
-    samples = [
-        Sample(at, 1, int(at), {"algo-1": 900 + mb_per_min * at / 60 + noise.uniform(-20, 20)})
-        for at in range(0, 900, 5)
-    ]
+    samples = []
+    for at in range(0, 900, 5):
+        used = {7: 900 + mb_per_min * at / 60 + noise.uniform(-20, 20)}
+        if at > 400:
+            used[8] = 300.0  # a process that came later is no growth
+        samples.append(Sample(at, 1, at, {"algo-1": used}))
     assert (verdict.memory_problems(verdict.growth(samples)) == []) is flat
 
 
