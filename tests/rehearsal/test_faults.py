@@ -23,7 +23,8 @@ def test_tasks_of_hosts_that_are_lost_cut_off_or_frozen_are_done_elsewhere(rehea
         then_s=60,  # the head outlives both faults
     )
     assert done.result["numbers"] == list(range(40))
-    assert "leaving: the head is gone" in done.log("algo-3")
+    assert "the head is gone: Connection timed out; trying to rejoin" in done.log("algo-3")
+    assert "left: cannot reach the head" in done.log("algo-3")
     # A frozen host cannot leave by itself: SageMaker would wait for it, so the rehearsal says so.
     assert done.codes == {"algo-1": 0, "algo-2": 137, "algo-3": 0, "algo-4": 137}
     assert "pause at" in done.run.failure_reason, "of all hosts, only the frozen one fails the job"
@@ -47,6 +48,18 @@ def test_a_host_that_is_lost_and_returns_is_used_again_over_a_slow_link(rehearse
         "kill",
         "return",
     ]
+
+
+def test_a_host_that_is_cut_off_for_seconds_joins_again(rehearse: Rehearse) -> None:
+    done = rehearse(
+        "rehearsal.entry=container",
+        "rehearsal.hosts=gpu=1,cpu=1",
+        "rehearsal.faults=['partition:algo-2@/joined the head/', 'heal:algo-2@/trying to rejoin/+2s']",
+        until_hosts=2,
+    )
+    assert done.codes == {"algo-1": 0, "algo-2": 0}
+    assert done.log("algo-2").count("joined the head") == 2
+    assert set(done.result["tasks_by_host"]) == {"algo-1", "algo-2"}
 
 
 def test_a_taken_port_is_named(rehearse: Rehearse) -> None:

@@ -35,6 +35,8 @@ class Ended:
 
     code: int | None
     why: str
+    cut_off: bool = False
+    """Whether the network failed, so that the head may still be there."""
 
 
 class LifelineServer:
@@ -188,7 +190,7 @@ class Lifeline:
             try:
                 data = self._socket.recv(4096)
             except OSError as error:
-                return Ended(None, f"the head is gone: {error.strerror or error}")
+                return Ended(None, f"the head is gone: {error.strerror or error}", cut_off=True)
             if not data:
                 return Ended(None, "the head's process ended without an exit code")
             self._buffer += data

@@ -32,6 +32,8 @@ STOP_TIMEOUT_S = 100.0
 """From SIGTERM to the forced end; SageMaker sends SIGKILL after 120 s."""
 END_GRACE_S = 5.0
 REJOINS = 3
+SEARCH_S = 15.0
+"""How long a host that was cut off tries to reach the head again: a link may be back after seconds."""
 
 
 class Stopped(Exception):  # noqa: N818 - a request, not an error
@@ -184,14 +186,14 @@ def run_worker(resolved: Resolved, topology: Topology, code: Path, stop: Stop, s
             finally:
                 node.stop()
                 lifeline.close()
-            if ended is not None:
+            if ended is not None and not (ended.cut_off and joined <= REJOINS):
                 return _left(ended)
             if joined > REJOINS:
                 say(f"Ray ended {joined} times on this host; not joining again, the job continues without it")
                 return Outcome(0)
-            say("Ray ended on this host; rejoining")
+            say(f"{ended.why}; trying to rejoin" if ended else "Ray ended on this host; rejoining")
             stop.on_request = None
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + (SEARCH_S if ended else 60)
     except HeadEnded as end:
         return _left(end.ended)
     except Stopped:
