@@ -15,6 +15,7 @@ from stoker.config import Resolved
 from stoker.errors import Problems, UsageError
 from stoker.image_classification import ImageClassification
 from stoker.schema import Config
+from stoker.training.optimizers import optimizer_names
 
 ROOT = Path(__file__).resolve().parents[2]
 WRONG = {
@@ -50,6 +51,31 @@ def test_settings_that_do_not_fit_the_data_are_told_before_a_cluster_forms(tmp_p
     )
     assert monitor.startswith("error: checkpoint.monitor: no metric 'val/losss'; did you mean val/loss?")
     assert not list((tmp_path / "runs").glob("large-*"))
+
+
+def test_optimisers_found_in_timms_file_are_those_that_it_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from timm.optim import list_optimizers
+
+    monkeypatch.delitem(sys.modules, "timm.optim")
+    found = optimizer_names()
+    assert "timm.optim" not in sys.modules
+    assert found == set(list_optimizers())
+
+
+def test_timm_is_imported_if_its_file_names_no_optimiser(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "timm" / "optim").mkdir(parents=True)
+    (tmp_path / "timm" / "__init__.py").write_text("")
+    (tmp_path / "timm" / "optim" / "__init__.py").write_text("def list_optimizers():\n    return ['adamx']\n")
+    for name in [name for name in sys.modules if name.split(".")[0] == "timm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    try:
+        assert optimizer_names() == {"adamx"}
+    finally:
+        for name in ("timm", "timm.optim"):
+            sys.modules.pop(name, None)
 
 
 def test_a_plan_for_other_hosts_refuses_a_metric_that_the_recipe_does_not_have() -> None:
