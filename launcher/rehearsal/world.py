@@ -207,7 +207,8 @@ class World:
         for part in ("tmp", "opt"):
             shutil.rmtree(Path(host.spec["folder"]) / part, ignore_errors=True)
         # The kernel may not have removed the link of the ended namespace yet.
-        subprocess.run(["ip", "link", "delete", str(host.spec["port"])], capture_output=True, check=False)
+        delete = ["ip", "link", "delete", str(host.spec["port"])]
+        subprocess.run(delete, capture_output=True, check=False)
         host.finished = host.killed = False
         host.kill_at = host.overdue_at = None
 

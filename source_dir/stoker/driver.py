@@ -1,6 +1,5 @@
 """Head: the steps of a run: open the data → build the trainer → fit → write the summary.
 
-check(resolved)                   before any cluster forms
 code = run(resolved, place)       with Ray connected
 """
 
@@ -9,28 +8,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import time
 import traceback
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from stoker import redaction
 from stoker.bootstrap.topology import label
-from stoker.checkpoints import resume as resuming
+from stoker.checks import Opened, open_all, own_sinks
 from stoker.config import Resolved, resolved_yaml
 from stoker.costs.prices import price_list
-from stoker.data.opening import Data, discover, open_data
-from stoker.errors import DataError, Problems, UsageError, where_raised
-from stoker.extras import refuse_missing
+from stoker.errors import DataError, UsageError, where_raised
 from stoker.fit import Fit
 from stoker.hosts import host_changes, hosts
-from stoker.integrations.scripts.checks import SCRIPT_FOLDER, find_script, refuse_foreign_keys
 from stoker.logs import open_log
 from stoker.place import Outcome, Place
-from stoker.recipe import SOURCE_FOLDER, Recipe, load_object, load_recipe
 from stoker.schema import Config
 from stoker.schema_places import CpuHostsConfig
 from stoker.storage.checkpoint_store import open_store
@@ -39,7 +32,6 @@ from stoker.tracking.mlflow_sender import start_sender
 from stoker.tracking.recorder import Recorder
 from stoker.tracking.sinks import Sink, Tracking
 from stoker.tracking.summary import Cluster, Host, Summary
-from stoker.training.plan import refuse_impossible, refuse_unfit
 from stoker.training.work import RecipeWork, Work
 
 POLL_S = 0.2
@@ -66,102 +58,13 @@ def stop_requested() -> str:
     return _stop_reason
 
 
-Opened = tuple[Config, Data]
-"""Head: the configuration with the parameters found in the data, and the opened data."""
-
-
-def check(resolved: Resolved, data_too: bool = True) -> Opened | None:
-    """Head: reject everything that can be checked before a cluster forms.
-
-    Args:
-        resolved: the configuration with its origins.
-        data_too: also open the data, see `open_early`.
-
-    Raises:
-        UsageError: lists all problems of script, recipe, parameters, optimiser and data.
-    """
-    config, problems, opened = resolved.config, Problems(), None
-    with problems:
-        refuse_missing(config)
-    with problems:
-        own_sinks(config)
-    if config.script is not None:
-        with problems:
-            refuse_foreign_keys(resolved)
-        with problems:
-            find_script(config)
-    else:
-        with problems:
-            resuming.check_path(config)
-        with problems:
-            if ":" in config.train.strategy:
-                load_object(config.train.strategy, SOURCE_FOLDER, "train.strategy")
-        with problems:
-            check_recipe(resolved)
-    with problems:
-        opened = open_early(resolved) if data_too else None
-        if opened:
-            recipe = load_recipe(opened[0].recipe, opened[0].params, SOURCE_FOLDER)
-            refuse_unfit(opened[0], recipe, opened[1].totals)
-    problems.refuse()
-    return opened
-
-
-def check_recipe(resolved: Resolved) -> None:
-    """Head: load the recipe and check what it says against the configuration.
-
-    Raises:
-        UsageError: an invalid recipe, parameter or optimiser.
-    """
-    train, problems = resolved.config.train, Problems()
-    recipe = load_recipe(resolved.config.recipe, resolved.config.params, SOURCE_FOLDER)
-    with problems:
-        recipe.check(resolved)
-    with problems:
-        if type(recipe).model is Recipe.model and not recipe.own_loop:
-            raise UsageError(f"recipe: {type(recipe).__name__} does not say what to train: define model()")
-    with problems:
-        refuse_impossible(recipe, train)
-    with problems:
-        if type(recipe).optimizer is Recipe.optimizer and train.optimizer not in ("sgd", "adamw"):
-            from stoker.training.optimizers import check_optimizer
-
-            check_optimizer(train.optimizer)
-    problems.refuse()
-
-
-def open_early(resolved: Resolved) -> Opened | None:
-    """Head: open the data before a cluster forms; None for scripts and for recipes that read with Ray.
-
-    Raises:
-        UsageError: as `open_data`.
-    """
-    if resolved.config.script is not None:
-        return None
-    try:
-        opened = open_all(resolved)
-    except Exception as error:
-        ray: Any = sys.modules.get("ray")
-        if "ray.data" in sys.modules or (ray and isinstance(error.__cause__, ray.exceptions.RayError)):
-            return None
-        raise
-    # Datasets created before ray.init() cannot be used after it.
-    return None if "ray.data" in sys.modules else opened
-
-
-def open_all(resolved: Resolved) -> Opened:
-    """Head: discover the recipe's parameters, then open and check its data."""
-    config = discover(resolved)
-    return config, open_data(config)
-
-
 def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outcome:
     """Head: execute one run, from opening the data to writing the summary.
 
     Args:
         resolved: the configuration with its origins.
         place: where the run's files go.
-        opened: result of `check`.
+        opened: result of `check_chains`.
 
     Returns:
         The outcome with its exit code: 0 done, 1 failed, 2 wrong usage, 130 or 143 stopped by request.
@@ -232,16 +135,6 @@ def optional_sinks(config: Config, run_dir: Path) -> list[Sink]:
     sinks: list[Sink] = [Board(run_dir)] if config.tracking.tensorboard else []
     sinks += [kind(run_dir, config) for kind in own_sinks(config)]
     return [*sinks, ReportFile(run_dir)]
-
-
-def own_sinks(config: Config) -> list[Callable[[Path, Config], Sink]]:
-    """Head: import the classes named in `tracking.sinks`.
-
-    Raises:
-        UsageError: a class does not exist.
-    """
-    source = SOURCE_FOLDER / SCRIPT_FOLDER if config.script is not None else SOURCE_FOLDER
-    return [load_object(path, source, "tracking.sinks", offers=Sink) for path in config.tracking.sinks]
 
 
 class ReportFile(Sink):

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from stoker import driver
+from stoker import checks, driver
 from stoker.bootstrap import forks
 from stoker.config import load
 from stoker.errors import UsageError
@@ -53,7 +53,7 @@ def run_job(folder: Path, *overrides: str, run_dir: Path | None = None, **sectio
     run_dir = run_dir or folder / "run"
     try:
         resolved = load(path, overrides)
-        driver.check(resolved, data_too=False)
+        checks.check(resolved, data_too=False)
     except UsageError as error:
         return Outcome(2, Summary(status="failed", error=str(error)), run_dir)
     place = Place("local", run_dir, run_dir / "checkpoints", run_dir / "model")

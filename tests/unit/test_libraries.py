@@ -36,7 +36,23 @@ def test_imports_of_the_recipe_and_of_modules_beside_it_are_found(tmp_path: Path
     names = ["torch.nn.functional", "torchvision.transforms", "torchvision.transforms.v2", "scipy.ndimage"]
     assert list(found.at_once) == [*names, "pandas"], "no Ray, which must be imported after forking"
     assert "cv2" in found.in_functions
+    assert not found.quick
     assert not any("timm" in name for name in found.all()), "CPU hosts may never need a model's library"
+
+
+def test_a_recipe_is_quick_if_neither_it_nor_its_modules_import_what_may_load_pytorch(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "cats.py").write_text("import json\nimport numpy as np\nfrom helping import crop\n")
+    helping, recipe = tmp_path / "helping.py", Config(recipe="mine.cats:Mine")
+    for text, quick in {
+        "from stoker.data import read_images\ndef model():\n    import torch\n": True,
+        "import transformers\n": False,
+        "def read():\n    import ray.data\n": False,
+    }.items():
+        helping.write_text(text)
+        assert libraries_of(recipe, tmp_path).quick == quick, text
+    assert libraries_of(Config(), tmp_path).quick and libraries_of(Config(script="train.py"), tmp_path).quick
+    assert not libraries_of(Config(recipe="installed.package:Recipe"), tmp_path).quick
 
 
 def test_the_built_in_recipe_needs_what_its_chain_imports(tmp_path: Path) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
+import yaml
+from PIL import Image
+from pyarrow import parquet
 
 from launcher.commands import check_recipe
 from launcher.job import Job
@@ -51,6 +57,78 @@ def test_settings_that_do_not_fit_the_data_are_told_before_a_cluster_forms(tmp_p
     )
     assert monitor.startswith("error: checkpoint.monitor: no metric 'val/losss'; did you mean val/loss?")
     assert not list((tmp_path / "runs").glob("large-*"))
+
+
+REFUSE = """
+import os, sys, time
+from stoker.bootstrap.run import run
+code, deadline = run(["--config", "job.yaml"]), time.monotonic() + 60
+while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
+    time.sleep(0.01)  # threads that were joined exist for another moment
+print(*(name for name in ("ray", "torch", "timm") if name in sys.modules), len(os.listdir("/proc/self/task")))
+sys.exit(code)
+"""
+BUILT_IN, DIGITS = {"recipe": "ImageClassification"}, {"recipe": "recipes.digits:Digits"}
+LARGE = "train.batch_size: 9 records × 1 train worker exceed the 8 training records; lower it"
+AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "all of the built-in recipe's": (
+        BUILT_IN
+        | {"params": {"data": "nowhere", "model": "resnet_18"}}
+        | {"train": {"optimizer": "adamww"}, "checkpoint": {"monitor": "val/losss"}},
+        [
+            "params.model: timm has no model 'resnet_18'; did you mean resnet18?",
+            "nowhere: no such file or folder",
+            "train.optimizer: timm has no optimiser 'adamww'; did you mean adamw",
+            "checkpoint.monitor: no metric 'val/losss'; did you mean val/loss?",
+        ],
+    ),
+    "too large a batch": (BUILT_IN | {"params": {"data": "images"}, "train": {"batch_size": 9}}, [LARGE]),
+    "too large a batch of rows": (
+        BUILT_IN | {"params": {"data": "rows"}, "train": {"batch_size": 9}},
+        [LARGE],
+    ),
+    "a parameter of a recipe in a file": (
+        DIGITS | {"params": {"data": "images", "colour": "L"}},
+        ["params.colour: unknown key; did you mean color?"],
+    ),
+    "too large a batch of a recipe in a file": (
+        DIGITS | {"params": {"data": "images"}, "train": {"batch_size": 9, "optimizer": "adamww"}},
+        ["train.optimizer: timm has no optimiser 'adamww'; did you mean adamw", LARGE],
+    ),
+    "a parameter of a recipe whose chain is torchvision's": (
+        {"recipe": "recipes.synthetic_vit:SyntheticViT", "params": {"records": "many"}},
+        ["params.records: input should be a valid integer"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AT_ONCE)
+def test_a_mistake_is_told_before_ray_and_pytorch_load_and_a_thread_starts(case: str, tmp_path: Path) -> None:
+    """Both take seconds to load. And a process with threads could not fork Ray's workers."""
+    job, expected = AT_ONCE[case]
+    for split in ("train", "val"):
+        (tmp_path / "rows" / split).mkdir(parents=True)
+        table = pa.table({"image": [b""] * 8, "label": [0, 1] * 4})
+        parquet.write_table(table, tmp_path / "rows" / split / "a.parquet", row_group_size=4)
+        for number in range(8):
+            folder = tmp_path / "images" / split / f"class{number % 2}"
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.zeros((8, 8), np.uint8)).save(folder / f"{number}.png")
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({"name": "wrong", **job}))
+    environment = os.environ | {"STOKER_BACKEND": "local", "PYTHONPATH": str(ROOT / "source_dir")}
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSE],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (done.returncode, done.stdout) == (2, "1\n"), done.stdout + done.stderr
+    told = done.stderr.splitlines()
+    assert len(told) == len(expected), told
+    for line, begins in zip(told, expected, strict=True):
+        assert line.startswith(f"error: {begins}")
 
 
 def test_optimisers_found_in_timms_file_are_those_that_it_registers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,8 +111,9 @@ def run_head(
         node.wait_started(stop.check)
         lifeline.ready()
         # Check the recipe while the hosts join, so that problems show before training.
-        driver: Any = importlib.import_module("stoker.driver")
-        opened = driver.check(resolved)
+        from stoker import checks
+
+        opened = checks.check_chains(checks.check(resolved))
         ray.init(
             address=f"{address}:{config.cluster.port}",
             _node_ip_address=address,

@@ -23,6 +23,7 @@ from stoker.bootstrap.logs import prefix_output, say
 
 if TYPE_CHECKING:
     from stoker.bootstrap.cluster import LocalCluster
+    from stoker.bootstrap.forks.libraries import Libraries
     from stoker.config import Resolved
     from stoker.place import Outcome
 
@@ -58,21 +59,26 @@ def run_locally(arguments: list[str]) -> int:
 
 
 def _run_locally(arguments: list[str], on_cluster: bool) -> int:
-    from stoker.bootstrap import cluster
+    from stoker.bootstrap import cluster, forks
+    from stoker.bootstrap.forks.libraries import libraries_of
     from stoker.errors import DataError, UsageError
     from stoker.place import local_place
 
+    starting = opened = None
     try:
         resolved = read_configuration(arguments, {})
-        if not on_cluster:
-            _refuse_early(resolved)
-    except UsageError as error:
-        return _refused(error)
-    starting = None if on_cluster else _start_cluster(resolved)
-    try:
-        from stoker import driver
+        from stoker import checks
 
-        opened = driver.check(resolved, data_too=not on_cluster)
+        if not on_cluster:
+            cluster.set_environment(secrets.token_hex(32), resolved.config.cluster.dashboard)
+            libraries = libraries_of(resolved.config, CODE)
+            if libraries.quick:
+                with forks.forkable():
+                    opened = checks.check(resolved, data_too=not _reads_remote_data(resolved))
+            starting = _start_cluster(resolved, libraries)
+        opened = opened or checks.check(resolved, data_too=not on_cluster)
+        opened = checks.check_chains(opened)
+        from stoker import driver
     except BaseException as error:
         if starting is not None:
             # The launcher repeats the signal if the job does not end within two seconds.
@@ -89,41 +95,15 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
         return driver.run(resolved, place, opened).code
 
 
-def _refuse_early(resolved: Resolved) -> None:
-    """Laptop: tell what is wrong with a job of the built-in recipe before Ray and PyTorch load, for seconds.
-
-    Other recipes import PyTorch themselves, and the check needs the recipe.
-
-    Raises:
-        UsageError: all problems but those of the data's contents.
-    """
-    from stoker.errors import Problems
-    from stoker.recipe import ALIASES, load_recipe
-    from stoker.training.stopping import check_monitors
-
-    config, problems = resolved.config, Problems()
-    if config.script is not None or config.recipe not in {*ALIASES, *ALIASES.values()}:
-        return
-    with problems:
-        recipe = load_recipe(config.recipe, config.params, CODE)
-        with problems:
-            recipe.check(resolved)
-        check_monitors(config, recipe, has_val=True)
-    if problems:
-        from stoker import driver
-
-        with problems:
-            driver.check(resolved, data_too=False)
-    problems.refuse()
+def _reads_remote_data(resolved: Resolved) -> bool:
+    """Laptop: whether a parameter names data on S3, which takes time to list; Ray starts meanwhile."""
+    return any("s3://" in str(value) for value in resolved.config.params.values())
 
 
-def _start_cluster(resolved: Resolved) -> LocalCluster:
+def _start_cluster(resolved: Resolved, libraries: Libraries) -> LocalCluster:
     """Laptop: start Ray; meanwhile import what driver and workers share, and fork the workers' server."""
     from stoker.bootstrap import cluster, forks
-    from stoker.bootstrap.forks.libraries import libraries_of
 
-    cluster.set_environment(secrets.token_hex(32), resolved.config.cluster.dashboard)
-    libraries = libraries_of(resolved.config, CODE)
     imports = forks.FOR_TRAINING.also(*libraries.in_functions)
     return cluster.LocalCluster(resolved.config, lambda server: server.fork(imports, libraries.at_once))
 

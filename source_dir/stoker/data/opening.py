@@ -5,17 +5,13 @@ from __future__ import annotations
 import secrets
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stoker.bootstrap.topology import GROUP_LABEL, NODE_LABEL, label
 from stoker.config import Resolved
 from stoker.data.cache.store import CacheSpec
-from stoker.data.coordinator.actor import Coordinator
-from stoker.data.coordinator.cursor import refuse_other_data
-from stoker.data.coordinator.elastic import Scaling
 from stoker.data.engine import ray_internals
 from stoker.data.engine.datasets import DatasetSource
-from stoker.data.engine.passes import Passes
 from stoker.data.engine.pool import ChainHost, chain_hosts
 from stoker.data.messages import DataCursor, Pad, Schema
 from stoker.data.preprocessing.collating import Collate
@@ -29,6 +25,9 @@ from stoker.errors import UsageError, where_raised
 from stoker.recipe import SOURCE_FOLDER, Recipe, from_recipe, load_recipe
 from stoker.schema import Config
 
+if TYPE_CHECKING:
+    from stoker.data.coordinator.elastic import Scaling
+
 BUFFER_SHARE = 0.25
 """Budget for preprocessed data beyond the next two steps, as a share of the cluster's object stores."""
 LEAST_BUFFER_BYTES = 64 * 2**20
@@ -41,6 +40,8 @@ class Data:
     sources: dict[str, Any]
     chains: dict[str, Any]
     totals: dict[str, int | None]
+    recipe: Any = None
+    """The recipe that opened them, which may hold what `read` has found."""
     _identities: dict[str, Identity] = field(default_factory=dict)
 
     def identity(self, split: str) -> Identity:
@@ -65,14 +66,18 @@ def discover(resolved: Resolved) -> Config:
     return config.model_copy(update={"params": {**config.params, **found}})
 
 
-def open_data(config: Config) -> Data:
+def open_data(config: Config, data: Data | None = None) -> Data:
     """Head: get splits and chains from the recipe and check them before training.
+
+    Args:
+        config: the job.
+        data: result of `open_sources`.
 
     Raises:
         UsageError: there is nothing to read, files are damaged, a chain cannot run or moves images without
             their masks, or columns cannot be batched.
     """
-    data = open_splits(config)
+    data = open_splits(config, data)
     refuse_image_alone(data.chains.values())
     fix_schemas(data.sources, data.chains, config.data.block_records)
     pads = data.chains["train"].pads
@@ -86,15 +91,12 @@ def open_data(config: Config) -> Data:
     return data
 
 
-def open_splits(config: Config) -> Data:
-    """Head: as `open_data`, before any record runs through its chain.
+def open_sources(config: Config) -> Data:
+    """Head: get the splits from the recipe and check them, without their chains, which may need PyTorch.
 
     Raises:
-        UsageError: nothing to read, damaged files, or a chain that cannot be run.
+        UsageError: nothing to read, damaged files, or settings that do not fit the recipe.
     """
-    from stoker.data.preprocessing.chain import Chain
-    from stoker.data.preprocessing.entries import as_stages
-
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     pads = pads_of(recipe)
     if recipe.collates and pads:
@@ -106,7 +108,7 @@ def open_splits(config: Config) -> Data:
         )
     if config.data.max_tokens is not None:
         refuse_undividable(config, recipe, pads)
-    data = Data({}, {}, {})
+    data = Data({}, {}, {}, recipe)
     for split in ("train", "val"):
         # Seed random splits (such as torch's random_split), so that both splits divide the records alike.
         with drawing(f"{config.seed}/recipe"):
@@ -127,6 +129,22 @@ def open_splits(config: Config) -> Data:
         data.sources[split] = source
         refuse_other_classes(data)
         data.totals[split] = source.count()
+    return data
+
+
+def open_splits(config: Config, data: Data | None = None) -> Data:
+    """Head: as `open_data`, before any record runs through its chain.
+
+    Raises:
+        UsageError: nothing to read, damaged files, or a chain that cannot be run.
+    """
+    from stoker.data.preprocessing.chain import Chain
+    from stoker.data.preprocessing.entries import as_stages
+
+    data = data or open_sources(config)
+    recipe = data.recipe
+    pads = pads_of(recipe)
+    for split in data.sources:
         with drawing(f"{config.seed}/recipe"):
             stages = as_stages(from_recipe(recipe, "preprocess", split))
         prefix = 0
@@ -274,6 +292,10 @@ def start_coordinator(
         UsageError: the data or its order differ from those of the position.
     """
     import ray
+
+    from stoker.data.coordinator.actor import Coordinator
+    from stoker.data.coordinator.cursor import refuse_other_data
+    from stoker.data.engine.passes import Passes
 
     chains = {split: ray.cloudpickle.dumps(chain) for split, chain in data.chains.items()}
     kept = {

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from stoker.checks import open_all, without_ray
 from stoker.config import Resolved
 from stoker.data.engine.datasets import DatasetSource, as_records
 from stoker.data.engine.ray_internals import Sampling
 from stoker.data.messages import BadRecord, Record, Shard
 from stoker.data.opening import Data
 from stoker.data.sources.base import Source
-from stoker.driver import open_all, open_early
 from stoker.errors import UsageError, explain
 from stoker.schema import Config
 from stoker.sizing.nodes import ray_nodes
@@ -86,7 +86,7 @@ def open_for_profile(resolved: Resolved, seconds: float, tell: Callable[[str], N
     Raises:
         UsageError: as `open_data`; or the dataset fails, or yields no row.
     """
-    opened = open_early(resolved)
+    opened = without_ray(lambda: open_all(resolved))
     if opened is not None:
         return Opened(*opened, [])
     cores = len(os.sched_getaffinity(0))

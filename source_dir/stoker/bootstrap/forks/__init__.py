@@ -18,7 +18,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,21 +100,18 @@ class ForkServer:
         """
         from stoker.bootstrap.forks import server
 
-        before = dict(os.environ)
-        os.environ.update(_environment())
-        for name in ahead:
-            server.load(name)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        parent = os.getpid()
-        if "ray" in sys.modules or len([*Path("/proc/self/task").iterdir()]) > 1:
-            self.start(imports)  # only a process with one thread can be forked safely
-        elif (pid := os.fork()) == 0:
-            server.begin(self.socket, parent, [*imports.first], [*imports.later])
-        else:
-            self.pid = pid
-        os.environ.clear()
-        os.environ.update(before)
+        with _set(_environment()):
+            for name in ahead:
+                server.load(name)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            parent = os.getpid()
+            if "ray" in sys.modules or not _has_one_thread():
+                self.start(imports)  # only a process with one thread can be forked safely
+            elif (pid := os.fork()) == 0:
+                server.begin(self.socket, parent, [*imports.first], [*imports.later])
+            else:
+                self.pid = pid
 
     def stop(self) -> None:
         """Every host: kill the process. Call it after Ray has stopped."""
@@ -127,16 +125,49 @@ class ForkServer:
         shutil.rmtree(Path(self.socket).parent, ignore_errors=True)
 
 
+def forkable() -> contextlib.AbstractContextManager[None]:
+    """Laptop: while this is entered, imports start no threads, so that `ForkServer.fork` remains possible."""
+    return _set(_of_libraries())
+
+
+def _has_one_thread() -> bool:
+    for _ in range(20):  # threads that were joined exist for another moment
+        if len([*Path("/proc/self/task").iterdir()]) == 1:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@contextlib.contextmanager
+def _set(variables: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+
+
 def _environment() -> dict[str, str]:
     return {
         # Ray reads these once, when its library is loaded. A worker without a job id can serve any job. The
         # raylet's end is also detected through the connection to it.
         "RAY_JOB_ID": "ffffffff",
         "RAY_RAYLET_PID": str(os.getpid()),
+        **_of_libraries(),
+    }
+
+
+def _of_libraries() -> dict[str, str]:
+    return {
         # Ray's value for a worker with one CPU; numerical libraries read it only once, too.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         # An import that asks PyTorch for a GPU must not initialize CUDA, which would then fail in the forks.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        # Arrow's library starts a thread for it, although Arrow uses another allocator.
+        "JE_ARROW_MALLOC_CONF": os.environ.get("JE_ARROW_MALLOC_CONF", "background_thread:false"),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from stoker.schema import Config
 LIGHT = ("PIL", "cv2", "pandas", "scipy", "albumentations")
 HEAVY = ("torch", "torchvision", "timm")
 """Preloaded only if the recipe's own import needs them: a CPU host may never call the function that does."""
+QUICK = {*sys.stdlib_module_names, *LIGHT, "numpy", "pydantic", "stoker", "yaml"}
+"""Importing any other library may import PyTorch or Ray."""
 
 
 @dataclass
@@ -23,6 +26,8 @@ class Libraries:
     """Imported together with the recipe."""
     in_functions: dict[str, None] = field(default_factory=dict)
     """Imported when one of its functions runs."""
+    quick: bool = True
+    """Whether importing the recipe takes little time, and no function of it imports Ray."""
 
     def all(self) -> tuple[str, ...]:
         return (*self.at_once, *self.in_functions)
@@ -38,25 +43,29 @@ def libraries_of(config: Config, source: Path) -> Libraries:
     Returns:
         What was found; nothing for files that cannot be read or parsed.
     """
-    found, recipe = Libraries(), config.recipe
+    found, recipe = Libraries(), ALIASES.get(config.recipe, config.recipe)
     if config.script is not None:
         return found
-    if ALIASES.get(recipe, recipe) == ALIASES["ImageClassification"]:
+    if recipe == ALIASES["ImageClassification"]:
         found.at_once["torchvision.transforms.v2"] = None  # its chain, which it makes on the head
     waiting, seen = [recipe.partition(":")[0]], {""}
     while waiting:
         module = waiting.pop()
-        if module in seen or module.split(".")[0] == "stoker":
+        root = module.split(".")[0]
+        if module in seen or root == "stoker":
             continue
         seen.add(module)
         try:
             tree = ast.parse(source.joinpath(*module.split(".")).with_suffix(".py").read_bytes())
         except (OSError, SyntaxError, ValueError):
+            own = source.joinpath(root)
+            found.quick &= root in QUICK or own.is_dir() or own.with_suffix(".py").is_file()
             continue
-        top = list(_imported(_executed(tree.body)))
+        top, everywhere = list(_imported(_executed(tree.body))), list(_imported(ast.walk(tree)))
         waiting += top
         found.at_once |= dict.fromkeys(n for n in top if n.split(".")[0] in (*LIGHT, *HEAVY))
-        found.in_functions |= dict.fromkeys(n for n in _imported(ast.walk(tree)) if n.split(".")[0] in LIGHT)
+        found.in_functions |= dict.fromkeys(n for n in everywhere if n.split(".")[0] in LIGHT)
+        found.quick &= not any(n.split(".")[0] == "ray" for n in everywhere)
     return found
 
 
