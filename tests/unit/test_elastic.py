@@ -81,6 +81,18 @@ def test_the_hosts_that_joined_last_leave_first_and_come_back_if_needed() -> Non
     assert case.given.looked == (2, [4], False), "decided from the host that was in use"
 
 
+def test_a_host_that_has_left_is_not_taken_for_a_lost_one() -> None:
+    case = Case(count=2)
+    case.staying(GPU, cpu("a"), cpu("b"))
+    case.given.next = Decision(1, "because")
+    case.staying(GPU, cpu("a"), cpu("b"))
+    case.staying(GPU, cpu("a"))
+    assert case.events[-1] == ("closing", {"nodes": ["b"]}), "still named, and told once"
+    case.given.next = Decision(0, "done")
+    case.staying(GPU, cpu("a"))
+    assert case.events[-1] == ("closing", {"nodes": ["b", "a"]})
+
+
 def test_a_host_that_the_cluster_takes_away_gets_no_work_whoever_added_it() -> None:
     for case in (Case(count=2), Case(scaled=False)):
         assert case.staying(GPU, cpu("a"), cpu("b"), draining={"a"}) == ["g", "b"]

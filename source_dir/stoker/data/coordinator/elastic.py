@@ -101,7 +101,8 @@ class Elastic:
         self.closing: set[str] = set()
         """Nodes of hosts that are about to leave."""
         self._draining: set[str] = set()
-        self._unneeded: list[str] = []
+        self._let_go: list[str] = []
+        """Nodes of hosts that are no longer requested, also of those that have left."""
 
     def stepped(self, values: dict[str, Any]) -> None:
         """Take the fields of a `step` event."""
@@ -134,9 +135,11 @@ class Elastic:
         self.closing |= set(unneeded)
         if decision is not None:
             self._event("cpu_hosts", count=decision.count, reason=decision.reason)
-        if unneeded != self._unneeded:
-            self._unneeded = unneeded
-            self._event("closing", nodes=unneeded)
+        # Those that have left meanwhile stay in the list: that is how the others tell them from lost ones.
+        left = [node for node in self._let_go if node not in scaled.known]
+        if left + unneeded != self._let_go:
+            self._let_go = left + unneeded
+            self._event("closing", nodes=self._let_go)
         if missing := scaled.scaler.missing(now):
             self._event(
                 "note",

@@ -194,7 +194,8 @@ class Agents:
             used, gone = self._answers(calls)
             for node, cause in (died | gone).items():
                 agents.pop(node, None)
-                self._bury(node, alive.get(node, {}), cause)
+                if node in alive:
+                    self._bury(node, alive[node], cause)
             self._told({own: meter.sample()} | used)
             time.sleep(max(0.5, SAMPLE_EVERY_S - (time.monotonic() - started)))
 
