@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from stoker.errors import UsageError
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+PICKLED = "ray.data.arrow_pickled_object"
+TENSORS = ("ray.data.arrow_tensor", "ray.data.arrow_variable_shaped_tensor")
 
 
 def values_of(column: Any) -> Callable[[int], Any]:
@@ -28,6 +33,39 @@ def values_of(column: Any) -> Callable[[int], Any]:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         return lambda row: array[row].values.to_numpy(zero_copy_only=False)
     return lambda row: array[row].as_py()
+
+
+def refuse_code(schema: Any, path: str) -> None:
+    """Every host: refuse columns whose values a Python class makes, such as Ray's pickled objects.
+
+    Ray refuses them in files that it reads itself. Where its classes are loaded, reading a value unpickles.
+
+    Raises:
+        UsageError: names the column and its type.
+    """
+    for field in schema:
+        if kind := _made_by_python(field):
+            raise UsageError(
+                f"{path}: column {field.name} is of the type {kind}, whose values could run code; leave it"
+                " out with columns=[…], or write it as numbers, text or bytes"
+            )
+
+
+def _made_by_python(field: Any) -> str:
+    """The name of such an extension type in a column; empty if there is none."""
+    import pyarrow as pa
+
+    kind = field.type
+    if (field.metadata or {}).get(b"ARROW:extension:name") == PICKLED.encode():
+        return PICKLED  # a process that has not loaded Ray's classes
+    if isinstance(kind, pa.ExtensionType) and not kind.extension_name.startswith(TENSORS):
+        return str(kind.extension_name)
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    parts = [kind.field(i) for i in range(kind.num_fields)]
+    if pa.types.is_dictionary(kind):
+        parts.append(pa.field("", kind.value_type))
+    return next(filter(None, map(_made_by_python, parts)), "")
 
 
 def mask_of(column: Any, rows: NDArray[np.int64] | None = None) -> NDArray[np.bool_] | None:

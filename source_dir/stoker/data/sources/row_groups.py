@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from stoker.data.sources.arrow import refuse_code
 from stoker.errors import UsageError
 
 
@@ -19,7 +20,7 @@ def read_groups(filesystem: Any, path: str, groups: list[Group], columns: list[s
     """Every host: row groups as a table; verifies pages that have a checksum.
 
     Raises:
-        UsageError: the file does not match its footer.
+        UsageError: the file does not match its footer, or a column could run code.
         OSError: it cannot be read, or a checksum is wrong.
     """
     import pyarrow as pa
@@ -41,4 +42,5 @@ def read_groups(filesystem: Any, path: str, groups: list[Group], columns: list[s
         raise kind(f"{path}: damaged, or cannot be read: {' '.join(str(error).split())[:200]}") from None
     if table.num_rows != rows and (columns is None or columns):
         raise UsageError(f"{path}: damaged: its row groups list {rows} rows but hold {table.num_rows}")
+    refuse_code(table.schema, path)
     return table
