@@ -97,7 +97,7 @@ BEFORE_TRAINING = {
     ),
     "one class": (copied("images", one_class), "holds one class only"),
     "no image": (copied("images", no_images), "holds no"),
-    "empty folder": (copied("webdataset", write_empty), "holds no .tar file"),
+    "empty folder": (copied("webdataset", write_empty), "train: the folder holds no file"),
     "no train split": (copied("images", lambda d: shutil.rmtree(d / "train")), "has no folder train/"),
 }
 
