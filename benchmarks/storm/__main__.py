@@ -53,8 +53,9 @@ def main() -> int:
         )
     for problem in result["problems"]:
         print(f"PROBLEM {problem}")
+    print(f"logs: {_keep(place)}")
     if result["problems"]:
-        print(f"logs: {_keep(place)}\nagain: make storm MINUTES={asked.minutes:g} SEED={asked.seed}")
+        print(f"again: make storm MINUTES={asked.minutes:g} SEED={asked.seed}")
     else:
         print(f"nothing lost, nothing left: {result['steps']} steps, {len(result['events'])} faults")
     return 1 if result["problems"] else 0
@@ -184,7 +185,7 @@ def _write(result: dict[str, Any]) -> None:
 
 
 def _keep(place: ground.Ground) -> Path:
-    """Keep the logs, traces and run directories of a storm that failed."""
+    """Keep the logs, traces and run directories of the last storm."""
     shutil.rmtree(KEPT, ignore_errors=True)
     shutil.copytree(place.folder, KEPT, ignore=shutil.ignore_patterns("disk*", "hosts"), symlinks=True)
     return KEPT
