@@ -31,7 +31,7 @@ NAMESPACES = (
     *("--propagation", "private"),
 )
 """Options of `unshare`, for each host and for the world itself."""
-BRIDGE = "stoker0"
+BRIDGE, BRIDGE_ADDRESS = "stoker0", "02:00:0a:4d:00:01"
 TICK_S = 0.05
 KILLED_S = 30.0
 """How long the kernel may take to end a killed host; a process that hangs in it can take for ever."""
@@ -85,7 +85,8 @@ class World:
     def run(self) -> None:
         """World: run until every host has ended."""
         _run("ip", "link", "set", "lo", "up")
-        _run("ip", "link", "add", BRIDGE, "type", "bridge")
+        # Without an address of its own, a bridge takes that of a port, and changes it when hosts come and go.
+        _run("ip", "link", "add", BRIDGE, "address", BRIDGE_ADDRESS, "type", "bridge")
         _run("ip", "link", "set", BRIDGE, "up")
         self._started = time.monotonic()
         while True:
