@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from stoker.bootstrap.topology import GROUP_LABEL, NODE_LABEL, label
+from stoker.bootstrap.topology import NODE_LABEL
 from stoker.config import Resolved
 from stoker.data.cache.store import CacheSpec
 from stoker.data.engine import ray_internals
 from stoker.data.engine.datasets import DatasetSource
-from stoker.data.engine.pool import ChainHost, chain_hosts
 from stoker.data.messages import DataCursor, Pad, Schema
 from stoker.data.preprocessing.collating import Collate
 from stoker.data.preprocessing.geometry import refuse_image_alone
@@ -295,6 +293,7 @@ def start_coordinator(
 
     from stoker.data.coordinator.actor import Coordinator
     from stoker.data.coordinator.cursor import refuse_other_data
+    from stoker.data.coordinator.elastic import Hosts
     from stoker.data.engine.passes import Passes
 
     chains = {split: ray.cloudpickle.dumps(chain) for split, chain in data.chains.items()}
@@ -336,32 +335,3 @@ def _cache(config: Config) -> CacheSpec | None:
     most = None if data.cache_gb is None else int(data.cache_gb * 1e9)
     folder = data.cache_folder or ray_internals.temp_folder()
     return CacheSpec(data.cache, secrets.token_hex(6), most, folder)
-
-
-class Hosts:
-    """Head: the current preprocessing hosts.
-
-    Args:
-        config: `data.preprocess_on` restricts them.
-        own_node: this host's Ray node.
-    """
-
-    def __init__(self, config: Config, own_node: str) -> None:
-        self.groups = [label(group) for group in config.data.preprocess_on]
-        self.own_node = own_node
-        scaling = config.cluster.cpu_hosts
-        self.resource = scaling.resource if scaling.max else ""
-
-    def __call__(self, training: Counter[str]) -> list[ChainHost]:
-        import ray
-
-        nodes = ray.nodes()
-        own: dict[str, str] = next((n["Labels"] for n in nodes if n["NodeID"] == self.own_node), {})
-        return chain_hosts(
-            nodes,
-            groups=self.groups,
-            group_label=GROUP_LABEL,
-            own_group=own.get(GROUP_LABEL),
-            training=training,
-            resource=self.resource,
-        )

@@ -265,7 +265,8 @@ def service_of(group: str, stall_s: float) -> Any:
     import ray
 
     from stoker.bootstrap.topology import NODE_LABEL
-    from stoker.data.opening import BUFFER_SHARE, LEAST_BUFFER_BYTES, Hosts
+    from stoker.data.coordinator.elastic import Hosts
+    from stoker.data.opening import BUFFER_SHARE, LEAST_BUFFER_BYTES
 
     node = ray.get_runtime_context().get_node_id()
     resources = ray.cluster_resources()

@@ -6,17 +6,49 @@ longer needed gets no work, its chain workers end, its blocks are used up, and t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from stoker.bootstrap.topology import GROUP_LABEL, label
 from stoker.data.coordinator.accounting import ChainCosts
-from stoker.data.engine.pool import ChainHost
+from stoker.data.engine.pool import ChainHost, chain_hosts
 from stoker.data.engine.ray_internals import HostRequest
+from stoker.schema import Config
 from stoker.schema_places import CpuHostsConfig
 
 RENEW_S, EXPIRES_S = 10.0, 60.0
 """Interval at which a request is renewed, and after which it expires: the run has ended, in whatever way."""
+
+
+class Hosts:
+    """Head: the current preprocessing hosts.
+
+    Args:
+        config: `data.preprocess_on` restricts them.
+        own_node: this host's Ray node.
+    """
+
+    def __init__(self, config: Config, own_node: str) -> None:
+        self.groups = [label(group) for group in config.data.preprocess_on]
+        self.own_node = own_node
+        scaling = config.cluster.cpu_hosts
+        self.resource = scaling.resource if scaling.max else ""
+
+    def __call__(self, training: Counter[str]) -> list[ChainHost]:
+        import ray
+
+        nodes = ray.nodes()
+        own: dict[str, str] = next((n["Labels"] for n in nodes if n["NodeID"] == self.own_node), {})
+        return chain_hosts(
+            nodes,
+            groups=self.groups,
+            group_label=GROUP_LABEL,
+            own_group=own.get(GROUP_LABEL),
+            training=training,
+            resource=self.resource,
+        )
 
 
 class Scaling(Protocol):
