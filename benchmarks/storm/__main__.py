@@ -83,7 +83,7 @@ def _storm(asked: argparse.Namespace, place: ground.Ground, server: dict[str, st
     clock = _clock(place.folder)
     if clock is not None:
         environment["LD_PRELOAD"] = str(clock)
-    mark = f"storm-{place.folder.name[-8:]}"
+    mark = ground.mark_of(place.folder)
     marks = (mark, f"stoker-{os.getpid()}-")
     timeout_s = asked.minutes * 60 + 3600
 

@@ -49,7 +49,15 @@ def enter(arguments: list[str]) -> Path:
         finally:
             inside.kill()  # and with it all that is in the namespaces
             inside.wait()
+            for group in Path("/sys/fs/cgroup/memory").glob(f"{mark_of(Path(made))}*"):
+                with contextlib.suppress(OSError):
+                    group.rmdir()
     sys.exit(code)
+
+
+def mark_of(folder: Path) -> str:
+    """Laptop: how the names of a storm's cgroups begin."""
+    return f"storm-{folder.name[-8:]}"
 
 
 @dataclass
