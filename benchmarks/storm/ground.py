@@ -49,10 +49,20 @@ def enter(arguments: list[str]) -> Path:
         finally:
             inside.kill()  # and with it all that is in the namespaces
             inside.wait()
-            for group in Path("/sys/fs/cgroup/memory").glob(f"{mark_of(Path(made))}*"):
-                with contextlib.suppress(OSError):
-                    group.rmdir()
+            _remove_cgroups(mark_of(Path(made)))
     sys.exit(code)
+
+
+def _remove_cgroups(mark: str) -> None:
+    """Remove them as soon as the kernel has ended the processes in them."""
+    deadline = time.monotonic() + SETTLE_S
+    while left := list(Path("/sys/fs/cgroup/memory").glob(f"{mark}*")):
+        for group in left:
+            with contextlib.suppress(OSError):
+                group.rmdir()
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.1)
 
 
 def mark_of(folder: Path) -> str:
