@@ -147,7 +147,8 @@ class Scaler:
         return 1  # its CPUs tell how many more are needed
 
     def _late(self) -> float:
-        return self._steps.sums["late"] / self._steps.sums["seconds"]
+        # Sums of a window may round to less than nothing.
+        return max(0.0, self._steps.sums["late"]) / self._steps.sums["seconds"]
 
     def _work(self, spare: float = 0.0) -> Workload:
         steps, blocks, target = self._steps.sums, self._blocks.sums, self.options.target_wait_pct / 100
