@@ -169,7 +169,7 @@ class Elastic:
             self._event("cpu_hosts", count=decision.count, reason=decision.reason)
         # Those that have left meanwhile stay in the list: that is how the others tell them from lost ones.
         left = [node for node in self._let_go if node not in scaled.known]
-        if left + unneeded != self._let_go:
+        if {*left, *unneeded} != {*self._let_go}:
             self._let_go = left + unneeded
             self._event("closing", nodes=self._let_go)
         if missing := scaled.scaler.missing(now):
