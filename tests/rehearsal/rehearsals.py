@@ -49,7 +49,8 @@ class StandInJob(Job):
 
     def stage(self, folder: Path, data_at: dict[str, str] | None = None) -> None:
         super().stage(folder, data_at)
-        shutil.copy2(HERE / "standin.py", folder / "stoker" / "driver.py")
+        for name in ("driver.py", "checks.py"):
+            shutil.copy2(HERE / "standin.py", folder / "stoker" / name)
         with (folder / "stoker/bootstrap/forks/__init__.py").open("a") as forks:
             forks.write(RAY_ALONE)
 

@@ -1,6 +1,7 @@
 """A driver to stand in for the real one: it runs Ray tasks on every host and can be told to fail.
 
-It replaces `stoker/driver.py` in the staged copy only; hosts, Ray and the bootstrap are real.
+It replaces `stoker/driver.py` and `stoker/checks.py` in the staged copy only; hosts, Ray and the bootstrap
+are real.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ def check(resolved: Any) -> None:
         from stoker.errors import UsageError
 
         raise UsageError("params.behaviour: refuse is refused")
+
+
+def check_chains(opened: None) -> None: ...
 
 
 def request_stop(reason: str) -> None:
