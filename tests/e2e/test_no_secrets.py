@@ -19,7 +19,7 @@ KEYS = {
     "HF_TOKEN": "hf-env-77c1",
     "MLFLOW_TRACKING_PASSWORD": "mlflow-pass-93",
     "ALL_PROXY": "http://ann:pr0xy%2Dpass@proxy:3128",
-    "PIP_INDEX_URL": "https://ci:index-tok-66@host/simple",
+    "PIP_INDEX_URL": "https://ci:index-tok-66@packages.example/wheels",
 }
 IN_CONFIG = ("tok-0b1d88e2", "Corr3ct stable", "url-secret-19", "tag-secret-67", "env-secret-28")
 IN_GIT = "git-token-31"

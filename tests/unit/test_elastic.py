@@ -100,6 +100,7 @@ def test_a_host_that_the_cluster_takes_away_gets_no_work_whoever_added_it() -> N
         notes = [values["text"] for event, values in case.events if event == "note"]
         assert notes == ["host cpu-a is about to be taken away: it gets no more work"]
     assert case.staying(cpu("a"), draining={"a"}) == ["a"], "the only one works to the end"
+    assert case.elastic.closing == set(), "and keeps its chain workers"
 
 
 def test_chain_workers_of_a_closing_host_end_at_once() -> None:

@@ -159,7 +159,7 @@ def test_no_dry_run_shows_a_secret(
     source.mkdir()
     recipe = "from stoker.recipe import Recipe\n\n\nclass Mine(Recipe):\n    data: str\n    hf_token: str\n"
     (source / "mine.py").write_text(recipe)
-    index = "--extra-index-url https://ci:index-tok-66@host/simple\n"
+    index = "--extra-index-url https://ci:index-tok-66@packages.example/wheels\n"
     (source / "requirements.txt").write_text(index)
     address = "s3://AKIAINTHEADDRESS0001:url-secret-19@bucket/x"
     sections = {
@@ -174,7 +174,7 @@ def test_no_dry_run_shows_a_secret(
     found = [SECRET, "cluster-token-55", "pr0xy", "index-tok-66", "url-secret-19", "tag-secret-81"]
     assert [secret for secret in found if secret in shown + "".join(errors)] == []
     if place == "ray":
-        assert f"https://{REDACTED}@host/simple" in shown
+        assert f"https://{REDACTED}@packages.example/wheels" in shown
 
 
 def test_a_job_file_beside_its_recipe_is_not_staged_with_its_secrets(tmp_path: Path) -> None:

@@ -340,8 +340,8 @@ class Coordinator(Production):
 
     def _emptied(self) -> set[str]:
         with self.changed:
-            needed = self.attempt.nodes_needed() if self.attempt else set()
-            return self.elastic.closing - needed - self.pool.staffed
+            closing = self.elastic.closing - self.pool.staffed
+            return closing - self.attempt.nodes_needed() if closing and self.attempt else closing
 
     def figures(self) -> dict[str, Any]:
         """Driver's call: failure, chain costs and accounts so far."""

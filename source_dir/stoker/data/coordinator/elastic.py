@@ -158,7 +158,10 @@ class Elastic:
         if self._scaled is not None:
             left = [host for host in hosts if host.node not in draining]
             self._scale(self._scaled, left, now, attempt is not None and attempt.all_produced)
-        return [host for host in hosts if host.node not in self.closing] or hosts
+        staying = [host for host in hosts if host.node not in self.closing]
+        if not staying:
+            self.closing = set()  # the last ones work to their end
+        return staying or hosts
 
     def _scale(self, scaled: Scaled, hosts: list[ChainHost], now: float, ended: bool) -> None:
         decision = scaled.look(hosts, now, ended)
