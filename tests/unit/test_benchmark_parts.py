@@ -98,6 +98,7 @@ def test_training_on_a_gpu_says_that_there_is_none(
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "synthetic"])
+@pytest.mark.long
 def test_both_kinds_of_data_train_the_same_model(tmp_path: Path, kind: str) -> None:
     from stoker.data.feed.feed import as_tensors
     from stoker.data.preprocessing.chain import Chain

@@ -33,6 +33,7 @@ def way() -> Iterator[Way]:
         ("video", 0.1),
     ],
 )
+@pytest.mark.long
 def test_the_peer_gives_the_same_columns_with_the_same_in_them(
     way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, tolerance: float
 ) -> None:

@@ -45,6 +45,7 @@ def test_what_is_absent_too_old_or_lacks_an_extra_is_found() -> None:
     assert requirements.unsatisfied(text) == ["pydantic>=99", "no-such-package-here"]
 
 
+@pytest.mark.long
 def test_a_wheels_folder_is_the_only_source(tmp_path: Path) -> None:
     (tmp_path / "requirements.txt").write_text("no-such-package-here==1.0\n")
     (tmp_path / "wheels").mkdir()
@@ -286,6 +287,7 @@ def test_names_that_resolve_late_are_waited_for(monkeypatch: pytest.MonkeyPatch)
     server.end(0)
 
 
+@pytest.mark.long
 def test_a_head_that_cannot_be_reached_is_named_with_what_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -165,6 +165,7 @@ def test_a_request_in_any_batch_of_an_accumulated_step_is_kept_until_it_is_answe
     assert feed.checkpoint
 
 
+@pytest.mark.long
 def test_one_write_is_in_flight_and_the_next_waits_and_says_so_once(monkeypatch: Any) -> None:
     monkeypatch.setattr("stoker.checkpoints.writer.WORTH_SAYING_S", 0.0)
     said: list[str] = []

@@ -60,6 +60,7 @@ def test_a_mistyped_command_names_the_nearest(
         ("job.yaml --on ra", {"ray"}),
     ],
 )
+@pytest.mark.long
 def test_a_shell_completes_commands_keys_and_places(typed: str, offered: set[str], tmp_path: Path) -> None:
     """Through the script that `stoker --show-completion` gives bash to read."""
     program, words = tmp_path / "stoker", ["stoker", *typed.split()]

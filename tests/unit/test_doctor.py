@@ -146,6 +146,7 @@ def test_a_job_for_sagemaker_without_credentials_cannot_start(
 
 
 @pytest.mark.usefixtures("nobody")
+@pytest.mark.long
 def test_identity_and_quotas_of_the_jobs_instance_types(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +178,7 @@ def test_identity_and_quotas_of_the_jobs_instance_types(
 
 
 @pytest.mark.usefixtures("nobody")
+@pytest.mark.long
 def test_aws_that_does_not_answer_is_not_awaited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A port that takes connections and says nothing: one try, of `TIMEOUT_S`, and a line."""
     import socket

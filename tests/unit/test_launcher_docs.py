@@ -41,6 +41,7 @@ def test_policies_hold_no_wildcard_action(name: str) -> None:
             assert all(a in WITHOUT_NARROWER_RESOURCE or a.startswith("ec2:") for a in actions), statement
 
 
+@pytest.mark.long
 def test_iam_accepts_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     with moto_server() as environment:
         for variable, value in environment.items():

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = """
 import sys
@@ -36,6 +38,7 @@ sys.exit(local.submit(local.plan(job)).wait())
 """
 
 
+@pytest.mark.long
 def test_sigterm_to_the_launcher_alone_reaches_the_job_and_its_checkpoint_is_waited_for(
     tmp_path: Path,
 ) -> None:

@@ -188,6 +188,7 @@ def best_by_grid(work: Workload, shape: Shape) -> float:
 class TestLaws:
     @always_the_same
     @given(works, shapes)
+    @pytest.mark.long
     def test_the_solution_is_as_good_as_any_split_on_a_fine_grid(self, work: Workload, shape: Shape) -> None:
         found, grid = predict(work, shape).samples_per_s, best_by_grid(work, shape)
         assert grid * (1 - 1e-9) <= found <= grid * 1.02 + 1e-9

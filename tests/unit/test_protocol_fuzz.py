@@ -81,6 +81,7 @@ def hello(nonce: bytes) -> bytes:
     return ours + NAME + wire._proof(wire.run_key(SECRET), b"train worker", nonce, ours, NAME)
 
 
+@pytest.mark.long
 def test_a_block_server_answers_no_greeting_but_the_right_one(leaves_nothing: None) -> None:
     server, chance = BlockServer("127.0.0.1", SECRET), random.Random(3)
     server.hold(NAME, "b", {"x": np.arange(4)})
@@ -154,6 +155,7 @@ def packed(message: Any) -> Iterator[bytes]:
     yield struct.pack(">I", len(content)) + content
 
 
+@pytest.mark.long
 def test_the_lifeline_answers_no_host_without_the_token(
     leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from scripts.sbom import pinned
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_the_sbom_is_valid_and_lists_every_pinned_package(tmp_path: Path) -> None:
     target = tmp_path / "new/stoker.json"
     subprocess.run([sys.executable, str(ROOT / "scripts/sbom.py"), str(target)], check=True)
@@ -45,6 +46,7 @@ class Mirror(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("path", ["/html", "/json", ":1"])
+@pytest.mark.long
 def test_an_audit_without_data_is_no_all_clear(
     path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -244,6 +244,7 @@ def test_events_of_another_shape_are_passed_over(tmp_path: Path, line: str) -> N
     ],
 )
 @pytest.mark.parametrize("verb", ["report", "status", "compare"])
+@pytest.mark.long
 def test_a_summary_of_another_shape_is_shown_or_refused_in_one_line(
     tmp_path: Path, key: str, value: object, verb: str
 ) -> None:
@@ -286,6 +287,7 @@ class EndlessLog:
             yield "more"
 
 
+@pytest.mark.long
 def test_status_of_a_remote_run_reads_its_log_no_longer_than_it_may() -> None:
     log = EndlessLog()
     told = last_progress(log, timeout_s=3)

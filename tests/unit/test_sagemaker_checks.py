@@ -200,6 +200,7 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
 
 
 @pytest.mark.parametrize(("changes", "key", "remedy"), WRONG, ids=[f"{k}-{r}" for _, k, r in WRONG])
+@pytest.mark.long
 def test_wrong_request_is_refused_in_one_line(changes: dict[str, str], key: str, remedy: str) -> None:
     problems = refusal(changes)
     matching = [line for line in problems if key in line and remedy in line]

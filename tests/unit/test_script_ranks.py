@@ -113,6 +113,7 @@ def test_a_failing_rank_ends_the_others_and_all_tell_its_reason(
     assert not ranks.events("complete")
 
 
+@pytest.mark.long
 def test_a_rank_that_ignores_the_end_of_another_is_killed(
     child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +173,7 @@ def test_a_failure_before_the_stop_stays_a_failure() -> None:
     )
 
 
+@pytest.mark.long
 def test_a_script_that_does_not_answer_sigterm_is_killed_after_the_deadline(
     child: Callable[..., Child], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,6 +61,7 @@ def test_a_seeded_order_permutes_and_loses_nothing(form: str, digits: Path) -> N
 
 
 @pytest.mark.parametrize("form", ["webdataset", "parquet", "images"])
+@pytest.mark.long
 def test_the_order_of_an_epoch_is_the_same_wherever_the_data_lies(
     form: str, digits: Path, tmp_path: Path
 ) -> None:

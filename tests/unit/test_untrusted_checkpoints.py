@@ -135,6 +135,7 @@ def unsafe_reads(path: Path) -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_no_source_file_reads_pickles_but_those_that_are_argued() -> None:
     files = [
         path

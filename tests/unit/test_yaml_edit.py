@@ -94,6 +94,7 @@ documents = st.fixed_dictionaries(
 
 @settings(deadline=None, derandomize=True)
 @given(documents, st.sampled_from([None, True, False]))
+@pytest.mark.long
 def test_whatever_the_document_only_the_asked_change_is_made(
     document: dict[str, object], flow: bool | None
 ) -> None:
