@@ -117,9 +117,9 @@ def keys(incomplete: str) -> list[str]:
 
 def places(incomplete: str) -> list[str]:
     """Laptop: shell completion of the values of `--on`."""
-    from launcher.backends import backends
+    from launcher.backends import names
 
-    return [place.name for place in backends() if place.name.startswith(incomplete)]
+    return [name for name in names() if name.startswith(incomplete)]
 
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="override keys, key=value", autocompletion=keys)]
@@ -138,7 +138,7 @@ def run(
     ctx: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="YAML file, or your script, such as train.py")] = None,
     overrides: Overrides = None,
-    on: Annotated[str, Option(help="local, ray, rehearsal or sagemaker", autocompletion=places)] = "local",
+    on: Annotated[str, Option(help="local, ray, rehearsal, sagemaker …", autocompletion=places)] = "local",
     source_dir: Annotated[Path | None, Option(help="your folder with recipes")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="check and print the plan, run nothing")] = False,
     show_config: Annotated[bool, Option("--show-config", help="list every key")] = False,
@@ -159,7 +159,7 @@ def run(
     raise typer.Exit(commands.run(config, overrides or [], given_to(Options, ctx), arguments))
 
 
-Run = Annotated[str, typer.Argument(help="a run directory, runs/latest, ray:… or sagemaker:…")]
+Run = Annotated[str, typer.Argument(help="a run directory, runs/latest, or an id: ray:…, sagemaker:…")]
 
 
 @app.command(epilog="Example: python launcher/submit.py status runs/latest")

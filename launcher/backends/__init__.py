@@ -1,21 +1,24 @@
-"""Laptop: the backends that run jobs, one module each; every module in this folder is registered."""
+"""Laptop: the backends that run jobs, one module each, named as `--on` names them."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 
 from launcher.backends.base import Backend, Run
 from stoker.errors import UsageError, nearest
 
 
+def names() -> list[str]:
+    """Laptop: the values of `--on`; imports no backend."""
+    return [module.name for module in pkgutil.iter_modules(__path__) if module.name != "base"]
+
+
 def backends() -> Iterator[Backend]:
     """Laptop: yield all backends, importing them one by one."""
-    for module in pkgutil.iter_modules(__path__):
-        found = getattr(importlib.import_module(f"{__name__}.{module.name}"), "BACKEND", None)
-        if found is not None:
-            yield found
+    yield from map(backend, names())
 
 
 def backend(name: str) -> Backend:
@@ -24,12 +27,10 @@ def backend(name: str) -> Backend:
     Raises:
         UsageError: there is no backend with that name.
     """
-    names = []
-    for found in backends():
-        if found.name == name:
-            return found
-        names.append(found.name)
-    raise UsageError(f"--on {name}: no such place (known: {', '.join(names)})" + nearest(name, names))
+    if name not in (known := names()):
+        raise UsageError(f"--on {name}: no such place (known: {', '.join(known)})" + nearest(name, known))
+    found: Backend = importlib.import_module(f"{__name__}.{name}").BACKEND
+    return found
 
 
 def attach(run_id: str) -> Run:
@@ -38,8 +39,7 @@ def attach(run_id: str) -> Run:
     Raises:
         UsageError: the run does not exist.
     """
-    known = list(backends())
-    for found in known:
-        if run_id.startswith(found.ids):
+    for found in backends():
+        if run_id.startswith(found.ids) or (found.marker and (Path(run_id) / found.marker).is_file()):
             return found.attach(run_id)
     return backend("local").attach(run_id)

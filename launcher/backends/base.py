@@ -102,6 +102,8 @@ class Backend:
     """A run by its id; raises UsageError."""
     ids: tuple[str, ...] = ()
     """Prefixes of its run ids; empty: its runs are run directories on this machine."""
+    marker: str = ""
+    """A file that only its runs have in their run directory, which is then an id of the run, too."""
     options: tuple[str, ...] = ()
     """Names of `Options` that apply to this backend but not to all others."""
     scales: bool = False

@@ -33,6 +33,8 @@ class Place:
     """`config.yaml`, `summary.json`, `events.jsonl`, `tensorboard/`, `logs/`."""
     checkpoint_dir: Path
     model_dir: Path
+    synced: bool = False
+    """Whether the service copies `checkpoint_dir` elsewhere while the job writes it."""
     formed_s: float = 0.0
     """Seconds from the start of this process until the Ray cluster was formed."""
     train_group: str | None = None

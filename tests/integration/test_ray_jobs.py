@@ -16,7 +16,8 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 
 from launcher import ray_jobs, runs
-from launcher.backends import attach, ray_cluster
+from launcher.backends import attach
+from launcher.backends import ray as ray_backend
 from launcher.job import Job, open_job
 from stoker.bootstrap.raynode import free_port
 from stoker.config import load
@@ -120,8 +121,8 @@ def three_jobs(entered: RayNodes, tmp_path: Path) -> dict[str, Followed]:
     """One that ends well, one that fails and one that is stopped, beside each other: starts are slow."""
     runs_of: dict[str, tuple[Any, Any]] = {}
     for name, kind in (("ends", Probe), ("fails", Failing), ("waits", Waiting)):
-        request = ray_cluster.plan(job_of(kind, tmp_path), address=entered.dashboard)
-        runs_of[name] = ray_cluster.submit(request), request
+        request = ray_backend.plan(job_of(kind, tmp_path), address=entered.dashboard)
+        runs_of[name] = ray_backend.submit(request), request
     for line in runs_of["waits"][0].logs(follow=True):
         if line == "waiting":
             runs_of["waits"][0].stop()
@@ -162,7 +163,7 @@ def test_jobs_run_on_labelled_nodes_are_followed_fail_and_are_stopped(
 
 def refused(address: str | None, output: Path, job: Job | None = None) -> tuple[str, ...]:
     with pytest.raises(UsageError) as caught:
-        ray_cluster.plan(job or job_of(Probe, output), address=address)
+        ray_backend.plan(job or job_of(Probe, output), address=address)
     assert all("\n" not in line for line in caught.value.problems)
     return caught.value.problems
 

@@ -21,6 +21,7 @@ from stoker.bootstrap.cluster import read_token, set_environment
 from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
 from stoker.bootstrap.logs import PrefixedStream
 from stoker.bootstrap.raynode import MISSED_DEADLINE, STARTS, ClusterError, RayNode, probe_port, size_store
+from stoker.bootstrap.services import sagemaker
 from stoker.bootstrap.topology import resolve
 from stoker.config import load
 
@@ -243,7 +244,7 @@ def test_hyperparameters_in_every_spelling(base: Path) -> None:
     (base / "job.yaml").write_text("train: {epochs: 3, lr: 0.1}\n")
     (base / "job.origins.json").write_text('{"train.epochs": "digits.yaml"}')
     arguments = ["--config", str(base / "job.yaml"), "--data__shuffle", "True"]
-    resolved = run.read_configuration(arguments, run.read_hyperparameters())
+    resolved = run.read_configuration(arguments, sagemaker.SERVICE.given())
     train = resolved.config.train
     assert (train.lr, train.scheduler, train.optimizer, train.epochs) == (0.5, "cosine", "adamw", 3)
     assert resolved.config.data.shuffle is True
@@ -252,8 +253,9 @@ def test_hyperparameters_in_every_spelling(base: Path) -> None:
 
 
 def test_the_failure_file_is_short_and_the_first_cause_stays(base: Path) -> None:
-    run.write_failure("the cause " + "x" * 3000)
-    run.write_failure("something later")
+    failure = sagemaker.SERVICE.folders().failure
+    run.write_failure(failure, "the cause " + "x" * 3000)
+    run.write_failure(failure, "something later")
     text = (base / "output" / "failure").read_text()
     assert text.startswith("the cause") and len(text) == 1024
 
@@ -321,7 +323,7 @@ def test_however_the_driver_fails_the_outcome_says_why(
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setitem(sys.modules, "stoker.driver", module)
-    place = roles.container_place(tmp_path, TWO_HOSTS, 1.0)
+    place = roles.place_of(sagemaker.SERVICE, TWO_HOSTS, 1.0)
     outcome = roles.drive(load(None, [f"params.behaviour={behaviour}"]), place, roles.Stop())
     assert outcome.code == code
     assert outcome.cause.startswith(cause)

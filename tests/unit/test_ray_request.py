@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from launcher import ray_jobs
-from launcher.backends import attach, ray_cluster
+from launcher.backends import attach
+from launcher.backends import ray as ray_backend
 from launcher.job import open_job
 from stoker.config import load
 from stoker.errors import UsageError
@@ -24,9 +25,9 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
-def plan(**options: bool) -> ray_cluster.RayRequest:
+def plan(**options: bool) -> ray_backend.RayRequest:
     job = open_job(load(None, ["name=probe", "output_dir=/mnt/shared/runs"]))
-    return ray_cluster.plan(job, address=ADDRESS, offline=True, **options)
+    return ray_backend.plan(job, address=ADDRESS, offline=True, **options)
 
 
 def test_written_source_is_a_zip_with_files_at_the_root(tmp_path: Path) -> None:
@@ -39,7 +40,7 @@ def test_written_source_is_a_zip_with_files_at_the_root(tmp_path: Path) -> None:
 
 def test_same_source_is_the_same_package() -> None:
     job = open_job(load(None, ["name=probe", "output_dir=/mnt/shared/runs"]))
-    first, second = (ray_cluster.plan(job, address=ADDRESS, offline=True).package() for _ in range(2))
+    first, second = (ray_backend.plan(job, address=ADDRESS, offline=True).package() for _ in range(2))
     assert first == second and len(first) < ray_jobs.PACKAGE_LIMIT_BYTES
     assert zipfile.ZipFile(io.BytesIO(first)).testzip() is None
 

@@ -36,7 +36,8 @@ def save(folder: Path, step: int, config: Config | None = None, **meta: Any) -> 
 
 
 def plan(run_dir: Path, *overrides: str, backend: str = "local") -> tuple[resuming.Start, list[str]]:
-    place = Place(backend, run_dir, run_dir / "checkpoints", run_dir / "model")
+    synced = backend == "sagemaker"
+    place = Place(backend, run_dir, run_dir / "checkpoints", run_dir / "model", synced)
     said: list[str] = []
     return resuming.plan(load(None, overrides).config, place, said.append), said
 

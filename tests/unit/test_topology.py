@@ -118,3 +118,17 @@ def test_labels_hold_any_name_and_stay_apart() -> None:
     odd = [label("feed er/01"), label("feed er 01"), label("x" * 64), label("x" * 63 + "-"), label("é")]
     assert len(set(odd)) == len(odd)
     assert all(len(text) <= 63 and text[0].isalnum() and text[-1].isalnum() for text in odd)
+
+
+def test_a_service_that_counts_gpus_need_not_name_types_that_are_known() -> None:
+    resource = job("n2", gpu=("a2-highgpu-1g", ["n2"]), cpu=("n2-standard-8", ["n1"]))
+    with pytest.raises(TopologyError, match="no group's type is known to have GPUs"):
+        resolve(resource)
+    for group, gpus in zip(resource["instance_groups"], (1, 0), strict=True):
+        group["gpus"] = gpus
+    assert resolve(resource).head == "n2"
+
+
+def test_messages_name_what_the_service_said() -> None:
+    with pytest.raises(TopologyError, match="CLUSTER_SPEC: no instance group holds n3"):
+        resolve(job("n1", gpu=("", ["n1"])) | {"hosts": ["n1", "n3"], "source": "CLUSTER_SPEC"})

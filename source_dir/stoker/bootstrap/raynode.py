@@ -88,21 +88,30 @@ def count_gpus() -> int:
 
 
 def address_of(interface: str) -> str:
-    """Every host: the IPv4 address of a network interface, or of this host's name.
+    """Every host: the IPv4 address of an interface, else of this host's name, else of its default route.
 
     Raises:
-        ClusterError: neither has an IPv4 address.
+        ClusterError: there is none.
     """
     import fcntl
     import struct
 
+    named = ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         with contextlib.suppress(OSError):
             request = struct.pack("256s", interface[:15].encode())
             return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])
         with contextlib.suppress(OSError):
-            return socket.gethostbyname(socket.gethostname())
-    raise ClusterError(f"no IPv4 address on {interface} or for {socket.gethostname()}")
+            named = socket.gethostbyname(socket.gethostname())
+            # Debian gives a host's own name a loopback address, which other hosts cannot reach.
+            if not named.startswith("127."):
+                return named
+        with contextlib.suppress(OSError):
+            probe.connect(("192.0.2.1", 9))  # only asks for a route: UDP sends nothing here
+            return str(probe.getsockname()[0])
+    if named:
+        return named
+    raise ClusterError(f"no IPv4 address on {interface or 'any interface'} or for {socket.gethostname()}")
 
 
 def probe_port(address: str, port: int, key: str) -> None:

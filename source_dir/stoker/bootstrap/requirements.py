@@ -27,21 +27,26 @@ class InstallError(RuntimeError):
 
 
 class ConflictError(InstallError):
-    """Every host: a requirement would replace a package of the image. One line."""
+    """Every host: the user must change the requirements or the image. One line."""
 
 
-def ensure(folder: Path) -> list[str]:
+def ensure(folder: Path, install: bool = True) -> list[str]:
     """Every host: install the requirements in `folder/requirements.txt` that are not satisfied yet.
 
     If there is a `wheels/` folder next to the file, it is the only source (for a VPC without internet).
     Packages in `OF_THE_IMAGE` keep the image's version. Missing packages get the versions in `CONSTRAINTS`,
     so that all hosts install the same.
 
+    Args:
+        folder: the staged source.
+        install: whether to install them; else missing ones are an error.
+
     Returns:
         The missing requirements, as written in the file; empty if all were satisfied.
 
     Raises:
-        ConflictError: the file requires another version of a package in `OF_THE_IMAGE`.
+        ConflictError: the file requires another version of a package in `OF_THE_IMAGE`, or packages are
+            missing and not to be installed.
         InstallError: pip failed or took longer than `INSTALL_TIMEOUT_S`.
     """
     file = folder / "requirements.txt"
@@ -49,6 +54,11 @@ def ensure(folder: Path) -> list[str]:
     absent = unsatisfied(text)
     if not absent:
         return []
+    if not install:
+        raise ConflictError(
+            f"requirements.txt: {', '.join(absent)} not installed for {sys.executable} on this host; install"
+            " the job's requirements in the environment that its hosts use"
+        )
     pins = image_pins()
     refuse_replacements(text, pins)
     command = [sys.executable, "-m", "pip", "install", "--no-input", "--progress-bar=off", "-r", str(file)]

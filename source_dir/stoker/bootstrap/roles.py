@@ -1,4 +1,4 @@
-"""Every host of a container job: the roles of the head and of a worker host."""
+"""Every host of a job: the roles of the head and of a worker host."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from stoker.bootstrap.forks.libraries import libraries_of
 from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
 from stoker.bootstrap.logs import say, say_at_once
 from stoker.bootstrap.raynode import ClusterError, RayNode
+from stoker.bootstrap.services.base import Service
 from stoker.bootstrap.topology import Topology, label
 from stoker.config import Resolved
 from stoker.errors import DataError, UsageError
@@ -88,7 +89,7 @@ class Stop:
 
 
 def run_head(
-    resolved: Resolved, topology: Topology, base: Path, code: Path, stop: Stop, started: float
+    resolved: Resolved, topology: Topology, service: Service, code: Path, stop: Stop, started: float
 ) -> Outcome:
     """Head: start Ray, wait for the hosts, run the driver and report the outcome to every host."""
     config = resolved.config
@@ -124,7 +125,7 @@ def run_head(
         present = cluster.wait_for_hosts(topology, config, started, stop.check)
         formed = time.monotonic() - started
         say(f"cluster formed in {formed:.1f} s: {cluster.by_group(topology, present)}")
-        outcome = drive(resolved, container_place(base, topology, formed), stop, opened)
+        outcome = drive(resolved, place_of(service, topology, formed), stop, opened)
     except Stopped:
         outcome = Outcome(143, "stopped by SIGTERM before the training began")
     except UsageError as error:
@@ -232,13 +233,15 @@ def drive(resolved: Resolved, place: Place, stop: Stop, opened: Any = None) -> O
     return outcome
 
 
-def container_place(base: Path, topology: Topology, formed_s: float) -> Place:
-    """Head: the folders that SageMaker uploads to S3."""
+def place_of(service: Service, topology: Topology, formed_s: float) -> Place:
+    """Head: the service's folders, and the hosts of the job."""
+    folders = service.folders()
     return Place(
-        backend=os.environ.get(BACKEND_VARIABLE, "sagemaker"),
-        run_dir=base / "output" / "data",
-        checkpoint_dir=base / "checkpoints",
-        model_dir=base / "model",
+        backend=os.environ.get(BACKEND_VARIABLE, service.name),
+        run_dir=folders.run,
+        checkpoint_dir=folders.checkpoints,
+        model_dir=folders.model,
+        synced=folders.synced,
         formed_s=formed_s,
         train_group=label(topology.gpu_group),
         expected_hosts=topology.hosts,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -20,6 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.bootstrap import requirements
 from stoker.bootstrap.logs import prefix_output, say
+from stoker.bootstrap.services import services
+from stoker.bootstrap.services.base import Service
+from stoker.bootstrap.topology import TopologyError, resolve
+from stoker.place import BACKEND_VARIABLE
 
 if TYPE_CHECKING:
     from stoker.bootstrap.cluster import LocalCluster
@@ -39,10 +44,17 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Every host: run as a host of a SageMaker job if its resourceconfig.json exists, else locally."""
-    resource = base_folder() / "input" / "config" / "resourceconfig.json"
-    if os.environ.get("STOKER_BACKEND") != "local" and resource.is_file():
-        return run_in_container(json.loads(resource.read_text()), arguments)
+    """Every host: run as a host of the service that started this process, else locally."""
+    if os.environ.get(BACKEND_VARIABLE) not in ("local", "ray"):
+        for service in services():
+            try:
+                resource = service.resource()
+            except TopologyError as error:
+                write_failure(service.folders().failure, str(error))
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+            if resource is not None:
+                return run_on_host(service, resource, arguments)
     return run_locally(arguments)
 
 
@@ -51,7 +63,7 @@ def run_locally(arguments: list[str]) -> int:
     from stoker.bootstrap.raynode import ClusterError
 
     try:
-        return _run_locally(arguments, on_cluster=os.environ.get("STOKER_BACKEND") == "ray")
+        return _run_locally(arguments, on_cluster=os.environ.get(BACKEND_VARIABLE) == "ray")
     except ClusterError as error:
         return _refused(error)
     except KeyboardInterrupt:
@@ -134,16 +146,17 @@ def _stop_locally(number: int, frame: Any) -> None:
         driver.request_stop(signal.Signals(number).name, code=128 + number)
 
 
-def run_in_container(resource: Mapping[str, Any], arguments: list[str]) -> int:
+def run_on_host(service: Service, resource: Mapping[str, Any], arguments: list[str]) -> int:
     """Every host: requirements → configuration → role → exit code; writes the cause of a failure."""
     group, host = resource.get("current_group_name"), resource.get("current_host")
+    failure = service.folders().failure
     prefix_output(str(group or "all"), str(host), "start")
     _adopt_orphans()
     try:
-        outcome = _play(resource, arguments)
+        outcome = _play(service, resource, arguments)
     except requirements.InstallError as error:
         say(str(error))
-        write_failure(str(error))
+        write_failure(failure, str(error))
         return 2 if isinstance(error, requirements.ConflictError) else 1
     except Exception as error:  # anything: show it in the job's console
         import traceback
@@ -151,7 +164,7 @@ def run_in_container(resource: Mapping[str, Any], arguments: list[str]) -> int:
         from stoker.redaction import scrub
 
         print(scrub(traceback.format_exc()), file=sys.stderr)
-        write_failure(f"{type(error).__name__}: {error}")
+        write_failure(failure, f"{type(error).__name__}: {error}")
         return 1
     finally:
         _end_leftovers()
@@ -159,26 +172,25 @@ def run_in_container(resource: Mapping[str, Any], arguments: list[str]) -> int:
         say("done")
     else:
         say(f"failed with exit code {outcome.code}: {outcome.cause}")
-        write_failure(outcome.cause)
+        write_failure(failure, outcome.cause)
     return outcome.code
 
 
-def _play(resource: Mapping[str, Any], arguments: list[str]) -> Outcome:
-    installed = requirements.ensure(CODE)
+def _play(service: Service, resource: Mapping[str, Any], arguments: list[str]) -> Outcome:
+    installed = requirements.ensure(CODE, service.installs)
     if installed:
         say(f"installed {', '.join(installed)} in {time.monotonic() - STARTED:.0f} s")
 
     # Ray's tasks must import this job's code, whatever else is installed.
     os.environ["PYTHONPATH"] = os.pathsep.join([str(CODE), *filter(None, [os.environ.get("PYTHONPATH")])])
     from stoker.bootstrap import roles
-    from stoker.bootstrap.topology import TopologyError, resolve
     from stoker.errors import UsageError
     from stoker.place import Outcome
 
-    stop = roles.Stop(end_by_force)
+    stop = roles.Stop(functools.partial(end_by_force, service.folders().failure))
     stop.install()
     try:
-        resolved = read_configuration(arguments, read_hyperparameters())
+        resolved = read_configuration(arguments, service.given())
         topology = resolve(resource, resolved.config.cluster.gpu_group)
     except UsageError as error:
         return Outcome(2, "; ".join(error.problems))
@@ -187,12 +199,12 @@ def _play(resource: Mapping[str, Any], arguments: list[str]) -> Outcome:
     prefix_output(topology.group, topology.host, topology.role)
     say(f"hosts: {topology.describe()}; head: {topology.head}")
     if topology.role == "head":
-        return roles.run_head(resolved, topology, base_folder(), CODE, stop, STARTED)
+        return roles.run_head(resolved, topology, service, CODE, stop, STARTED)
     return roles.run_worker(resolved, topology, CODE, stop, STARTED)
 
 
-def read_configuration(arguments: list[str], hyperparameters: Mapping[str, str]) -> Resolved:
-    """Every host: read job.yaml, then hyperparameters, then arguments, with the origin of each value.
+def read_configuration(arguments: list[str], passed: Mapping[str, str]) -> Resolved:
+    """Every host: read job.yaml, then what the service passes, then arguments, with the origin of each value.
 
     Raises:
         UsageError: lists every problem found.
@@ -203,7 +215,7 @@ def read_configuration(arguments: list[str], hyperparameters: Mapping[str, str])
     parser = argparse.ArgumentParser(description="Run one Stoker job on this host.")
     parser.add_argument("--config", type=Path)
     known, rest = parser.parse_known_args(arguments)
-    given = dict(hyperparameters)
+    given = dict(passed)
     path = known.config or Path(_plain(given.pop("config", "job.yaml")))
     if not path.is_absolute() and not path.exists():
         path = CODE / path
@@ -212,7 +224,7 @@ def read_configuration(arguments: list[str], hyperparameters: Mapping[str, str])
         overrides += hyperparameter_overrides(rest)
     resolved = load(path, overrides, origin="arguments")
     redaction.learn_job(resolved.config.model_dump(mode="json"))
-    if os.environ.get("STOKER_BACKEND") == "local":
+    if os.environ.get(BACKEND_VARIABLE) == "local":
         # The staged copy is in the run directory, which users keep and share.
         with contextlib.suppress(OSError):
             path.with_name(SECRETS_FILE).unlink(missing_ok=True)
@@ -224,38 +236,19 @@ def read_configuration(arguments: list[str], hyperparameters: Mapping[str, str])
     return Resolved(resolved.config, {**(origins or resolved.origins), **later})
 
 
-def read_hyperparameters() -> dict[str, str]:
-    """Every host: hyperparameters.json without SageMaker's own keys; not every entry passes it as arguments.
-
-    Values are strings, or JSON if an SDK wrote them; both parse as YAML later.
-    """
-    file = base_folder() / "input" / "config" / "hyperparameters.json"
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return {key: str(value) for key, value in found.items() if not key.startswith(("sagemaker_", "_tuning_"))}
-
-
-def base_folder() -> Path:
-    """Every host: `/opt/ml`, or the toolkit's `SAGEMAKER_BASE_DIR`."""
-    return Path(os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
-
-
-def write_failure(cause: str) -> None:
+def write_failure(file: Path, cause: str) -> None:
     """Every host: write the reason that the console shows; an earlier cause is not overwritten."""
     from stoker.redaction import scrub
 
-    file = base_folder() / "output" / "failure"
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("x", encoding="utf-8") as output:
             output.write(scrub(cause)[:FAILURE_CHARACTERS])
 
 
-def end_by_force(cause: str) -> None:
+def end_by_force(failure: Path, cause: str) -> None:
     """Head, any thread: exit at once, because the driver did not stop in time."""
-    write_failure(cause)
+    write_failure(failure, cause)
     say(cause)
     _end_leftovers()
     os._exit(143)

@@ -26,10 +26,12 @@ class Group:
     name: str
     instance_type: str
     hosts: tuple[str, ...]
+    gpus: int | None = None
+    """GPUs per host; None: judged by the instance type."""
 
     @property
     def has_gpu(self) -> bool:
-        return has_gpu(self.instance_type)
+        return has_gpu(self.instance_type) if self.gpus is None else self.gpus > 0
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Topology:
     groups: tuple[Group, ...]
     gpu_group: str
     """The group that trains; its first host is the head."""
-    interface: str = "eth0"
+    interface: str = ""
+    """The network interface between hosts; "": the one with the address of this host's name."""
 
     @property
     def head(self) -> str:
@@ -78,26 +81,28 @@ class Topology:
 
 
 def resolve(resource: Mapping[str, Any], gpu_group: str | None = None) -> Topology:
-    """Every host: build the topology from resourceconfig.json; the result is the same on every host.
+    """Every host: build the topology; the result is the same on every host.
 
     Args:
-        resource: the parsed file.
+        resource: the hosts in the form of SageMaker's resourceconfig.json. Other services add `source`,
+            what to call it in messages, and for each group `gpus`, the number on each of its hosts.
         gpu_group: `cluster.gpu_group`; None selects the group by instance type.
 
     Raises:
-        TopologyError: the file is incomplete, or the training group is ambiguous.
+        TopologyError: it is incomplete, or the training group is ambiguous.
     """
+    source = str(resource.get("source") or "resourceconfig.json")
     host = resource.get("current_host")
     hosts = in_order(resource.get("hosts") or ([host] if host else []))
     if not host or host not in hosts:
-        raise TopologyError(f"resourceconfig.json: current_host {host!r} is not among {hosts}")
-    groups = _groups(resource, hosts)
+        raise TopologyError(f"{source}: current_host {host!r} is not among {hosts}")
+    groups = _groups(resource, hosts, source)
     chosen = _training_group(groups, gpu_group)
     return Topology(
         host=host,
         groups=groups,
         gpu_group=chosen,
-        interface=str(resource.get("network_interface_name") or "eth0"),
+        interface=str(resource.get("network_interface_name") or ""),
     )
 
 
@@ -129,7 +134,7 @@ def label(name: str) -> str:
     return f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')[:50] or 'group'}-{digest}"
 
 
-def _groups(resource: Mapping[str, Any], hosts: list[str]) -> tuple[Group, ...]:
+def _groups(resource: Mapping[str, Any], hosts: list[str], source: str) -> tuple[Group, ...]:
     listed = resource.get("instance_groups") or []
     if not listed:
         instance_type = str(resource.get("current_instance_type") or "")
@@ -139,13 +144,14 @@ def _groups(resource: Mapping[str, Any], hosts: list[str]) -> tuple[Group, ...]:
             str(entry["instance_group_name"]),
             str(entry.get("instance_type") or ""),
             tuple(in_order(entry.get("hosts") or [])),
+            entry.get("gpus"),
         )
         for entry in listed
     ]
     groups = [group for group in groups if group.hosts]
     stray = [host for host in hosts if not any(host in group.hosts for group in groups)]
     if stray:
-        raise TopologyError(f"resourceconfig.json: no instance group holds {', '.join(stray)}")
+        raise TopologyError(f"{source}: no instance group holds {', '.join(stray)}")
     return tuple(sorted(groups, key=lambda group: _number_key(group.hosts[0])))
 
 

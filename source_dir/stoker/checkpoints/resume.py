@@ -21,7 +21,6 @@ from stoker.training.stopping import check_monitors
 
 FIXED = ("recipe", "seed", "train.optimizer", "train.scheduler", "data.shuffle")
 """Keys that must not change: the saved state would not fit, or the result would be another run's."""
-SYNCED_BACKENDS = ("sagemaker", "rehearsal")
 
 
 @dataclass(frozen=True)
@@ -126,14 +125,14 @@ def plan(config: Config, place: Place, log: Callable[[str], Any]) -> Start:
 
 
 def own_place(config: Config, place: Place) -> tuple[str, bool]:
-    """Head: (folder or URI of this run's checkpoints, whether SageMaker syncs it to S3).
+    """Head: (folder or URI of this run's checkpoints, whether the service copies it elsewhere).
 
     Raises:
         UsageError: a relative folder on a cluster whose hosts share no working folder.
     """
     given = config.checkpoint.dir
     if given is None:
-        return str(place.checkpoint_dir), place.backend in SYNCED_BACKENDS
+        return str(place.checkpoint_dir), place.synced
     if "://" not in given and place.backend == "ray" and not Path(given).is_absolute():
         raise UsageError(f"checkpoint.dir: use an absolute path that all hosts share (got {given!r})")
     store = open_store(given)

@@ -1,0 +1,40 @@
+"""Every host: what `train.py` must know of the service that started it. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folders:
+    """Every host: where a run's files go on this host."""
+
+    run: Path
+    """`config.yaml`, `summary.json`, `events.jsonl`, `tensorboard/`, `logs/`."""
+    checkpoints: Path
+    model: Path
+    failure: Path
+    """The file for the cause of a failure, in one line."""
+    synced: bool = False
+    """Whether the service copies the checkpoint folder elsewhere while the job writes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """Every host: a service that runs train.py on each host of a job. Each module here defines one."""
+
+    name: str
+    """`backend` in summary.json, unless the launcher has set another."""
+    resource: Callable[[], Mapping[str, Any] | None]
+    """The job's hosts and groups as `topology.resolve` takes them; None if this is no host of the service.
+
+    Raises TopologyError if the service says so only in part.
+    """
+    folders: Callable[[], Folders]
+    given: Callable[[], Mapping[str, str]] = dict
+    """Configuration values that the service passes to the job: key → text."""
+    installs: bool = True
+    """Whether missing requirements are installed; on hosts that outlive the job they are not."""
