@@ -51,6 +51,8 @@ def test_a_record_that_kills_its_process_is_quarantined_in_every_epoch(
     assert all("its process died 2 times" in line["reason"] for line in lines)
     deaths = len((tmp_path / "deaths").read_text())
     assert 4 <= deaths <= 8, "four, and as many in a task of the next epoch that had been sent before"
+    again = [event["split"] for event in outcome.summary.events if event["event"] == "work_repeated"]
+    assert again == ["train"] * deaths, "the work of a process that died is done again, and the run says so"
 
 
 def flat(steps: list[list[int]]) -> list[int]:

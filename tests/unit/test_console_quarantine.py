@@ -50,3 +50,10 @@ def test_a_bad_record_of_every_epoch_is_one_record(tmp_path: Path) -> None:
     assert "3 quarantined (1 record in 3 epochs)" in found.caption
     summary.records.quarantined = 5  # two of them in an earlier run directory
     assert "5 quarantined + 0" in dict(closing_rows(summary, str(tmp_path)))["records"]
+
+
+def test_what_lost_hosts_cost_is_told(tmp_path: Path) -> None:
+    summary = Summary(name="job", backend="local")
+    assert "hosts" not in dict(closing_rows(summary, str(tmp_path)))
+    summary.events = [{"event": kind} for kind in ("host_lost", "work_repeated", "work_repeated", "note")]
+    assert dict(closing_rows(summary, str(tmp_path)))["hosts"] == "1 lost, 2 work items done again"

@@ -206,6 +206,9 @@ class TestCostOfARun:
             "cost",
             "$2.22, $0.62 per 1M samples at the steady rate (estimated, prices of 2026-11 in us-east-1)",
         )
+        assert summary.cost is not None
+        spot = summary.model_copy(update={"cost": summary.cost | {"saved_by_spot_usd": 0.5}})
+        assert "$0.50 saved against on-demand CPU hosts" in cost_row(spot)[1]  # type: ignore[index]
         summary.backend = "rehearsal"
         assert "as if the rehearsed hosts were real" in cost_row(summary)[1]  # type: ignore[index]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,8 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         rows.append(("cache", text))
     if summary.script is None:
         rows.append(("records", books_text(records, repeats_text(Path(run_dir), records))))
+    if lost := losses_text(summary):
+        rows.append(("hosts", lost))
     if cost := cost_row(summary):
         rows.append(cost)
     if "url" in summary.tracking.get("mlflow", {}):
@@ -276,6 +279,15 @@ def bottleneck_text(summary: Summary) -> str:
     if summary.bottleneck == "gpu" and not any(host.gpus for host in summary.cluster.hosts):
         return "training on the CPU: data is never late"
     return BINDS[summary.bottleneck] if summary.bottleneck else ""
+
+
+def losses_text(summary: Summary) -> str:
+    """Head: hosts lost, and the work that had to be done again; empty if there was neither."""
+    seen = Counter(event["event"] for event in summary.events)
+    parts = [f"{seen['host_lost']} lost"] if seen["host_lost"] else []
+    if seen["work_repeated"]:
+        parts.append(f"{count_of(seen['work_repeated'], 'work item')} done again")
+    return ", ".join(parts)
 
 
 def books_text(records: Records, repeats: str = "") -> str:

@@ -30,6 +30,7 @@ NOTABLE = (
     "host_released",
     "cpu_hosts",
     "closing",
+    "work_repeated",
 )
 """Events included in the summary."""
 

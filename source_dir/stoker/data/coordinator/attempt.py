@@ -202,6 +202,8 @@ class Attempt:
 
     def task_starts(self, split: str, task: str, retry: int) -> Start | None:
         """A restarted task starts: how to begin; None: do not start it."""
+        if retry:
+            self.event("work_repeated", split=split, work=task)
         try:
             start = self.suspects.starts(task, split, retry)
             deadly = self.suspects.of(split)
