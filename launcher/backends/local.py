@@ -211,7 +211,7 @@ def attach(run_id: str) -> PastRun:
     if not (run_dir / "code").is_dir() and not (run_dir / "summary.json").is_file():
         if run_dir.name == "latest" and not run_dir.exists():
             raise UsageError(f"{run_id}: there is no run yet; start one, or name a run directory")
-        raise UsageError(f"{run_id}: not a run directory, nor the id of a run elsewhere, such as sagemaker:…")
+        raise UsageError(f"{run_id}: not a run directory, nor an id of a run elsewhere, such as sagemaker:…")
     return PastRun(run_dir)
 
 
