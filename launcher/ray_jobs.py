@@ -99,7 +99,7 @@ def job_server(address: str | None) -> JobServer:
             f"--address {found}: jobs go to the dashboard; use http://<head>:8265, not the"
             " address of Ray Client or GCS"
         )
-    return JobServer(found.rstrip("/"), _token())
+    return JobServer(found.rstrip("/"), find_token())
 
 
 def package(folder: Path) -> bytes:
@@ -114,7 +114,12 @@ def package(folder: Path) -> bytes:
     return buffer.getvalue()
 
 
-def _token() -> str | None:
+def find_token() -> str | None:
+    """Laptop: the cluster's token as Ray finds it: in a variable or a file; None without one.
+
+    Raises:
+        UsageError: the file that a variable names cannot be read.
+    """
     if text := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return text
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")

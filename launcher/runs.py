@@ -31,6 +31,11 @@ def new_run_dir(job: Job) -> Path:
     """
     root = Path(job.resolved.config.output_dir).resolve()
     refuse_unwritable(root)
+    return named(job, root)
+
+
+def named(job: Job, root: Path) -> Path:
+    """Laptop: the path of a new run directory in a folder; does not create it."""
     name = f"{job.name}-{datetime.now():%Y%m%d-%H%M%S}"
     number = 1
     while (run_dir := root / (name if number == 1 else f"{name}-{number}")).exists():

@@ -6,16 +6,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from launcher.notebook import RunError, RunInterrupt, run
+    from launcher.notebook_run import RunResult
     from stoker.loader.dataloader import DataLoader, replace_torch_loader
     from stoker.recipe import Recipe
     from stoker.session import checkpoint_dir, log
 
 __version__ = "0.1.0"
-__all__ = ["DataLoader", "Recipe", "checkpoint_dir", "log", "replace_torch_loader"]
+__all__ = [
+    "DataLoader",
+    "Recipe",
+    "RunError",
+    "RunInterrupt",
+    "RunResult",
+    "checkpoint_dir",
+    "log",
+    "replace_torch_loader",
+    "run",
+]
 
 _LIES_IN = {
     "DataLoader": "stoker.loader.dataloader",
     "Recipe": "stoker.recipe",
+    **dict.fromkeys(("RunError", "RunInterrupt", "run"), "launcher.notebook"),
+    "RunResult": "launcher.notebook_run",
     "checkpoint_dir": "stoker.session",
     "log": "stoker.session",
     "replace_torch_loader": "stoker.loader.dataloader",

@@ -7,6 +7,7 @@ Reports all problems at once, each on one line with its origin, the value and a 
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import json
@@ -39,19 +40,27 @@ class Resolved:
     """The YAML file that was read, if any."""
 
 
-def load(path: str | Path | None, overrides: Iterable[str] = (), origin: str = "command line") -> Resolved:
+def load(
+    path: str | Path | Mapping[str, Any] | None,
+    overrides: Iterable[str] = (),
+    origin: str = "command line",
+) -> Resolved:
     """Anywhere: load and validate a file with overrides.
 
     Args:
-        path: YAML file, or None for defaults only.
+        path: YAML file, its content as a mapping, or None for defaults only.
         overrides: `section.key=value`; values are parsed as YAML.
         origin: recorded for the overridden keys.
 
     Raises:
         UsageError: lists every problem, one per line.
     """
+    tree: dict[str, Any]
+    if isinstance(path, Mapping):
+        tree, path = _filled(copy.deepcopy(dict(path))), None
+    else:
+        tree = _read_yaml(Path(path)) if path else {}
     where = str(path) if path else "configuration"
-    tree = _read_yaml(Path(path)) if path else {}
     if path and (secrets := Path(path).with_name(SECRETS_FILE)).is_file():
         tree = _overlaid(tree, json.loads(secrets.read_text(encoding="utf-8")))
     origins = {key: where for key, _ in _leaves(tree)}
@@ -289,18 +298,31 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: is a folder{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read as text: {error}") from None
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, where: str) -> dict[str, Any]:
+    """Anywhere: parse the text of a job's file.
+
+    Raises:
+        UsageError: it is not YAML, or not keys and values.
+    """
     try:
         tree = yaml.load(text, Loader=_UniqueKeys)  # noqa: S506 - derived from SafeLoader
     except yaml.YAMLError as error:
-        raise UsageError(f"{path}: not valid YAML: {_yaml_problem(error)}") from None
+        raise UsageError(f"{where}: not valid YAML: {_yaml_problem(error)}") from None
     if tree is None:
-        raise UsageError(f"{path}: the file is empty; `--show-config` lists every key")
+        raise UsageError(f"{where}: the file is empty; `--show-config` lists every key")
     if not isinstance(tree, dict):
-        raise UsageError(f"{path}: holds a {type(tree).__name__}, not keys and values")
+        raise UsageError(f"{where}: holds a {type(tree).__name__}, not keys and values")
     if isinstance(tree.get("args"), list):
         # Arguments stay strings, so that 007 and 1e-3 arrive as typed.
         tree["args"] = yaml.load(text, Loader=yaml.BaseLoader)["args"]  # noqa: S506 - makes only text
-    # An empty section (`data:` with nothing below) uses the defaults.
+    return _filled(tree)
+
+
+def _filled(tree: dict[str, Any]) -> dict[str, Any]:
+    """An empty section (`data:` with nothing below) uses the defaults."""
     return {key: ({} if value is None and key in _SECTIONS else value) for key, value in tree.items()}
 
 

@@ -12,6 +12,11 @@ COMMIT_FILE = "job.commit"
 """In the staged source: the git commit it was copied from, if any."""
 STOP_FILE = "stop.requested"
 """Local runs: left in the run directory by a job that has received a stop signal."""
+LASTING_DIR_VARIABLE = "STOKER_LASTING_DIR"
+"""Ray clusters: a folder of object storage that all hosts mount, for the checkpoints and the model; the run
+directory is then on the head's disk."""
+PACKAGE_VARIABLE = "STOKER_JOB_PACKAGE"
+"""Ray clusters: a zip file of the staged source on the head's disk, for the workers of all hosts."""
 LAUNCH_DIR_VARIABLE = "STOKER_LAUNCH_DIR"
 """Local runs: the folder in which you ran the command; relative data paths refer to it."""
 
@@ -35,6 +40,8 @@ class Place:
     model_dir: Path
     synced: bool = False
     """Whether the service copies `checkpoint_dir` elsewhere while the job writes it."""
+    mounted: bool = False
+    """Whether `checkpoint_dir` and `model_dir` are mounted object storage, which takes only whole files."""
     formed_s: float = 0.0
     """Seconds from the start of this process until the Ray cluster was formed."""
     train_group: str | None = None
@@ -46,9 +53,13 @@ class Place:
 def local_place() -> Place:
     """Head: the place of a local run, from the launcher's environment variables or their defaults."""
     run_dir = Path(os.environ.get(RUN_DIR_VARIABLE) or "run").resolve()
+    lasting = os.environ.get(LASTING_DIR_VARIABLE)
+    folder = Path(lasting) if lasting else run_dir
     return Place(
         backend=os.environ.get(BACKEND_VARIABLE, "local"),
         run_dir=run_dir,
-        checkpoint_dir=run_dir / "checkpoints",
-        model_dir=run_dir / "model",
+        checkpoint_dir=folder / "checkpoints",
+        model_dir=folder / "model",
+        synced=bool(lasting),
+        mounted=bool(lasting),
     )

@@ -16,8 +16,13 @@ START_S = 300.0
 
 
 class MlflowServer:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, served: bool = True) -> None:
+        """
+        Args:
+            folder: of its database and artefacts.
+            served: it hands out artefacts itself; else clients use the folder, as they use a cloud's storage.
+        """
+        self.folder, self.served = folder, served
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -26,9 +31,10 @@ class MlflowServer:
 
     def start(self) -> None:
         """Start it on the same port and database, and wait until it answers."""
+        where = "--artifacts-destination" if self.served else "--default-artifact-root"
         options = {
             "--backend-store-uri": f"sqlite:///{self.folder / 'mlflow.db'}",
-            "--artifacts-destination": str(self.folder / "artifacts"),
+            where: str(self.folder / "artifacts"),
             "--host": "127.0.0.1",
             "--port": str(self.port),
             "--workers": "1",
@@ -36,7 +42,11 @@ class MlflowServer:
         quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mlflow", "server", *[w for pair in options.items() for w in pair]],
+                [
+                    *(sys.executable, "-m", "mlflow", "server"),
+                    *[word for pair in options.items() for word in pair],
+                    *([] if self.served else ["--no-serve-artifacts"]),
+                ],
                 cwd=self.folder,
                 env={**os.environ, **quiet},
                 stdout=log,

@@ -19,7 +19,7 @@ from stoker.bootstrap.lifeline import Ended, Lifeline
 from stoker.bootstrap.logs import say
 from stoker.bootstrap.raynode import ClusterError, RayNode
 from stoker.bootstrap.topology import Topology, label
-from stoker.place import local_place
+from stoker.place import BACKEND_VARIABLE, PACKAGE_VARIABLE, RUN_DIR_VARIABLE, local_place
 from stoker.schema import Config
 
 TOKEN_FILE = ".ray-token"  # noqa: S105 - a name, not a secret
@@ -104,16 +104,35 @@ class LocalCluster:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """A job's process on a Ray cluster: connect to that cluster with the token it runs under."""
+    """A job's process on a Ray cluster: connect to that cluster with the token it runs under.
+
+    Raises:
+        ClusterError: there is no cluster, or it does not accept this process.
+    """
     set_ray_train()
     forbid_unpickling()
     import ray
 
-    ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+    where = os.environ.get("RAY_ADDRESS", "this machine")
+    try:
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_env())
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ClusterError(
+            f"cannot use the Ray cluster of {where}: {' '.join(str(error).split())}"
+        ) from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _runtime_env() -> dict[str, Any] | None:
+    """What workers of other hosts need; under Ray Jobs, the job has it already."""
+    package = os.environ.get(PACKAGE_VARIABLE)
+    if package is None:
+        return None
+    names = (BACKEND_VARIABLE, RUN_DIR_VARIABLE, "RAY_TRAIN_V2_ENABLED")
+    return {"working_dir": package, "env_vars": {name: os.environ[name] for name in names}}
 
 
 LONGEST_TEMP_DIR = 36

@@ -183,7 +183,7 @@ class RayNode:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
                 env=environment,
             )
 
@@ -288,7 +288,8 @@ def arguments_for(
     return arguments
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
+    """Every host: in a new process: end it with the thread that started it."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: works even if the parent is killed
 
 

@@ -278,7 +278,8 @@ def write_model(worker: Worker, chosen: Checkpoint, target: Path) -> None:
     with chosen.store.local(chosen.name) as folder:
         averaged = (folder / checkpoint.EMA).is_file()
         source = folder / (checkpoint.EMA if averaged else checkpoint.WEIGHTS)
-        shutil.copy2(source, target / checkpoint.WEIGHTS)
+        # Not its times and mode, which mounted object storage does not have.
+        shutil.copyfile(source, target / checkpoint.WEIGHTS)
     about = {
         "recipe": worker.config.recipe,
         "params": redact(worker.config.params),

@@ -40,7 +40,7 @@ def prepare_client(timeout_s: int) -> None:
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }.items():
         os.environ.setdefault(name, value)
-    for name in ("mlflow", "urllib3"):
+    for name in ("mlflow", "urllib3", "databricks"):
         # Otherwise they print a warning for each attempt.
         logger = logging.getLogger(name)
         logger.handlers[:] = logging.getLogger("stoker").handlers or [logging.NullHandler()]

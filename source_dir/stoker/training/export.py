@@ -7,10 +7,13 @@ made on the CPU from the saved weights, so device and training strategy do not m
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 import pickle
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,7 +103,7 @@ def refuse_absent(recipe: Recipe, columns: list[str]) -> None:
         )
 
 
-def export_model(worker: Worker, folder: Path) -> None:
+def export_model(worker: Worker, folder: Path, mounted: bool = False) -> None:
     """Train worker: write the configured formats of the model and report each to the head.
 
     A failure is an event, which the head turns into the run's error; restarting the train workers would
@@ -109,6 +112,7 @@ def export_model(worker: Worker, folder: Path) -> None:
     Args:
         worker: rank 0, after `write_model`.
         folder: contains model.safetensors and model.json.
+        mounted: it is object storage, which takes only whole files.
     """
 
     def tell(result: dict[str, Any]) -> None:
@@ -122,7 +126,9 @@ def export_model(worker: Worker, folder: Path) -> None:
             example = read_example(worker)
         except Exception as error:
             worker.log("note", text=f"export: no record could be read to compare with: {where_raised(error)}")
-    write_forms(worker.recipe, wanted(worker.config), example, folder, tell)
+    with contextlib.ExitStack() as stack:
+        draft = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-export-")) if mounted else None
+        write_forms(worker.recipe, wanted(worker.config), example, folder, tell, draft)
 
 
 def read_example(worker: Worker) -> Example | None:
@@ -169,6 +175,7 @@ def write_forms(
     example: Example | None,
     folder: Path,
     tell: Callable[[dict[str, Any]], Any],
+    elsewhere: str | None = None,
 ) -> None:
     """Train worker: write, reload and compare each format; model.json records the results.
 
@@ -180,8 +187,10 @@ def write_forms(
         example: a few records; without it only the weights can be checked.
         folder: contains model.safetensors and model.json.
         tell: receives each result: format, path, max_abs_diff, batch_sizes, bytes, seconds, error.
+        elsewhere: a folder for drafts if they must not lie in `folder`; they are then copied, not renamed.
     """
-    draft = folder / ".draft"
+    draft = Path(elsewhere or folder) / ".draft"
+    place = shutil.copyfile if elsewhere else os.replace
     results = []
     exports: Exports | None = None
     for form in forms:
@@ -197,7 +206,7 @@ def write_forms(
                 exports = ready
                 result |= {"batch_sizes": exports.sizes, "max_abs_diff": write_one(exports, form, draft)}
             for path in draft.iterdir():
-                path.replace(folder / path.name)
+                place(path, folder / path.name)
             result["bytes"] = (folder / FILES[form]).stat().st_size
         except Exception as error:
             cause = str(error) if isinstance(error, MismatchError) else where_raised(error)

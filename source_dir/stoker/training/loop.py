@@ -58,7 +58,8 @@ def train(settings: dict[str, Any]) -> None:
 
     Args:
         settings: config, coordinator, checkpoints (where, synced), resume (where, synced, name) or None,
-            model_dir, records (per epoch, or None), has_val, classes (their names, or None).
+            model_dir, mounted (so is model_dir), records (per epoch, or None), has_val, classes (their names,
+            or None).
     """
     import ray
     import ray.train.torch
@@ -96,7 +97,7 @@ def train(settings: dict[str, Any]) -> None:
             keeper.write_model(Path(settings["model_dir"]))
             # Skip the export after an early stop: the instance may be reclaimed.
             if not asked:
-                export_model(worker, Path(settings["model_dir"]))
+                export_model(worker, Path(settings["model_dir"]), settings["mounted"])
                 # A stop that arrives later has nothing left to interrupt.
                 worker.log("complete")
     finally:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -13,6 +15,9 @@ from stoker.data.sources.nulls import Nulls
 from stoker.data.sources.parquet import Filters, ParquetSource
 from stoker.errors import UsageError
 from stoker.storage.filesystems import filesystem_of, join
+
+CATALOG_NAME = re.compile(r"(uc://)?[\w-]+\.[\w-]+\.[\w-]+")
+"""`catalog.schema.table`."""
 
 
 class DeltaSource(ParquetSource):
@@ -121,6 +126,23 @@ def _storage_options() -> dict[str, str]:
     return options | ({"allow_http": "true"} if endpoint.startswith("http://") else {})
 
 
+def refuse_catalog_name(table: str) -> None:
+    """Head: refuse the name of a table in a catalog, whose files only the catalog's own service hands out.
+
+    Raises:
+        UsageError: says how to read such a table.
+    """
+    if CATALOG_NAME.fullmatch(table) and not Path(table).exists():
+        name = table.removeprefix("uc://")
+        raise UsageError(
+            f"{table}: is the name of a Unity Catalog table, and read_delta reads folders; write it to a"
+            f" volume once: spark.table({name!r}).write.format('delta').save('/Volumes/…'), and name that"
+            " folder"
+        )
+    if table.startswith("dbfs:/Volumes/"):
+        raise UsageError(f"{table}: write {table.removeprefix('dbfs:')}, the path that all hosts mount")
+
+
 def read_delta(
     table: str,
     split: str | None = None,
@@ -132,7 +154,8 @@ def read_delta(
     """Head: read a Delta table; requires the extra `delta` (`pip install stoker[delta]`).
 
     Args:
-        table: path or s3:// address of a table, or of a folder with the tables train and val.
+        table: path (on Databricks, also `/Volumes/…`) or s3:// address of a table, or of a folder with the
+            tables train and val.
         split: train or val; None: the table itself, with `filters` selecting its rows.
         columns: read these columns only; default: all.
         filters: keep rows that match, [("split", "==", "train"), …]; partitions and row groups that
@@ -143,6 +166,7 @@ def read_delta(
     Raises:
         UsageError: no such table, version or column, or the table needs an unsupported feature.
     """
+    refuse_catalog_name(table)
     if split is None or is_delta_table(table):
         if split not in (None, "train"):
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stoker.data.sources.base import Source
-from stoker.data.sources.delta import read_delta
+from stoker.data.sources.delta import read_delta, refuse_catalog_name
 from stoker.data.sources.files import (
     IMAGE_SUFFIXES,
     PARQUET_SUFFIXES,
@@ -29,6 +29,7 @@ def read_any(root: str, split: str, columns: list[str] | None = None) -> Source 
     Raises:
         UsageError: the folder is empty, or the split holds none of these formats, or several.
     """
+    refuse_catalog_name(root)
     if is_delta_table(root) or is_delta_table(join(root, split)):
         return read_delta(root, split, columns)
     mine = files_of(root, split)

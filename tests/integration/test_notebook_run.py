@@ -1,0 +1,209 @@
+"""`stoker.run` in a notebook's process, on a three-node Ray cluster with a token.
+
+The nodes share this machine's disk. A folder of it stands in for a Unity Catalog volume, and a real MLflow
+server for the workspace's: the client is told `databricks`, and its variables name that server as the host.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deltalake
+import pytest
+import yaml
+from pyarrow import parquet
+
+import stoker
+from launcher import databricks
+from tests.fakes.mlflow_server import MlflowServer, latest, pairs
+from tests.fakes.ray_nodes import RayNodes
+
+RECIPE = """
+import time
+from pathlib import Path
+
+from rows import Counting
+
+
+class Slow(Counting):
+    train_records: int = 800
+    gate: str
+
+    def read(self, split):
+        return super().read(split) if split == "train" else None
+
+    def training_step(self, model, batch):
+        time.sleep(0 if Path(self.gate).exists() else 0.2)
+        return super().training_step(model, batch)
+"""
+EXPERIMENT = "/Users/someone@example.com/digits"
+
+
+@pytest.fixture
+def notebook(nodes: RayNodes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """This process as a notebook's: `setup_ray_cluster` has set its variables. Its volume."""
+    for name in [name for name in os.environ if name.startswith("RAY_")]:
+        monkeypatch.delenv(name)  # of the cluster that other tests start
+    for name, value in nodes.environment.items():
+        if name.startswith(("RAY_", "STOKER_")):
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("RAY_ADDRESS", nodes.gcs)
+    volume = tmp_path / "Volumes" / "main" / "default" / "vision"
+    volume.mkdir(parents=True)
+    monkeypatch.setattr(databricks, "VOLUMES", f"{tmp_path}/Volumes/")
+    monkeypatch.setattr(databricks, "LOCAL_DISK", tmp_path / "local_disk")
+    (tmp_path / "local_disk").mkdir()
+    return volume
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MlflowServer]:
+    """A workspace's MLflow, and the variables of a notebook that has called `mlflow.set_experiment`."""
+    server = MlflowServer(tmp_path, served=False)
+    server.start()
+    monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "17.3")
+    monkeypatch.setenv("DATABRICKS_HOST", server.uri)
+    monkeypatch.setenv("DATABRICKS_TOKEN", "dapi0123456789abcdef")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "120")
+    yield server
+    server.stop()
+
+
+def delta_tables(digits: Path, folder: Path) -> Path:
+    """The digits as Delta tables `train` and `val`."""
+    for split in ("train", "val"):
+        table = parquet.read_table(digits / "parquet" / split)
+        deltalake.write_deltalake(str(folder / split), table)
+    return folder
+
+
+@pytest.fixture
+def slow(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A job of 100 steps, slow until `gate` exists, whose recipe lies beside the notebook."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "slow.py").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path / "mine")
+    monkeypatch.syspath_prepend(str(tmp_path / "mine"))
+    return {
+        "name": "slow",
+        "recipe": "slow:Slow",
+        "params": {"gate": str(tmp_path / "gate")},
+        "output_dir": str(notebook / "runs"),
+        "train": {"epochs": 1, "batch_size": 8, "workers": 1},
+        "tracking": {"tensorboard": False},
+    }
+
+
+def test_digits_train_from_a_delta_table_and_stand_in_the_notebooks_experiment(
+    notebook: Path, workspace: MlflowServer, digits: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = delta_tables(digits, notebook / "digits")
+    result = stoker.run(
+        "example:digits",
+        f"params.data={data}",
+        f"output_dir={notebook / 'runs'}",
+        "train.epochs=1",
+        "train.workers=1",
+        "tracking.tensorboard=false",
+    )
+    shown = capsys.readouterr().out
+    assert result.code == 0 and result.status == "succeeded"
+    assert result.best["val/acc1"] > 0.2 and result.metrics["train/loss"] > 0
+    assert "epoch 1/1 done" in shown, "in the cell"
+    assert f"mlflow   databricks {EXPERIMENT} (Databricks)" in shown
+
+    # The run directory is in the volume, written as volumes allow: whole files.
+    assert result.run_dir.parent == notebook / "runs"
+    there = {path.name for path in result.run_dir.iterdir()}
+    assert {"config.yaml", "summary.json", "events.jsonl", "report.html", "logs"} <= there
+    assert {"checkpoints", "model"} <= there and not {"code", "process.id"} & there
+    assert result.summary["model"] == str(result.run_dir / "model")
+    assert (result.run_dir / "model" / "model.safetensors").is_file()
+    assert not any((databricks.LOCAL_DISK / "stoker-runs").iterdir()), "nothing stays on the driver's disk"
+
+    summary = result.summary
+    assert summary == json.loads((result.run_dir / "summary.json").read_text())
+    assert (summary["backend"], len(summary["cluster"]["hosts"])) == ("ray", 3)
+    assert summary["records"]["read"] == summary["records"]["trained"] + summary["records"]["remainder"]
+    written = (result.run_dir / "config.yaml").read_text()
+    assert '"tracking.mlflow.uri": "Databricks"' in written and '"train.epochs": "stoker.run"' in written
+    assert yaml.safe_load(written)["tracking"]["mlflow"]["experiment"] == EXPERIMENT
+    everything = shown + "".join(
+        path.read_text(errors="replace") for path in result.run_dir.rglob("*") if path.is_file()
+    )
+    assert "dapi0123456789abcdef" not in everything and os.environ["RAY_AUTH_TOKEN"] not in everything
+
+    (run,) = workspace.runs(EXPERIMENT)
+    assert run["info"]["status"] == "FINISHED"
+    assert latest(run)["val/acc1"] == pytest.approx(result.metrics["val/acc1"])
+    assert pairs(run, "tags")["stoker.backend"] == "ray"
+
+
+def test_an_interrupted_cell_leaves_a_checkpoint_from_which_the_next_one_goes_on(
+    slow: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupt = at_the_first_step(lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(stoker.RunInterrupt) as caught:
+        stoker.run(slow)
+    interrupt.join()
+    stopped = caught.value.result
+    assert (stopped.code, stopped.status) == (130, "interrupted")
+    (kept,) = (stopped.run_dir / "checkpoints").glob("step-*")
+    assert (kept / "manifest.json").is_file()
+
+    capsys.readouterr()
+    Path(slow["params"]["gate"]).touch()
+    result = stoker.run(slow, resume=str(stopped.run_dir))
+    assert result.code == 0 and result.summary["steps"] == 100
+    assert result.run_dir != stopped.run_dir
+    assert kept.name in capsys.readouterr().out
+
+
+def test_a_job_that_crashes_leaves_the_notebook_as_it_is(slow: dict[str, Any]) -> None:
+    crash = at_the_first_step(lambda: os.kill(job_process(), signal.SIGKILL))
+    with pytest.raises(stoker.RunError, match="exit code 137") as caught:
+        stoker.run(slow)
+    crash.join()
+    assert (caught.value.result.run_dir / "events.jsonl").is_file()
+
+
+def test_data_that_does_not_fit_is_refused_and_leaves_no_run(notebook: Path) -> None:
+    result = stoker.run(
+        "example:digits", f"params.data={notebook / 'none'}", f"output_dir={notebook / 'runs'}", check=False
+    )
+    assert (result.code, result.status) == (2, "refused")
+    assert "none" in result.error and "\n" not in result.error
+    assert not result.run_dir.exists()
+
+
+def at_the_first_step(act: Callable[[], None]) -> threading.Thread:
+    """Act once the run under way has trained a step."""
+
+    def work() -> None:
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline:
+            files = (databricks.LOCAL_DISK / "stoker-runs").glob("*/events.jsonl")
+            if any('"event": "step"' in path.read_text() for path in files):
+                act()
+                return
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def job_process() -> int:
+    """The job's process, a child of this one."""
+    import psutil
+
+    (found,) = [c.pid for c in psutil.Process().children() if "train.py" in c.cmdline()]
+    return found

@@ -1,0 +1,185 @@
+"""`stoker.run` before a process is started: jobs, clusters, folders, MLflow, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stoker
+from launcher import databricks
+from launcher.notebook import RunInterrupt, plan
+from launcher.notebook_run import RunResult
+from stoker.errors import UsageError
+from stoker.place import LASTING_DIR_VARIABLE, local_place
+
+JOB: dict[str, Any] = {"name": "made", "recipe": "rows:Counting", "train": {"epochs": 3}}
+CLUSTER = "10.0.0.4:9123"
+
+
+@pytest.fixture(autouse=True)
+def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A notebook's folder, outside Databricks."""
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", databricks.RUNTIME_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.py").write_text((Path(__file__).parents[1] / "recipes" / "rows.py").read_text())
+
+
+def refused(config: Any = JOB, *overrides: str, address: str = "local") -> str:
+    with pytest.raises(UsageError) as caught:
+        plan(config, overrides, address)
+    (problem,) = caught.value.problems
+    assert "\n" not in problem
+    return problem
+
+
+def test_a_job_is_a_file_its_text_or_a_dictionary(tmp_path: Path) -> None:
+    text = "name: made\nrecipe: rows:Counting\ntrain:\n  epochs: 3\n"
+    (tmp_path / "job.yaml").write_text(text)
+    for config in (JOB, text, "job.yaml", Path("job.yaml")):
+        request = plan(config, ("train.lr=0.5",), "local")
+        resolved = request.job.resolved
+        assert (resolved.config.train.epochs, resolved.config.train.lr) == (3, 0.5)
+        assert resolved.origins["train.lr"] == "stoker.run"
+        assert request.job.source_dir == tmp_path, "the recipe beside the notebook is staged"
+    assert JOB == {"name": "made", "recipe": "rows:Counting", "train": {"epochs": 3}}, "the caller's own"
+
+
+def test_wrong_jobs_are_refused_in_one_line_each() -> None:
+    assert refused({**JOB, "trian": {}}) == "configuration: trian: unknown key; did you mean train?"
+    assert "stoker.run: train.epoch: unknown key" in refused(JOB, "train.epoch=1")
+    assert "config: not valid YAML" in refused("name: [made\n")
+    assert "no such configuration file" in refused("jbo.yaml")
+    assert "no such example; did you mean digits?" in refused("example:digit")
+
+
+def test_auto_is_the_cluster_of_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "call ray.util.spark.setup_ray_cluster(…) first" in refused(address="auto")
+    monkeypatch.setenv("RAY_ADDRESS", CLUSTER)
+    request = plan(JOB, (f"output_dir={tmp_path}",))
+    assert request.cluster == request.environment["RAY_ADDRESS"] == CLUSTER
+    assert request.environment["STOKER_BACKEND"] == "ray"
+    assert "no token: anyone who can reach this cluster" in request.render()
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 64)
+    shown = plan(JOB, (f"output_dir={tmp_path}",)).render()
+    assert "no token" not in shown and "t" * 64 not in shown
+
+
+@pytest.mark.parametrize("address", ["ray://10.0.0.4:10001", "http://10.0.0.4:8265", "10.0.0.4", ""])
+def test_other_addresses_are_refused(address: str) -> None:
+    assert "must be auto, local or host:port" in refused(address=address)
+
+
+def test_on_a_cluster_the_output_folder_is_one_that_all_hosts_share(tmp_path: Path) -> None:
+    assert "/Volumes/<catalog>/<schema>/<volume>/runs" in refused(address=CLUSTER)
+    assert "address='local'" in refused(
+        JOB, f"output_dir={tmp_path}", "cluster.dashboard=true", address=CLUSTER
+    )
+    request = plan(JOB, (f"output_dir={tmp_path / 'runs'}",), CLUSTER)
+    assert request.run_dir.parent == tmp_path / "runs" and request.lasting is None
+
+
+def test_on_a_volume_files_that_grow_stay_on_the_drivers_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume = tmp_path / "Volumes/main/default/runs"
+    monkeypatch.setattr(databricks, "VOLUMES", f"{tmp_path}/Volumes/")
+    request = plan(JOB, (f"output_dir={volume}",), CLUSTER)
+    assert request.lasting is not None and request.lasting.parent == volume
+    assert request.run_dir.name == request.lasting.name and volume not in request.run_dir.parents
+    for name in (LASTING_DIR_VARIABLE, "STOKER_RUN_DIR"):
+        monkeypatch.setenv(name, request.environment[name])
+    place = local_place()
+    assert (place.checkpoint_dir, place.model_dir) == (
+        request.lasting / "checkpoints",
+        request.lasting / "model",
+    )
+    assert place.synced, "checkpoints are written file by file, not renamed into place"
+
+
+def test_what_grows_is_copied_whole_and_what_has_not_changed_is_not(tmp_path: Path) -> None:
+    source, target = tmp_path / "disk", tmp_path / "volume"
+    (source / "logs").mkdir(parents=True)
+    (source / "summary.json").write_text("{}")
+    (source / "logs/console.log").write_text("one\n")
+    said: list[str] = []
+    copies = databricks.Copies(source, target, said.append)
+    copies.copy()
+    (target / "summary.json").write_text("as it was copied")
+    with (source / "logs/console.log").open("a") as file:
+        file.write("two\n")
+    copies.start()
+    copies.finish()
+    assert (target / "logs/console.log").read_text() == "one\ntwo\n"
+    assert (target / "summary.json").read_text() == "as it was copied"
+    (target / "logs/console.log").unlink()
+    (target / "logs").rmdir()
+    (target / "logs").write_text("in the way")
+    (source / "logs/console.log").write_text("three\n")
+    with pytest.raises(OSError, match=r"File exists|Not a directory"):
+        copies.finish()
+
+
+def test_a_volume_that_fails_for_a_while_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(databricks, "COPY_EVERY_S", 0.01)
+    source = tmp_path / "disk"
+    source.mkdir()
+    (source / "summary.json").write_text("{}")
+    (tmp_path / "volume").write_text("not yet a folder")
+    said: list[str] = []
+    copies = databricks.Copies(source, tmp_path / "volume" / "run", said.append)
+    copies.start()
+    until(lambda: bool(said))
+    (tmp_path / "volume").unlink()
+    until(lambda: (tmp_path / "volume/run/summary.json").is_file())
+    copies.finish()
+    (line,) = said
+    assert "cannot be written now" in line
+
+
+def until(true: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_outside_databricks_and_where_the_job_says_otherwise_mlflow_is_as_configured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert plan(JOB, (), "local").job.resolved.config.tracking.mlflow.uri is None
+    monkeypatch.setenv(databricks.RUNTIME_VARIABLE, "17.3")
+    for word in ("tracking.mlflow.uri=null", "tracking.mlflow.uri=http://mlflow.example.com"):
+        request = plan(JOB, (word,), "local")
+        assert request.job.resolved.origins["tracking.mlflow.uri"] == "stoker.run"
+        assert "DATABRICKS_TOKEN" not in request.environment and not request.notes
+
+
+def test_a_process_without_an_experiment_is_told_how_to_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(databricks.RUNTIME_VARIABLE, "17.3")
+    for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "databricks")
+    monkeypatch.setenv("DATABRICKS_HOST", "http://127.0.0.1:9")
+    monkeypatch.setenv("DATABRICKS_TOKEN", "dapi0123456789abcdef")
+    request = plan(JOB, (), "local")
+    assert request.job.resolved.config.tracking.mlflow.uri is None
+    assert "call mlflow.set_experiment" in request.render()
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    assert "MLflow" in plan(JOB, (), "local").render()
+
+
+def test_a_result_shows_what_counts(tmp_path: Path) -> None:
+    metrics = {"last": {"val/loss": 0.5}, "best": {"val/loss": 0.4}}
+    result = RunResult(130, tmp_path, {"status": "interrupted", "metrics": metrics})
+    assert (result.status, result.metrics["val/loss"], result.best["val/loss"]) == ("interrupted", 0.5, 0.4)
+    assert RunResult(2, tmp_path, {}).status == "refused"
+    assert isinstance(RunInterrupt(result), KeyboardInterrupt), "cells below do not run"
+    assert stoker.RunResult is RunResult
