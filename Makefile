@@ -78,4 +78,4 @@ audit: setup  ## known vulnerabilities of the pinned packages; needs PyPI
 	@$(BIN)/python scripts/audit.py
 
 clean:  ## remove the environment, caches and example data; keeps runs/
-	rm -rf $(VENV) .peers .audit .spark .data .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .peers .audit .places .data .pytest_cache .mypy_cache .ruff_cache

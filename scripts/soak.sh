@@ -13,7 +13,7 @@ run() {
   # 5: the part has no soak tests.
   [ $code = 0 ] || [ $code = 5 ] || failed=1
 }
-bash scripts/spark.sh || failed=1
+bash scripts/places.sh || failed=1
 # One after the other, because test files of two parts may have the same name.
 for part in unit integration rehearsal e2e; do
   run "long-$part" -m soak "tests/$part"

@@ -1,4 +1,4 @@
-"""The notebook for Databricks on a real Spark cluster of this machine: Ray on Spark, `stoker.run`, a Delta table.
+"""The notebook for Databricks, on a real Spark cluster of this machine: Ray on Spark and a Delta table.
 
 Spark's `local-cluster` mode starts a master and workers as processes of their own. It needs Java and pyspark,
 which is large: `make soak` installs it into a folder beside the environment.
@@ -19,8 +19,8 @@ from commands import ROOT
 from nbclient import NotebookClient
 
 NOTEBOOK = ROOT / "docs/notebooks/databricks.ipynb"
-SPARK = ROOT / ".spark"
-"""Where scripts/spark.sh installs pyspark."""
+SPARK = ROOT / ".places/spark"
+"""Where scripts/places.sh installs pyspark."""
 BEFORE = """
 import os
 import deltalake
@@ -43,13 +43,13 @@ def missing() -> str:
     if shutil.which("java") is None:
         return "java is not installed: apt-get install default-jre-headless"
     if not (SPARK / "pyspark").is_dir() and importlib.util.find_spec("pyspark") is None:
-        return "pyspark is not installed: bash scripts/spark.sh"
+        return "pyspark is not installed: bash scripts/places.sh"
     return ""
 
 
 @pytest.fixture
 def machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables of the cluster's machines; Ray on Spark shares out their memory by what they say of it."""
+    """The variables of the cluster's machines, with what Ray on Spark may use of their memory."""
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         monkeypatch.delenv(name)
     for name, value in {
