@@ -7,6 +7,7 @@ import os
 import queue
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from stoker.place import PACKAGE_VARIABLE
 from stoker.redaction import scrub
 
 POLL_S = 0.5
+REACH_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,12 @@ def submit(request: NotebookRequest) -> NotebookRun:
     """Notebook: stage the source and start the job's process.
 
     Raises:
-        UsageError: the source is too large for the cluster, or the run directory cannot be written.
+        UsageError: nothing listens at the cluster's address, the source is too large for it, or the run
+            directory cannot be written.
     """
     local = request.cluster is None
+    if request.cluster is not None:
+        refuse_unreachable(request.cluster)
     new = not request.run_dir.exists()
     code = request.run_dir / "code" if local else Path(tempfile.mkdtemp(prefix="stoker-code-")) / "code"
     try:
@@ -127,6 +132,20 @@ def submit(request: NotebookRequest) -> NotebookRun:
     if request.lasting is None:
         (request.run_dir / PROCESS_FILE).write_text(str(process.pid))
     return NotebookRun(request, process, None if local else code.parent, new, latest)
+
+
+def refuse_unreachable(cluster: str) -> None:
+    """Notebook: refuse an address at which nothing listens; Ray itself would try again for minutes.
+
+    Raises:
+        UsageError: says why.
+    """
+    host, _, port = cluster.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UsageError(f"address: no Ray cluster at {cluster}: {why}; is it still running?") from None
 
 
 class NotebookRun:
@@ -178,6 +197,8 @@ class NotebookRun:
                 return self.process.poll() is not None
             if line is None:
                 return True
+            if self.request.lasting is not None:  # where its files will be, not where they are now
+                line = line.replace(str(self.request.run_dir), str(self.request.lasting))
             if line.startswith("error: "):
                 self._errors.append(line.removeprefix("error: "))
             print(line, flush=True)

@@ -11,8 +11,12 @@ if ! command -v java >/dev/null; then
   fi
   apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y default-jre-headless >/dev/null
 fi
-# Neither into the environment: one is large, the other asks for other versions of what is there.
+if ! command -v fusermount >/dev/null || ! ldconfig -p | grep -q libfuse.so.2; then
+  DEBIAN_FRONTEND=noninteractive apt-get -qq install -y fuse libfuse2 >/dev/null || echo "without fuse and libfuse2" >&2
+fi
+# None into the environment: they are large, or ask for other versions of what is there.
 [ -d .places/spark/pyspark ] || pip install --no-deps --target .places/spark pyspark==4.3.0 py4j==0.10.9.9
+[ -f .places/fuse/fuse.py ] || pip install --no-deps --target .places/fuse fusepy==3.0.1
 if [ ! -x .places/skypilot/bin/sky ]; then
   "$VENV/bin/python" -m venv .places/skypilot
   pip --python .places/skypilot/bin/python install skypilot==0.14.1

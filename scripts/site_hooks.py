@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ERRORS = {"UsageError": "exit code 2", "DataError": "exit code 1", "ClusterError": "exit code 1"}
 API = {
     "In your own script": ("stoker.DataLoader", "stoker.log", "stoker.checkpoint_dir"),
+    "In a notebook": ("launcher.notebook.run", "launcher.notebook_run.RunResult"),
     "Recipes": ("stoker.recipe.Recipe",),
     "Data and transforms": tuple(
         f"stoker.data.{room}.{name}" for room, names in stoker.data._ROOMS.items() for name in names

@@ -1,12 +1,11 @@
 """The notebook for Databricks, on a real Spark cluster of this machine: Ray on Spark and a Delta table.
 
-Spark's `local-cluster` mode starts a master and workers as processes of their own. It needs Java and pyspark,
-which is large: `make soak` installs it into a folder beside the environment.
+Spark's `local-cluster` mode starts a master and workers as processes of their own. The volume is a FUSE file
+system that refuses what volumes refuse. `make soak` installs what this needs (scripts/places.sh).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -18,13 +17,19 @@ import pytest
 from commands import ROOT
 from nbclient import NotebookClient
 
+from tests.fakes.volume import volume
+
 NOTEBOOK = ROOT / "docs/notebooks/databricks.ipynb"
-SPARK = ROOT / ".places/spark"
-"""Where scripts/places.sh installs pyspark."""
+SPARK, FUSE = ROOT / ".places/spark", ROOT / ".places/fuse"
+"""Where scripts/places.sh installs pyspark and fusepy."""
 BEFORE = """
 import os
 import deltalake
 from pyspark.sql import SparkSession
+
+from launcher import databricks
+
+databricks.VOLUMES = VOLUME  # there: /Volumes/
 
 # On Databricks, `spark` is there, and the cluster's settings give each machine its variables.
 settings = SparkSession.builder.master("local-cluster[2,1,1024]").config("spark.ui.enabled", "false")
@@ -33,7 +38,7 @@ for name in [name for name in os.environ if name.startswith("RAY_")]:
 spark = settings.config("spark.driver.host", "127.0.0.1").getOrCreate()
 for split in ("train", "val"):
     rows = spark.read.parquet(f"{DIGITS}/parquet/{split}").repartition(4)
-    deltalake.write_deltalake(f"{VOLUME}/digits/{split}", rows.toArrow())
+    deltalake.write_deltalake(f"{FILES}/digits/{split}", rows.toArrow())
 """
 GB = 2**30
 
@@ -42,8 +47,10 @@ def missing() -> str:
     """What this machine lacks."""
     if shutil.which("java") is None:
         return "java is not installed: apt-get install default-jre-headless"
-    if not (SPARK / "pyspark").is_dir() and importlib.util.find_spec("pyspark") is None:
-        return "pyspark is not installed: bash scripts/places.sh"
+    if not (SPARK / "pyspark").is_dir() or not FUSE.is_dir():
+        return "pyspark or fusepy is not installed: bash scripts/places.sh"
+    if shutil.which("fusermount") is None or not Path("/dev/fuse").exists():
+        return "this machine cannot mount file systems: apt-get install fuse libfuse2"
     return ""
 
 
@@ -70,22 +77,28 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(2000)
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.usefixtures("machines")
 def test_its_cells_train_digits_from_a_delta_table_on_ray_on_spark(digits: Path, tmp_path: Path) -> None:
     """Ray on Spark waits 20 s for its head, whether that is up or not."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     cells = {cell.id: cell for cell in notebook.cells}
-    cells["places"].source = f"VOLUME, DIGITS = {str(tmp_path)!r}, {str(digits)!r}\n{BEFORE}"
     cells["end"].source += "\nspark.stop()"
-    resources = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=560, startup_timeout=300, resources=resources).execute()
+    with volume(tmp_path, FUSE) as mounted:
+        paths = f"VOLUME, FILES, DIGITS = {str(mounted.mount)!r}, {str(mounted.below)!r}, {str(digits)!r}"
+        cells["places"].source = paths + BEFORE
+        resources = {"metadata": {"path": str(tmp_path)}}
+        NotebookClient(notebook, timeout=1800, startup_timeout=300, resources=resources).execute()
+        assert mounted.refused() == []
 
     shown = "".join(out.text for out in cells["train"].outputs if out.get("name") == "stdout")
     assert "epoch 2/2 done" in shown, "progress in the cell"
     assert "no token" not in shown
-    (run_dir,) = (tmp_path / "runs").glob("digits-*")
-    assert str(run_dir) in str(cells["shown"].outputs)
+    (run_dir,) = (mounted.below / "runs").glob("digits-*")
+    assert f"run            {mounted.mount / 'runs' / run_dir.name}" in shown
+    assert str(mounted.mount / "runs" / run_dir.name) in str(cells["shown"].outputs)
+    assert {"model.safetensors", "model.pt2"} <= {path.name for path in (run_dir / "model").iterdir()}
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], summary["backend"]) == ("succeeded", "ray")
     assert summary["metrics"]["best"]["val/acc1"] > 0.2

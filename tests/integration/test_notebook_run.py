@@ -22,6 +22,8 @@ from pyarrow import parquet
 
 import stoker
 from launcher import databricks
+from stoker.bootstrap.raynode import free_port
+from stoker.errors import UsageError
 from tests.fakes.mlflow_server import MlflowServer, latest, pairs
 from tests.fakes.ray_nodes import RayNodes
 
@@ -173,6 +175,17 @@ def test_a_job_that_crashes_leaves_the_notebook_as_it_is(slow: dict[str, Any]) -
         stoker.run(slow)
     crash.join()
     assert (caught.value.result.run_dir / "events.jsonl").is_file()
+
+
+def test_a_cluster_that_is_gone_or_refuses_the_token_is_one_line(
+    slow: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UsageError, match=r"no Ray cluster at 127.0.0.1:\d+: Connection refused"):
+        stoker.run(slow, address=f"127.0.0.1:{free_port()}")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    result = stoker.run(slow, check=False)
+    assert result.code == 1 and "\n" not in result.error
+    assert "cannot use the Ray cluster of" in result.error and "RAY_AUTH_TOKEN" in result.error
 
 
 def test_data_that_does_not_fit_is_refused_and_leaves_no_run(notebook: Path) -> None:
