@@ -74,13 +74,7 @@ def run(
     resolved = load(config, [*given, *resume.overrides()])
     learn_job(resolved.config.model_dump(mode="json"))
     job = open_job(resolved, options.source_dir)
-    if job.resolved.config.cluster.dashboard and "dashboard" not in place.options:
-        raise UsageError(f"cluster.dashboard: only for local runs, not --on {options.on}")
-    if job.resolved.config.cluster.cpu_hosts.max and not place.scales:
-        raise UsageError(
-            f"cluster.cpu_hosts: with --on {options.on} hosts cannot be added during a run; leave it out and"
-            " choose their number with `size`"
-        )
+    refuse_unsupported(job.resolved.config, place)
     if job.resolved.config.script is None:
         check_recipe(job, place.name == "local")
     request: Any = place.plan(job, options, resume)
@@ -97,6 +91,21 @@ def run(
     if code not in (0, 2) and run_dir and (line := continuation(run_dir, job.resolved.config, sys.argv)):
         print(f"continue: {line}")
     return code
+
+
+def refuse_unsupported(config: Config, place: Backend) -> None:
+    """Laptop: refuse keys of the configuration that mean nothing at a place.
+
+    Raises:
+        UsageError: names the key.
+    """
+    if config.cluster.dashboard and "dashboard" not in place.options:
+        raise UsageError(f"cluster.dashboard: only for local runs, not --on {place.name}")
+    if config.cluster.cpu_hosts.max and not place.scales:
+        raise UsageError(
+            f"cluster.cpu_hosts: with --on {place.name} hosts cannot be added during a run; leave it out and"
+            " choose their number with `size`"
+        )
 
 
 def check_recipe(job: Job, local: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import tempfile
@@ -69,7 +70,9 @@ def mlflow_of_notebook() -> Tracked:
         return Tracked(
             note="MLflow: off, because this process has no experiment; call mlflow.set_experiment('/Users/…')"
         )
-    return Tracked(("tracking.mlflow.uri=databricks", f"tracking.mlflow.experiment={name}"), environment)
+    return Tracked(
+        ("tracking.mlflow.uri=databricks", f"tracking.mlflow.experiment={json.dumps(name)}"), environment
+    )
 
 
 class Copies:

@@ -17,7 +17,7 @@ from typing import Any
 
 from launcher import databricks, ray_jobs, runs
 from launcher.backends import backend
-from launcher.commands import check_recipe
+from launcher.commands import check_recipe, refuse_unsupported
 from launcher.job import Job, example_file, open_job
 from launcher.notebook_run import NotebookRequest, RunResult, submit
 from launcher.resuming import resolve
@@ -108,6 +108,7 @@ def plan(
     resolved, tracked = with_mlflow(given, [*words, *found.overrides()])
     learn_job(resolved.config.model_dump(mode="json"))
     job = open_job(resolved, folder)
+    refuse_unsupported(resolved.config, place)
     refuse_missing(resolved.config)
     if resolved.config.script is None:
         check_recipe(job, local=cluster is None)
@@ -117,8 +118,6 @@ def plan(
         run_dir = found.run_dir or runs.new_run_dir(job)
         variables |= {BACKEND_VARIABLE: "local", RUN_DIR_VARIABLE: str(run_dir)}
         return NotebookRequest(job, run_dir, None, None, variables, tuple(notes))
-    if resolved.config.cluster.dashboard:
-        raise UsageError("cluster.dashboard: only with address='local'; this cluster was started without us")
     run_dir, lasting = folders(job)
     if ray_jobs.find_token() is None:
         notes.append("no token: anyone who can reach this cluster can run code on it")

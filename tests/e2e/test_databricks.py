@@ -10,6 +10,8 @@ import json
 import os
 import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -17,6 +19,7 @@ import pytest
 from commands import ROOT
 from nbclient import NotebookClient
 
+from tests.fakes import ray_on_spark
 from tests.fakes.volume import volume
 
 NOTEBOOK = ROOT / "docs/notebooks/databricks.ipynb"
@@ -55,8 +58,9 @@ def missing() -> str:
 
 
 @pytest.fixture
-def machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variables of the cluster's machines, with what Ray on Spark may use of their memory."""
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The variables of the cluster's machines, with what Ray on Spark may use of each."""
+    folder = Path(tempfile.mkdtemp(prefix="rs", dir="/tmp"))  # socket paths must stay short
     for name in [name for name in os.environ if name.startswith("RAY_")]:
         monkeypatch.delenv(name)
     for name, value in {
@@ -68,12 +72,18 @@ def machines(monkeypatch: pytest.MonkeyPatch) -> None:
         "RAY_ON_SPARK_WORKER_SHARED_MEMORY_BYTES": str(GB // 2),
         "RAY_ON_SPARK_DRIVER_PHYSICAL_MEMORY_BYTES": str(4 * GB),
         "RAY_ON_SPARK_DRIVER_SHARED_MEMORY_BYTES": str(GB // 2),
-        "PYTHONPATH": f"{SPARK}:{os.environ['PYTHONPATH']}",
+        "PYTHONPATH": f"{SPARK}:{ROOT}:{os.environ['PYTHONPATH']}",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYSPARK_PYTHON": sys.executable,
+        "PYSPARK_PYTHON": ray_on_spark.apart(folder, tmp_path / "python"),
+        "RAY_ON_SPARK_START_HOOK": "tests.fakes.ray_on_spark.Hook",
+        ray_on_spark.FOLDER_VARIABLE: str(folder),
+        "RAY_ON_SPARK_WORKER_CPU_CORES": "1",
+        "RAY_ON_SPARK_WORKER_GPU_NUM": "0",
         "SPARK_LOCAL_IP": "127.0.0.1",
     }.items():
         monkeypatch.setenv(name, value)
+    yield
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.mark.soak

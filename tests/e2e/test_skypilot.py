@@ -21,10 +21,24 @@ from tests.fakes.ray_nodes import stop_all
 _, GPU, CPU = yaml.safe_load_all((ROOT / "docs/ray/sky.yaml").read_text())
 
 
-def host(task: dict[str, Any], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """A task's commands in a shell, with the variables that SkyPilot and the task set."""
+PRIVATE = 'mount -t tmpfs tmpfs "$0" && exec "$@"'
+
+
+def host(
+    task: dict[str, Any], environment: dict[str, str], log: Path, own: Path | None = None
+) -> subprocess.Popen[bytes]:
+    """A task's commands in a shell, with the variables that SkyPilot and the task set.
+
+    Args:
+        task: of the manifest.
+        environment: variables that differ here.
+        log: for what the commands print.
+        own: a folder that only they see: Ray's nodes unpack a job's code there, each over the other's.
+    """
     given = {**task["envs"], "SKYPILOT_NUM_GPUS_PER_NODE": "0", **environment}
     command = ["bash", "-c", task["run"]]
+    if own is not None:
+        command = ["unshare", "--mount", "bash", "-c", PRIVATE, str(own), *command]
     with log.open("wb") as output:
         return subprocess.Popen(
             command, cwd=ROOT, env=given, stdout=output, stderr=output, start_new_session=True
@@ -48,15 +62,14 @@ def test_the_hosts_of_both_tasks_form_a_cluster_that_runs_the_job(digits: Path, 
         "JOB": str(tmp_path / "job.yaml"),
         "OUTPUT": str(tmp_path / "runs"),
         "RAY_AUTH_TOKEN": "6" * 64,
+        "RAY_TMPDIR": str(scratch),
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    gpu = host(GPU, {**common, "RAY_TMPDIR": f"{scratch}/gpu"}, tmp_path / "gpu.log")
-    cpu = host(CPU, {**common, "RAY_TMPDIR": f"{scratch}/cpu"}, tmp_path / "cpu.log")
+    gpu = host(GPU, common, tmp_path / "gpu.log")
+    cpu = host(CPU, common, tmp_path / "cpu.log", scratch)
     try:
         code = gpu.wait(540)
-        assert code == 0, (tmp_path / "gpu.log").read_text()[-4000:] + (tmp_path / "cpu.log").read_text()[
-            -2000:
-        ]
+        assert code == 0, "".join((tmp_path / name).read_text()[-4000:] for name in ("gpu.log", "cpu.log"))
         cpu.wait(120)  # SkyPilot would end it 30 s after the GPU task
     finally:
         stop_all([gpu, cpu])

@@ -77,9 +77,9 @@ def test_other_addresses_are_refused(address: str) -> None:
 
 def test_on_a_cluster_the_output_folder_is_one_that_all_hosts_share(tmp_path: Path) -> None:
     assert "/Volumes/<catalog>/<schema>/<volume>/runs" in refused(address=CLUSTER)
-    assert "address='local'" in refused(
-        JOB, f"output_dir={tmp_path}", "cluster.dashboard=true", address=CLUSTER
-    )
+    shared = f"output_dir={tmp_path}"
+    assert "only for local runs" in refused(JOB, shared, "cluster.dashboard=true", address=CLUSTER)
+    assert "hosts cannot be added" in refused(JOB, shared, "cluster.cpu_hosts.max=2")
     request = plan(JOB, (f"output_dir={tmp_path / 'runs'}",), CLUSTER)
     assert request.run_dir.parent == tmp_path / "runs" and request.lasting is None
 

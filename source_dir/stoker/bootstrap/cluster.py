@@ -117,8 +117,10 @@ def connected() -> Iterator[None]:
     try:
         ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_env())
     except (OSError, RuntimeError, ValueError) as error:
+        cause = " ".join(str(error).split())
         raise ClusterError(
-            f"cannot use the Ray cluster of {where}: {' '.join(str(error).split())}"
+            f"cannot use the Ray cluster of {where}: {cause}; its token (RAY_AUTH_MODE, RAY_AUTH_TOKEN) and"
+            " its versions of Ray and Python must be those of this process"
         ) from error
     try:
         yield
