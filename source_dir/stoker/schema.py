@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from stoker.schema_places import CpuHostsConfig, RehearsalConfig, SageMakerConfig, Section
+from stoker.schema_places import CpuHostsConfig, RehearsalConfig, SageMakerConfig, Section, SlurmConfig
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 
@@ -307,6 +307,7 @@ class Config(Section):
     )
     sagemaker: SageMakerConfig = Field(SageMakerConfig(), description="--on sagemaker")
     rehearsal: RehearsalConfig = Field(RehearsalConfig(), description="--on rehearsal")
+    slurm: SlurmConfig = Field(SlurmConfig(), description="--on slurm")
 
     @field_validator("args")
     @classmethod

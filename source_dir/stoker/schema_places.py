@@ -1,4 +1,4 @@
-"""Configuration of the backends: SageMaker and its rehearsal."""
+"""Configuration of the backends: SageMaker, its rehearsal and Slurm."""
 
 from __future__ import annotations
 
@@ -171,3 +171,59 @@ class RehearsalConfig(Section):
         [], description="faults to inject: kill:algo-3@20s, term:all@formed+5s; see docs/rehearsal.md"
     )
     timeout_s: float = Field(3600, gt=0, description="kill the rehearsal after this time")
+
+
+class SlurmNodesConfig(Section):
+    partition: str | None = Field(None, description="partition; null: the cluster's default")
+    nodes: int = Field(0, description="number of nodes")
+    cpus: int | None = Field(None, ge=1, description="CPUs per node; null: whole nodes (--exclusive)")
+    memory_gb: int | None = Field(
+        None, ge=1, description="memory per node; null: all of whole nodes, else the cluster's default"
+    )
+    constraint: str | None = Field(None, description="features that the nodes must have, such as a100&nvme")
+    qos: str | None = Field(None, description="quality of service")
+    extra: list[str] = Field([], description="further options of sbatch: [--reservation=spring]")
+
+
+class SlurmGpuNodesConfig(SlurmNodesConfig):
+    nodes: int = Field(1, description="number of nodes")
+    gpus: int = Field(1, description="GPUs per node")
+    gpu_type: str | None = Field(None, description="type of GPU as the cluster names it, such as a100")
+
+
+class SlurmConfig(Section):
+    gpu: SlurmGpuNodesConfig = Field(SlurmGpuNodesConfig(), description="nodes that train: group `gpu`")
+    cpu: SlurmNodesConfig = Field(SlurmNodesConfig(), description="nodes that preprocess: group `cpu`")
+    account: str | None = Field(None, description="account to charge")
+    max_runtime_s: int | None = Field(
+        None, description="time limit of each start; null: the partition's, at which Slurm kills the job"
+    )
+    stop_before_s: int = Field(
+        180, description="how long before the time limit the run writes a checkpoint and stops"
+    )
+    restarts: int = Field(
+        20,
+        ge=0,
+        description="times that the job requeues itself at its time limit, to resume; 0: do not requeue,"
+        " not even after a preemption",
+    )
+    setup: list[str] = Field(
+        [],
+        description="shell lines that activate the job's Python environment on the nodes; empty: the one"
+        " of this command",
+    )
+    container: Literal["none", "pyxis", "apptainer"] = Field(
+        "none", description="what runs the image: Pyxis (srun --container-image) or Apptainer"
+    )
+    image: str | None = Field(None, description="container image with the job's requirements")
+    mounts: list[str] = Field(
+        [], description="folders that the container sees besides the run directory, /path or /path:/inside"
+    )
+
+    @model_validator(mode="after")
+    def _container_is_whole(self) -> SlurmConfig:
+        if (self.container == "none") != (self.image is None):
+            raise ValueError("container and image require each other")
+        if self.mounts and self.container == "none":
+            raise ValueError("mounts require a container")
+        return self

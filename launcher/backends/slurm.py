@@ -1,0 +1,131 @@
+"""Laptop: `--on slurm`: run the job through a Slurm cluster's queue, from one of its login nodes.
+
+    request = plan(job)
+    run = submit(request)
+    for line in run.logs(follow=True): ...
+
+With CPU nodes it is a heterogeneous job. Source, token, log and results are in the run directory, which the
+nodes share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher import runs
+from launcher.backends.base import Backend
+from launcher.job import Job
+from launcher.sagemaker import upload
+from launcher.slurm import checks, commands
+from launcher.slurm.run import SlurmRun
+from launcher.slurm.script import JOB_FILE, LOG, batch_script
+from stoker.bootstrap.cluster import TOKEN_FILE
+from stoker.errors import UsageError
+
+SCRIPT = "slurm.sh"
+
+
+@dataclass(frozen=True)
+class SlurmRequest:
+    """Laptop: a batch script and the run directory that it works in."""
+
+    job: Job
+    run_dir: Path
+    script: str
+    notes: tuple[str, ...]
+
+    def render(self) -> str:
+        """The batch script, and what the user should know."""
+        rows = [f"results   {self.run_dir}", *(f"note: {line}" for line in self.notes)]
+        return f"{self.script}\n" + "\n".join(rows)
+
+    def stage(self) -> None:
+        """Create the run directory: the staged source with the hosts' token, and the batch script."""
+        self.run_dir.mkdir(parents=True)
+        (self.run_dir / LOG).parent.mkdir()
+        upload.stage(self.job, self.run_dir / "code", {}, TOKEN_FILE)
+        (self.run_dir / SCRIPT).write_text(self.script)
+
+    def write(self, path: Path) -> str:
+        """Stage the job and write its script to a file, for users who edit it first; returns what to type."""
+        self.stage()
+        path.write_text(self.script)
+        return f"sbatch {path}\n# status, logs and stop: {self.run_dir}"
+
+
+def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
+    """Laptop: check the job against the cluster's partitions and write its script; submits nothing.
+
+    Args:
+        job: what to run.
+        offline: do not ask the cluster, which may be out of reach from here.
+
+    Raises:
+        UsageError: lists every problem, one line each.
+    """
+    config = job.resolved.config
+    problems = checks.problems_of(config.slurm, config.output_dir)
+    if not offline:
+        try:
+            problems += checks.cluster_problems(config.slurm, commands.partitions())
+        except UsageError as error:
+            problems += error.problems
+    if problems:
+        raise UsageError(*dict.fromkeys(problems))
+    run_dir = runs.new_run_dir(job)
+    notes = [f"params.{name} = {path} must exist on the nodes, too" for name, path in job.data.items()]
+    if config.slurm.max_runtime_s is None:
+        notes.append(
+            "without slurm.max_runtime_s, the partition's time limit ends the job without a checkpoint"
+        )
+    script = batch_script(config.slurm, job.name, run_dir)
+    return SlurmRequest(job, run_dir, script, tuple(notes))
+
+
+def submit(request: SlurmRequest) -> SlurmRun:
+    """Laptop: stage the source into the run directory and submit the job.
+
+    Raises:
+        UsageError: Slurm refused it; nothing is left of the run.
+    """
+    request.stage()
+    try:
+        job_id = commands.submitted(request.run_dir / SCRIPT)
+    except UsageError:
+        runs.forget(request.run_dir, None)
+        raise
+    (request.run_dir / JOB_FILE).write_text(f"{job_id}\n")
+    runs.point_latest(request.run_dir)
+    return SlurmRun(job_id, request.run_dir)
+
+
+def attach(run_id: str) -> SlurmRun:
+    """Laptop: find a run by its run directory, or by `slurm:<job>` while Slurm knows the job.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if not run_id.startswith("slurm:"):
+        run_dir = Path(run_id).resolve()
+        return SlurmRun((run_dir / JOB_FILE).read_text().strip(), run_dir)
+    job_id = run_id.removeprefix("slurm:")
+    if not job_id.isdigit():
+        raise UsageError(f"{run_id}: write slurm:<job id>, or name the run directory")
+    folder = commands.described(job_id).get("WorkDir") or commands.accounted(job_id, "WorkDir")
+    run_dir = Path(folder).parent
+    if not folder or not (run_dir / "code").is_dir():
+        raise UsageError(f"{run_id}: Slurm does not know this job any more; name its run directory")
+    return SlurmRun(job_id, run_dir)
+
+
+BACKEND = Backend(
+    name="slurm",
+    plan=lambda job, options, resume: plan(job, offline=options.offline),
+    submit=submit,
+    attach=attach,
+    ids=("slurm:",),
+    marker=JOB_FILE,
+    options=("offline", "request"),
+    checkpoints="shared",
+)

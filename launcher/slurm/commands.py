@@ -1,0 +1,184 @@
+"""Laptop: Slurm's commands, each with a deadline, and what they say of partitions and jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from stoker.errors import UsageError
+
+TIMEOUT_S = 60
+ENDED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+)
+"""States in which a job does not continue, as far as Slurm itself is concerned."""
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
+_GONE = ("Invalid job id", "already completing or completed", "Job/step already")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Laptop: a partition as `sinfo` describes it."""
+
+    name: str
+    up: bool
+    limit_s: int | None
+    """The longest time limit; None: unlimited."""
+    nodes: int
+    cpus: int
+    """Of its largest node."""
+    gpus: int
+    """Of the node with most."""
+
+
+@dataclass(frozen=True)
+class State:
+    """Laptop: the state of a job: PENDING, RUNNING, … and why; "" if Slurm no longer knows the job."""
+
+    word: str
+    reason: str = ""
+
+    @property
+    def active(self) -> bool:
+        return bool(self.word) and not self.word.startswith(ENDED)
+
+
+def ask(*command: str, variables: Mapping[str, str] | None = None) -> str:
+    """Laptop: run one of Slurm's commands and return what it prints.
+
+    Raises:
+        UsageError: it is not installed, took too long, or failed; one line with its own words.
+    """
+    if shutil.which(command[0]) is None:
+        raise UsageError(
+            f"{command[0]}: not found on this machine; run this command on a login node of the Slurm cluster"
+        )
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"{command[0]}: no answer from Slurm within {TIMEOUT_S} s") from None
+    if done.returncode:
+        lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        words = "; ".join(re.sub(rf"^{command[0]}: (error: )?", "", line) for line in lines[-3:])
+        raise UsageError(f"{command[0]}: {words or f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+def partitions() -> dict[str, Partition]:
+    """Laptop: the cluster's partitions; the default one also as "".
+
+    Raises:
+        UsageError: sinfo failed.
+    """
+    found: dict[str, Partition] = {}
+    for line in ask("sinfo", "--noheader", "--format=%P|%a|%l|%D|%c|%G").splitlines():
+        name, up, limit, nodes, cpus, gres = line.split("|")
+        name, default = name.strip().removesuffix("*"), name.strip().endswith("*")
+        before = found.get(name, Partition(name, False, 0, 0, 0, 0))
+        found[name] = Partition(
+            name,
+            up.strip() == "up",
+            seconds_of(limit),
+            before.nodes + _number(nodes),
+            max(before.cpus, _number(cpus)),
+            max(before.gpus, gpus_of(gres)),
+        )
+        if default:
+            found[""] = found[name]
+    return found
+
+
+def seconds_of(limit: str) -> int | None:
+    """Anywhere: a time limit as Slurm prints it, `1-04:00:00`, in seconds; None: unlimited."""
+    parts = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit.strip())
+    if parts is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in parts.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def gpus_of(gres: str) -> int:
+    """Anywhere: `gpu:a100:4(S:0-1),nvme:1` → 4."""
+    words = re.findall(r"(?:^|,)(?:gres/)?gpu(?::[^:,()]+)*?:(\d+)", gres)
+    return sum(map(int, words))
+
+
+def state_of(job_id: str) -> State:
+    """Laptop: the state of a job, from the queue, else from what the controller or accounting remember.
+
+    Raises:
+        UsageError: Slurm does not answer.
+    """
+    try:
+        rows = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%i|%T|%r").splitlines()
+    except UsageError as error:
+        if not any(word in str(error) for word in _GONE):
+            raise
+        rows = []
+    # A heterogeneous job has a row for each component; it runs when its first one does.
+    found = sorted(tuple(row.split("|")) for row in rows if row.count("|") == 2)
+    if found:
+        return State(found[0][1].strip(), found[0][2].strip())
+    return State(described(job_id).get("JobState", "") or accounted(job_id, "State").split(" ")[0])
+
+
+def described(job_id: str) -> dict[str, str]:
+    """Laptop: the fields of `scontrol show job`; empty some minutes after the job's end."""
+    try:
+        text = ask("scontrol", "--oneliner", "show", "job", job_id)
+    except UsageError as error:
+        if not any(word in str(error) for word in _GONE):
+            raise
+        return {}
+    line = text.splitlines()[0] if text.strip() else ""
+    return dict(re.findall(r"(\w+)=(\S*)", line))
+
+
+def accounted(job_id: str, field: str) -> str:
+    """Laptop: a field of a job from the accounting database; "" on clusters that have none."""
+    command = ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", f"--format={field}")
+    try:
+        lines = ask(*command).splitlines()
+    except UsageError:
+        return ""
+    return lines[0].strip() if lines else ""
+
+
+def submitted(script: Path) -> str:
+    """Laptop: submit a batch script; returns the job's id.
+
+    Raises:
+        UsageError: Slurm refused it.
+    """
+    # SBATCH_ variables precede the script's lines, and SLURM_ ones may describe the job around this shell.
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or not name.startswith(("SLURM_", "SBATCH_"))
+    }
+    return ask("sbatch", "--parsable", str(script), variables=own).strip().partition(";")[0]
+
+
+def _number(text: str) -> int:
+    digits = re.match(r"\s*(\d+)", text)
+    return int(digits[1]) if digits else 0

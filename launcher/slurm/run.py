@@ -1,0 +1,134 @@
+"""Laptop: one run on Slurm: its state in the queue, its log, and its end as its files tell it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from launcher.backends.local import PastRun
+from launcher.slurm import commands
+from launcher.slurm.commands import State
+from launcher.slurm.script import EXIT_FILE, LOG
+from stoker.errors import UsageError
+from stoker.place import STOP_FILE
+
+POLL_S = 1.0
+ASK_EVERY_S = 15.0
+"""How often to ask Slurm's controller, which all users of the cluster share."""
+UNREACHABLE_S = 600.0
+"""How long the controller may not answer while a run is watched: it may be restarted meanwhile."""
+STOPPED_CODE = 143
+
+
+class SlurmRun(PastRun):
+    """Laptop: a run on Slurm; its files are in a run directory that this machine shares with the nodes."""
+
+    def __init__(self, job_id: str, run_dir: Path, ask_every_s: float = ASK_EVERY_S) -> None:
+        super().__init__(run_dir)
+        self.job_id, self.id = job_id, f"slurm:{job_id}"
+        self._ask_every_s = ask_every_s
+        self._state, self._asked_at = State("PENDING"), 0.0
+
+    def process_id(self) -> int | None:
+        """The job's id while Slurm has the job in its queue; None after its end."""
+        return int(self.job_id.partition("_")[0]) if self.state().active else None
+
+    def state(self) -> State:
+        """The job's state in Slurm's queue."""
+        return commands.state_of(self.job_id)
+
+    def status(self) -> str:
+        """running, succeeded, failed or interrupted, with what Slurm or the run say of it."""
+        state = self.state()
+        if state.word == "PENDING":
+            again = "requeued, " if self._started() else ""
+            return f"running: {again}waiting for nodes ({state.reason or 'no reason given'})"
+        if state.active:
+            return super().status() if self._started() else f"running: {state.word.lower()}"
+        return self._ended(state)
+
+    def _ended(self, state: State) -> str:
+        if self._started() and self.summary().get("status") not in ("running", "starting"):
+            return super().status()
+        with contextlib.suppress(OSError):
+            return f"failed: {(self.run_dir / 'failure').read_text().strip()}"
+        word = state.word or "no longer known to Slurm"
+        if (self.run_dir / LOG).is_file():
+            return f"failed: the job ended without a result ({word}); see {self.run_dir / LOG}"
+        return (
+            f"failed: the job ended without a line of output ({word}); do its nodes share {self.run_dir}?"
+            " Set output_dir to a folder that they do"
+        )
+
+    def _started(self) -> bool:
+        return (self.run_dir / "summary.json").is_file()
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """The output of all hosts, line by line; with `follow` until the job ends, restarts included."""
+        path, shown, told = self.run_dir / LOG, 0, ""
+        while True:
+            active = follow and self._active()
+            if path.is_file():
+                with path.open(errors="replace") as file:
+                    file.seek(shown)
+                    text = file.read()
+                whole = text if not active else text[: text.rfind("\n") + 1]
+                yield from whole.splitlines()
+                shown += len(whole.encode(errors="replace"))
+            if not active:
+                return
+            if self._state.word == "PENDING" and self._state.reason != told:
+                told = self._state.reason
+                yield f"{self.id}: waiting for nodes ({told or 'no reason given'})"
+            time.sleep(POLL_S)
+
+    def wait(self) -> int:
+        """Block until the job has left the queue; returns its exit code."""
+        while self._active():
+            time.sleep(POLL_S)
+        with contextlib.suppress(OSError, ValueError):
+            return int((self.run_dir / EXIT_FILE).read_text())
+        return STOPPED_CODE if self._state.word.startswith(("CANCELLED", "PREEMPTED", "TIMEOUT")) else 1
+
+    def _active(self) -> bool:
+        """Whether the job is in the queue, asking seldom while nothing indicates its end."""
+        near_end = (self.run_dir / EXIT_FILE).exists() and self._state.word != "PENDING"
+        if not near_end and time.monotonic() < self._asked_at + self._ask_every_s and self._asked_at:
+            return self._state.active
+        try:
+            self._state, self._asked_at = self.state(), time.monotonic()
+        except UsageError as error:
+            if time.monotonic() - (self._asked_at or time.monotonic()) > UNREACHABLE_S:
+                raise UsageError(
+                    f"{self.id}: Slurm is unreachable for {UNREACHABLE_S:.0f} s: {error}"
+                ) from None
+            self._asked_at = self._asked_at or time.monotonic()
+        return self._state.active
+
+    def stop(self) -> None:
+        """Ask the hosts to stop with a checkpoint; take the job out of the queue if it waits.
+
+        Raises:
+            UsageError: it has ended.
+        """
+        state = self.state()
+        if not state.active:
+            raise UsageError(f"{self.id}: this run has already ended: {self.status()}")
+        (self.run_dir / STOP_FILE).touch()  # tells the job not to requeue itself
+        if state.word == "PENDING":
+            commands.ask("scancel", self.job_id)
+        else:
+            commands.ask("scancel", "--signal=TERM", self.job_id)
+
+    def closing(self) -> str:
+        """Message after the end: outcome and results."""
+        return f"{self.id}: {self.status()}\nresults: {self.run_dir}"
+
+    def detached(self) -> str:
+        """Message when the user stops watching: the job continues."""
+        return (
+            f"{self.id} continues. Watch it again: stoker logs -f {self.run_dir};"
+            f" stop it: stoker stop {self.run_dir}"
+        )

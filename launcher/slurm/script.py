@@ -1,0 +1,190 @@
+"""Laptop: the batch script of a job, a pure function of its configuration and folders.
+
+Slurm starts the script on the first node; `srun` starts train.py once on every node. Several lines depend on
+how Slurm delivers signals: with process tracking by cgroup, only the task itself gets SIGTERM, so train.py
+must be the task (`exec`), not a child of a shell.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from launcher.job import COMMAND
+from stoker.bootstrap.cluster import TOKEN_FILE
+from stoker.config import SECRETS_FILE
+from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE
+from stoker.schema_places import SlurmConfig, SlurmGpuNodesConfig, SlurmNodesConfig
+
+JOB_FILE = "slurm.job"
+"""In the run directory: the job's id."""
+EXIT_FILE = "slurm.exit"
+"""In the run directory, once the script has ended: its exit code."""
+LOG = "logs/slurm.log"
+EPILOG = "slurm-epilog.sh"
+TEMPORARY = "${TMPDIR:-/tmp}/stoker-$SLURM_JOB_ID-$SLURM_PROCID"
+"""A host's own folder for Ray and temporary files: other jobs, and other users, may share the node."""
+LATE_S = 120
+"""How much too early the signal before the time limit may seem to come: Slurm rounds it by up to a minute,
+and the script starts some time after the job."""
+
+OURS = (
+    *("array", "chdir", "cpus-per-task", "exclusive", "gpus", "gpus-per-node", "gpus-per-task", "gres"),
+    *(
+        "het-group",
+        "job-name",
+        "mem",
+        "nodes",
+        "ntasks",
+        "ntasks-per-node",
+        "open-mode",
+        "output",
+        "partition",
+    ),
+    *("qos", "requeue", "no-requeue", "signal", "time", "account", "constraint", "wrap", "export"),
+)
+"""Options that `slurm.*.extra` must not set, because the script does."""
+
+
+def batch_script(config: SlurmConfig, name: str, run_dir: Path) -> str:
+    """Laptop: the text of the batch script.
+
+    Args:
+        config: the section `slurm`.
+        name: the job's name.
+        run_dir: its run directory, with the staged source in `code`.
+    """
+    both = config.cpu.nodes > 0
+    common = _common(config)
+    lines = ["#!/bin/bash", *_sbatch(f"--job-name={name}", f"--output={run_dir / LOG}", "--open-mode=append")]
+    lines += _sbatch(f"--chdir={run_dir / 'code'}", *common, *_nodes(config.gpu))
+    if both:
+        lines += ["#SBATCH hetjob", *_sbatch(*common, *_nodes(config.cpu))]
+    lines += ["", *_beginning(config, run_dir), "", *_step(config, run_dir, both), "", *_end(config)]
+    return "\n".join(lines) + "\n"
+
+
+def clock(seconds: int) -> str:
+    """Anywhere: seconds as Slurm writes a time limit, `1-04:00:00`; it counts in minutes, so rounded up."""
+    minutes = -(-seconds // 60)
+    days, rest = divmod(minutes, 24 * 60)
+    return f"{days}-{rest // 60:02}:{rest % 60:02}:00" if days else f"{rest // 60:02}:{rest % 60:02}:00"
+
+
+def _common(config: SlurmConfig) -> list[str]:
+    """Options that each component of a heterogeneous job needs."""
+    options = [f"--account={config.account}"] if config.account else []
+    if config.max_runtime_s:
+        options += [f"--time={clock(config.max_runtime_s)}", f"--signal=TERM@{config.stop_before_s}"]
+    options.append("--requeue" if config.restarts else "--no-requeue")
+    # A node that fails costs the job that host, not all of them.
+    return [*options, "--no-kill"]
+
+
+def _nodes(nodes: SlurmNodesConfig) -> list[str]:
+    options = [f"--partition={nodes.partition}"] if nodes.partition else []
+    options += [f"--nodes={nodes.nodes}", "--ntasks-per-node=1"]
+    if isinstance(nodes, SlurmGpuNodesConfig):
+        kind = f"{nodes.gpu_type}:" if nodes.gpu_type else ""
+        options.append(f"--gpus-per-node={kind}{nodes.gpus}")
+    options.append(f"--cpus-per-task={nodes.cpus}" if nodes.cpus else "--exclusive")
+    if nodes.memory_gb:
+        options.append(f"--mem={nodes.memory_gb}G")
+    elif nodes.cpus is None:
+        options.append("--mem=0")  # all of it
+    options += [f"--constraint={nodes.constraint}"] if nodes.constraint else []
+    options += [f"--qos={nodes.qos}"] if nodes.qos else []
+    return [*options, *nodes.extra]
+
+
+def _sbatch(*options: str) -> list[str]:
+    return [f"#SBATCH {_quoted(option)}" for option in options]
+
+
+def _quoted(option: str) -> str:
+    """An option as a line of #SBATCH; its quotes work like a shell's."""
+    return option if re.fullmatch(r"[\w./:=@%+,&|*()!-]+", option) else shlex.quote(option)
+
+
+def _beginning(config: SlurmConfig, run_dir: Path) -> list[str]:
+    own = "" if config.setup or config.image else str(Path(sys.executable).parent)
+    epilog = f'rm -rf "{TEMPORARY}"'
+    return [
+        f"export {BACKEND_VARIABLE}=slurm {RUN_DIR_VARIABLE}={shlex.quote(str(run_dir))}",
+        f'cd "${RUN_DIR_VARIABLE}/code" || exit 1',
+        f"rm -f ../failure ../{EXIT_FILE} ../{STOP_FILE}  # of an earlier start of this job",
+        f'echo "$SLURM_JOB_ID" > ../{JOB_FILE}',
+        f"printf '#!/bin/bash\\n%s\\n' {shlex.quote(epilog)} > ../{EPILOG} && chmod u+x ../{EPILOG}",
+        *([f'export PATH={shlex.quote(own)}:"$PATH"'] if own else []),
+        *config.setup,
+    ]
+
+
+def _step(config: SlurmConfig, run_dir: Path, both: bool) -> list[str]:
+    """Start train.py once on every node; the end of one host ends no other."""
+    step = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--cpu-bind=none"]
+    step += ["--het-group=0,1"] if both else []
+    step.append(f'--task-epilog="${RUN_DIR_VARIABLE}/{EPILOG}"')
+    command = shlex.join(COMMAND)
+    if config.container == "pyxis":
+        mounts = ",".join(
+            f"{path}:{path}" if ":" not in path else path for path in [str(run_dir), *config.mounts]
+        )
+        step += [f"--container-image={shlex.quote(config.image or '')}"]
+        step += [
+            f"--container-mounts={shlex.quote(mounts)}",
+            f"--container-workdir={shlex.quote(str(run_dir))}/code",
+        ]
+    if config.container == "apptainer":
+        binds = ",".join([str(run_dir), *config.mounts])
+        words = ["apptainer", "exec", "--nv", "--bind", binds, "--pwd", f"{run_dir}/code", config.image or ""]
+        command = f"{shlex.join(words)} {command}"
+    host = [
+        f'export TMPDIR="{TEMPORARY}" STOKER_HOST_CPUS="$SLURM_CPUS_ON_NODE"',
+        f'mkdir -p "$TMPDIR" && exec {command}',
+    ]
+    return [
+        "# scancel and preemptions signal this script, too; the time limit and `stoker stop` only the hosts.",
+        "signalled=",
+        "trap 'signalled=1' TERM",
+        *_folded([*step, "bash", "-c"]),
+        shlex.quote("\n".join(["", *host])),
+        "code=$?",
+        "# srun's code is the highest of all hosts; a lost CPU host does not fail a run.",
+        """grep -q '^ "status": "succeeded"' ../summary.json 2>/dev/null && code=0""",
+    ]
+
+
+def _end(config: SlurmConfig) -> list[str]:
+    lines = []
+    if config.max_runtime_s and config.restarts:
+        restarts = config.restarts
+        near = max(0, config.max_runtime_s - config.stop_before_s - LATE_S)
+        lines += [
+            f'if [ "$code" = 143 ] && [ -z "$signalled" ] && [ ! -e ../{STOP_FILE} ] \\',
+            f'    && [ "$SECONDS" -ge {near} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then',
+            '  echo "time limit: requeueing the job, which resumes from its checkpoint"',
+            '  scontrol requeue "$SLURM_JOB_ID" && exit 143',
+            "fi",
+        ]
+    return [
+        *lines,
+        f'[ -n "$signalled" ] || rm -f {TOKEN_FILE} {SECRETS_FILE}  # a preempted job still needs them',
+        f'echo "$code" > ../{EXIT_FILE}',
+        'exit "$code"',
+    ]
+
+
+def _folded(words: list[str]) -> list[str]:
+    """A command's words on lines of at most 100 characters, up to its last argument."""
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) > 100:
+            lines[-1] += " \\"
+            lines.append(f"    {word}")
+        else:
+            lines[-1] += f" {word}"
+    lines[-1] += " \\"
+    return lines
