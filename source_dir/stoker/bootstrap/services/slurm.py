@@ -119,6 +119,14 @@ def _components(variables: Mapping[str, str], size: str) -> list[dict[str, Any]]
         raise TopologyError(f"Slurm: SLURM_HET_SIZE={size!r} is not a number of components")
     ends = [f"_HET_GROUP_{number}" for number in range(int(size))]
     lists = [hosts_in(_needed(variables, f"SLURM_JOB_NODELIST{end}")) for end in ends]
+    # In a step it has the nodes of all components that the step runs on.
+    here = hosts_in(variables.get("SLURM_JOB_NODELIST", ""))
+    if here and (absent := [host for hosts in lists for host in hosts if host not in here]):
+        groups = ",".join(map(str, range(int(size))))
+        raise TopologyError(
+            f"Slurm: this step leaves out {', '.join(absent)}; start it on every component of the job, with"
+            f" srun --het-group={groups}"
+        )
     gpus = [_gpus(variables, end, len(hosts)) for end, hosts in zip(ends, lists, strict=True)]
     if not any(gpus):
         # Whoever requests GPUs by --gres tells no other component; cluster.gpu_group can name the group.

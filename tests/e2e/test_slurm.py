@@ -1,0 +1,211 @@
+"""Jobs through a real Slurm: heterogeneous, requeued, stopped and failed ones, as a user types them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import ROOT
+from slurm_cluster import SlurmCluster, absent
+
+if reason := absent():
+    pytest.skip(reason, allow_module_level=True)
+
+PATIENCE_S = 400
+RECIPE = """
+import time
+from pathlib import Path
+from recipes.digits import Digits
+
+class Paced(Digits):
+    go: str
+
+    def training_step(self, model, batch):
+        if model.training and not Path(self.go).exists():
+            time.sleep(0.5)
+        return super().training_step(model, batch)
+
+class Broken(Digits):
+    def model(self):
+        raise RuntimeError("the weights were never released")
+"""
+SMALL = ("cluster.object_store_mb=100", "data.block_records=64", "tracking.tensorboard=false")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"))
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder on the shared file system: a recipe, and the digits."""
+    folder = tmp_path_factory.mktemp("project")
+    shutil.copytree(ROOT / "source_dir" / "recipes", folder / "source" / "recipes")
+    (folder / "source" / "paced.py").write_text(RECIPE)
+    return folder
+
+
+class Submitted:
+    """`submit.py … --on slurm`, which follows the job's log."""
+
+    def __init__(self, cluster: SlurmCluster, folder: Path, name: str, *overrides: str) -> None:
+        self.cluster, self.output_dir, self.name = cluster, folder / "runs", name
+        words = [
+            str(ROOT / "source_dir/configs/digits.yaml"),
+            *(f"name={name}", f"output_dir={self.output_dir}", "recipe=paced:Paced", *SMALL, *overrides),
+            *(f"params.data={folder}/.data/digits/webdataset", "data.prepare=recipes.digits_data:write"),
+            *("--source-dir", str(folder / "source"), "--on", "slurm"),
+        ]
+        self.screen = folder / f"{name}.txt"
+        with self.screen.open("w") as output:
+            command = cluster.command(*self.program, *words, cwd=folder)
+            self.process = subprocess.Popen(command, stdout=output, stderr=output)
+
+    program = (sys.executable, str(ROOT / "launcher/submit.py"))
+
+    @property
+    def run_dir(self) -> Path:
+        return next(self.output_dir.glob(f"{self.name}-*"))
+
+    @property
+    def job(self) -> str:
+        return (self.run_dir / "slurm.job").read_text().strip()
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return dict(json.loads((self.run_dir / "summary.json").read_text()))
+
+    def stoker(self, *words: str) -> str:
+        return self.cluster.run(*self.program, *words)
+
+    def wait_for_line(self, text: str) -> None:
+        self.wait_until(lambda: text in self.screen.read_text(), f"the line {text!r}")
+
+    def wait_until(self, condition: Callable[[], bool], name: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < deadline, f"no {name}: {self.told()}"
+            time.sleep(0.2)
+
+    def code(self) -> int:
+        code = self.process.wait(timeout=PATIENCE_S)
+        print(self.told())
+        return code
+
+    def told(self) -> str:
+        return f"{self.screen.read_text()}\n{self.cluster.logs()}"
+
+
+def trained(run_dir: Path, epoch: int) -> int:
+    """How many records an epoch trained, each of them once."""
+    ids = (run_dir / f"records/train-epoch-{epoch:03d}-rank-0.txt").read_text().split()
+    assert len(ids) == len(set(ids))
+    return len(ids)
+
+
+def test_a_requeued_job_of_gpu_and_cpu_nodes_resumes_and_trains_every_record_once(
+    slurm: SlurmCluster, project: Path
+) -> None:
+    """Its command follows it through the requeue. Two Ray clusters of three hosts: about 45 s alone."""
+    go = project / "go"
+    nodes = (
+        "slurm.gpu.partition=gpu",
+        "slurm.cpu.partition=cpu",
+        "slurm.cpu.nodes=2",
+        "slurm.max_runtime_s=3600",
+    )
+    exact = ("data.order=exact", "tracking.record_ids=true", "train.epochs=3", f"params.go={go}")
+    job = Submitted(slurm, project, "requeued", *nodes, *exact)
+    job.wait_for_line("epoch 1/3 done")
+    slurm.run("scontrol", "requeue", job.job)
+    job.wait_for_line("stopped, with a checkpoint committed")
+    job.wait_until(
+        lambda: "requeued, waiting for nodes" in job.stoker("status", f"slurm:{job.job}"), "requeue"
+    )
+    assert job.summary["status"] == "interrupted"
+    stopped_at = max(int(path.name[5:]) for path in (job.run_dir / "checkpoints").glob("step-*"))
+
+    go.touch()
+    slurm.run("scontrol", "update", f"JobId={job.job}", "StartTime=now")  # Slurm would wait for two minutes
+    assert job.code() == 0
+    summary = job.summary
+    assert (summary["status"], summary["backend"], summary["epochs"]) == ("succeeded", "slurm", 3)
+    resumed = [event["step"] for event in summary["events"] if event["event"] == "resumed"]
+    assert resumed == [stopped_at]
+    assert summary["records"]["read"] == summary["records"]["trained"] == 3 * 1437
+    assert [trained(job.run_dir, epoch) for epoch in range(3)] == [1437] * 3
+    groups = {host["host"]: host["group"] for host in summary["cluster"]["hosts"]}
+    assert groups == {"gpu-1": "gpu", "cpu-1": "cpu", "cpu-2": "cpu"}
+    assert summary["train_workers_by_host"] == {"gpu-1": 1}
+    assert {host["cpus"] for host in summary["cluster"]["hosts"]} == {2}, "those that Slurm allocated"
+
+    log = job.stoker("logs", str(job.run_dir))
+    for line in ("[gpu gpu-1 head] done", "[cpu cpu-1 worker] joined", "[cpu cpu-2 worker] joined"):
+        assert line in log and line in job.screen.read_text()
+    assert job.stoker("status", str(job.run_dir)).startswith("succeeded")
+    assert (job.run_dir / "model/model.safetensors").is_file()
+    assert not (job.run_dir / "code/.ray-token").exists(), "nothing needs the token any more"
+    assert not list(Path("/tmp").glob(f"stoker-{job.job}-*")), "the epilog removed the hosts' temporary files"
+
+
+def test_a_plain_job_is_stopped_with_a_checkpoint_and_stays_stopped(
+    slurm: SlurmCluster, project: Path
+) -> None:
+    paced = (f"params.go={project}/never", "train.epochs=50", "slurm.max_runtime_s=3600", "slurm.gpu.cpus=2")
+    job = Submitted(slurm, project, "stopped", *paced)
+    job.wait_for_line("step 1 ")
+    assert job.stoker("status", str(job.run_dir)).startswith("running")
+    job.stoker("stop", str(job.run_dir))
+    assert job.code() == 143
+    assert job.summary["status"] == "interrupted"
+    assert list((job.run_dir / "checkpoints").glob("step-*")), "what it resumes from"
+    assert "with a checkpoint committed" in (job.run_dir / "failure").read_text()
+    assert job.stoker("status", f"slurm:{job.job}").startswith("interrupted")
+    again = subprocess.run(
+        slurm.command(*job.program, "stop", str(job.run_dir)), capture_output=True, text=True
+    )
+    assert (again.returncode, again.stdout) == (2, "") and "has already ended: interrupted" in again.stderr
+
+
+def test_a_failed_job_names_its_cause(slurm: SlurmCluster, project: Path) -> None:
+    job = Submitted(slurm, project, "failed", "recipe=paced:Broken", "train.epochs=1")
+    assert job.code() == 1
+    assert "the weights were never released" in (job.run_dir / "failure").read_text()
+    status = job.stoker("status", str(job.run_dir))
+    assert status.startswith("failed") and "the weights were never released" in status
+
+
+def test_what_the_cluster_cannot_give_is_refused_before_anything_is_written(
+    slurm: SlurmCluster, project: Path
+) -> None:
+    wrong = {
+        "slurm.gpu.partition=gpus": "this cluster has no partition 'gpus'; did you mean gpu?",
+        "slurm.gpu.partition=cpu": "nodes of partition cpu have no GPUs; training needs them",
+        "slurm.gpu.gpus=8": "slurm.gpu.gpus: 8, but nodes of partition gpu have at most 1",
+        "slurm.gpu.nodes=2": "slurm.gpu.nodes: 2, but partition gpu has only 1",
+        "slurm.gpu.cpus=64": "slurm.gpu.cpus: 64, but nodes of partition gpu have at most 2",
+        "slurm.cpu={nodes: 1, partition: closed}": "partition closed is not up",
+        "slurm.cpu={nodes: 1, partition: cpu} slurm.max_runtime_s=7200": "allows at most 3600 (01:00:00)",
+    }
+    for overrides, message in wrong.items():
+        words = overrides.split(" slurm.")
+        words = [words[0], *(f"slurm.{word}" for word in words[1:])]
+        job = Submitted(slurm, project, "refused", *words)
+        assert job.process.wait(timeout=120) == 2
+        assert message in job.screen.read_text(), job.screen.read_text()
+    job = Submitted(
+        slurm, project, "refused", "slurm.account=physics", "slurm.gpu.extra=[--reservation=spring]"
+    )
+    assert job.process.wait(timeout=120) == 2
+    assert "sbatch: Batch job submission failed: " in job.screen.read_text()
+    assert not list((project / "runs").glob("refused-*")), "a run that was refused leaves nothing"

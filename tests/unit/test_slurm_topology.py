@@ -1,0 +1,228 @@
+"""Slurm's variables become hosts and groups: shapes from its documentation, and one recorded from a cluster.
+
+GUIDE: slurm.schedmd.com/heterogeneous_jobs.html, "Launching Applications" and "Environment Variables".
+SBATCH, SRUN: the manual pages sbatch(1) and srun(1), "OUTPUT ENVIRONMENT VARIABLES"; CONF: slurm.conf(5).
+RECORDED: the environment of a task of Slurm 22.05.8 (Debian 12), without what names that machine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stoker.bootstrap.services.slurm import hosts_in, port_of, resource_of
+from stoker.bootstrap.topology import Topology, TopologyError, resolve
+
+GUIDE = {
+    "SLURM_JOB_ID": "11751",
+    "SLURM_STEP_ID": "0",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_ID_HET_GROUP_0": "11751",
+    "SLURM_JOB_ID_HET_GROUP_1": "11752",
+    "SLURM_JOB_NODELIST": "nid[00001,00011-00012]",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "nid00001",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "nid[00011-00012]",
+    "SLURMD_NODENAME": "nid00012",
+}
+RECORDED = {
+    "SLURMD_NODENAME": "cpu-2",
+    "SLURM_CPUS_ON_NODE": "3",
+    "SLURM_GPUS_PER_NODE_HET_GROUP_0": "1",
+    "SLURM_HET_SIZE": "2",
+    "SLURM_JOB_ID": "1",
+    "SLURM_JOB_ID_HET_GROUP_0": "1",
+    "SLURM_JOB_ID_HET_GROUP_1": "2",
+    "SLURM_JOB_NODELIST": "cpu-[1-2],gpu-1",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "gpu-1",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "cpu-[1-2]",
+    "SLURM_JOB_PARTITION_HET_GROUP_0": "gpu",
+    "SLURM_JOB_PARTITION_HET_GROUP_1": "cpu",
+    "SLURM_LOCALID": "0",
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "cpu-[1-2],gpu-1",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+}
+PLAIN = {
+    "SLURM_JOB_ID": "827",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_NODELIST": "lx[15,18,32-33]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+    "SLURMD_NODENAME": "lx18",
+}
+
+
+def topology(variables: dict[str, str], gpu_group: str | None = None) -> Topology:
+    found = resource_of(variables)
+    assert found is not None
+    return resolve(found, gpu_group)
+
+
+def groups(found: Topology) -> dict[str, tuple[str, ...]]:
+    return {group.name: group.hosts for group in found.groups}
+
+
+def test_recorded_gpu_and_cpu_nodes() -> None:
+    found = topology(RECORDED)
+    assert groups(found) == {"gpu": ("gpu-1",), "cpu": ("cpu-1", "cpu-2")}
+    assert (found.head, found.role, found.group) == ("gpu-1", "worker", "cpu")
+    assert {group.name: group.instance_type for group in found.groups} == {"gpu": "gpu", "cpu": "cpu"}
+
+
+def test_every_host_sees_the_same_groups() -> None:
+    hosts = ("gpu-1", "cpu-1", "cpu-2")
+    found = [topology({**RECORDED, "SLURMD_NODENAME": host}) for host in hosts]
+    assert [each.role for each in found] == ["head", "worker", "worker"]
+    assert len({str(groups(each)) for each in found}) == 1
+
+
+def test_two_components_of_the_guide_with_gpus_in_the_first() -> None:
+    found = topology({**GUIDE, "SLURM_GPUS_PER_NODE_HET_GROUP_0": "4"})
+    assert groups(found) == {"gpu": ("nid00001",), "cpu": ("nid00011", "nid00012")}
+    assert found.head == "nid00001"
+
+
+def test_gpus_in_the_second_component_train() -> None:
+    found = topology({**GUIDE, "SLURM_GPUS_PER_NODE_HET_GROUP_1": "a100:8"})
+    assert groups(found) == {"cpu": ("nid00001",), "gpu": ("nid00011", "nid00012")}
+    assert found.head == "nid00011" and found.trains
+
+
+def test_one_node_and_32_nodes_as_in_the_guides_example() -> None:
+    found = topology(
+        {
+            **GUIDE,
+            "SLURM_JOB_NODELIST": "nid[00001,00101-00132]",
+            "SLURM_JOB_NODELIST_HET_GROUP_1": "nid[00101-00132]",
+            "SLURMD_NODENAME": "nid00132",
+            "SLURM_GPUS_HET_GROUP_0": "2",
+        }
+    )
+    assert len(found.hosts) == 33 and found.hosts[0] == "nid00001" and found.hosts[-1] == "nid00132"
+
+
+def test_three_components_of_which_two_preprocess() -> None:
+    found = topology(
+        {
+            **GUIDE,
+            "SLURM_HET_SIZE": "3",
+            "SLURM_JOB_NODELIST": "nid[00001,00011-00012],big[1-2]",
+            "SLURM_JOB_NODELIST_HET_GROUP_2": "big[1-2]",
+            "SLURM_GPUS_PER_NODE_HET_GROUP_1": "volta:3,kepler:5",
+            "SLURMD_NODENAME": "big2",
+        }
+    )
+    expected = {"cpu": ("nid00001",), "gpu": ("nid00011", "nid00012"), "cpu-2": ("big1", "big2")}
+    assert groups(found) == expected
+    assert next(group.gpus for group in found.groups if group.name == "gpu") == 8, "volta:3,kepler:5: SBATCH"
+
+
+def test_components_that_do_not_tell_their_gpus_need_the_key() -> None:
+    """`--gres=gpu:4` sets no variable that other components see."""
+    with pytest.raises(TopologyError, match=r"cluster\.gpu_group: no group.*component-0.*component-1"):
+        topology(GUIDE)
+    assert topology(GUIDE, "component-1").head == "nid00011"
+
+
+@pytest.mark.parametrize(
+    ("extra", "group"),
+    [({}, "cpu"), ({"SLURM_GPUS_ON_NODE": "4"}, "gpu"), ({"SLURM_GPUS_PER_NODE": "v100:2"}, "gpu")],
+)
+def test_a_plain_job_is_one_group_that_trains(extra: dict[str, str], group: str) -> None:
+    found = topology({**PLAIN, **extra})
+    assert groups(found) == {group: ("lx15", "lx18", "lx32", "lx33")}
+    assert found.head == "lx15" and found.trains
+
+
+def test_a_step_on_a_part_of_a_plain_job_is_only_that_part() -> None:
+    part = {"SLURM_STEP_NODELIST": "lx[18,33]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    assert topology({**PLAIN, **part}).hosts == ("lx18", "lx33")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_PROCID": "0"},  # the batch script itself
+    ],
+)
+def test_no_step_is_no_host_of_slurm(variables: dict[str, str]) -> None:
+    assert resource_of(variables) is None
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "message"),
+    [
+        (GUIDE, {"SLURMD_NODENAME": ""}, "SLURMD_NODENAME is not set"),
+        (GUIDE, {"SLURM_JOB_NODELIST_HET_GROUP_1": ""}, "SLURM_JOB_NODELIST_HET_GROUP_1 is not set"),
+        (GUIDE, {"SLURM_HET_SIZE": "two"}, "SLURM_HET_SIZE='two'"),
+        (GUIDE, {"SLURM_HET_SIZE": "0"}, "SLURM_HET_SIZE='0'"),
+        (GUIDE, {"SLURM_JOB_NODELIST": "nid00001"}, "leaves out nid00011, nid00012.*--het-group=0,1"),
+        (
+            GUIDE,
+            {"SLURM_JOB_NODELIST_HET_GROUP_1": "nid[00001-00002]", "SLURM_JOB_NODELIST": ""},
+            "nid00001 bel",
+        ),
+        (GUIDE, {"SLURMD_NODENAME": "nid7", "SLURM_GPUS_HET_GROUP_0": "1"}, "'nid7' is not among"),
+        (GUIDE, {"SLURM_GPUS_HET_GROUP_0": "1", "SLURM_GPUS_HET_GROUP_1": "1"}, "several groups have GPUs"),
+        (RECORDED, {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1"}, "several tasks on a node"),
+        (RECORDED, {"SLURM_STEP_TASKS_PER_NODE": "1,12(x2)"}, "several tasks on a node"),
+        (RECORDED, {"SLURM_LOCALID": "1"}, "several tasks on a node"),
+        (PLAIN, {"SLURM_JOB_NODELIST": ""}, "SLURM_JOB_NODELIST is not set"),
+        (PLAIN, {"SLURM_JOB_NODELIST": "lx[15"}, "cannot read the host list"),
+        ({"STOKER_BACKEND": "slurm"}, {}, "no SLURM_STEP_ID; start train.py with srun"),
+    ],
+)
+def test_wrong_or_partial_variables_are_one_line(
+    base: dict[str, str], change: dict[str, str], message: str
+) -> None:
+    with pytest.raises(TopologyError, match=message) as raised:
+        topology({**base, **change})
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("alpha,beta,gamma", ["alpha", "beta", "gamma"]),  # CONF
+        ("lx[15,18,32-33]", ["lx15", "lx18", "lx32", "lx33"]),  # CONF
+        ("gpu[01-03,07],cpu-[1-2]x", ["gpu01", "gpu02", "gpu03", "gpu07", "cpu-1x", "cpu-2x"]),
+        ("rack[0-1]_blade[0-1]", ["rack0_blade0", "rack0_blade1", "rack1_blade0", "rack1_blade1"]),  # CONF
+        ("n[8-11]", ["n8", "n9", "n10", "n11"]),
+        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
+        ("a.example.org", ["a.example.org"]),
+    ],
+)
+def test_host_lists(text: str, hosts: list[str]) -> None:
+    assert hosts_in(text) == hosts
+
+
+def test_a_long_host_list() -> None:
+    found = hosts_in("linux[0000-1023]")  # CONF
+    assert len(found) == 1024 and found[0] == "linux0000" and found[-1] == "linux1023"
+
+
+@pytest.mark.parametrize(
+    "text", ["n[1", "n1]", "n[]", "n[3-1]", "n[a-b]", "n[1-]", "n[[1]]", "n[1-9999999]", "[", " "]
+)
+def test_what_is_no_host_list_is_refused(text: str) -> None:
+    with pytest.raises(TopologyError, match=r"cannot read the host list|more than"):
+        hosts_in(text)
+
+
+@given(st.text(alphabet="ab01[],- ", max_size=20))
+def test_any_text_is_a_list_or_an_error(text: str) -> None:
+    try:
+        found: Any = hosts_in(text)
+    except TopologyError:
+        return
+    assert not [name for name in found if set(name) & set("[],")]
+
+
+def test_jobs_that_share_a_node_get_ports_of_their_own() -> None:
+    ports = [port_of(str(job)) for job in range(100_000, 101_000)]
+    assert len(set(ports)) == len(ports)
+    assert all(port % 2 == 0 and 20_000 <= port < 30_000 for port in ports), "the lifeline takes the next one"
