@@ -1,0 +1,320 @@
+"""`--on slurm` on a login node: the script it would submit, and jobs that it refuses. Slurm itself is faked.
+
+The fakes print what the commands of Slurm 22.05 printed; tests/e2e/test_slurm.py runs the real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.backends import attach
+from launcher.backends import slurm as backend
+from launcher.job import open_job
+from launcher.slurm import commands
+from launcher.slurm.script import clock
+from stoker.bootstrap.services import slurm as service
+from stoker.config import load
+from stoker.errors import UsageError
+from tests.command_line import type_command
+
+SINFO = """\
+gpu*|up|infinite|1|64|gpu:a100:4(S:0-1)
+gpu*|up|infinite|2|128|gpu:a100:8,nvme:1
+cpu|up|1-00:00:00|2|32|(null)
+closed|down|1:00:00|2|32|(null)
+"""
+ID_IS_GONE = "slurm_load_jobs error: Invalid job id specified"
+NODES = "gpu: {partition: gpu, gpus: 4, cpus: 16, memory_gb: 64}, cpu: {partition: cpu, nodes: 2}"
+
+REFUSED = {
+    "a relative output folder": (
+        "output_dir: runs",
+        [],
+        "output_dir: must be an absolute folder that all nodes",
+    ),
+    "an output folder with a pattern": ("output_dir: /shared/%u", [], "has characters that Slurm's options"),
+    "no GPU to train": ("", ["slurm.gpu.gpus=0"], "slurm.gpu.gpus: 0, but these nodes train"),
+    "no node to train": ("", ["slurm.gpu.nodes=0"], "slurm.gpu.nodes: 0; at least 1 node must train"),
+    "fewer than no nodes": ("", ["slurm.cpu.nodes=-1"], "slurm.cpu.nodes: -1; set 0 for none"),
+    "a partition for no nodes": ("", ["slurm.cpu.partition=cpu"], "slurm.cpu: partition set, but nodes is 0"),
+    "GPUs that preprocess": ("", ["slurm.cpu.gpus=1"], "slurm.cpu.gpus: unknown key"),
+    "a time limit in the past": ("", ["slurm.max_runtime_s=-5"], "slurm.max_runtime_s: -5; set the seconds"),
+    "a time limit in words": ("", ["slurm.max_runtime_s=4h"], "slurm.max_runtime_s: input should be a valid"),
+    "no time to train": (
+        "",
+        ["slurm.max_runtime_s=200"],
+        "200 leaves no time to train, as the run stops 180 s",
+    ),
+    "a stop after the end": ("", ["slurm.stop_before_s=-1"], "slurm.stop_before_s: -1 is not between 1 and"),
+    "an option of ours": (
+        "",
+        ["slurm.gpu.extra=[--time=1:00:00]"],
+        "slurm.gpu.extra: --time is set by Stoker; see the keys of slurm.gpu and slurm",
+    ),
+    "an option without dashes": ("", ["slurm.gpu.extra=[reservation=x]"], "must have the form --option"),
+    "nodes that both groups could get": (
+        "slurm: {gpu: {partition: gpu, cpus: 8}, cpu: {partition: gpu, nodes: 1, cpus: 8}}",
+        [],
+        "slurm.cpu.partition: is that of slurm.gpu, so both could get the same node",
+    ),
+    "no such partition": (
+        "",
+        ["slurm.gpu.partition=gpus"],
+        "slurm.gpu.partition: this cluster has no partition 'gpus'; did you mean gpu?",
+    ),
+    "a partition that is down": (
+        "",
+        ["slurm.cpu={nodes: 1, partition: closed}"],
+        "slurm.cpu.partition: partition closed is not up",
+    ),
+    "a partition without GPUs": ("", ["slurm.gpu.partition=cpu"], "nodes of partition cpu have no GPUs"),
+    "more GPUs than a node has": ("", ["slurm.gpu.gpus=16"], "16, but nodes of partition gpu have at most 8"),
+    "more nodes than there are": (
+        "",
+        ["slurm.gpu.nodes=9"],
+        "slurm.gpu.nodes: 9, but partition gpu has only 3",
+    ),
+    "more CPUs than a node has": (
+        "",
+        ["slurm.gpu.cpus=999"],
+        "999, but nodes of partition gpu have at most 128",
+    ),
+    "longer than the partition allows": (
+        "slurm: {cpu: {partition: cpu, nodes: 1}, max_runtime_s: 172800}",
+        [],
+        "slurm.max_runtime_s: 172800, but partition cpu allows at most 86400 (1-00:00:00)",
+    ),
+    "an image that nothing runs": (
+        "",
+        ["slurm.image=x.sif"],
+        "slurm: container and image require each other",
+    ),
+    "mounts of no container": ("", ["slurm.mounts=[/data]"], "slurm: mounts require a container"),
+    "a relative mount": (
+        "slurm: {container: pyxis, image: x, mounts: [data]}",
+        [],
+        "slurm.mounts: 'data' must be /path or /path:/inside",
+    ),
+    "an option among the shell lines": (
+        "slurm: {setup: ['#SBATCH --mem=4G']}",
+        [],
+        "slurm.setup[0]: #SBATCH lines",
+    ),
+    "an account of two words": ("", ["slurm.account=a b"], "slurm.account: 'a b' is no name"),
+    "an address": ("", ["--address", "http://h:1"], "--address: is not supported with --on slurm"),
+    "an autoscaler's hosts": ("", ["cluster.cpu_hosts.max=2"], "with --on slurm hosts cannot be added"),
+    "resuming whatever was last": ("", ["--resume", "auto"], "with --on slurm each launch writes its own"),
+}
+
+
+@pytest.fixture
+def login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine whose PATH has Slurm's commands; returns their folder. Submitting is not foreseen."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    fake(folder, "sinfo", f"cat <<'END'\n{SINFO}END")
+    fake(folder, "sbatch", "echo 'sbatch: error: not in this test' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def fake(folder: Path, name: str, lines: str) -> None:
+    program = folder / name
+    program.write_text(f"#!/bin/sh\n{lines}\n")
+    program.chmod(0o755)
+
+
+def type_job(
+    folder: Path, text: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> tuple[int, list[str], str]:
+    shared = "" if "output_dir" in text else f"output_dir: {folder}/shared\n"
+    (folder / "job.yaml").write_text(f"name: job\nrecipe: rows:Counting\n{shared}{text}\n")
+    return type_command([str(folder / "job.yaml"), *words, "--on", "slurm"], capsys)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_jobs_are_refused_before_anything_is_submitted(
+    case: str, login_node: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, words, message = REFUSED[case]
+    code, told, _ = type_job(tmp_path, text, words, capsys)
+    assert code == 2 and len(told) == 1, told
+    assert message in told[0]
+    assert not (tmp_path / "shared").exists()
+
+
+def test_all_problems_are_told_at_once(
+    login_node: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = ["slurm.gpu.gpus=0", "slurm.gpu.partition=nowhere", "slurm.max_runtime_s=1", "output_dir=runs"]
+    assert len(type_job(tmp_path, "", wrong, capsys)[1]) == 4
+
+
+def test_a_machine_without_slurm_says_where_to_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, told, _ = type_job(tmp_path, "", [], capsys)
+    assert (code, len(told)) == (2, 1) and "sinfo: not found on this machine" in told[0]
+    assert type_job(tmp_path, "", ["--dry-run", "--offline"], capsys)[0] == 0
+
+
+def test_a_refusal_of_slurm_leaves_nothing(
+    login_node: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, told, _ = type_job(tmp_path, "", [], capsys)
+    assert (code, told) == (2, ["error: sbatch: not in this test"])
+    assert not (tmp_path / "shared").exists()
+
+
+def planned(folder: Path, *overrides: str) -> backend.SlurmRequest:
+    resolved = load(None, ["name=probe", f"output_dir={folder}/shared", *overrides])
+    return backend.plan(open_job(resolved), offline=True)
+
+
+def test_the_script_has_a_component_for_each_group(tmp_path: Path) -> None:
+    request = planned(tmp_path, f"slurm={{{NODES}, account: vision, max_runtime_s: 90000}}")
+    options = [line.removeprefix("#SBATCH ") for line in request.script.splitlines() if "#SBATCH" in line]
+    at = options.index("hetjob")
+    gpu, cpu = set(options[:at]), set(options[at + 1 :])
+    both = {"--account=vision", "--time=1-01:00:00", "--signal=TERM@180", "--requeue", "--ntasks-per-node=1"}
+    assert both <= gpu & cpu
+    assert {"--partition=gpu", "--gpus-per-node=4", "--cpus-per-task=16", "--mem=64G", "--nodes=1"} <= gpu
+    assert {"--partition=cpu", "--exclusive", "--mem=0", "--nodes=2"} <= cpu, "whole nodes by default"
+    assert "--het-group=0,1" in request.script
+    assert subprocess.run(["bash", "-n"], input=request.script, text=True).returncode == 0
+
+
+def test_a_job_without_cpu_nodes_is_a_plain_one(tmp_path: Path) -> None:
+    script = planned(tmp_path, "slurm.gpu.gpu_type=a100").script
+    assert "het" not in script and "--gpus-per-node=a100:1" in script
+    assert "--time" not in script and "scontrol requeue" not in script, (
+        "without a limit there is no end to meet"
+    )
+
+
+def test_without_restarts_nothing_requeues(tmp_path: Path) -> None:
+    script = planned(tmp_path, "slurm.restarts=0", "slurm.max_runtime_s=3600").script
+    assert "#SBATCH --no-requeue" in script and "scontrol requeue" not in script
+
+
+def test_the_environment_is_this_commands_or_that_of_the_setup_lines(tmp_path: Path) -> None:
+    own = f"export PATH={Path(sys.executable).parent}"
+    assert own in planned(tmp_path).script
+    script = planned(tmp_path, "slurm.setup=[module load python/3.12, source /venv/bin/activate]").script
+    assert own not in script and "module load python/3.12\nsource /venv/bin/activate\n" in script
+
+
+def test_containers(tmp_path: Path) -> None:
+    pyxis = planned(
+        tmp_path, "slurm={container: pyxis, image: nvcr.io#nvidia/pytorch, mounts: [/data]}"
+    ).script
+    assert "--container-image='nvcr.io#nvidia/pytorch'" in pyxis and ",/data:/data" in pyxis
+    apptainer = planned(tmp_path, "slurm={container: apptainer, image: /images/t.sif}").script
+    assert "exec apptainer exec --nv --bind" in apptainer
+    for script in (pyxis, apptainer):
+        assert "/images/t.sif python train.py" in script or "exec python train.py" in script
+        assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+def test_a_written_request_is_staged_for_sbatch(tmp_path: Path, login_node: Path) -> None:
+    request = planned(tmp_path)
+    told = request.write(tmp_path / "job.sh")
+    assert told.startswith(f"sbatch {tmp_path}/job.sh\n") and str(request.run_dir) in told
+    assert (tmp_path / "job.sh").read_text() == request.script
+    token = request.run_dir / "code" / ".ray-token"
+    assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) == 64
+
+
+def test_variables_of_sbatch_and_of_a_surrounding_job_do_not_reach_the_submission(
+    tmp_path: Path, login_node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(login_node, "sbatch", f"env > {tmp_path}/seen; echo '42;cluster'")
+    given = {"SBATCH_PARTITION": "debug", "SLURM_MEM_PER_NODE": "8", "SLURM_CONF": "/etc/s.conf", "MINE": "1"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert backend.submit(planned(tmp_path)).id == "slurm:42"
+    seen = (tmp_path / "seen").read_text()
+    assert "SLURM_CONF=/etc/s.conf" in seen and "MINE=1" in seen
+    assert "SBATCH_PARTITION" not in seen and "SLURM_MEM_PER_NODE" not in seen
+
+
+@pytest.mark.parametrize(
+    ("queue", "controller", "files", "status"),
+    [
+        ("42|PENDING|Resources", "", {}, "running: waiting for nodes (Resources)"),
+        ("42+1|PENDING|None\n42+0|PENDING|Priority", "", {}, "running: waiting for nodes (Priority)"),
+        ("42|RUNNING|None", "", {}, "running: running"),
+        (
+            "42|PENDING|BeginTime",
+            "",
+            {"summary.json": "{}"},
+            "running: requeued, waiting for nodes (BeginTime)",
+        ),
+        ("", "JobState=COMPLETED", {"summary.json": '{"status": "succeeded"}'}, "succeeded"),
+        ("", "JobState=FAILED", {"failure": "loss is NaN\n"}, "failed: loss is NaN"),
+        (
+            "",
+            "JobState=NODE_FAIL",
+            {},
+            "failed: the job ended without a line of output (NODE_FAIL); do its nodes",
+        ),
+        (
+            "",
+            "",
+            {"logs/slurm.log": "x"},
+            "failed: the job ended without a result (no longer known to Slurm)",
+        ),
+    ],
+)
+def test_status_is_what_the_queue_and_the_run_directory_say(
+    login_node: Path, tmp_path: Path, queue: str, controller: str, files: dict[str, str], status: str
+) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / "logs").mkdir(parents=True)
+    for name, text in {**files, "slurm.job": "42\n"}.items():
+        (run_dir / name).write_text(text)
+    fake(login_node, "squeue", f"echo '{queue}'" if queue else f"echo '{ID_IS_GONE}' >&2; exit 1")
+    fake(
+        login_node,
+        "scontrol",
+        f"echo 'JobId=42 {controller}'" if controller else f"echo '{ID_IS_GONE}' >&2; exit 1",
+    )
+    fake(login_node, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    assert attach(str(run_dir)).status().startswith(status)
+
+
+def test_an_unknown_job_id_is_one_line(login_node: Path) -> None:
+    fake(login_node, "scontrol", f"echo '{ID_IS_GONE}' >&2; exit 1")
+    fake(login_node, "sacct", "exit 1")
+    with pytest.raises(UsageError, match="slurm:42: Slurm does not know this job any more"):
+        attach("slurm:42")
+    with pytest.raises(UsageError, match="write slurm:<job id>"):
+        attach("slurm:last")
+
+
+def test_a_controller_that_does_not_answer_is_no_end_of_the_job(login_node: Path, tmp_path: Path) -> None:
+    fake(login_node, "squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(UsageError, match=r"squeue: .*Unable to contact slurm controller"):
+        commands.state_of("42")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(60, "00:01:00"), (61, "00:02:00"), (86_400, "1-00:00:00"), (90_000, "1-01:00:00")]
+)
+def test_time_limits_are_written_in_minutes_and_read_back(seconds: int, shown: str) -> None:
+    assert clock(seconds) == shown
+    assert commands.seconds_of(shown) == -(-seconds // 60) * 60
+
+
+def test_a_port_that_the_job_sets_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "70007")
+    monkeypatch.setattr(service, "CODE", tmp_path)
+    assert service.given() == {"cluster.port": str(service.port_of("70007"))}
+    (tmp_path / "job.origins.json").write_text('{"cluster.port": "job.yaml"}')
+    assert service.given() == {}
