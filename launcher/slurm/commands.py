@@ -138,7 +138,8 @@ def state_of(job_id: str) -> State:
     # A heterogeneous job has a row for each component; it runs when its first one does.
     found = sorted(tuple(row.split("|")) for row in rows if row.count("|") == 2)
     if found:
-        return State(found[0][1].strip(), found[0][2].strip())
+        word, reason = found[0][1].strip(), found[0][2].strip()
+        return State(word, "" if reason == "None" else reason)
     return State(described(job_id).get("JobState", "") or accounted(job_id, "State").split(" ")[0])
 
 

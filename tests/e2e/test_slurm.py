@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -106,6 +109,15 @@ class Submitted:
         return f"{self.screen.read_text()}\n{self.cluster.logs()}"
 
 
+def kill_task_on(node: str) -> None:
+    """End a host as a crash does: Slurm sees its task killed."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            started = (process / "cmdline").read_bytes().split(b"\0")[1:2] == [b"train.py"]
+            if started and f"SLURMD_NODENAME={node}\0".encode() in (process / "environ").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)
+
+
 def trained(run_dir: Path, epoch: int) -> int:
     """How many records an epoch trained, each of them once."""
     ids = (run_dir / f"records/train-epoch-{epoch:03d}-rank-0.txt").read_text().split()
@@ -116,7 +128,10 @@ def trained(run_dir: Path, epoch: int) -> int:
 def test_a_requeued_job_of_gpu_and_cpu_nodes_resumes_and_trains_every_record_once(
     slurm: SlurmCluster, project: Path
 ) -> None:
-    """Its command follows it through the requeue. Two Ray clusters of three hosts: about 45 s alone."""
+    """Its command follows it through the requeue. After that it loses a CPU host, which fails nothing.
+
+    Two Ray clusters of three hosts: about 45 s alone.
+    """
     go = project / "go"
     nodes = (
         "slurm.gpu.partition=gpu",
@@ -135,8 +150,11 @@ def test_a_requeued_job_of_gpu_and_cpu_nodes_resumes_and_trains_every_record_onc
     assert job.summary["status"] == "interrupted"
     stopped_at = max(int(path.name[5:]) for path in (job.run_dir / "checkpoints").glob("step-*"))
 
-    go.touch()
     slurm.run("scontrol", "update", f"JobId={job.job}", "StartTime=now")  # Slurm would wait for two minutes
+    job.wait_for_line("resumed from")
+    kill_task_on("cpu-2")
+    job.wait_for_line("host lost: cpu-2")
+    go.touch()
     assert job.code() == 0
     summary = job.summary
     assert (summary["status"], summary["backend"], summary["epochs"]) == ("succeeded", "slurm", 3)
@@ -148,6 +166,8 @@ def test_a_requeued_job_of_gpu_and_cpu_nodes_resumes_and_trains_every_record_onc
     assert groups == {"gpu-1": "gpu", "cpu-1": "cpu", "cpu-2": "cpu"}
     assert summary["train_workers_by_host"] == {"gpu-1": 1}
     assert {host["cpus"] for host in summary["cluster"]["hosts"]} == {2}, "those that Slurm allocated"
+
+    assert "cpu-2: task 2: Killed" in job.screen.read_text()
 
     log = job.stoker("logs", str(job.run_dir))
     for line in ("[gpu gpu-1 head] done", "[cpu cpu-1 worker] joined", "[cpu cpu-2 worker] joined"):

@@ -7,12 +7,14 @@ RECORDED: the environment of a task of Slurm 22.05.8 (Debian 12), without what n
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stoker.bootstrap.raynode import count_gpus
 from stoker.bootstrap.services.slurm import hosts_in, port_of, resource_of
 from stoker.bootstrap.topology import Topology, TopologyError, resolve
 
@@ -220,6 +222,18 @@ def test_any_text_is_a_list_or_an_error(text: str) -> None:
     except TopologyError:
         return
     assert not [name for name in found if set(name) & set("[],")]
+
+
+@pytest.mark.parametrize(("visible", "gpus"), [(None, 4), ("0,1", 2), ("", 0), ("0,1,2,3,4,5,6,7", 4)])
+def test_only_the_gpus_that_slurm_gave_the_job_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, gpus: int
+) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl"):
+        (tmp_path / name).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus(tmp_path) == gpus
 
 
 def test_jobs_that_share_a_node_get_ports_of_their_own() -> None:

@@ -82,9 +82,12 @@ def cpus_to_declare(gpus: int) -> int:
     return max(1, cores - gpus)
 
 
-def count_gpus() -> int:
-    """Every host: the number of NVIDIA devices, without loading CUDA."""
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+def count_gpus(devices: Path = Path("/dev")) -> int:
+    """Every host: the number of NVIDIA devices that this job may use, without loading CUDA."""
+    there = len(list(devices.glob("nvidia[0-9]*")))
+    # A scheduler whose jobs share hosts sets it.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return there if visible is None else min(there, len(visible.replace(",", " ").split()))
 
 
 def address_of(interface: str) -> str:
