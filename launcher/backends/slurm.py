@@ -10,6 +10,7 @@ nodes share.
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,7 +74,9 @@ def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
             problems += error.problems
     if problems:
         raise UsageError(*dict.fromkeys(problems))
-    run_dir = runs.new_run_dir(job)
+    # Away from the cluster, this machine need not have its folders.
+    name = f"{job.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    run_dir = Path(config.output_dir) / name if offline else runs.new_run_dir(job)
     notes = [f"params.{name} = {path} must exist on the nodes, too" for name, path in job.data.items()]
     if config.slurm.max_runtime_s is None:
         notes.append(

@@ -10,7 +10,7 @@ from pathlib import Path
 from launcher.backends.local import PastRun
 from launcher.slurm import commands
 from launcher.slurm.commands import State
-from launcher.slurm.script import EXIT_FILE, LOG
+from launcher.slurm.script import EXIT_FILE, LOG, STOPPED_CODE
 from stoker.errors import UsageError
 from stoker.place import STOP_FILE
 
@@ -19,7 +19,6 @@ ASK_EVERY_S = 15.0
 """How often to ask Slurm's controller, which all users of the cluster share."""
 UNREACHABLE_S = 600.0
 """How long the controller may not answer while a run is watched: it may be restarted meanwhile."""
-STOPPED_CODE = 143
 
 
 class SlurmRun(PastRun):
@@ -71,12 +70,12 @@ class SlurmRun(PastRun):
         while True:
             active = follow and self._active()
             if path.is_file():
-                with path.open(errors="replace") as file:
+                with path.open("rb") as file:
                     file.seek(shown)
                     text = file.read()
-                whole = text if not active else text[: text.rfind("\n") + 1]
-                yield from whole.splitlines()
-                shown += len(whole.encode(errors="replace"))
+                whole = text if not active else text[: text.rfind(b"\n") + 1]
+                yield from whole.decode(errors="replace").splitlines()
+                shown += len(whole)
             if not active:
                 return
             if self._state.word == "PENDING" and self._state.reason != told:
@@ -90,6 +89,10 @@ class SlurmRun(PastRun):
             time.sleep(POLL_S)
         with contextlib.suppress(OSError, ValueError):
             return int((self.run_dir / EXIT_FILE).read_text())
+        # A network file system may show the file a minute late.
+        told = commands.described(self.job_id).get("ExitCode") or commands.accounted(self.job_id, "ExitCode")
+        if self._state.word.startswith(("COMPLETED", "FAILED")) and told.partition(":")[0].isdigit():
+            return int(told.partition(":")[0])
         return STOPPED_CODE if self._state.word.startswith(("CANCELLED", "PREEMPTED", "TIMEOUT")) else 1
 
     def _active(self) -> bool:

@@ -26,6 +26,7 @@ LOG = "logs/slurm.log"
 EPILOG = "slurm-epilog.sh"
 TEMPORARY = "${TMPDIR:-/tmp}/stoker-$SLURM_JOB_ID-$SLURM_PROCID"
 """A host's own folder for Ray and temporary files: other jobs, and other users, may share the node."""
+STOPPED_CODE = 143
 LATE_S = 120
 """How much too early the signal before the time limit may seem to come: Slurm rounds it by up to a minute,
 and the script starts some time after the job."""
@@ -114,7 +115,9 @@ def _beginning(config: SlurmConfig, run_dir: Path) -> list[str]:
     return [
         f"export {BACKEND_VARIABLE}=slurm {RUN_DIR_VARIABLE}={shlex.quote(str(run_dir))}",
         f'cd "${RUN_DIR_VARIABLE}/code" || exit 1',
-        f"rm -f ../failure ../{EXIT_FILE} ../{STOP_FILE}  # of an earlier start of this job",
+        'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then',
+        f"  rm -f ../failure ../{EXIT_FILE} ../{STOP_FILE}  # of the start before",
+        "fi",
         f'echo "$SLURM_JOB_ID" > ../{JOB_FILE}',
         f"printf '#!/bin/bash\\n%s\\n' {shlex.quote(epilog)} > ../{EPILOG} && chmod u+x ../{EPILOG}",
         *([f'export PATH={shlex.quote(own)}:"$PATH"'] if own else []),
@@ -124,7 +127,7 @@ def _beginning(config: SlurmConfig, run_dir: Path) -> list[str]:
 
 def _step(config: SlurmConfig, run_dir: Path, both: bool) -> list[str]:
     """Start train.py once on every node; the end of one host ends no other."""
-    step = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--cpu-bind=none"]
+    step = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--cpu-bind=none", "--mem=0"]
     step += ["--het-group=0,1"] if both else []
     step.append(f'--task-epilog="${RUN_DIR_VARIABLE}/{EPILOG}"')
     command = shlex.join(COMMAND)
@@ -149,6 +152,11 @@ def _step(config: SlurmConfig, run_dir: Path, both: bool) -> list[str]:
         "# scancel and preemptions signal this script, too; the time limit and `stoker stop` only the hosts.",
         "signalled=",
         "trap 'signalled=1' TERM",
+        f"if [ -e ../{STOP_FILE} ]; then",
+        f"  echo 'stopped before its hosts started' > ../failure; exit {STOPPED_CODE}",
+        "fi",
+        "# They describe the first component, and srun would apply them to all nodes.",
+        "unset SLURM_CPUS_PER_TASK SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU",
         *_folded([*step, "bash", "-c"]),
         shlex.quote("\n".join(["", *host])),
         "code=$?",
@@ -163,10 +171,10 @@ def _end(config: SlurmConfig) -> list[str]:
         restarts = config.restarts
         near = max(0, config.max_runtime_s - config.stop_before_s - LATE_S)
         lines += [
-            f'if [ "$code" = 143 ] && [ -z "$signalled" ] && [ ! -e ../{STOP_FILE} ] \\',
+            f'if [ "$code" = {STOPPED_CODE} ] && [ -z "$signalled" ] && [ ! -e ../{STOP_FILE} ] \\',
             f'    && [ "$SECONDS" -ge {near} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then',
             '  echo "time limit: requeueing the job, which resumes from its checkpoint"',
-            '  scontrol requeue "$SLURM_JOB_ID" && exit 143',
+            f'  scontrol requeue "$SLURM_JOB_ID" && exit {STOPPED_CODE}',
             "fi",
         ]
     return [

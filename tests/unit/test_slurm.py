@@ -312,9 +312,15 @@ def test_time_limits_are_written_in_minutes_and_read_back(seconds: int, shown: s
     assert commands.seconds_of(shown) == -(-seconds // 60) * 60
 
 
-def test_a_port_that_the_job_sets_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_and_store_fit_a_shared_node_unless_the_job_sets_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
+        monkeypatch.delenv(name)
     monkeypatch.setenv("SLURM_JOB_ID", "70007")
     monkeypatch.setattr(service, "CODE", tmp_path)
     assert service.given() == {"cluster.port": str(service.port_of("70007"))}
     (tmp_path / "job.origins.json").write_text('{"cluster.port": "job.yaml"}')
     assert service.given() == {}
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "10000")
+    assert service.given() == {"cluster.object_store_mb": "3000"}, "the node's memory is not all the job's"

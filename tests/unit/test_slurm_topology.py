@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stoker.bootstrap.raynode import count_gpus
-from stoker.bootstrap.services.slurm import hosts_in, port_of, resource_of
+from stoker.bootstrap.services.slurm import hosts_in, memory_mb, port_of, resource_of
 from stoker.bootstrap.topology import Topology, TopologyError, resolve
 
 GUIDE = {
@@ -234,6 +234,19 @@ def test_only_the_gpus_that_slurm_gave_the_job_count(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert count_gpus(tmp_path) == gpus
+
+
+@pytest.mark.parametrize(
+    ("variables", "memory"),
+    [
+        (RECORDED, 0),  # --mem=0: the whole node
+        ({**RECORDED, "SLURM_MEM_PER_NODE": "8", "SLURM_MEM_PER_NODE_HET_GROUP_1": "2048"}, 2048),
+        ({**RECORDED, "SLURM_MEM_PER_CPU_HET_GROUP_1": "500"}, 1500),
+        ({**PLAIN, "SLURM_MEM_PER_NODE": "4096"}, 4096),
+    ],
+)
+def test_memory_is_that_of_the_hosts_own_component(variables: dict[str, str], memory: int) -> None:
+    assert memory_mb(variables) == memory
 
 
 def test_jobs_that_share_a_node_get_ports_of_their_own() -> None:

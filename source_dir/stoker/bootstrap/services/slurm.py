@@ -21,6 +21,8 @@ from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE
 NAME = "slurm"
 PORTS = range(20_000, 30_000, 2)
 """The head's, for jobs that set none: above those of Ray's workers, below the kernel's ephemeral ones."""
+STORE_SHARE, LEAST_STORE_MB = 0.3, 80
+"""Of a node that is shared, the share of the job's memory that Ray's object store may take."""
 MOST_HOSTS = 65_536
 CODE = Path(__file__).resolve().parents[3]
 """The folder of train.py."""
@@ -100,12 +102,29 @@ def folders() -> Folders:
 
 
 def given() -> dict[str, str]:
-    """Every host: the head's port, unless the job sets it: other jobs may run on its node, too."""
+    """Every host: the head's port, and this host's store, as other jobs may run on the node.
+
+    What the job sets itself is left out.
+    """
+    values = {"cluster.port": str(port_of(_job_id(os.environ)))}
+    if memory := memory_mb(os.environ):
+        values["cluster.object_store_mb"] = str(max(LEAST_STORE_MB, int(memory * STORE_SHARE)))
     try:
-        set_by_user = "cluster.port" in json.loads((CODE / "job.origins.json").read_text())
+        own = json.loads((CODE / "job.origins.json").read_text())
     except (OSError, ValueError):
-        set_by_user = False
-    return {} if set_by_user else {"cluster.port": str(port_of(_job_id(os.environ)))}
+        own = {}
+    return {key: value for key, value in values.items() if key not in own}
+
+
+def memory_mb(variables: Mapping[str, str]) -> int:
+    """Every host: the memory that the job has on this node, MB; 0 if it has all of it."""
+    host, end = variables.get("SLURMD_NODENAME"), ""
+    for number in range(_count(variables.get("SLURM_HET_SIZE", ""))):
+        if host in hosts_in(variables.get(f"SLURM_JOB_NODELIST_HET_GROUP_{number}", "")):
+            end = f"_HET_GROUP_{number}"
+    per_cpu = _count(variables.get(f"SLURM_MEM_PER_CPU{end}", ""))
+    whole = _count(variables.get(f"SLURM_MEM_PER_NODE{end}", ""))
+    return whole or per_cpu * _count(variables.get("SLURM_CPUS_ON_NODE", ""))
 
 
 def _job_id(variables: Mapping[str, str]) -> str:
