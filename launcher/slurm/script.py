@@ -32,19 +32,9 @@ LATE_S = 120
 and the script starts some time after the job."""
 
 OURS = (
-    *("array", "chdir", "cpus-per-task", "exclusive", "gpus", "gpus-per-node", "gpus-per-task", "gres"),
-    *(
-        "het-group",
-        "job-name",
-        "mem",
-        "nodes",
-        "ntasks",
-        "ntasks-per-node",
-        "open-mode",
-        "output",
-        "partition",
-    ),
-    *("qos", "requeue", "no-requeue", "signal", "time", "account", "constraint", "wrap", "export"),
+    *("account", "array", "chdir", "constraint", "cpus-per-task", "exclusive", "export", "gpus"),
+    *("gpus-per-node", "gpus-per-task", "gres", "het-group", "job-name", "mem", "no-requeue", "nodes"),
+    *("ntasks", "ntasks-per-node", "open-mode", "output", "partition", "qos", "requeue", "signal", "time"),
 )
 """Options that `slurm.*.extra` must not set, because the script does."""
 
@@ -161,7 +151,8 @@ def _step(config: SlurmConfig, run_dir: Path, both: bool) -> list[str]:
         shlex.quote("\n".join(["", *host])),
         "code=$?",
         "# srun's code is the highest of all hosts; a lost CPU host does not fail a run.",
-        """grep -q '^ "status": "succeeded"' ../summary.json 2>/dev/null && code=0""",
+        f"""[ ../summary.json -nt ../{JOB_FILE} ] \\
+    && grep -q '^ "status": "succeeded"' ../summary.json && code=0""",
     ]
 
 

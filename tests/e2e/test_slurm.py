@@ -182,10 +182,12 @@ def test_a_requeued_job_of_gpu_and_cpu_nodes_resumes_and_trains_every_record_onc
 def test_a_plain_job_is_stopped_with_a_checkpoint_and_stays_stopped(
     slurm: SlurmCluster, project: Path
 ) -> None:
+    """A Ray cluster of one host: about 15 s alone."""
     paced = (f"params.go={project}/never", "train.epochs=50", "slurm.max_runtime_s=3600", "slurm.gpu.cpus=2")
-    job = Submitted(slurm, project, "stopped", *paced)
+    job = Submitted(slurm, project, "stopped", *paced, "slurm.gpu.extra=['--comment=two words']")
     job.wait_for_line("step 1 ")
     assert job.stoker("status", str(job.run_dir)).startswith("running")
+    assert "Comment=two words" in slurm.run("scontrol", "show", "job", job.job)
     job.stoker("stop", str(job.run_dir))
     assert job.code() == 143
     assert job.summary["status"] == "interrupted"
@@ -199,6 +201,7 @@ def test_a_plain_job_is_stopped_with_a_checkpoint_and_stays_stopped(
 
 
 def test_a_failed_job_names_its_cause(slurm: SlurmCluster, project: Path) -> None:
+    """A Ray cluster of one host, and a train worker: about 15 s alone."""
     job = Submitted(slurm, project, "failed", "recipe=paced:Broken", "train.epochs=1")
     assert job.code() == 1
     assert "the weights were never released" in (job.run_dir / "failure").read_text()
