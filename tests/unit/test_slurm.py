@@ -1,6 +1,6 @@
-"""`--on slurm` on a login node: the script it would submit, and jobs that it refuses. Slurm itself is faked.
+"""`--on slurm` on a login node: the script that it submits and what it makes of a job's states.
 
-The fakes print what the commands of Slurm 22.05 printed; tests/e2e/test_slurm.py runs the real ones.
+Slurm's commands are faked; tests/e2e/test_slurm.py runs the real ones.
 """
 
 from __future__ import annotations
@@ -16,160 +16,20 @@ from launcher.backends import attach
 from launcher.backends import slurm as backend
 from launcher.job import open_job
 from launcher.slurm import commands
+from launcher.slurm.run import SlurmRun
 from launcher.slurm.script import clock
 from stoker.bootstrap.services import slurm as service
 from stoker.config import load
 from stoker.errors import UsageError
-from tests.command_line import type_command
+from tests.fakes.slurm import commands_in, fake
 
-SINFO = """\
-gpu*|up|infinite|1|64|gpu:a100:4(S:0-1)
-gpu*|up|infinite|2|128|gpu:a100:8,nvme:1
-cpu|up|1-00:00:00|2|32|(null)
-closed|down|1:00:00|2|32|(null)
-"""
 ID_IS_GONE = "slurm_load_jobs error: Invalid job id specified"
 NODES = "gpu: {partition: gpu, gpus: 4, cpus: 16, memory_gb: 64}, cpu: {partition: cpu, nodes: 2}"
-
-REFUSED = {
-    "a relative output folder": (
-        "output_dir: runs",
-        [],
-        "output_dir: must be an absolute folder that all nodes",
-    ),
-    "an output folder with a pattern": ("output_dir: /shared/%u", [], "has characters that Slurm's options"),
-    "no GPU to train": ("", ["slurm.gpu.gpus=0"], "slurm.gpu.gpus: 0, but these nodes train"),
-    "no node to train": ("", ["slurm.gpu.nodes=0"], "slurm.gpu.nodes: 0; at least 1 node must train"),
-    "fewer than no nodes": ("", ["slurm.cpu.nodes=-1"], "slurm.cpu.nodes: -1; set 0 for none"),
-    "a partition for no nodes": ("", ["slurm.cpu.partition=cpu"], "slurm.cpu: partition set, but nodes is 0"),
-    "GPUs that preprocess": ("", ["slurm.cpu.gpus=1"], "slurm.cpu.gpus: unknown key"),
-    "a time limit in the past": ("", ["slurm.max_runtime_s=-5"], "slurm.max_runtime_s: -5; set the seconds"),
-    "a time limit in words": ("", ["slurm.max_runtime_s=4h"], "slurm.max_runtime_s: input should be a valid"),
-    "no time to train": (
-        "",
-        ["slurm.max_runtime_s=200"],
-        "200 leaves no time to train, as the run stops 180 s",
-    ),
-    "a stop after the end": ("", ["slurm.stop_before_s=-1"], "slurm.stop_before_s: -1 is not between 1 and"),
-    "an option of ours": (
-        "",
-        ["slurm.gpu.extra=[--time=1:00:00]"],
-        "slurm.gpu.extra: --time is set by Stoker; see the keys of slurm.gpu and slurm",
-    ),
-    "an option without dashes": ("", ["slurm.gpu.extra=[reservation=x]"], "must have the form --option"),
-    "nodes that both groups could get": (
-        "slurm: {gpu: {partition: gpu, cpus: 8}, cpu: {partition: gpu, nodes: 1, cpus: 8}}",
-        [],
-        "slurm.cpu.partition: is that of slurm.gpu, so both could get the same node",
-    ),
-    "no such partition": (
-        "",
-        ["slurm.gpu.partition=gpus"],
-        "slurm.gpu.partition: this cluster has no partition 'gpus'; did you mean gpu?",
-    ),
-    "a partition that is down": (
-        "",
-        ["slurm.cpu={nodes: 1, partition: closed}"],
-        "slurm.cpu.partition: partition closed is not up",
-    ),
-    "a partition without GPUs": ("", ["slurm.gpu.partition=cpu"], "nodes of partition cpu have no GPUs"),
-    "more GPUs than a node has": ("", ["slurm.gpu.gpus=16"], "16, but nodes of partition gpu have at most 8"),
-    "more nodes than there are": (
-        "",
-        ["slurm.gpu.nodes=9"],
-        "slurm.gpu.nodes: 9, but partition gpu has only 3",
-    ),
-    "more CPUs than a node has": (
-        "",
-        ["slurm.gpu.cpus=999"],
-        "999, but nodes of partition gpu have at most 128",
-    ),
-    "longer than the partition allows": (
-        "slurm: {cpu: {partition: cpu, nodes: 1}, max_runtime_s: 172800}",
-        [],
-        "slurm.max_runtime_s: 172800, but partition cpu allows at most 86400 (1-00:00:00)",
-    ),
-    "an image that nothing runs": (
-        "",
-        ["slurm.image=x.sif"],
-        "slurm: container and image require each other",
-    ),
-    "mounts of no container": ("", ["slurm.mounts=[/data]"], "slurm: mounts require a container"),
-    "a relative mount": (
-        "slurm: {container: pyxis, image: x, mounts: [data]}",
-        [],
-        "slurm.mounts: 'data' must be /path or /path:/inside",
-    ),
-    "an option among the shell lines": (
-        "slurm: {setup: ['#SBATCH --mem=4G']}",
-        [],
-        "slurm.setup[0]: #SBATCH lines",
-    ),
-    "an account of two words": ("", ["slurm.account=a b"], "slurm.account: 'a b' is no name"),
-    "an address": ("", ["--address", "http://h:1"], "--address: is not supported with --on slurm"),
-    "an autoscaler's hosts": ("", ["cluster.cpu_hosts.max=2"], "with --on slurm hosts cannot be added"),
-    "resuming whatever was last": ("", ["--resume", "auto"], "with --on slurm each launch writes its own"),
-}
 
 
 @pytest.fixture
 def login_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine whose PATH has Slurm's commands; returns their folder. Submitting is not foreseen."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    fake(folder, "sinfo", f"cat <<'END'\n{SINFO}END")
-    fake(folder, "sbatch", "echo 'sbatch: error: not in this test' >&2; exit 1")
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return folder
-
-
-def fake(folder: Path, name: str, lines: str) -> None:
-    program = folder / name
-    program.write_text(f"#!/bin/sh\n{lines}\n")
-    program.chmod(0o755)
-
-
-def type_job(
-    folder: Path, text: str, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> tuple[int, list[str], str]:
-    shared = "" if "output_dir" in text else f"output_dir: {folder}/shared\n"
-    (folder / "job.yaml").write_text(f"name: job\nrecipe: rows:Counting\n{shared}{text}\n")
-    return type_command([str(folder / "job.yaml"), *words, "--on", "slurm"], capsys)
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_wrong_jobs_are_refused_before_anything_is_submitted(
-    case: str, login_node: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text, words, message = REFUSED[case]
-    code, told, _ = type_job(tmp_path, text, words, capsys)
-    assert code == 2 and len(told) == 1, told
-    assert message in told[0]
-    assert not (tmp_path / "shared").exists()
-
-
-def test_all_problems_are_told_at_once(
-    login_node: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    wrong = ["slurm.gpu.gpus=0", "slurm.gpu.partition=nowhere", "slurm.max_runtime_s=1", "output_dir=runs"]
-    assert len(type_job(tmp_path, "", wrong, capsys)[1]) == 4
-
-
-def test_a_machine_without_slurm_says_where_to_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    code, told, _ = type_job(tmp_path, "", [], capsys)
-    assert (code, len(told)) == (2, 1) and "sinfo: not found on this machine" in told[0]
-    assert type_job(tmp_path, "", ["--dry-run", "--offline"], capsys)[0] == 0
-
-
-def test_a_refusal_of_slurm_leaves_nothing(
-    login_node: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, told, _ = type_job(tmp_path, "", [], capsys)
-    assert (code, told) == (2, ["error: sbatch: not in this test"])
-    assert not (tmp_path / "shared").exists()
+    return commands_in(tmp_path / "bin", monkeypatch)
 
 
 def planned(folder: Path, *overrides: str) -> backend.SlurmRequest:
@@ -287,6 +147,36 @@ def test_status_is_what_the_queue_and_the_run_directory_say(
     )
     fake(login_node, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
     assert attach(str(run_dir)).status().startswith(status)
+
+
+@pytest.mark.parametrize(
+    ("file", "controller", "code"),
+    [
+        ("2", "JobState=FAILED ExitCode=2:0", 2),
+        ("", "JobState=FAILED ExitCode=143:0", 143),  # a network file system shows the file later
+        ("", "JobState=COMPLETED ExitCode=0:0", 0),
+        ("", "JobState=CANCELLED ExitCode=0:15", 143),
+        ("", "JobState=NODE_FAIL ExitCode=0:0", 1),
+    ],
+)
+def test_the_exit_code_is_the_scripts_or_else_slurms(
+    login_node: Path, tmp_path: Path, file: str, controller: str, code: int
+) -> None:
+    (tmp_path / "slurm.exit").write_text(file)
+    fake(login_node, "squeue", f"echo '{ID_IS_GONE}' >&2; exit 1")
+    fake(login_node, "scontrol", f"echo 'JobId=42 {controller}'")
+    assert SlurmRun("42", tmp_path).wait() == code
+
+
+@pytest.mark.parametrize(("state", "words"), [("PENDING", "42"), ("RUNNING", "--signal=TERM 42")])
+def test_stop_takes_a_waiting_job_out_of_the_queue_and_signals_a_running_one(
+    login_node: Path, tmp_path: Path, state: str, words: str
+) -> None:
+    fake(login_node, "squeue", f"echo '42|{state}|None'")
+    fake(login_node, "scancel", f'echo "$*" > {tmp_path}/asked')
+    SlurmRun("42", tmp_path).stop()
+    assert (tmp_path / "asked").read_text().strip() == words
+    assert (tmp_path / "stop.requested").exists(), "at its time limit, too, it is not requeued"
 
 
 def test_an_unknown_job_id_is_one_line(login_node: Path) -> None:
