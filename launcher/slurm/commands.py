@@ -63,7 +63,8 @@ def ask(*command: str, variables: Mapping[str, str] | None = None) -> str:
     """
     if shutil.which(command[0]) is None:
         raise UsageError(
-            f"{command[0]}: not found on this machine; run this command on a login node of the Slurm cluster"
+            f"{command[0]}: not found on this machine; run this command on a login node of the Slurm cluster,"
+            " or look at the script anywhere with --dry-run --offline"
         )
     try:
         done = subprocess.run(

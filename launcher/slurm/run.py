@@ -126,8 +126,12 @@ class SlurmRun(PastRun):
             commands.ask("scancel", "--signal=TERM", self.job_id)
 
     def closing(self) -> str:
-        """Message after the end: outcome and results."""
-        return f"{self.id}: {self.status()}\nresults: {self.run_dir}"
+        """Message after the end: outcome, results, and how to continue a run that has not succeeded."""
+        status = self.status()
+        lines = [f"{self.id}: {status}", f"results: {self.run_dir}"]
+        if not status.startswith("succeeded") and list((self.run_dir / "checkpoints").glob("step-*")):
+            lines.append(f"continue: the same command with --resume {self.run_dir}")
+        return "\n".join(lines)
 
     def detached(self) -> str:
         """Message when the user stops watching: the job continues."""
