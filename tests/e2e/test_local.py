@@ -16,6 +16,8 @@ import pytest
 from commands import DIGITS, ROOT, Demo, submit
 from pyarrow import parquet
 
+from tests.summaries import EVERYWHERE, fields
+
 
 def summary(folder: Path) -> dict:
     return json.loads((folder / "runs/latest/summary.json").read_text())
@@ -67,7 +69,7 @@ def test_digits_reach_97_percent_from_every_form_by_one_changed_line(form: str, 
 def check(folder: Path, screen: str) -> None:
     """Eight epochs, every record, a model."""
     found = summary(folder)
-    assert found["status"] == "succeeded"
+    assert found["status"] == "succeeded" and fields(found) == EVERYWHERE
     assert found["metrics"]["best"]["val/acc1"] >= 0.97
     assert found["records"]["read"] == 8 * 1437
     assert (folder / "runs/latest/model/model.safetensors").is_file()

@@ -23,6 +23,7 @@ from launcher.sagemaker.upload import split_uri
 from stoker.config import load
 from tests.fakes.aws import REGION, ROLE, moto_server
 from tests.fakes.sagemaker_sdk import train_through_sdk
+from tests.summaries import EVERYWHERE, fields
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -133,6 +134,7 @@ def check(run: RehearsalRun, summary: dict[str, Any], cpu_hosts: int = 2, epochs
     """Every record, preprocessed on every CPU host, trained on the GPU host; every host left by itself."""
     cpus = [f"algo-{2 + nth}" for nth in range(cpu_hosts)]
     assert summary["status"] == "succeeded" and summary["backend"] == "rehearsal"
+    assert fields(summary) == EVERYWHERE
     groups = {host["host"]: host["group"] for host in summary["cluster"]["hosts"]}
     assert groups == {"algo-1": "gpu"} | dict.fromkeys(cpus, "cpu")
     types = {host["host"]: host["type"] for host in summary["cluster"]["hosts"]}

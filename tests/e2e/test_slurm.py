@@ -19,6 +19,8 @@ import pytest
 from commands import ROOT
 from slurm_cluster import SlurmCluster, absent
 
+from tests.summaries import EVERYWHERE, fields
+
 if reason := absent():
     pytest.skip(reason, allow_module_level=True)
 
@@ -158,6 +160,7 @@ def test_a_requeued_job_of_gpu_and_cpu_nodes_resumes_and_trains_every_record_onc
     assert job.code() == 0
     summary = job.summary
     assert (summary["status"], summary["backend"], summary["epochs"]) == ("succeeded", "slurm", 3)
+    assert fields(summary) == EVERYWHERE
     resumed = [event["step"] for event in summary["events"] if event["event"] == "resumed"]
     assert resumed == [stopped_at]
     assert summary["records"]["read"] == summary["records"]["trained"] == 3 * 1437

@@ -26,6 +26,7 @@ from stoker.bootstrap.raynode import free_port
 from stoker.errors import UsageError
 from tests.fakes.mlflow_server import MlflowServer, latest, pairs
 from tests.fakes.ray_nodes import RayNodes
+from tests.summaries import EVERYWHERE, fields
 
 RECIPE = """
 import time
@@ -134,6 +135,7 @@ def test_digits_train_from_a_delta_table_and_stand_in_the_notebooks_experiment(
     summary = result.summary
     assert summary == json.loads((result.run_dir / "summary.json").read_text())
     assert (summary["backend"], len(summary["cluster"]["hosts"])) == ("ray", 3)
+    assert fields(summary) == EVERYWHERE
     assert summary["records"]["read"] == summary["records"]["trained"] + summary["records"]["remainder"]
     written = (result.run_dir / "config.yaml").read_text()
     assert '"tracking.mlflow.uri": "Databricks"' in written and '"train.epochs": "stoker.run"' in written

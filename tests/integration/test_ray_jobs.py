@@ -23,6 +23,7 @@ from stoker.bootstrap.raynode import free_port
 from stoker.config import load
 from stoker.errors import UsageError
 from tests.fakes.ray_nodes import RayNodes
+from tests.summaries import EVERYWHERE, fields
 
 PROBE = """
 import os, signal, sys, time
@@ -269,6 +270,7 @@ def test_digits_train_through_ray_jobs_as_a_user_types_it(
     (path,) = tmp_path.glob("digits-*/summary.json")
     summary = json.loads(path.read_text())
     assert (summary["status"], summary["backend"]) == ("succeeded", "ray")
+    assert fields(summary) == EVERYWHERE
     assert len(summary["cluster"]["hosts"]) == 3
     assert {host["group"] for host in summary["cluster"]["hosts"]} == {"gpu", "cpu"}
     assert summary["metrics"]["best"]["val/acc1"] > 0.2

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from rehearsals import SAME_PRIORITY, new_name
 
+from tests.summaries import EVERYWHERE, fields
+
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = str(ROOT / "source_dir/configs/digits.yaml")
 
@@ -42,6 +44,7 @@ def test_digits_train_as_well_as_locally_and_on_every_host(tmp_path: Path) -> No
     code, screen, summary, report = rehearse_digits(tmp_path)
     assert code == 0
     assert summary["status"] == "succeeded" and summary["backend"] == "rehearsal"
+    assert fields(summary) == EVERYWHERE
     assert summary["metrics"]["best"]["val/acc1"] >= 0.97
     assert summary["records"]["read"] == summary["records"]["trained"] == 8 * 1437
     assert set(summary["chain_tasks_by_host"]) >= {"algo-2", "algo-3"}

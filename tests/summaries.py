@@ -1,0 +1,16 @@
+"""What every summary.json has, wherever its job ran."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.tracking.summary import Summary
+
+
+def fields(summary: dict[str, Any]) -> set[str]:
+    """The names of a summary's fields, and as `part.name` those of its parts that always have the same."""
+    parts = [name for name, value in Summary().model_dump().items() if isinstance(value, dict) and value]
+    return set(summary) | {f"{part}.{name}" for part in parts for name in summary[part]}
+
+
+EVERYWHERE = fields(Summary().model_dump(by_alias=True))
