@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ LOGIN, BRIDGE = "10.78.0.1", "slurm0"
 NODES = {"gpu-1": "10.78.0.11", "cpu-1": "10.78.0.21", "cpu-2": "10.78.0.22"}
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "ip", "unshare", "nsenter")
 READY_S = 120
+# Hosts share this machine's /tmp, also with clusters of other tests, so job ids begin somewhere.
 # Most clusters track processes by cgroup: signals reach the task alone. That needs this machine's cgroups;
 # by process group, they do not reach Ray's daemons either, which have sessions of their own.
 CONFIGURATION = f"""
@@ -43,6 +45,7 @@ SchedulerParameters=bf_interval=1,sched_min_interval=0
 ReturnToService=2
 KillWait=90
 GresTypes=gpu
+FirstJobId={{first_job}}
 NodeName=gpu-1 NodeAddr={NODES["gpu-1"]} CPUs=2 Gres=gpu:1
 NodeName=cpu-[1-2] NodeAddr=10.78.0.[21-22] CPUs=2
 PartitionName=gpu Nodes=gpu-1 Default=YES
@@ -136,7 +139,9 @@ def world(folder: Path) -> None:
     names = "".join(f"{ip} {name}\n" for name, ip in {"login": LOGIN, **NODES}.items())
     (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
     run("mount", "--bind", str(folder / "hosts"), "/etc/hosts")
-    (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder))
+    (folder / "slurm.conf").write_text(
+        CONFIGURATION.format(folder=folder, first_job=random.randint(1_000, 60_000_000))
+    )
     (folder / "gres.conf").write_text(GRES)
     start_munge(folder / "munge")
     configuration = ("-f", str(folder / "slurm.conf"))

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,8 +40,8 @@ class Paced(Digits):
         return super().training_step(model, batch)
 
 class Broken(Digits):
-    def read(self, split):
-        raise RuntimeError("the digits were never released")
+    def model(self):
+        raise RuntimeError("the weights were never released")
 """
 SMALL = ("cluster.object_store_mb=100", "data.block_records=64", "tracking.tensorboard=false")
 
@@ -112,12 +113,13 @@ class Submitted:
         return f"{self.screen.read_text()}\n{self.cluster.logs()}"
 
 
-def kill_task_on(node: str) -> None:
+def kill_task_on(node: str, job: str) -> None:
     """End a host as a crash does: Slurm sees its task killed."""
+    own = {f"SLURMD_NODENAME={node}".encode(), f"SLURM_JOB_ID={job}".encode()}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             started = (process / "cmdline").read_bytes().split(b"\0")[1:2] == [b"train.py"]
-            if started and f"SLURMD_NODENAME={node}\0".encode() in (process / "environ").read_bytes():
+            if started and own <= set((process / "environ").read_bytes().split(b"\0")):
                 os.kill(int(process.name), signal.SIGKILL)
 
 
@@ -154,7 +156,7 @@ def test_a_requeued_job_of_gpu_and_cpu_nodes_resumes_and_trains_every_record_onc
 
     slurm.run("scontrol", "update", f"JobId={job.job}", "StartTime=now")  # Slurm would wait for two minutes
     job.wait_for_line("resumed from")
-    kill_task_on("cpu-2")
+    kill_task_on("cpu-2", job.job)
     job.wait_for_line("host lost: cpu-2")
     go.touch()
     assert job.code() == 0
@@ -177,7 +179,9 @@ def test_a_requeued_job_of_gpu_and_cpu_nodes_resumes_and_trains_every_record_onc
         assert line in log and line in job.screen.read_text()
     assert (job.run_dir / "model/model.safetensors").is_file()
     assert not (job.run_dir / "code/.ray-token").exists(), "nothing needs the token any more"
-    assert not list(Path("/tmp").glob(f"stoker-{job.job}-*")), "the epilog removed the hosts' temporary files"
+    assert not list(Path(tempfile.gettempdir()).glob(f"stoker-{job.job}-*")), (
+        "the epilog removed the hosts' temporary files"
+    )
 
 
 def test_a_plain_job_is_stopped_with_a_checkpoint_and_stays_stopped(
@@ -205,9 +209,9 @@ def test_a_failed_job_names_its_cause(slurm: SlurmCluster, project: Path) -> Non
     """A Ray cluster of one host: about 10 s alone."""
     job = Submitted(slurm, project, "failed", "recipe=paced:Broken", "train.epochs=1")
     assert job.code() == 1
-    assert "the digits were never released" in (job.run_dir / "failure").read_text()
+    assert "the weights were never released" in (job.run_dir / "failure").read_text()
     status = job.stoker("status", str(job.run_dir))
-    assert status.startswith("failed") and "the digits were never released" in status
+    assert status.startswith("failed") and "the weights were never released" in status
 
 
 def test_what_the_cluster_cannot_give_is_refused_before_anything_is_written(
