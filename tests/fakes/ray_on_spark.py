@@ -17,6 +17,9 @@ FOLDER_VARIABLE = "STOKER_TEST_SPARK_FOLDER"
 class Hook(RayOnSparkStartHook):  # type: ignore[misc]
     """For RAY_ON_SPARK_START_HOOK: where Ray's nodes have their folders."""
 
+    def __init__(self) -> None:
+        super().__init__(is_global=False)
+
     def get_default_temp_root_dir(self) -> str:
         return os.environ[FOLDER_VARIABLE]
 
