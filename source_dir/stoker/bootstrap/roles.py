@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 from stoker.bootstrap import cluster, forks, raynode, requirements
+from stoker.bootstrap.copies import Copies
 from stoker.bootstrap.forks.libraries import libraries_of
 from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
 from stoker.bootstrap.logs import say, say_at_once
@@ -125,7 +126,9 @@ def run_head(
         present = cluster.wait_for_hosts(topology, config, started, stop.check)
         formed = time.monotonic() - started
         say(f"cluster formed in {formed:.1f} s: {cluster.by_group(topology, present)}")
-        outcome = drive(resolved, place_of(service, topology, formed), stop, opened)
+        place = place_of(service, topology, formed)
+        copies = Copies(service.folders().copies)
+        outcome = copies.during(lambda: drive(resolved, place, stop, opened))
     except Stopped:
         outcome = Outcome(143, "stopped by SIGTERM before the training began")
     except UsageError as error:
@@ -147,11 +150,13 @@ def run_head(
     return outcome
 
 
-def run_worker(resolved: Resolved, topology: Topology, code: Path, stop: Stop, started: float) -> Outcome:
+def run_worker(
+    resolved: Resolved, topology: Topology, ends_job: bool, code: Path, stop: Stop, started: float
+) -> Outcome:
     """Worker host: join, stay until the head ends, then leave within seconds.
 
     Once joined, it exits with 0: SageMaker fails a job for any host's non-zero exit code, and the head's
-    code alone decides the outcome.
+    code alone decides the outcome. A host with `ends_job` exits with the head's code.
     """
     config = resolved.config
     deadline = started + config.cluster.join_timeout_s
@@ -167,7 +172,7 @@ def run_worker(resolved: Resolved, topology: Topology, code: Path, stop: Stop, s
             if ready is False:
                 raise ClusterError(f"Ray on the head {topology.head} was not ready before the timeout")
             if isinstance(ready, Ended):
-                return _left(ready)
+                return _left(ready, ends_job)
             if differs := requirements.difference(package_versions(code), lifeline.head_versions):
                 raise ClusterError(
                     f"its packages differ from those of the head {topology.head}: {differs}; pin them in"
@@ -189,24 +194,21 @@ def run_worker(resolved: Resolved, topology: Topology, code: Path, stop: Stop, s
                 node.stop()
                 lifeline.close()
             if ended is not None and not (ended.cut_off and joined <= REJOINS):
-                return _left(ended)
+                return _left(ended, ends_job)
             if joined > REJOINS:
-                say(f"Ray ended {joined} times on this host; not joining again, the job continues without it")
-                return Outcome(0)
+                return _without(f"Ray ended {joined} times on this host; not joining again", ends_job)
             say(f"{ended.why}; trying to rejoin" if ended else "Ray ended on this host; rejoining")
             stop.on_request = None
             deadline = time.monotonic() + (SEARCH_S if ended else 60)
     except HeadEnded as end:
-        return _left(end.ended)
+        return _left(end.ended, ends_job)
     except Stopped:
         return Outcome(0 if joined else 143, "" if joined else "stopped by SIGTERM before joining")
     except (ClusterError, OSError) as error:
         if joined:
-            say(f"left: {error}")
-            return Outcome(0)
+            return _without(f"left: {error}", ends_job)
         if config.cluster.min_cpu_hosts is not None:
-            say(f"did not join: {error}; cluster.min_cpu_hosts lets the job continue without it")
-            return Outcome(0)
+            return _without(f"did not join: {error}; cluster.min_cpu_hosts allows that", ends_job)
         return Outcome(1, f"{topology.host} ({topology.group}) did not join: {error}")
 
 
@@ -291,9 +293,14 @@ def _failure(error: BaseException) -> Outcome:
     return Outcome(1, scrub(f"{type(error).__name__}: {error} ({_origin(error)})"))
 
 
-def _left(ended: Ended) -> Outcome:
+def _left(ended: Ended, ends_job: bool) -> Outcome:
     say(f"leaving: {ended.why}")
-    return Outcome(0)
+    return Outcome(1 if ended.code is None else ended.code, ended.why) if ends_job else Outcome(0)
+
+
+def _without(why: str, ends_job: bool) -> Outcome:
+    say(why if ends_job else f"{why}; the job continues without this host")
+    return Outcome(1, f"{why}; the service ends the job with this host") if ends_job else Outcome(0)
 
 
 def _head_lives(lifeline: Lifeline, stop: Stop) -> Callable[[], None]:

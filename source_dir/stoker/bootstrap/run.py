@@ -200,7 +200,7 @@ def _play(service: Service, resource: Mapping[str, Any], arguments: list[str]) -
     say(f"hosts: {topology.describe()}; head: {topology.head}")
     if topology.role == "head":
         return roles.run_head(resolved, topology, service, CODE, stop, STARTED)
-    return roles.run_worker(resolved, topology, CODE, stop, STARTED)
+    return roles.run_worker(resolved, topology, service.ends_job(), CODE, stop, STARTED)
 
 
 def read_configuration(arguments: list[str], passed: Mapping[str, str]) -> Resolved:

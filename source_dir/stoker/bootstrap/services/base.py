@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ class Folders:
     failure: Path
     """The file for the cause of a failure, in one line."""
     synced: bool = False
-    """Whether the service copies the checkpoint folder elsewhere while the job writes it."""
+    """Whether the checkpoint folder appears elsewhere file by file, so that a manifest must come last."""
+    copies: Mapping[Path, Path] = field(default_factory=dict)
+    """Folders of the run → where the head copies them, during the run and at its end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,5 +38,7 @@ class Service:
     folders: Callable[[], Folders]
     given: Callable[[], Mapping[str, str]] = dict
     """Configuration values that the service passes to the job: key → text."""
+    ends_job: Callable[[], bool] = lambda: False
+    """Whether the job ends when this host does, with its exit code, whatever other hosts are doing."""
     installs: bool = True
     """Whether missing requirements are installed; on hosts that outlive the job they are not."""

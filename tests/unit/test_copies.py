@@ -1,0 +1,58 @@
+"""The head copies the run's files to where its users find them, during the run and at its end."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from stoker.bootstrap.copies import Copies
+from stoker.place import Outcome
+
+
+def test_files_appear_while_they_are_open_and_are_whole_at_the_end(tmp_path: Path) -> None:
+    run, copy, board = tmp_path / "run", tmp_path / "copy", tmp_path / "board"
+    (run / "tensorboard").mkdir(parents=True)
+    copied = threading.Event()
+
+    def work() -> Outcome:
+        with (run / "events.jsonl").open("w", buffering=1) as events:
+            events.write("first\n")
+            (run / "tensorboard" / "events.out").write_text("scalars")
+            (run / ".summary.json").write_text("a draft")
+            while not (board / "events.out").is_file() or not (copy / "events.jsonl").is_file():
+                copied.wait(0.01)
+            assert (copy / "events.jsonl").read_text() == "first\n"
+            events.write("last\n")
+        return Outcome(0)
+
+    assert Copies({run: copy, run / "tensorboard": board}).during(work, every_s=0.01) == Outcome(0)
+    assert (copy / "events.jsonl").read_text() == "first\nlast\n"
+    assert sorted(path.name for path in copy.iterdir()) == ["events.jsonl"], "neither drafts nor the board"
+    assert [path.name for path in board.iterdir()] == ["events.out"]
+
+
+def test_a_run_whose_files_cannot_be_kept_has_not_succeeded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    run.mkdir()
+    (run / "summary.json").write_text("{}")
+    copy.write_text("a file where the folder should be")
+    outcome = Copies({run: copy}).during(lambda: Outcome(0))
+    assert outcome.code == 1
+    assert outcome.cause.startswith(f"{copy}: cannot be written: ")
+    assert f"error: {outcome.cause}" in capsys.readouterr().out
+    assert Copies({run: copy}).during(lambda: Outcome(2, "no data")) == Outcome(2, "no data")
+
+
+def test_what_was_written_is_copied_though_the_work_raises(tmp_path: Path) -> None:
+    def work() -> Outcome:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "driver.log").write_text("refused")
+        raise RuntimeError("stopped")
+
+    with pytest.raises(RuntimeError, match="stopped"):
+        Copies({tmp_path / "run": tmp_path / "copy"}).during(work)
+    assert (tmp_path / "copy" / "driver.log").read_text() == "refused"
