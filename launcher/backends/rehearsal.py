@@ -1,4 +1,4 @@
-"""Laptop: `--on rehearsal`: run the job on emulated SageMaker hosts on this machine, at no cost."""
+"""Laptop: `--on rehearsal`: run the job on emulated hosts of a cloud on this machine, at no cost."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from launcher.rehearsal import plan as planning
 from launcher.rehearsal.display import Display
 from launcher.rehearsal.prepare import prepare_host, world_spec
 from launcher.rehearsal.running import RehearsalRun
+from launcher.rehearsal.shapes import Shape, shape_of
 from launcher.sagemaker import upload
 from stoker.bootstrap.cluster import TOKEN_FILE
 from stoker.errors import UsageError
+
+CODE_CHANNEL = "code"
 
 
 @dataclass(frozen=True)
@@ -39,15 +42,20 @@ class RehearsalRequest:
     """Checkpoint folders to place on the hosts, as SageMaker restores them after a restart."""
 
     @property
+    def shape(self) -> Shape:
+        """The service whose hosts are emulated."""
+        return shape_of(self.job.resolved.config)
+
+    @property
     def entry(self) -> str:
-        return self.job.resolved.config.rehearsal.entry
+        return self.job.resolved.config.rehearsal.entry if self.shape.toolkit else "container"
 
     def render(self) -> str:
         """The request as shown by `--dry-run`."""
         settings = self.job.resolved.config.rehearsal
         starter = {
             "toolkit": f"sagemaker-training {toolkit.VERSION} starts train.py",
-            "container": "python3 /opt/ml/input/data/code/train.py is process 1",
+            "container": f"train.py is process 1, as on {self.shape.service}",
         }[self.entry]
         rate = f"{settings.link_mbps:g} Mbit/s" if settings.link_mbps else "unlimited"
         quota = f"{settings.cpu_quota:g} cores" if settings.cpu_quota else "none"
@@ -57,7 +65,7 @@ class RehearsalRequest:
             late = f"{host.delay_s:g} s late" if host.delay_s else ""
             late = "never comes" if host.delay_s == float("inf") else late
             columns = (host.name, host.group, host.instance_type, host.address, role, late)
-            lines.append("  " + "".join(f"{column:<18}" for column in columns).rstrip())
+            lines.append("  " + "".join(f"{column:<16}  " for column in columns).rstrip())
         lines += [f"  entry      {starter}", f"  link       {rate}; cpu quota {quota} per host"]
         lines += [f"  channel    {c.parameter}: {c.source} → {c.path_on_host}" for c in self.channels]
         lines += [f"  checkpoint {path}" for path in self.checkpoints]
@@ -80,10 +88,12 @@ def plan(job: Job, checkpoints: tuple[Path, ...] = ()) -> RehearsalRequest:
     hosts = planning.plan_hosts(config)
     planned_faults = planning.plan_faults(config, hosts)
     topology = planning.plan_topology(config, hosts)
+    where = shape_of(config).channel
     channels = tuple(
-        planning.PlannedChannel(parameter, Path(source)) for parameter, source in job.data.items()
+        planning.PlannedChannel(parameter, Path(source), where.format(parameter))
+        for parameter, source in job.data.items()
     )
-    if any(channel.parameter == planning.CODE_CHANNEL for channel in channels):
+    if any(channel.parameter == CODE_CHANNEL for channel in channels):
         raise UsageError("params.code: the channel `code` carries the source; rename the parameter")
     run_dir = runs.new_run_dir(job)
     return RehearsalRequest(job, hosts, channels, planned_faults, topology.head, run_dir, checkpoints)
@@ -117,7 +127,7 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
         staged = folder / "staged"
         upload.stage(request.job, staged, {c.parameter: c.path_on_host for c in request.channels}, TOKEN_FILE)
         if train is not None:
-            upload.pack(staged, folder / planning.ARCHIVE)
+            upload.pack(staged, folder / upload.ARCHIVE)
         specs = []
         for number, host in enumerate(request.hosts, start=1):
             made = isolation.make_cgroups(

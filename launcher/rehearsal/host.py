@@ -51,9 +51,9 @@ def _connect(spec: dict[str, Any]) -> None:
 
 def _mount(spec: dict[str, Any]) -> None:
     folder = Path(spec["folder"])
-    ml = folder / "ml"
+    source, at = Path(spec["mount"]["source"]), Path(spec["mount"]["target"])
     for channel in spec["channels"]:
-        target = ml / channel["target"]
+        target = source / Path(channel["target"]).relative_to(at)
         target.parent.mkdir(parents=True, exist_ok=True)
         if Path(channel["source"]).is_dir():
             target.mkdir(exist_ok=True)
@@ -61,7 +61,7 @@ def _mount(spec: dict[str, Any]) -> None:
             target.touch()
         _run("mount", "--bind", channel["source"], str(target))
         _run("mount", "-o", "remount,bind,ro", str(target))
-    _mount_opt_ml(folder, ml)
+    read_only = _mount_service(folder, source, at)
     _run("mount", "--bind", str(folder / "hosts"), "/etc/hosts")
     shm = f"size={spec['shm_mb']}m,mode=1777"
     _run("mount", "-t", "tmpfs", "-o", shm, "tmpfs", "/dev/shm")  # noqa: S108 - in a mount namespace of its own
@@ -74,8 +74,9 @@ def _mount(spec: dict[str, Any]) -> None:
             _run("mount", "-t", "tmpfs", "-o", "ro,size=4k", "tmpfs", path)
     # Files written outside the job's folders would be lost on SageMaker and left behind on this
     # machine, so mount the rest read-only.
-    with contextlib.suppress(subprocess.CalledProcessError):  # user namespaces may not have permission
-        _run("mount", "-o", "remount,bind,ro", "/")
+    for path in read_only:
+        with contextlib.suppress(subprocess.CalledProcessError):  # user namespaces may not have permission
+            _run("mount", "-o", "remount,bind,ro", path)
 
 
 def _keep_below_tmp(paths: list[str], private: Path) -> None:
@@ -89,21 +90,52 @@ def _keep_below_tmp(paths: list[str], private: Path) -> None:
                 _run("mount", "-o", "remount,bind,ro", str(target))
 
 
-def _mount_opt_ml(folder: Path, ml: Path) -> None:
-    """Mount `/opt/ml`; if the machine has none, over a copy of `/opt` made of bind mounts."""
-    if Path("/opt/ml").is_dir():
-        _run("mount", "--rbind", str(ml), "/opt/ml")
-        return
+def _mount_service(folder: Path, source: Path, at: Path) -> list[str]:
+    """Mount the service's folder; if the machine has none, over a copy of its parent made of bind mounts.
+
+    Returns:
+        The mounts that are the machine's own files.
+    """
+    if at.is_dir():
+        _run("mount", "--rbind", str(source), str(at))
+        return ["/"]
+    if at.parent == Path("/"):
+        copied = _change_root(at.name)
+        _run("mount", "--rbind", str(source), str(at))
+        return copied
     opt = folder / "opt"
-    (opt / "ml").mkdir(parents=True)
-    for entry in Path("/opt").iterdir():
+    (opt / at.name).mkdir(parents=True)
+    for entry in at.parent.iterdir():
         if entry.is_dir():
             (opt / entry.name).mkdir()
         else:
             (opt / entry.name).touch()
         _run("mount", "--rbind", str(entry), str(opt / entry.name))
-    _run("mount", "--rbind", str(ml), str(opt / "ml"))
-    _run("mount", "--rbind", str(opt), "/opt")
+    _run("mount", "--rbind", str(source), str(opt / at.name))
+    _run("mount", "--rbind", str(opt), str(at.parent))
+    return ["/"]
+
+
+def _change_root(name: str) -> list[str]:
+    """Change to a copy of the root made of bind mounts, with one more folder; returns what it mounted."""
+    root = Path("/mnt")
+    _run("mount", "-t", "tmpfs", "-o", "size=1m,mode=755", "tmpfs", str(root))
+    (root / name).mkdir()
+    copied = ["/"]
+    for entry in Path("/").iterdir():
+        copy = root / entry.name
+        if entry.is_symlink():
+            copy.symlink_to(entry.readlink())
+        elif entry == root:
+            copy.mkdir()
+        else:
+            copy.mkdir() if entry.is_dir() else copy.touch()
+            _run("mount", "--rbind", str(entry), str(copy))
+            if entry.name not in ("dev", "proc", "sys", "tmp"):
+                copied.append(str(entry))
+    os.chroot(root)
+    os.chdir("/")
+    return copied
 
 
 def _run(*command: str) -> None:

@@ -21,18 +21,28 @@ def collect(hosts: dict[str, Path], run_dir: Path) -> list[str]:
     Returns:
         One line per file that two hosts wrote; SageMaker keeps one of them, unspecified which.
     """
+    folders = {"output/data": run_dir, "model": run_dir / "model", "checkpoints": run_dir / "checkpoints"}
+    return merge(hosts, folders)
+
+
+def merge(sources: dict[str, Path], folders: dict[str, Path]) -> list[str]:
+    """Laptop: move the files below all sources to common folders.
+
+    Args:
+        sources: name of a host, or of what several share → its folder.
+        folders: path below each source → where its files go.
+
+    Returns:
+        One line per file that two sources have.
+    """
     clashes: list[str] = []
-    for source, target in (
-        ("output/data", run_dir),
-        ("model", run_dir / "model"),
-        ("checkpoints", run_dir / "checkpoints"),
-    ):
+    for source, target in folders.items():
         writer: dict[Path, str] = {}
-        for host, ml in hosts.items():
-            for file in sorted((ml / source).rglob("*")):
+        for host, base in sources.items():
+            for file in sorted((base / source).rglob("*")):
                 if file.is_dir() or not (file.is_file() or file.is_symlink()):
                     continue
-                name = file.relative_to(ml / source)
+                name = file.relative_to(base / source)
                 if name in writer and filecmp.cmp(file, target / name, shallow=False):
                     continue  # the checkpoint to resume from, which every host was given
                 if name in writer:

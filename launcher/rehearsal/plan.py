@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from launcher.job import Job, examples_root
 from launcher.rehearsal import faults
+from launcher.rehearsal.shapes import shape_of
 from stoker.bootstrap.raynode import HOST_CPUS_VARIABLE
 from stoker.bootstrap.topology import Topology, TopologyError, resolve
 from stoker.errors import UsageError
 from stoker.place import BACKEND_VARIABLE
 from stoker.schema import Config
 
-GPU_TYPE, CPU_TYPE = "ml.g5.xlarge", "ml.c5.xlarge"
-MAX_HOSTS, MAX_GROUPS = 100, 5
-CODE_CHANNEL = "code"
-ARCHIVE = "sourcedir.tar.gz"
+MAX_HOSTS = 100
 _NETWORK = "10.77.0"
 
 
@@ -39,24 +35,21 @@ class PlannedHost:
 
 @dataclass(frozen=True)
 class PlannedChannel:
-    """Laptop: local data that is mounted on every host as an input channel."""
+    """Laptop: local data that is mounted on every host."""
 
     parameter: str
     source: Path
-
-    @property
-    def target(self) -> str:
-        """Path below `/opt/ml/`; a single file is placed in the channel's folder, as on SageMaker."""
-        folder = f"input/data/{self.parameter}"
-        return folder if self.source.is_dir() else f"{folder}/{self.source.name}"
+    folder: str
+    """Where the hosts see the data of this parameter."""
 
     @property
     def path_on_host(self) -> str:
-        return f"/opt/ml/{self.target}"
+        """The folder; a single file is placed in it, as on SageMaker."""
+        return self.folder if self.source.is_dir() else f"{self.folder}/{self.source.name}"
 
 
 def plan_hosts(config: Config) -> tuple[PlannedHost, ...]:
-    """Laptop: plan `gpu=1,cpu=2:ml.c5.2xlarge` as hosts algo-1, algo-2, … in that order.
+    """Laptop: plan `gpu=1,cpu=2:ml.c5.2xlarge` as hosts in that order.
 
     Raises:
         UsageError: every problem found.
@@ -72,16 +65,20 @@ def plan_hosts(config: Config) -> tuple[PlannedHost, ...]:
             problems.append(f"rehearsal.hosts: the group {found[1]!r} is listed twice")
         else:
             groups.append((found[1], int(found[2]), found[3] or ""))
-    if len(groups) > MAX_GROUPS:
-        problems.append(f"rehearsal.hosts: {len(groups)} groups; SageMaker allows {MAX_GROUPS}")
+    shape = shape_of(config)
+    if len(groups) > shape.most_groups:
+        most = f"{shape.service} allows {shape.most_groups}"
+        problems.append(f"rehearsal.hosts: {len(groups)} groups; {most}")
     if problems:
         raise UsageError(*problems)
     hosts: list[PlannedHost] = []
+    named = shape.host_names([(name, count) for name, count, _ in groups])
     for name, count, given in groups:
-        instance_type = given or _type_for(name, groups, config.cluster.gpu_group)
+        trains = _trains(name, groups, config.cluster.gpu_group)
+        instance_type = given or (shape.gpu_type if trains else shape.cpu_type)
         for _ in range(count):
             number = len(hosts) + 1
-            host = f"algo-{number}"
+            host = named[number - 1]
             late = settings.join_delay.get(host, 0)
             delay = float("inf") if late == "never" else float(late)
             address = f"{_NETWORK}.{number + 1}"
@@ -122,49 +119,12 @@ def plan_topology(config: Config, hosts: tuple[PlannedHost, ...]) -> Topology:
         UsageError: no group can train.
     """
     try:
-        return resolve(resource_config(hosts, hosts[0]), config.cluster.gpu_group)
+        return resolve(shape_of(config).resource(hosts, hosts[0]), config.cluster.gpu_group)
     except TopologyError as error:
         raise UsageError(str(error)) from None
 
 
-def resource_config(hosts: tuple[PlannedHost, ...], current: PlannedHost) -> dict[str, Any]:
-    """Laptop: resourceconfig.json in SageMaker's form, with its text-sorted host list."""
-    groups = dict.fromkeys(host.group for host in hosts)
-    return {
-        "current_group_name": current.group,
-        "current_host": current.name,
-        "current_instance_type": current.instance_type,
-        "hosts": sorted(host.name for host in hosts),
-        "instance_groups": [
-            {
-                "hosts": [host.name for host in hosts if host.group == group],
-                "instance_group_name": group,
-                "instance_type": next(h.instance_type for h in hosts if h.group == group),
-            }
-            for group in groups
-        ],
-        "network_interface_name": "eth0",
-    }
-
-
-def hyperparameters(job: Job, entry: str) -> dict[str, str]:
-    """Laptop: hyperparameters.json; every value is a JSON string, as SDKs write it."""
-    given = {k: json.dumps(v) for k, v in job.resolved.config.sagemaker.hyperparameters.items()}
-    if entry == "container":
-        return given
-    archive = f"/opt/ml/input/data/{CODE_CHANNEL}/{ARCHIVE}"
-    own = {
-        "config": "job.yaml",
-        "sagemaker_program": "train.py",
-        "sagemaker_submit_directory": archive,
-        "sagemaker_job_name": job.name,
-        "sagemaker_region": "us-east-1",
-        "sagemaker_container_log_level": 20,
-    }
-    return {**given, **{key: json.dumps(value) for key, value in own.items()}}
-
-
-def environment(job: Job, config: Config) -> dict[str, str]:
+def host_environment(config: Config) -> dict[str, str]:
     """Laptop: the environment of a host's program; only LANG is inherited from this machine."""
     binaries = str(Path(sys.executable).parent)
     return {
@@ -172,15 +132,10 @@ def environment(job: Job, config: Config) -> dict[str, str]:
         "HOME": "/tmp",  # noqa: S108 - private to the host
         "LANG": os.environ.get("LANG", "C.UTF-8"),
         "PYTHONUNBUFFERED": "1",
-        "AWS_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-        "TRAINING_JOB_NAME": job.name,
-        "TRAINING_JOB_ARN": f"arn:aws:sagemaker:us-east-1:000000000000:training-job/{job.name}",
         "PIP_NO_INPUT": "1",
         "PIP_RETRIES": "0",
         BACKEND_VARIABLE: "rehearsal",
         HOST_CPUS_VARIABLE: str(config.rehearsal.cpus),
-        **config.sagemaker.environment,
     }
 
 
@@ -204,9 +159,7 @@ def masked_folders(job: Job) -> list[str]:
     ]
 
 
-def _type_for(name: str, groups: list[tuple[str, int, str]], gpu_group: str | None) -> str:
+def _trains(name: str, groups: list[tuple[str, int, str]], gpu_group: str | None) -> bool:
     if gpu_group is not None:
-        return GPU_TYPE if name == gpu_group else CPU_TYPE
-    if len(groups) == 1 or "gpu" in name.lower():
-        return GPU_TYPE
-    return CPU_TYPE
+        return name == gpu_group
+    return len(groups) == 1 or "gpu" in name.lower()

@@ -217,9 +217,8 @@ class RehearsalRun:
     def _finish(self) -> None:
         isolation.remove_cgroups(self._cgroups)
         folder = self.run_dir / "hosts"
-        ml = {name: folder / name / "ml" for name in self.results}
-        self._code = self._verdict(ml)
-        self.clashes = outputs.collect(ml, self.run_dir)
+        self._code = self._verdict(folder)
+        self.clashes = self._request.shape.collect(self._request, folder)
         if self._code != 0:
             for name in self.results:
                 outputs.keep_ray_logs(folder / name, self.run_dir / "logs" / f"{name}-ray")
@@ -238,8 +237,8 @@ class RehearsalRun:
             "hosts": [vars(result) for result in self.results.values()],
         }
 
-    def _verdict(self, ml: dict[str, Path]) -> int:
-        """The job's exit code: the head's, else that of a host whose failure fails the job on SageMaker."""
+    def _verdict(self, folder: Path) -> int:
+        """The job's exit code: the head's, else that of a host whose failure fails the job on its service."""
         order = [self._request.head, *(name for name in self.results if name != self._request.head)]
         for name in order:
             result = self.results[name]
@@ -249,7 +248,9 @@ class RehearsalRun:
             code = 1 if result.exit_code is None else result.exit_code
             if code == 0 or (result.excused and not head):
                 continue
-            reason = outputs.failure_of(ml[name]) or self._broken or "; ".join(result.notes)
+            host = next(host for host in self._request.hosts if host.name == name)
+            left = self._request.shape.failure(self._request, folder, host)
+            reason = left or self._broken or "; ".join(result.notes)
             self.failure_reason = f"AlgorithmError: {reason or 'no reason given'}, exit code: {code}"
             return code
         return 0

@@ -17,7 +17,14 @@ from pydantic import (
     model_validator,
 )
 
-from stoker.schema_places import CpuHostsConfig, RehearsalConfig, SageMakerConfig, Section, SlurmConfig
+from stoker.schema_places import (
+    CpuHostsConfig,
+    RehearsalConfig,
+    SageMakerConfig,
+    Section,
+    SlurmConfig,
+    VertexConfig,
+)
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")]
 
@@ -306,6 +313,7 @@ class Config(Section):
         description="formats of the final model; each is written, loaded back and compared",
     )
     sagemaker: SageMakerConfig = Field(SageMakerConfig(), description="--on sagemaker")
+    vertex: VertexConfig = Field(VertexConfig(), description="--on vertex")
     rehearsal: RehearsalConfig = Field(RehearsalConfig(), description="--on rehearsal")
     slurm: SlurmConfig = Field(SlurmConfig(), description="--on slurm")
 

@@ -1,4 +1,4 @@
-"""Configuration of the backends: SageMaker, its rehearsal and Slurm."""
+"""Configuration of the backends: SageMaker, Vertex AI, their rehearsal, and Slurm."""
 
 from __future__ import annotations
 
@@ -116,6 +116,70 @@ class SageMakerConfig(Section):
     )
 
 
+class VertexHostsConfig(Section):
+    machine_type: str | None = Field(None, description="machine type, such as g2-standard-8; null: no hosts")
+    accelerator: str | None = Field(
+        None, description="GPU type, such as NVIDIA_L4; default: the one that is built into the machine type"
+    )
+    count: int | None = Field(None, description="GPUs per host; default: all of the machine type")
+    replicas: int = Field(1, description="number of hosts")
+
+
+class VertexPoolConfig(VertexHostsConfig):
+    name: str = Field(description="group name; pools of one name are one group")
+
+
+class VertexConfig(Section):
+    project: str | None = Field(None, description="Google Cloud project; default: the credentials' project")
+    region: str = Field("us-central1", description="region of the job; use a bucket in the same region")
+    gcs_uri: str | None = Field(
+        None, description="gs://bucket/prefix for code, uploaded data, checkpoints and models"
+    )
+    service_account: str | None = Field(
+        None, description="account that the hosts act as (docs/iam/vertex-job.yaml); default: Vertex AI's own"
+    )
+    image: str | None = Field(
+        None, description="container image for every host, with Python 3.11 or 3.12 and PyTorch"
+    )
+    entry: Literal["container", "package"] = Field(
+        "container",
+        description="container: any image runs the code from /gcs; package: a Python package for Google's"
+        " prebuilt containers",
+    )
+    gpu: VertexHostsConfig = Field(VertexHostsConfig(), description="hosts that train: group `gpu`")
+    cpu: VertexHostsConfig = Field(VertexHostsConfig(), description="hosts that preprocess: group `cpu`")
+    pools: list[VertexPoolConfig] = Field(
+        [], description="your own worker pools, [{name, machine_type, …}], instead of gpu and cpu"
+    )
+    boot_disk_gb: int = Field(100, description="disk size of every host")
+    boot_disk_type: str = Field("pd-ssd", description="disk type: pd-ssd, pd-standard, hyperdisk-balanced …")
+    max_runtime_s: int = Field(
+        86_400, description="Vertex AI stops the job after this time, which bounds its cost"
+    )
+    spot: bool = Field(False, description="use Spot VMs; the job restarts from the last checkpoint")
+    restart: bool = Field(
+        True,
+        description="restart the job from its last checkpoint when the service restarts one of its hosts",
+    )
+    persistent_resource: str | None = Field(
+        None, description="id of a persistent resource with machines of these types"
+    )
+    network: str | None = Field(
+        None, description="peered VPC network: projects/<number>/global/networks/<name>"
+    )
+    kms_key: str | None = Field(
+        None, description="key for the job's disks and data: projects/…/cryptoKeys/<name>"
+    )
+    tensorboard: str | None = Field(
+        None, description="Vertex AI TensorBoard, projects/…/tensorboards/<id>; requires service_account"
+    )
+    labels: dict[str, str] = Field({}, description="labels of the job, for cost reports")
+    environment: dict[str, str] = Field({}, description="environment variables; do not put secrets here")
+    prices: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        {}, description="your own prices in $/h, by machine type or group: {g2-standard-8: 0.9}"
+    )
+
+
 class CpuHostsConfig(Section):
     min: int = Field(0, ge=0, description="CPU hosts to request from the start")
     max: int = Field(
@@ -148,13 +212,16 @@ class CpuHostsConfig(Section):
 
 
 class RehearsalConfig(Section):
+    like: Literal["sagemaker", "vertex"] = Field(
+        "sagemaker", description="the service whose hosts are emulated; vertex: a Vertex AI custom job"
+    )
     hosts: str = Field(
         "gpu=1,cpu=2",
-        description="emulated hosts, group=count[:instance type], numbered algo-1, algo-2, … in order",
+        description="emulated hosts, group=count[:instance type], in order: algo-1, algo-2, … on SageMaker",
     )
     entry: Literal["toolkit", "container"] = Field(
         "toolkit",
-        description="toolkit: SageMaker's training toolkit starts train.py; container: train.py is PID 1",
+        description="SageMaker: the training toolkit starts train.py, or (container) train.py is process 1",
     )
     cpus: int = Field(2, ge=1, le=1024, description="CPUs per host that Ray may use")
     cpu_quota: float | None = Field(

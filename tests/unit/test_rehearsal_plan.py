@@ -10,7 +10,8 @@ from launcher.backends.rehearsal import plan
 from launcher.job import Job
 from launcher.rehearsal import faults, isolation, outputs
 from launcher.rehearsal.display import results
-from launcher.rehearsal.plan import hyperparameters, plan_hosts, resource_config
+from launcher.rehearsal.plan import plan_hosts
+from launcher.rehearsal.shapes.sagemaker import hyperparameters, resource_config
 from stoker.config import load
 from stoker.errors import UsageError
 from stoker.tracking.console import closing_rows

@@ -1,0 +1,140 @@
+"""Laptop: emulated hosts of a SageMaker training job: a folder `/opt/ml` each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.job import Job
+from launcher.rehearsal import outputs
+from launcher.rehearsal.plan import PlannedHost, host_environment
+from launcher.rehearsal.shapes import Shape
+from launcher.sagemaker import upload
+from stoker.schema import Config
+
+if TYPE_CHECKING:
+    from launcher.backends.rehearsal import RehearsalRequest
+
+CODE_CHANNEL = "code"
+
+
+def host_names(groups: Sequence[tuple[str, int]]) -> list[str]:
+    """Laptop: algo-1, algo-2, … through all groups."""
+    return [f"algo-{number}" for number in range(1, sum(count for _, count in groups) + 1)]
+
+
+def resource_config(hosts: tuple[PlannedHost, ...], current: PlannedHost) -> dict[str, Any]:
+    """Laptop: resourceconfig.json in SageMaker's form, with its text-sorted host list."""
+    groups = dict.fromkeys(host.group for host in hosts)
+    return {
+        "current_group_name": current.group,
+        "current_host": current.name,
+        "current_instance_type": current.instance_type,
+        "hosts": sorted(host.name for host in hosts),
+        "instance_groups": [
+            {
+                "hosts": [host.name for host in hosts if host.group == group],
+                "instance_group_name": group,
+                "instance_type": next(h.instance_type for h in hosts if h.group == group),
+            }
+            for group in groups
+        ],
+        "network_interface_name": "eth0",
+    }
+
+
+def hyperparameters(job: Job, entry: str) -> dict[str, str]:
+    """Laptop: hyperparameters.json; every value is a JSON string, as SDKs write it."""
+    given = {k: json.dumps(v) for k, v in job.resolved.config.sagemaker.hyperparameters.items()}
+    if entry == "container":
+        return given
+    archive = f"/opt/ml/input/data/{CODE_CHANNEL}/{upload.ARCHIVE}"
+    own = {
+        "config": "job.yaml",
+        "sagemaker_program": "train.py",
+        "sagemaker_submit_directory": archive,
+        "sagemaker_job_name": job.name,
+        "sagemaker_region": "us-east-1",
+        "sagemaker_container_log_level": 20,
+    }
+    return {**given, **{key: json.dumps(value) for key, value in own.items()}}
+
+
+def environment(job: Job, config: Config) -> dict[str, str]:
+    """Laptop: the environment of a host's program."""
+    return {
+        **host_environment(config),
+        "AWS_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "TRAINING_JOB_NAME": job.name,
+        "TRAINING_JOB_ARN": f"arn:aws:sagemaker:us-east-1:000000000000:training-job/{job.name}",
+        **config.sagemaker.environment,
+    }
+
+
+def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit: bool) -> dict[str, Any]:
+    """Laptop: write the host's `/opt/ml`."""
+    ml = folder / host.name / "ml"
+    for part in ("input/config", "input/data", "model", "output/data", "checkpoints"):
+        (ml / part).mkdir(parents=True)
+    for checkpoint in request.checkpoints:
+        copy: Any = shutil.copytree if checkpoint.is_dir() else shutil.copy2
+        copy(checkpoint, ml / "checkpoints" / checkpoint.name)
+    settings = {
+        "resourceconfig": resource_config(request.hosts, host),
+        "hyperparameters": hyperparameters(request.job, request.entry),
+        "inputdataconfig": {
+            name: {
+                "TrainingInputMode": "File",
+                "S3DistributionType": "FullyReplicated",
+                "RecordWrapperType": "None",
+            }
+            for name in [CODE_CHANNEL, *(c.parameter for c in request.channels)]
+        },
+    }
+    for name, content in settings.items():
+        (ml / "input" / "config" / f"{name}.json").write_text(json.dumps(content))
+    code = ml / "input" / "data" / CODE_CHANNEL
+    if toolkit:
+        code.mkdir()
+        shutil.copy2(folder / upload.ARCHIVE, code / upload.ARCHIVE)
+        command = []
+    else:
+        shutil.copytree(folder / "staged", code)
+        command = [str(Path(sys.executable).parent / "python3"), "/opt/ml/input/data/code/train.py"]
+    return {
+        "mount": {"source": str(ml), "target": "/opt/ml"},
+        "folder_in_host": "/opt/ml",
+        "command": command,
+        "environment": environment(request.job, request.job.resolved.config),
+    }
+
+
+def collect(request: RehearsalRequest, folder: Path) -> list[str]:
+    """Laptop: merge model, output and checkpoints of all hosts, as SageMaker does."""
+    hosts = {host.name: folder / host.name / "ml" for host in request.hosts}
+    return outputs.collect(hosts, request.run_dir)
+
+
+def failure(request: RehearsalRequest, folder: Path, host: PlannedHost) -> str:
+    """Laptop: what the host wrote to `/opt/ml/output/failure`, truncated as by SageMaker."""
+    return outputs.failure_of(folder / host.name / "ml")
+
+
+SHAPE = Shape(
+    service="SageMaker",
+    gpu_type="ml.g5.xlarge",
+    cpu_type="ml.c5.xlarge",
+    most_groups=5,
+    host_names=host_names,
+    resource=resource_config,
+    channel="/opt/ml/input/data/{}",
+    prepare=prepare,
+    collect=collect,
+    failure=failure,
+    toolkit=True,
+)

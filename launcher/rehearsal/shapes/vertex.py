@@ -1,0 +1,142 @@
+"""Laptop: emulated hosts of a Vertex AI custom job: `rehearsal.like=vertex`.
+
+The hosts of a job share one folder, which stands for a bucket and is mounted at `/gcs`. Groups become worker
+pools in their order, so `rehearsal.hosts=cpu=1,gpu=1` puts the host that trains into the second pool.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from launcher.rehearsal import outputs
+from launcher.rehearsal.plan import PlannedHost, host_environment
+from launcher.rehearsal.shapes import Shape
+from launcher.vertex.pools import pools_variable, replicas_by_pool
+from launcher.vertex.request import container_command
+from stoker.bootstrap.services import vertex as service
+from stoker.costs import google
+
+if TYPE_CHECKING:
+    from launcher.backends.rehearsal import RehearsalRequest
+
+BUCKET = "rehearsal"
+JOB_NUMBER = "1234567890123456789"
+_HASH = "4c1d6d97d0"
+
+
+def host_names(groups: Sequence[tuple[str, int]]) -> list[str]:
+    """Laptop: names as Vertex AI gives them, for groups with their number of hosts, in order."""
+    pools = replicas_by_pool(groups)
+    return [
+        f"cmle-training-workerpool{number}-{_HASH}-{index}"
+        for number, (_, replicas) in enumerate(pools)
+        for index in range(replicas)
+    ]
+
+
+def variables(hosts: tuple[PlannedHost, ...], current: PlannedHost, base: str) -> dict[str, str]:
+    """Laptop: what Vertex AI and the launcher tell a host: its pools, and where its outputs go.
+
+    Args:
+        hosts: all hosts of the job.
+        current: the host.
+        base: `gs://…` of the job's outputs.
+    """
+    cluster: dict[str, list[str]] = {}
+    for host in hosts:
+        cluster.setdefault(_pool(host), []).append(f"{host.name}:2222")
+    machines = {_pool(host): host for host in hosts}.values()
+    told = [(host.group, host.instance_type, google.built_in_gpus(host.instance_type)) for host in machines]
+    task = {
+        "type": _pool(current),
+        "index": [address.partition(":")[0] for address in cluster[_pool(current)]].index(current.name),
+    }
+    spec = {
+        "cluster": cluster,
+        "environment": "cloud",
+        "task": task,
+        # Real hosts see no more of the job's specification.
+        "job": json.dumps({"python_module": "", "package_uris": [], "job_args": []}),
+    }
+    return {
+        service.CLUSTER_VARIABLE: json.dumps(spec),
+        service.JOB_VARIABLE: JOB_NUMBER,
+        service.MODEL_VARIABLE: f"{base}/model/",
+        service.CHECKPOINT_VARIABLE: f"{base}/checkpoints/",
+        service.TENSORBOARD_VARIABLE: f"{base}/logs/",
+        **pools_variable(told),
+    }
+
+
+def resource(hosts: tuple[PlannedHost, ...], current: PlannedHost) -> dict[str, Any]:
+    """Laptop: hosts and groups as the host will find them."""
+    return dict(service.resource_of(variables(hosts, current, f"gs://{BUCKET}")) or {})
+
+
+def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit: bool) -> dict[str, Any]:
+    """Laptop: put the code into the bucket, once; returns what the world needs for this host."""
+    bucket = folder / "gcs" / BUCKET
+    code = bucket / request.run_dir.name / "code"
+    if not code.is_dir():
+        shutil.copytree(folder / "staged", code)
+        for checkpoint in request.checkpoints:
+            copy: Any = shutil.copytree if checkpoint.is_dir() else shutil.copy2
+            (code.parent / "checkpoints").mkdir(exist_ok=True)
+            copy(checkpoint, code.parent / "checkpoints" / checkpoint.name)
+    config = request.job.resolved.config
+    base = f"gs://{BUCKET}/{request.run_dir.name}"
+    environment = {
+        **host_environment(config),
+        **variables(request.hosts, host, base),
+        **config.vertex.environment,
+    }
+    return {
+        "mount": {"source": str(folder / "gcs"), "target": str(service.MOUNTS)},
+        "folder_in_host": "/",
+        "command": container_command(f"{base}/code"),
+        "environment": environment,
+    }
+
+
+def collect(request: RehearsalRequest, folder: Path) -> list[str]:
+    """Laptop: move the outputs in the bucket to the run directory; returns files that are there twice."""
+    base = folder / "gcs" / BUCKET / request.run_dir.name
+    return outputs.merge(
+        {"the job": base},
+        {
+            service.RUN_FOLDER: request.run_dir,
+            "logs": request.run_dir / "tensorboard",
+            "model": request.run_dir / "model",
+            "checkpoints": request.run_dir / "checkpoints",
+        },
+    )
+
+
+def failure(request: RehearsalRequest, folder: Path, host: PlannedHost) -> str:
+    """Laptop: the cause of a host's failure, which it leaves in the bucket."""
+    names = [h.name for h in request.hosts if _pool(h) == _pool(host)]
+    replica = f"{_pool(host)}-{names.index(host.name)}"
+    files = sorted((folder / "gcs" / BUCKET / request.run_dir.name / service.FAILURES).glob(f"*-{replica}"))
+    return files[-1].read_text(errors="replace") if files else ""
+
+
+def _pool(host: PlannedHost) -> str:
+    return host.name.removeprefix("cmle-training-").partition("-")[0]
+
+
+SHAPE = Shape(
+    service="Vertex AI",
+    gpu_type="g2-standard-8",
+    cpu_type="c2-standard-8",
+    most_groups=4,
+    host_names=host_names,
+    resource=resource,
+    channel=f"{service.MOUNTS}/{BUCKET}/data/{{}}",
+    prepare=prepare,
+    collect=collect,
+    failure=failure,
+)

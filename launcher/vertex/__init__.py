@@ -1,0 +1,1 @@
+"""Laptop: Vertex AI custom jobs: pools, request, checks, upload, run."""
