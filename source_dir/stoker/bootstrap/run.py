@@ -36,6 +36,7 @@ STARTED = time.monotonic()
 CODE = Path(__file__).resolve().parents[2]
 """The folder of train.py."""
 FAILURE_CHARACTERS = 1024
+REMOTE = ("s3://", "gs://")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -108,8 +109,8 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
 
 
 def _reads_remote_data(resolved: Resolved) -> bool:
-    """Laptop: whether a parameter names data on S3, which takes time to list; Ray starts meanwhile."""
-    return any("s3://" in str(value) for value in resolved.config.params.values())
+    """Laptop: whether a parameter names remote data, which takes time to list; Ray starts meanwhile."""
+    return any(scheme in str(value) for value in resolved.config.params.values() for scheme in REMOTE)
 
 
 def _start_cluster(resolved: Resolved, libraries: Libraries) -> LocalCluster:

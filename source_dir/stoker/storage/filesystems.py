@@ -1,4 +1,4 @@
-"""Every host: pyarrow filesystems for paths and URIs, with more S3 retries than pyarrow's default."""
+"""Every host: pyarrow filesystems for paths and URIs, with more retries than pyarrow's default."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".g
 
 
 def filesystem_of(uri: str) -> tuple[Any, str]:
-    """Every host: (pyarrow filesystem, path in it) of a local path, `file://` or `s3://` URI.
+    """Every host: (pyarrow filesystem, path in it) of a local path, `file://`, `s3://` or `gs://` URI.
 
     S3 requests are tried up to 10 times, within 25 s. pyarrow's default of 3 attempts fails when half of the
     answers are errors. So does its standard strategy with any number of attempts, after about 100 errors: a
@@ -40,7 +40,11 @@ def filesystem_of(uri: str) -> tuple[Any, str]:
             options["region"] = region
         retry = fs.AwsDefaultS3RetryStrategy(max_attempts=S3_ATTEMPTS)
         return fs.S3FileSystem(retry_strategy=retry, **options), rest.rstrip("/")
-    raise UsageError(f"{uri}: cannot read {scheme}:// addresses; use a path or s3://")
+    if scheme == "gs":
+        from stoker.storage.google import google_filesystem
+
+        return google_filesystem(), uri.rstrip("/")
+    raise UsageError(f"{uri}: cannot read {scheme}:// addresses; use a path, s3:// or gs://")
 
 
 def list_files(uri: str, suffixes: tuple[str, ...] = ()) -> list[Any]:
@@ -131,7 +135,7 @@ def _entries(filesystem: Any, folder: str, recursive: bool = False) -> list[Any]
 def filesystem_of_files(files: list[Any]) -> Any:
     """Every host: the filesystem of files listed by `list_files`; S3 paths have no leading slash."""
     first = files[0].path
-    return filesystem_of(first if is_local(first) else f"s3://{first}")[0]
+    return filesystem_of(first if is_local(first) or "://" in first else f"s3://{first}")[0]
 
 
 def is_local(path: str) -> bool:
@@ -141,8 +145,9 @@ def is_local(path: str) -> bool:
 
 def common_folder(files: list[Any]) -> str:
     """Head: the deepest folder above all files, with a slash; paths below it are unique."""
-    folders: list[str] = [f.path.rpartition("/")[0] for f in files]
-    return os.path.commonpath(folders).rstrip("/") + "/"
+    scheme, sign, _ = files[0].path.rpartition("://")
+    folders: list[str] = [f.path.removeprefix(scheme + sign).rpartition("/")[0] for f in files]
+    return scheme + sign + os.path.commonpath(folders).rstrip("/") + "/"
 
 
 def child_folders(uri: str, hidden: bool = False) -> list[str]:

@@ -1,0 +1,124 @@
+"""Google Cloud at the process boundary: an emulated Cloud Storage, and the job service's REST methods."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+BUCKET = "stoker-test"
+
+
+@contextlib.contextmanager
+def cloud_storage(bucket: str = BUCKET) -> Iterator[dict[str, str]]:
+    """Start an emulator with one bucket on a free loopback port; the environment variables of its clients.
+
+    It is a process of its own: pyarrow holds the interpreter's lock while it opens an object.
+    """
+    command = [sys.executable, __file__, bucket]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield {"STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{int(process.stdout.readline())}"}
+        finally:
+            process.terminate()
+
+
+def serve_cloud_storage(bucket: str) -> None:
+    """The emulator's process: print the port, then answer until the process is terminated."""
+    from gcp_storage_emulator import server as emulator
+
+    class Threaded(ThreadingHTTPServer):
+        """The emulator's own server answers one connection at a time, and clients keep several open."""
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            print(self.server_port, flush=True)
+
+    emulator.server.HTTPServer = Threaded
+    emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket=bucket).run()
+
+
+@dataclass
+class JobService:
+    """`projects.locations.customJobs` of the Vertex AI API: create, get and cancel, as REST."""
+
+    jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    requests: list[tuple[str, str]] = field(default_factory=list)
+    refusal: tuple[int, str, str] | None = None
+    """Status, code and message of every answer."""
+    entries: list[dict[str, Any]] = field(default_factory=list)
+    """Of Cloud Logging."""
+    on_get: Callable[[dict[str, Any]], None] = lambda job: None
+
+    def answer(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        path = path.partition("?")[0]
+        self.requests.append((method, path))
+        if self.refusal:
+            status, code, message = self.refusal
+            return status, {"error": {"code": status, "status": code, "message": message}}
+        if method == "POST" and path == "/v2/entries:list":
+            return 200, {"entries": self.entries}
+        created = re.fullmatch(r"/v1/(projects/[^/]+/locations/[^/]+)/customJobs", path)
+        if method == "POST" and created:
+            name = f"{created[1]}/customJobs/{1000 + len(self.jobs)}"
+            self.jobs[name] = {**body, "name": name, "state": "JOB_STATE_PENDING"}
+            return 200, self.jobs[name]
+        named = re.fullmatch(r"/v1/(projects/[^/]+/locations/[^/]+/customJobs/\d+)(:cancel)?", path)
+        job = self.jobs.get(named[1]) if named else None
+        if job is None:
+            return 404, {"error": {"code": 404, "status": "NOT_FOUND", "message": f"{path} is not found."}}
+        if method == "POST" and named and named[2]:
+            job["state"] = "JOB_STATE_CANCELLED"
+            return 200, {}
+        self.on_get(job)
+        return 200, job
+
+
+@contextlib.contextmanager
+def job_service() -> Iterator[tuple[JobService, dict[str, str]]]:
+    """Serve the methods on loopback; what it was asked, and the environment variables of its clients."""
+    service = JobService()
+
+    class Handler(BaseHTTPRequestHandler):
+        def handle_any(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length) or b"{}")
+            status, content = service.answer(self.command, self.path, body)
+            text = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        do_GET = do_POST = handle_any  # noqa: N815 - the base class's names
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield (
+            service,
+            {
+                "CLOUDSDK_API_ENDPOINT_OVERRIDES_AIPLATFORM": address,
+                "CLOUDSDK_API_ENDPOINT_OVERRIDES_LOGGING": address,
+            },
+        )
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+if __name__ == "__main__":
+    serve_cloud_storage(sys.argv[1])
