@@ -154,7 +154,8 @@ def standing(run_dir: Path) -> list[str]:
     from stoker.tracking.summary import read_summary
 
     # A rehearsal's head holds the files until the rehearsal ends.
-    places = [run_dir / "summary.json", *sorted(run_dir.glob("hosts/*/ml/output/data/summary.json"))]
+    inside = ("hosts/*/ml/output/data/summary.json", "hosts/gcs/*/*/run/summary.json")
+    places = [run_dir / "summary.json", *(path for form in inside for path in sorted(run_dir.glob(form)))]
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         return []

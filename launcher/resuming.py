@@ -42,7 +42,7 @@ def resolve(asked: str | None, backend: Backend, config: Config) -> Resume:
         )
     if asked == "never" or "://" in asked:
         return Resume(asked)
-    if backend.checkpoints in ("shared", "s3"):
+    if backend.checkpoints in ("shared", "s3", "gs"):
         return _elsewhere(asked, backend, config)
     if asked == "auto":
         found = newest_unfinished(config)
@@ -144,16 +144,17 @@ def _run(run_dir: Path, backend: Backend, config: Config) -> Resume:
 
 
 def _elsewhere(asked: str, backend: Backend, config: Config) -> Resume:
+    scheme = "gs" if backend.checkpoints == "gs" else "s3"
     if asked == "auto":
         if config.checkpoint.dir is None:
             raise UsageError(
                 f"--resume auto: with --on {backend.name} each launch writes its own checkpoints; set"
-                " checkpoint.dir=s3://… for all launches, or name an earlier run's with --resume"
+                f" checkpoint.dir={scheme}://… for all launches, or name an earlier run's with --resume"
             )
         return Resume("auto")
-    only_s3 = backend.checkpoints == "s3"
-    if only_s3 or not Path(asked).is_absolute():
-        remedy = "s3://" if only_s3 else "an absolute folder shared by the cluster's hosts, or s3://"
+    only_uri = backend.checkpoints in ("s3", "gs")
+    if only_uri or not Path(asked).is_absolute():
+        remedy = f"{scheme}://" if only_uri else "an absolute folder shared by the cluster's hosts, or s3://"
         raise UsageError(f"--resume {asked}: the hosts cannot read a folder of this machine; name {remedy}")
     return Resume(asked)
 

@@ -108,6 +108,6 @@ class Backend:
     """Names of `Options` that apply to this backend but not to all others."""
     scales: bool = False
     """Whether hosts can join and leave during a run."""
-    checkpoints: Literal["folders", "copies", "shared", "s3"] = "folders"
+    checkpoints: Literal["folders", "copies", "shared", "s3", "gs"] = "folders"
     """Which checkpoints its hosts can read: this machine's folders, copies of them in
-    `/opt/ml/checkpoints`, only folders that all hosts share, or only `s3://`."""
+    `/opt/ml/checkpoints`, only folders that all hosts share, or only `s3://` or `gs://`."""

@@ -9,7 +9,6 @@ for line in run.logs(follow=True): ...
 from __future__ import annotations
 
 import datetime
-import fnmatch
 import json
 import secrets
 import shlex
@@ -26,6 +25,7 @@ from launcher.job import Job
 from launcher.sagemaker import aws, checks, render, upload
 from launcher.sagemaker.request import TOKEN_FILE, Draft, draft, job_name
 from launcher.sagemaker.run import SageMakerRun
+from launcher.source import measure
 from stoker import figures
 from stoker.config import Resolved
 from stoker.costs.prices import price_list
@@ -34,8 +34,6 @@ from stoker.errors import UsageError
 if TYPE_CHECKING:
     from sagemaker.train import ModelTrainer
 
-_PRIVATE_FILES = (".env", "*.pem", "id_rsa*", "id_ed25519*", "credentials", ".netrc", ".ray-token")
-_CODE_LIMIT_BYTES = 500_000_000
 OFFLINE_ACCOUNT = "000000000000"
 
 
@@ -152,7 +150,8 @@ def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
     stamp = f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     wanted = draft(job, job_name(job.name, stamp), region, s3_uri)
     problems += checks.problems(wanted)
-    count, size = _measure(wanted, problems)
+    count, size, private = measure(job, wanted.data_at, "params or sagemaker.channels")
+    problems += private
     if not offline and not any(problem.startswith("AWS") for problem in problems) and known:
         problems += _collected(problems, lambda: list(aws.existence_problems(wanted)), [])
     if problems:
@@ -231,25 +230,6 @@ def model_trainer(job: Job, **options: Any) -> ModelTrainer:
     settings = config.sagemaker.model_copy(update={"entry": "container"})
     resolved = Resolved(config.model_copy(update={"sagemaker": settings}), job.resolved.origins)
     return build(plan(replace(job, resolved=resolved)).draft, **options)
-
-
-def _measure(wanted: Draft, problems: list[str]) -> tuple[int, int]:
-    """Number of files and bytes of the staged source; adds to `problems` what must not be uploaded."""
-    with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
-        folder = Path(scratch) / "code"
-        wanted.job.stage(folder, wanted.data_at)
-        found = list(files.files_below(folder))
-    for name, path, _ in found:
-        if any(fnmatch.fnmatch(path.name, pattern) for pattern in _PRIVATE_FILES):
-            problems.append(f"--source-dir: {name} looks private and would be uploaded; move it elsewhere")
-    size = sum(stat.st_size for _, _, stat in found)
-    if size > _CODE_LIMIT_BYTES:
-        largest = max(found, key=lambda item: item[2].st_size)[0]
-        problems.append(
-            f"--source-dir: {figures.size(size)} of source (largest: {largest});"
-            " move data out and name it in params or sagemaker.channels"
-        )
-    return len(found) + 1, size  # the Ray token is written at submission
 
 
 def _collected(problems: list[str], ask: Callable[[], Any], default: Any) -> Any:

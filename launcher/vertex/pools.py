@@ -29,7 +29,8 @@ class Pool:
         """GPUs per host."""
         if self.count is not None:
             return self.count
-        return google.built_in_gpus(self.machine_type) or (1 if self.accelerator else 0)
+        attached = self.accelerator is not None and self.machine_type.startswith(google.ATTACHES)
+        return google.built_in_gpus(self.machine_type) or int(attached)
 
     @property
     def gpu_type(self) -> str | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 import traceback
 from datetime import datetime
@@ -18,7 +17,7 @@ from stoker import redaction
 from stoker.bootstrap.topology import label
 from stoker.checks import Opened, open_all, own_sinks
 from stoker.config import Resolved, resolved_yaml
-from stoker.costs.prices import price_list
+from stoker.costs.lists import prices_of
 from stoker.errors import DataError, UsageError, where_raised
 from stoker.fit import Fit
 from stoker.hosts import host_changes, hosts
@@ -82,7 +81,7 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
     )
     summary.cluster = Cluster(hosts=hosts(config.cluster.cpu_hosts), formed_s=round(place.formed_s, 2))
     process_started = time.time() - place.formed_s
-    prices = price_list(config.sagemaker.region or os.environ.get("AWS_REGION"), config.sagemaker.prices)
+    prices = prices_of(config, summary.cluster.hosts)
     recorder = Recorder(place.run_dir, summary, process_started, prices, config.cluster.cpu_hosts)
     recorder.refresh()
     console = make_console(config.train.epochs, place.run_dir / "logs" / "console.log")

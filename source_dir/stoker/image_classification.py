@@ -34,7 +34,7 @@ class ImageClassification(Recipe):
 
     model_config = ConfigDict(populate_by_name=True, protected_namespaces=())
 
-    data: str = Field(description="folder or s3:// URI with train/ and, for validation, val/")
+    data: str = Field(description="folder, s3:// or gs:// URI with train/ and, for validation, val/")
     model_name: str = Field("resnet18", alias="model", description="timm model name")
     pretrained: bool = Field(False, description="start from timm's pretrained weights (downloads them)")
     num_classes: int | None = Field(None, ge=2, description="number of classes; default: taken from the data")

@@ -223,11 +223,11 @@ class CheckpointConfig(Section):
     dir: str | None = Field(
         None,
         min_length=1,
-        description="folder or s3:// prefix for checkpoints; default: checkpoints/ in the run directory",
+        description="folder, s3:// or gs:// prefix for checkpoints; default: checkpoints/ of the run",
     )
     resume: str = Field(
         "auto",
-        description="auto: the newest complete checkpoint in dir; never; or a path or s3:// prefix",
+        description="auto: the newest complete checkpoint in dir; never; or a path, s3:// or gs:// prefix",
     )
     every_steps: int | None = Field(
         None, ge=1, description="also write a checkpoint every N steps within an epoch"

@@ -42,6 +42,20 @@ def serve_cloud_storage(bucket: str) -> None:
             super().__init__(*args)
             print(self.server_port, flush=True)
 
+    # It would write all that it knows after every request, in memory, too.
+    emulator.Storage._write_config_to_file = lambda storage: None
+    one_at_a_time = threading.Lock()  # its storage is not meant for threads
+
+    def locked(answer: Callable[[Any], None]) -> Callable[[Any], None]:
+        def one(handler: Any) -> None:
+            with one_at_a_time:
+                answer(handler)
+
+        return one
+
+    handler = emulator.RequestHandler
+    for name in [name for name in vars(handler) if name.startswith("do_")]:
+        setattr(handler, name, locked(vars(handler)[name]))
     emulator.server.HTTPServer = Threaded
     emulator.create_server("127.0.0.1", 0, in_memory=True, default_bucket=bucket).run()
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from launcher.rehearsal import outputs
 from launcher.rehearsal.plan import PlannedHost, host_environment
 from launcher.rehearsal.shapes import Shape
+from launcher.sagemaker import upload
 from launcher.vertex.pools import pools_variable, replicas_by_pool
-from launcher.vertex.request import container_command
+from launcher.vertex.request import ARCHIVE, container_command
 from stoker.bootstrap.services import vertex as service
 from stoker.costs import google
 
@@ -79,25 +80,25 @@ def resource(hosts: tuple[PlannedHost, ...], current: PlannedHost) -> dict[str, 
 
 def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit: bool) -> dict[str, Any]:
     """Laptop: put the code into the bucket, once; returns what the world needs for this host."""
-    bucket = folder / "gcs" / BUCKET
-    code = bucket / request.run_dir.name / "code"
-    if not code.is_dir():
-        shutil.copytree(folder / "staged", code)
+    base = folder / "gcs" / BUCKET / request.run_dir.name
+    if not base.is_dir():
+        base.mkdir(parents=True)
+        upload.pack(folder / "staged", base / ARCHIVE)
         for checkpoint in request.checkpoints:
+            (base / "checkpoints").mkdir(exist_ok=True)
             copy: Any = shutil.copytree if checkpoint.is_dir() else shutil.copy2
-            (code.parent / "checkpoints").mkdir(exist_ok=True)
-            copy(checkpoint, code.parent / "checkpoints" / checkpoint.name)
+            copy(checkpoint, base / "checkpoints" / checkpoint.name)
     config = request.job.resolved.config
-    base = f"gs://{BUCKET}/{request.run_dir.name}"
+    base_uri = f"gs://{BUCKET}/{request.run_dir.name}"
     environment = {
         **host_environment(config),
-        **variables(request.hosts, host, base),
+        **variables(request.hosts, host, base_uri),
         **config.vertex.environment,
     }
     return {
         "mount": {"source": str(folder / "gcs"), "target": str(service.MOUNTS)},
         "folder_in_host": "/",
-        "command": container_command(f"{base}/code"),
+        "command": container_command(f"{base_uri}/{ARCHIVE}"),
         "environment": environment,
     }
 

@@ -8,10 +8,13 @@ the difference to its own list (n1-standard-4: $0.2185 instead of $0.1900). Type
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from stoker.costs.prices import PriceList
+
+if TYPE_CHECKING:
+    from stoker.schema_places import VertexConfig
 
 PRICES_AS_OF = "2026-09"
 PRICES_REGION = "us-central1"
@@ -76,6 +79,8 @@ _TABLE: tuple[tuple[str, float, int, float, int], ...] = (
 )
 MACHINES: dict[str, Machine] = {row[0]: Machine(*row) for row in _TABLE}
 
+ATTACHES = "n1-"
+"""The series whose machines GPUs can be attached to."""
 ATTACHED_USD_PER_HOUR = {"NVIDIA_TESLA_T4": 0.35, "NVIDIA_TESLA_V100": 2.48, "NVIDIA_TESLA_P100": 1.46}
 """Each GPU that is attached to an N1 machine, on Compute Engine."""
 
@@ -116,11 +121,23 @@ def usd_per_hour(machine_type: str, accelerator: str | None = None, gpus: int = 
     return round((known.compute_usd_per_hour + attached) * TRAINING_FEE, 4)
 
 
-def price_list(own: Mapping[str, float]) -> PriceList:
-    """Anywhere: the prices of machines without attached GPUs.
-
-    Args:
-        own: `vertex.prices`, and the prices of groups whose hosts have attached GPUs.
-    """
+def price_list(settings: VertexConfig) -> PriceList:
+    """Anywhere: the prices of a job's hosts: yours, those of groups with attached GPUs, the table's."""
+    own: dict[str, float] = {}
     table = {name: machine.usd_per_hour for name, machine in MACHINES.items()}
-    return PriceList(PRICES_REGION, PRICES_AS_OF, table, own)
+    named = [("gpu", settings.gpu), ("cpu", settings.cpu), *((pool.name, pool) for pool in settings.pools)]
+    for group, hosts in named:
+        kind, gpus = hosts.machine_type, hosts.count if hosts.count is not None else 1
+        if kind is None or not hosts.accelerator or built_in_gpus(kind):
+            continue
+        price = usd_per_hour(kind, hosts.accelerator, gpus)
+        if price is None:
+            table.pop(kind, None)  # without its GPUs, the machine's price would be too low
+        else:
+            own[group] = price
+    return PriceList(PRICES_REGION, PRICES_AS_OF, table, {**own, **settings.prices})
+
+
+def is_machine(name: str | None) -> bool:
+    """Anywhere: whether a host's type is one of Google Cloud's, as far as the tables know."""
+    return bool(name) and (name in MACHINES or built_in_accelerator(str(name)) is not None)

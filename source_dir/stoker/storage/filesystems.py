@@ -145,9 +145,10 @@ def is_local(path: str) -> bool:
 
 def common_folder(files: list[Any]) -> str:
     """Head: the deepest folder above all files, with a slash; paths below it are unique."""
-    scheme, sign, _ = files[0].path.rpartition("://")
-    folders: list[str] = [f.path.removeprefix(scheme + sign).rpartition("/")[0] for f in files]
-    return scheme + sign + os.path.commonpath(folders).rstrip("/") + "/"
+    first: str = files[0].path
+    start = first[: first.find("://") + 3] if "://" in first else ""
+    folders: list[str] = [f.path.removeprefix(start).rpartition("/")[0] for f in files]
+    return start + os.path.commonpath(folders).rstrip("/") + "/"
 
 
 def child_folders(uri: str, hidden: bool = False) -> list[str]:

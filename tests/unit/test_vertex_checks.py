@@ -1,0 +1,290 @@
+"""Wrong Vertex AI jobs are refused before any upload, each in one line that holds its remedy."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.backends import vertex as backend
+from launcher.job import Job, open_job
+from launcher.vertex import checks, client
+from launcher.vertex.pools import replicas_by_pool
+from launcher.vertex.request import draft
+from stoker.config import load
+from stoker.costs import google
+from stoker.errors import UsageError
+
+pytest.importorskip("google.cloud.aiplatform_v1", reason="the extra `vertex`")
+
+IMAGE = "us-central1-docker.pkg.dev/my-project/images/stoker:1"
+PREBUILT = "us-docker.pkg.dev/vertex-ai/training"
+BASE = {
+    "name": "flowers",
+    "vertex.project": "my-project",
+    "vertex.gcs_uri": "gs://my-bucket/stoker",
+    "vertex.image": IMAGE,
+    "vertex.gpu.machine_type": "g2-standard-8",
+    "vertex.cpu.machine_type": "c2-standard-16",
+    "vertex.cpu.replicas": "2",
+}
+NO_PAIR = {"vertex.gpu.machine_type": "null", "vertex.cpu.machine_type": "null"}
+KEY = "projects/p/locations/us-central1/keyRings/r/cryptoKeys/k"
+BOARD = "projects/p/locations/us-central1/tensorboards/7"
+ACCOUNT = "trainer@my-project.iam.gserviceaccount.com"
+
+
+def pools(*kinds: str) -> str:
+    return (
+        "["
+        + ", ".join(f"{{name: {kind.split()[0]}, machine_type: {kind.split()[1]}}}" for kind in kinds)
+        + "]"
+    )
+
+
+def make_job(changes: dict[str, str], source_dir: Path | None = None) -> Job:
+    keys = {**BASE, **changes}
+    return open_job(load(None, [f"{key}={value}" for key, value in keys.items()]), source_dir)
+
+
+def problems_of(changes: dict[str, str]) -> list[str]:
+    """Of the request alone, without staging the source."""
+    job = make_job(changes)
+    settings = job.resolved.config.vertex
+    return checks.problems(draft(job, "flowers-1", settings.project or "", settings.gcs_uri or "gs://bucket"))
+
+
+def refusal(changes: dict[str, str], **options: Any) -> list[str]:
+    with pytest.raises(UsageError) as caught:
+        backend.plan(make_job(changes, **options), offline=True)
+    return [*caught.value.problems]
+
+
+WRONG: list[tuple[dict[str, str], str, str]] = [
+    # pools
+    (NO_PAIR, "vertex.gpu.machine_type", "name a machine type"),
+    ({"vertex.gpu.machine_type": "ml.g5.xlarge"}, "vertex.gpu.machine_type", "no Google Cloud machine type"),
+    ({"vertex.gpu.machine_type": "c2-standard-8"}, "vertex.gpu.machine_type", "has no GPU"),
+    ({"vertex.gpu.machine_type": "ct5lp-hightpu-4t"}, "vertex.gpu.machine_type", "TPUs have no CUDA"),
+    ({"vertex.gpu.machine_type": "a4x-highgpu-4g"}, "vertex.gpu.machine_type", "Arm hosts"),
+    ({"vertex.cpu.machine_type": "g2-standard-8"}, "vertex.cpu.machine_type", "would idle"),
+    ({"vertex.gpu.replicas": "0"}, "vertex.gpu.replicas", "at least 1"),
+    ({"vertex.cpu.replicas": "-1"}, "vertex.cpu.replicas", "at least 1"),
+    ({"vertex.pools": pools("x c2-standard-8")}, "vertex.pools", "keep one of the two forms"),
+    (
+        {**NO_PAIR, "vertex.pools": pools("gpu g2-standard-8", *(f"c{i} c2-standard-8" for i in range(4)))},
+        "vertex.pools",
+        "at most 4 pools (got 5)",
+    ),
+    (
+        {**NO_PAIR, "vertex.pools": pools("gpu g2-standard-8", "gpu a2-highgpu-1g")},
+        "vertex.pools",
+        "differ in machine or GPUs",
+    ),
+    # GPUs
+    ({"vertex.gpu.accelerator": "NVIDIA_TESLA_T4"}, "vertex.gpu.accelerator", "has NVIDIA_L4 built in"),
+    ({"vertex.gpu.count": "2"}, "vertex.gpu.count", "has 1 GPU (got 2)"),
+    (
+        {"vertex.gpu.machine_type": "n1-standard-8", "vertex.gpu.accelerator": "NVIDIA_TESLA_T5"},
+        "vertex.gpu.accelerator",
+        "did you mean NVIDIA_TESLA_",
+    ),
+    (
+        {"vertex.gpu.machine_type": "n1-standard-8", "vertex.gpu.count": "1"},
+        "vertex.gpu.count",
+        "which GPUs?",
+    ),
+    (
+        {
+            "vertex.gpu.machine_type": "n1-standard-8",
+            "vertex.gpu.accelerator": "NVIDIA_TESLA_T4",
+            "vertex.gpu.count": "-1",
+        },
+        "vertex.gpu.count",
+        "at least 0",
+    ),
+    ({"vertex.cpu.accelerator": "NVIDIA_TESLA_T4"}, "vertex.cpu.accelerator", "N1 machines only"),
+    # training
+    (
+        {**NO_PAIR, "vertex.pools": pools("a g2-standard-8", "b a2-highgpu-1g")},
+        "cluster.gpu_group",
+        "cannot tell which group trains",
+    ),
+    ({"cluster.gpu_group": "gpus"}, "cluster.gpu_group", "the job has gpu, cpu"),
+    ({"train.workers": "3"}, "train.workers", "more than the 1 GPUs"),
+    ({"cluster.min_cpu_hosts": "3"}, "cluster.min_cpu_hosts", "has 2 CPU hosts"),
+    ({"data.preprocess_on": "[feeders]"}, "data.preprocess_on", "the job has gpu, cpu"),
+    # limits
+    ({"vertex.max_runtime_s": "0"}, "vertex.max_runtime_s", "at least 1"),
+    ({"vertex.max_runtime_s": "100"}, "cluster.join_timeout_s", "not below vertex.max_runtime_s"),
+    ({"vertex.boot_disk_gb": "10"}, "vertex.boot_disk_gb", "from 100"),
+    ({"vertex.boot_disk_type": "pd-sdd"}, "vertex.boot_disk_type", "did you mean pd-ssd"),
+    ({"vertex.spot": "true", "vertex.persistent_resource": "mine"}, "vertex.spot", "remove one of the two"),
+    # places and names
+    ({"vertex.project": "null"}, "vertex.project", "set it"),
+    ({"vertex.project": "My Project"}, "vertex.project", "not a project id"),
+    ({"vertex.region": "us-central1-a"}, "vertex.region", "for example us-central1"),
+    ({"vertex.gcs_uri": "null"}, "vertex.gcs_uri", "gs://bucket/prefix"),
+    ({"vertex.gcs_uri": "s3://my-bucket/x"}, "vertex.gcs_uri", "must be gs://bucket/prefix"),
+    ({"vertex.gcs_uri": "gs://my-bucket/a b"}, "vertex.gcs_uri", "must be gs://bucket/prefix"),
+    ({"vertex.service_account": "trainer"}, "vertex.service_account", ".iam.gserviceaccount.com"),
+    ({"vertex.network": "projects/my-project/global/networks/n"}, "vertex.network", "projects/<number>"),
+    ({"vertex.persistent_resource": "projects/p/x"}, "vertex.persistent_resource", "the id alone"),
+    ({"vertex.tensorboard": BOARD}, "vertex.tensorboard", "requires vertex.service_account"),
+    ({"vertex.kms_key": "alias/key"}, "vertex.kms_key", "must be projects/"),
+    (
+        {"vertex.kms_key": KEY.replace("us-central1", "europe-west4")},
+        "vertex.kms_key",
+        "in the job's region, us-central1",
+    ),
+    ({"vertex.labels": "{Team: x}"}, "vertex.labels.Team", "lower-case letters"),
+    ({"vertex.labels": "{team: A B}"}, "vertex.labels.team", "lower-case letters"),
+    ({"vertex.environment": "{AIP_MODEL_DIR: x}"}, "vertex.environment.AIP_MODEL_DIR", "remove it"),
+    ({"vertex.environment": "{CLUSTER_SPEC: x}"}, "vertex.environment.CLUSTER_SPEC", "remove it"),
+    (
+        {"vertex.environment": "{HF_TOKEN: hf_abcdefghijklmnopqrstuvwxyz0123456789}"},
+        "vertex.environment.HF_TOKEN",
+        "Secret Manager",
+    ),
+    ({"vertex.environment": "{a-b: x}"}, "vertex.environment.a-b", "letters, digits and _"),
+    ({"vertex.prices": "{g2-standard-9: 1}"}, "vertex.prices.g2-standard-9", "did you mean g2-standard-"),
+    ({"params.data": "/data/flowers"}, "params.data", "not found on this machine"),
+    # the image
+    ({"vertex.image": "null"}, "vertex.image", "Python 3.11 or 3.12"),
+    ({"vertex.image": "a b"}, "vertex.image", "not the name of an image"),
+    ({"vertex.image": "1234.dkr.ecr.us-east-1.amazonaws.com/x:1"}, "vertex.image", "Artifact Registry"),
+    ({"vertex.image": f"{PREBUILT}/pytorch-gpu.2-4.py310:latest"}, "vertex.image", "Python 3.10"),
+    (
+        {"vertex.image": "docker.io/pytorch/pytorch:2.4.0-cuda12.4-cudnn9-runtime"},
+        "vertex.image",
+        "PyTorch 2.4",
+    ),
+    ({"vertex.image": f"{PREBUILT}/pytorch-xla.2-10.py312:latest"}, "vertex.image", "a CPU image"),
+    ({"vertex.entry": "package"}, "vertex.image", "needs a prebuilt container"),
+]
+
+
+@pytest.mark.parametrize(("changes", "key", "says"), WRONG)
+def test_wrong_jobs_are_refused_in_one_line(changes: dict[str, str], key: str, says: str) -> None:
+    problems = problems_of(changes)
+    (found,) = [problem for problem in problems if problem.startswith(f"{key}: ")]
+    assert says in found
+    assert "\n" not in found
+    assert len(problems) <= 2, problems
+
+
+def test_all_problems_are_named_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        backend.plan(open_job(load(None, ["name=flowers"])), offline=True)
+    keys = {problem.partition(":")[0] for problem in caught.value.problems}
+    assert keys == {"vertex.project", "vertex.gcs_uri", "vertex.image", "vertex.gpu.machine_type"}
+
+
+def test_private_files_are_not_uploaded(tmp_path: Path) -> None:
+    (tmp_path / "recipe.py").write_text("")
+    (tmp_path / ".env").write_text("TOKEN=x")
+    assert any("looks private" in problem for problem in refusal({}, source_dir=tmp_path))
+
+
+def test_without_the_client_library_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    client._types.cache_clear()
+    monkeypatch.setitem(sys.modules, "google.cloud.aiplatform_v1", None)
+    assert refusal({}) == [client.ABSENT]
+    client._types.cache_clear()
+
+
+def test_without_credentials_one_line_says_how_to_get_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    client.credentials.cache_clear()
+    for name in ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_CLOUD_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    with pytest.raises(UsageError) as caught:
+        backend.plan(make_job({"vertex.project": "null"}))
+    assert caught.value.problems == (client.NO_CREDENTIALS,)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"vertex.gpu.replicas": "4", "vertex.spot": "true"},
+        {
+            "vertex.gpu.machine_type": "n1-standard-8",
+            "vertex.gpu.accelerator": "NVIDIA_TESLA_T4",
+            "vertex.gpu.count": "2",
+        },
+        {"vertex.gpu.machine_type": "a3-highgpu-8g", "vertex.persistent_resource": "mine"},
+        {**NO_PAIR, "vertex.pools": pools("cpu c2-standard-8", "gpu g2-standard-8")},
+        {**NO_PAIR, "vertex.cpu.machine_type": "e2-standard-8"},
+        {"vertex.entry": "package", "vertex.image": f"{PREBUILT}/pytorch-gpu.2-10.py312:latest"},
+        {"vertex.service_account": ACCOUNT, "vertex.tensorboard": BOARD, "vertex.kms_key": KEY},
+        {"vertex.network": "projects/123/global/networks/vpc", "vertex.labels": "{team: vision}"},
+    ],
+)
+def test_the_clients_own_types_take_the_request_without_loss(changes: dict[str, str]) -> None:
+    from google.cloud.aiplatform_v1.types import CustomJob
+    from google.protobuf.json_format import MessageToDict
+
+    request = backend.plan(make_job(changes), offline=True)
+    job = CustomJob.from_json(request.to_json())
+    back = MessageToDict(CustomJob.pb(job))
+    for sent, got in zip(
+        request.body["jobSpec"]["workerPoolSpecs"], back["jobSpec"]["workerPoolSpecs"], strict=True
+    ):
+        assert got == {**sent, "replicaCount": str(sent["replicaCount"])}
+    first = job.job_spec.worker_pool_specs[0]
+    assert first.replica_count == 1, "Vertex AI's rule for the first pool"
+    assert job.job_spec.base_output_directory.output_uri_prefix == request.draft.base_uri
+
+
+def test_the_dry_run_shows_the_request_pools_cost_and_uploads(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.jpg").write_bytes(b"x" * 1000)
+    changes = {
+        "vertex.gpu.replicas": "2",
+        "params.data": str(tmp_path / "images"),
+        "vertex.max_runtime_s": "3600",
+    }
+    request = backend.plan(make_job(changes), offline=True)
+    shown = request.render()
+    assert json.loads(shown[shown.index("{") : shown.index("\n}\n") + 2]) == request.body
+    assert "gpu        2  g2-standard-8" in shown and "2×NVIDIA_L4  1.963" in shown
+    assert "cpu        2  c2-standard-16" in shown
+    assert "at most $3.88 in 1 h (vertex.max_runtime_s); estimated, prices of 2026-09 (us-central1" in shown
+    (item,) = request.draft.data
+    assert item.uri.startswith("gs://my-bucket/stoker/data/")
+    assert request.draft.data_at == {"data": "/gcs/my-bucket/stoker/data/" + item.uri.split("/")[-2]}
+    assert any(line.startswith("no service account") for line in request.warnings)
+
+
+def test_prices_of_attached_gpus_and_your_own() -> None:
+    gpu = {"vertex.gpu.machine_type": "n1-standard-8", "vertex.gpu.accelerator": "NVIDIA_TESLA_T4"}
+    assert "1×NVIDIA_TESLA_T4  0.840" in backend.plan(make_job(gpu), offline=True).render()
+    unknown = {**gpu, "vertex.gpu.accelerator": "NVIDIA_TESLA_P4"}
+    assert "at most $? in 24 h" in backend.plan(make_job(unknown), offline=True).render()
+    own = {**unknown, "vertex.prices": "{gpu: 2, c2-standard-16: 1}"}
+    assert "at most $96.00 in 24 h" in backend.plan(make_job(own), offline=True).render()
+    assert google.usd_per_hour("n1-standard-4") == 0.2185, "as Vertex AI lists it"
+
+
+def test_the_first_pool_has_one_replica() -> None:
+    assert replicas_by_pool([("gpu", 1), ("cpu", 4)]) == [("gpu", 1), ("cpu", 4)]
+    assert replicas_by_pool([("gpu", 3), ("cpu", 4)]) == [("gpu", 1), ("gpu", 2), ("cpu", 4)]
+
+
+def test_the_written_request_comes_with_the_commands_that_submit_it(tmp_path: Path) -> None:
+    commands = backend.plan(make_job({"vertex.kms_key": KEY}), offline=True).write(tmp_path / "job.json")
+    assert json.loads((tmp_path / "job.json").read_text())["workerPoolSpecs"]
+    assert (tmp_path / "job-code" / ".ray-token").stat().st_mode & 0o777 == 0o600
+    upload, create = commands.splitlines()
+    assert upload.startswith(f"gcloud storage cp {tmp_path}/job-code.tar.gz gs://my-bucket/stoker/flowers-")
+    assert create.startswith("gcloud ai custom-jobs create --project=my-project --region=us-central1")
+    assert f"--config={tmp_path}/job.json" in create and f"--kms-key={KEY}" in create
+    with pytest.raises(UsageError, match="exists; remove it"):
+        backend.plan(make_job({}), offline=True).write(tmp_path / "job.json")
