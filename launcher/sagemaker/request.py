@@ -137,7 +137,7 @@ def draft(job: Job, name: str, region: str, s3_uri: str) -> Draft:
     }
     keys.update((f"Environment.{key}", f"sagemaker.environment.{key}") for key in settings.environment)
     data_at = _data_at(job, data)
-    return Draft(job, name, region, s3_uri, groups, _pruned(body), keys, data, data_at)
+    return Draft(job, name, region, s3_uri, groups, pruned(body), keys, data, data_at)
 
 
 def _algorithm(job: Job, settings: SageMakerConfig, region: str) -> dict[str, Any]:
@@ -279,11 +279,11 @@ def _data_at(job: Job, data: tuple[DataUpload, ...]) -> dict[str, str]:
     return found
 
 
-def _pruned(value: Any) -> Any:
-    """Remove None values and empty structures."""
+def pruned(value: Any) -> Any:
+    """Laptop: a request without None values and empty structures."""
     if isinstance(value, dict):
-        kept = {key: _pruned(item) for key, item in value.items()}
+        kept = {key: pruned(item) for key, item in value.items()}
         return {key: item for key, item in kept.items() if item is not None and item != {}}
     if isinstance(value, list):
-        return [_pruned(item) for item in value]
+        return [pruned(item) for item in value]
     return value

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.job import COMMAND, Job
+from launcher.sagemaker.request import pruned
 from launcher.sagemaker.upload import DataUpload, find_data_uploads
 from launcher.vertex.pools import Pool, pools_of, pools_variable, training_group, worker_pools
 from stoker.bootstrap.services.vertex import folder_of
@@ -116,7 +117,7 @@ def _body(made: Draft) -> dict[str, Any]:
         ("tensorboard", "tensorboard"),
     ):
         keys[f"jobSpec.{field}"] = f"vertex.{key}"
-    body: dict[str, Any] = _pruned(
+    body: dict[str, Any] = pruned(
         {
             "displayName": made.name,
             "jobSpec": {
@@ -194,13 +195,3 @@ def _data_at(data: tuple[DataUpload, ...]) -> dict[str, str]:
 def _label(name: str) -> str:
     """A label value allows lower-case letters, digits, `_` and `-`."""
     return "".join(sign if sign.isalnum() or sign in "_-" else "-" for sign in name.lower())[:63]
-
-
-def _pruned(value: Any) -> Any:
-    """Remove None values and empty structures."""
-    if isinstance(value, dict):
-        kept = {key: _pruned(item) for key, item in value.items()}
-        return {key: item for key, item in kept.items() if item is not None and item != {}}
-    if isinstance(value, list):
-        return [_pruned(item) for item in value]
-    return value

@@ -24,6 +24,7 @@ def test_digits_train_on_the_second_pool_and_leave_their_results_in_the_bucket(t
     assert summary["train_workers_by_host"] == {gpu: 1}
     assert cpu in summary["chain_tasks_by_host"]
     assert summary["records"]["read"] == summary["records"]["trained"] == 1437
+    assert summary["cost"]["usd_per_hour"] == pytest.approx(1.462, abs=1e-3), "Google's prices"
     run = tmp_path / "runs" / "latest"
     ids = (run / "records" / "train-epoch-000-rank-0.txt").read_text().split()
     assert len(ids) == len(set(ids)) == 1437, "every record once"

@@ -213,6 +213,7 @@ def test_a_run_that_still_runs_is_left_alone(runs: Config) -> None:
         ("{root}/digits-20260104-000000", "local", "holds no checkpoint"),
         ("{root}", "local", "neither a run directory nor a folder with step-"),
         ("{root}/latest", "sagemaker", "name s3://"),
+        ("{root}/latest", "vertex", "name gs://"),
         ("runs/latest", "ray", "an absolute folder shared by the cluster's hosts"),
         ("auto", "sagemaker", "each launch writes its own checkpoints"),
     ],

@@ -33,6 +33,8 @@ from stoker.schema import Config
 STOP_TIMEOUT_S = 100.0
 """From SIGTERM to the forced end; SageMaker sends SIGKILL after 120 s."""
 END_GRACE_S = 5.0
+LAST_FILES_S = 5.0
+"""How long a host that ends the job stays after the head's end, for the head to write its last files."""
 REJOINS = 3
 SEARCH_S = 15.0
 """How long a host that was cut off tries to reach the head again: a link may be back after seconds."""
@@ -295,6 +297,8 @@ def _failure(error: BaseException) -> Outcome:
 
 def _left(ended: Ended, ends_job: bool) -> Outcome:
     say(f"leaving: {ended.why}")
+    if ends_job:
+        time.sleep(LAST_FILES_S)
     return Outcome(1 if ended.code is None else ended.code, ended.why) if ends_job else Outcome(0)
 
 
