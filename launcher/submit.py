@@ -144,7 +144,7 @@ def run(
     show_config: Annotated[bool, Option("--show-config", help="list every key")] = False,
     address: Annotated[str | None, Option(help="ray: http://head:8265")] = None,
     offline: Annotated[bool, Option("--offline", help="with --dry-run: no network access")] = False,
-    request: Annotated[Path | None, Option(help="ray, sagemaker: write to a file, do not send")] = None,
+    request: Annotated[Path | None, Option(help="write what would be sent to a file")] = None,
     resume: Annotated[str | None, Option(help="auto, never, or a run or checkpoint")] = None,
     install: Annotated[bool, Option("--install", help="ray: pip install on the hosts")] = False,
     dashboard: Annotated[bool, Option("--dashboard", help="local: Ray dashboard on 127.0.0.1")] = False,

@@ -11,7 +11,7 @@ BACKEND_VARIABLE = "STOKER_BACKEND"
 COMMIT_FILE = "job.commit"
 """In the staged source: the git commit it was copied from, if any."""
 STOP_FILE = "stop.requested"
-"""Local runs: left in the run directory by a job that has received a stop signal."""
+"""In the run directory: a stop was requested. Local jobs write it themselves; on Slurm `stoker stop` does."""
 LASTING_DIR_VARIABLE = "STOKER_LASTING_DIR"
 """Ray clusters: a folder of object storage that all hosts mount, for the checkpoints and the model; the run
 directory is then on the head's disk."""

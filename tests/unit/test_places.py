@@ -19,12 +19,16 @@ sagemaker:
   {gpu: {type: ml.g5.xlarge}, region: us-east-1, s3_uri: "s3://bucket/runs",
    role: "arn:aws:iam::123456789012:role/R"}
 slurm: {gpu: {gpus: 1, cpus: 8}, cpu: {nodes: 2, partition: cpu}}
+vertex:
+  {gpu: {machine_type: g2-standard-8}, project: my-project, region: us-central1, gcs_uri: "gs://bucket/runs",
+   image: "us-docker.pkg.dev/my-project/stoker/train:1"}
 """
 """Each place reads its own section and leaves the others alone."""
 OPTIONS = {
     "ray": ["--offline", "--address", "http://localhost:8265"],
     "sagemaker": ["--offline"],
     "slurm": ["--offline"],
+    "vertex": ["--offline"],
 }
 
 

@@ -34,7 +34,7 @@ RETRY_EVERY_S = 15.0
 INTERRUPTED_S = 20.0
 """Limit after an interruption, whatever `close_timeout_s` says: the instance may be reclaimed."""
 STATE = "mlflow.json"
-ELSEWHERE = ("sagemaker.", "rehearsal.")
+ELSEWHERE = ("sagemaker.", "vertex.", "slurm.", "rehearsal.")
 """Sections that are irrelevant for other backends."""
 
 
