@@ -108,6 +108,7 @@ def slow(notebook: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dic
 def test_digits_train_from_a_delta_table_and_stand_in_the_notebooks_experiment(
     notebook: Path, workspace: MlflowServer, digits: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A whole run on three nodes, whose processes all start anew for it, and an MLflow server."""
     data = delta_tables(digits, notebook / "digits")
     result = stoker.run(
         "example:digits",
@@ -154,6 +155,7 @@ def test_digits_train_from_a_delta_table_and_stand_in_the_notebooks_experiment(
 def test_an_interrupted_cell_leaves_a_checkpoint_from_which_the_next_one_goes_on(
     slow: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Two runs on three nodes, whose processes all start anew for each."""
     interrupt = at_the_first_step(lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(stoker.RunInterrupt) as caught:
         stoker.run(slow)
@@ -172,6 +174,7 @@ def test_an_interrupted_cell_leaves_a_checkpoint_from_which_the_next_one_goes_on
 
 
 def test_a_job_that_crashes_leaves_the_notebook_as_it_is(slow: dict[str, Any]) -> None:
+    """A run on three nodes, whose processes all start anew for it."""
     crash = at_the_first_step(lambda: os.kill(job_process(), signal.SIGKILL))
     with pytest.raises(stoker.RunError, match="exit code 137") as caught:
         stoker.run(slow)
