@@ -256,7 +256,7 @@ def test_the_dry_run_shows_the_request_pools_cost_and_uploads(tmp_path: Path) ->
     assert json.loads(shown[shown.index("{") : shown.index("\n}\n") + 2]) == request.body
     assert "gpu        2  g2-standard-8" in shown and "2×NVIDIA_L4  1.963" in shown
     assert "cpu        2  c2-standard-16" in shown
-    assert "at most $3.88 in 1 h (vertex.max_runtime_s); estimated, prices of 2026-09 (us-central1" in shown
+    assert "at most $3.88 in 1 h (vertex.max_runtime_s); estimated, prices of 2025 (us-central1" in shown
     (item,) = request.draft.data
     assert item.uri.startswith("gs://my-bucket/stoker/data/")
     assert request.draft.data_at == {"data": "/gcs/my-bucket/stoker/data/" + item.uri.split("/")[-2]}

@@ -1,8 +1,8 @@
 """Anywhere: Google Cloud's training machines and their prices on Vertex AI: a dated table, not a live quote.
 
 Sources: Compute Engine's list of on-demand prices for us-central1, and Vertex AI's fee for training, which is
-the difference to its own list (n1-standard-4: $0.2185 instead of $0.1900). Types without a price here cost
-"?"; `vertex.prices` gives yours.
+the difference to its own list (n1-standard-4: $0.2185 instead of $0.1900); neither was looked up again since.
+Types without a price here cost "?"; `vertex.prices` gives yours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from stoker.costs.prices import PriceList
 if TYPE_CHECKING:
     from stoker.schema_places import VertexConfig
 
-PRICES_AS_OF = "2026-09"
+PRICES_AS_OF = "2025"
 PRICES_REGION = "us-central1"
 TRAINING_FEE = 1.15
 
