@@ -92,6 +92,7 @@ def test_orientation_is_applied_also_where_the_picture_is_decoded_smaller(
 @pytest.mark.parametrize("size", [(1, 1), (1, 9), (40, 1400), (375, 500), (900, 600)])
 @pytest.mark.parametrize("color", ["RGB", "L"])
 @pytest.mark.parametrize("form", ["JPEG", "grey JPEG", "CMYK JPEG", "PNG"])
+@pytest.mark.long
 def test_resize_and_centre_crop_equal_torchvision(size: tuple[int, int], color: str, form: str) -> None:
     image = photo(*size).convert({"grey JPEG": "L", "CMYK JPEG": "CMYK"}.get(form, "RGB"))
     content = encoded(image, form.split()[-1])

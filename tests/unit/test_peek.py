@@ -141,6 +141,7 @@ def test_a_random_flip_of_the_image_without_its_mask_is_an_error_and_refused_by_
         ("flip of other sizes", ""),
     ],
 )
+@pytest.mark.long
 def test_masks_are_also_found_in_the_records_of_a_torch_dataset(
     tmp_path: Path, chain: str, moves: str
 ) -> None:

@@ -150,6 +150,7 @@ def test_every_step_is_what_each_train_worker_took(
 
 
 @ORDERS
+@pytest.mark.long
 def test_a_run_that_was_resumed_on_other_train_workers(tmp_path: Path, order: str) -> None:
     run = Run(
         tmp_path,

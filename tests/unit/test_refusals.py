@@ -103,6 +103,7 @@ AT_ONCE: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", AT_ONCE)
+@pytest.mark.long
 def test_a_mistake_is_told_before_ray_and_pytorch_load_and_a_thread_starts(case: str, tmp_path: Path) -> None:
     """Both take seconds to load. And a process with threads could not fork Ray's workers."""
     job, expected = AT_ONCE[case]

@@ -23,6 +23,7 @@ def single() -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("count", [20, 22])
+@pytest.mark.long
 def test_one_worker_accumulates_alike(single: Any, count: int) -> None:
     assert_same(run(*make(**EVERYTHING, accumulate_steps=2), feed(count, 4)), single[count], 1e-4)
 
