@@ -38,7 +38,7 @@ def on_files(files: Files, config: Any) -> Files:
     readme = (ROOT / "README.md").read_text().replace("](docs/", "](")
     pages = {
         "index.md": readme,
-        "changelog.md": (ROOT / "CHANGELOG.md").read_text(),
+        "changelog.md": (ROOT / "CHANGELOG.md").read_text().replace("](docs/", "]("),
         "reference/configuration.md": configuration(),
         "reference/commands.md": commands(),
         "reference/api.md": api(),
