@@ -208,8 +208,8 @@ def logs(run_id: str, follow: bool) -> int:
 
 def stop(run_id: str) -> int:
     """Laptop: ask a run to write a checkpoint and stop."""
-    attach(run_id).stop()
-    print(f"{run_id}: stop requested; the run writes a checkpoint first")
+    told = attach(run_id).stop()
+    print(f"{run_id}: {told or 'stop requested; the run writes a checkpoint first'}")
     return 0
 
 

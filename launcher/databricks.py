@@ -101,29 +101,41 @@ class Copies:
         Raises:
             OSError: the volume does not take it.
         """
-        self._ended.set()
-        self._thread.join()
+        self.stop()
         self.copy()
 
+    def stop(self) -> None:
+        """Copy nothing more."""
+        self._ended.set()
+        self._thread.join()
+
     def copy(self) -> None:
-        """Copy the files that have changed since the last call."""
+        """Copy the files that have changed since the last call.
+
+        Raises:
+            OSError: the first problem; it does not keep the other files from being copied.
+        """
+        problem: OSError | None = None
         for path in sorted(self.source.rglob("*")):
             try:
-                stat = path.stat()
-            except FileNotFoundError:  # renamed meanwhile
-                continue
-            name, state = str(path.relative_to(self.source)), (stat.st_size, stat.st_mtime_ns)
-            if not path.is_file() or self._copied.get(name) == state:
-                continue
-            target = self.target / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                shutil.copyfile(path, target)
-            except FileNotFoundError:
-                if path.exists():
-                    raise
-                continue
-            self._copied[name] = state
+                self._copy_file(path)
+            except FileNotFoundError as error:
+                if path.exists():  # else it was renamed meanwhile
+                    problem = problem or error
+            except OSError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+
+    def _copy_file(self, path: Path) -> None:
+        stat = path.stat()
+        name, state = str(path.relative_to(self.source)), (stat.st_size, stat.st_mtime_ns)
+        if path.name.startswith(".") or not path.is_file() or self._copied.get(name) == state:
+            return
+        target = self.target / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+        self._copied[name] = state
 
     def _work(self) -> None:
         while not self._ended.wait(COPY_EVERY_S):

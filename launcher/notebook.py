@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -201,10 +202,15 @@ def folders(job: Job) -> tuple[Path, Path | None]:
             " on Databricks, one in a volume: /Volumes/<catalog>/<schema>/<volume>/runs"
         )
     if not databricks.on_volume(output):
-        return runs.new_run_dir(job), None
+        return _own(runs.new_run_dir(job)), None
     try:
         Path(output).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"output_dir: {output} cannot be written: {error.strerror}") from None
-    taken = runs.named(job, Path(output))
+    taken = _own(runs.named(job, Path(output)))
     return databricks.scratch() / taken.name, taken
+
+
+def _own(run_dir: Path) -> Path:
+    """A name that no other run gets: tasks that start in the same second see no folder of each other yet."""
+    return run_dir.with_name(f"{run_dir.name}-{secrets.token_hex(2)}")

@@ -180,7 +180,9 @@ class NotebookRun:
                         break
                 except KeyboardInterrupt:
                     self._interrupt()
-        return self._concluded(self.process.wait())
+            code = self.process.wait()
+            with _uninterrupted():
+                return self._concluded(code)
 
     def _read(self) -> None:
         for line in self.process.stdout or ():
@@ -228,7 +230,10 @@ class NotebookRun:
         refused = code == 2 and self.new and not summary.get("steps")
         error = "" if code == 0 else "; ".join(self._errors) or str(summary.get("error") or "")
         run_dir = request.lasting or request.run_dir
-        if self._copies is not None and not refused:
+        if self._copies is not None and refused:
+            self._copies.stop()
+            shutil.rmtree(self._copies.target, ignore_errors=True)
+        elif self._copies is not None:
             try:
                 self._copies.finish()
                 shutil.rmtree(request.run_dir, ignore_errors=True)
@@ -243,3 +248,16 @@ class NotebookRun:
         if summary.get("status") == "starting":
             summary = {}
         return RunResult(code, run_dir, summary, scrub(error))
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ignore interrupts while the results are put in their place: half of them would look like all."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -70,8 +70,8 @@ class Run(Protocol):
         """Block until the end; returns the job's exit code."""
         ...
 
-    def stop(self) -> None:
-        """Ask the run to stop with a checkpoint, as SIGTERM does."""
+    def stop(self) -> str | None:
+        """Ask the run to stop with a checkpoint, as SIGTERM does; returns what differs from that."""
         ...
 
 

@@ -194,11 +194,12 @@ class PastRun:
             time.sleep(0.5)
         return 0 if self.summary()["status"] == "succeeded" else 1
 
-    def stop(self) -> None:
+    def stop(self) -> str | None:
         number = self.process_id()
         if number is None:
             raise UsageError(f"{self.id}: this run has already ended: {self.status()}")
         os.kill(number, signal.SIGTERM)
+        return None
 
 
 def attach(run_id: str) -> PastRun:

@@ -50,6 +50,7 @@ class SlurmRequest:
 
     def write(self, path: Path) -> str:
         """Stage the job and write its script to a file, for users who edit it first; returns what to type."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         self.stage()
         path.write_text(self.script)
         return f"sbatch {path}\n# status, logs and stop: {self.run_dir}"
@@ -98,7 +99,8 @@ def submit(request: SlurmRequest) -> SlurmRun:
     except UsageError:
         runs.forget(request.run_dir, None)
         raise
-    (request.run_dir / JOB_FILE).write_text(f"{job_id}\n")
+    if not (file := request.run_dir / JOB_FILE).exists():  # the job's script writes it, too
+        file.write_text(f"{job_id}\n")
     runs.point_latest(request.run_dir)
     return SlurmRun(job_id, request.run_dir)
 

@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from launcher.slurm.commands import Partition
 from launcher.slurm.script import OURS, clock
 from stoker.errors import nearest
+from stoker.redaction import is_secret
 from stoker.schema_places import SlurmConfig, SlurmGpuNodesConfig, SlurmNodesConfig
 
 LONGEST_SIGNAL_S = 65_535
@@ -64,6 +65,13 @@ def problems_of(config: SlurmConfig, output_dir: str) -> list[str]:
             problems.append(
                 f"slurm.setup[{at}]: #SBATCH lines belong into slurm.gpu.extra and slurm.cpu.extra"
             )
+    problems += [
+        f"slurm.setup[{at}]: {name} looks like a secret, which the script and the run's files would show;"
+        " export it in the shell that submits, or read it from a private file: $(cat ~/.key)"
+        for at, line in enumerate(config.setup)
+        for name, value in re.findall(r"(\w+)=[\"']?([^\s\"']+)", line)
+        if is_secret(name, value) and not value.startswith("$")
+    ]
     problems += [
         f"slurm.mounts: {path!r} must be /path or /path:/inside" for path in config.mounts if path[:1] != "/"
     ]

@@ -22,6 +22,9 @@ ENDED = (
     "PREEMPTED",
     "OUT_OF_MEMORY",
     "BOOT_FAIL",
+    "DEADLINE",
+    "LAUNCH_FAILED",
+    "REVOKED",
 )
 """States in which a job does not continue, as far as Slurm itself is concerned."""
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")

@@ -11,6 +11,8 @@ from launcher.backends.local import PastRun
 from launcher.slurm import commands
 from launcher.slurm.commands import State
 from launcher.slurm.script import EXIT_FILE, LOG, STOPPED_CODE
+from stoker.bootstrap.cluster import TOKEN_FILE
+from stoker.config import SECRETS_FILE
 from stoker.errors import UsageError
 from stoker.place import STOP_FILE
 
@@ -49,10 +51,12 @@ class SlurmRun(PastRun):
         return self._ended(state)
 
     def _ended(self, state: State) -> str:
-        if self._started() and self.summary().get("status") not in ("running", "starting"):
+        failure, told = self.run_dir / "failure", self.run_dir / "summary.json"
+        newer = failure.is_file() and told.is_file() and failure.stat().st_mtime > told.stat().st_mtime
+        if self._started() and not newer and self.summary().get("status") not in ("running", "starting"):
             return super().status()
         with contextlib.suppress(OSError):
-            return f"failed: {(self.run_dir / 'failure').read_text().strip()}"
+            return f"failed: {failure.read_text().strip()}"
         word = state.word or "no longer known to Slurm"
         if (self.run_dir / LOG).is_file():
             return f"failed: the job ended without a result ({word}); see {self.run_dir / LOG}"
@@ -92,7 +96,7 @@ class SlurmRun(PastRun):
         # A network file system may show the file a minute late.
         told = commands.described(self.job_id).get("ExitCode") or commands.accounted(self.job_id, "ExitCode")
         if self._state.word.startswith(("COMPLETED", "FAILED")) and told.partition(":")[0].isdigit():
-            return int(told.partition(":")[0])
+            return int(told.partition(":")[0]) or int(self.summary()["status"] != "succeeded")
         return STOPPED_CODE if self._state.word.startswith(("CANCELLED", "PREEMPTED", "TIMEOUT")) else 1
 
     def _active(self) -> bool:
@@ -110,7 +114,7 @@ class SlurmRun(PastRun):
             self._asked_at = self._asked_at or time.monotonic()
         return self._state.active
 
-    def stop(self) -> None:
+    def stop(self) -> str | None:
         """Ask the hosts to stop with a checkpoint; take the job out of the queue if it waits.
 
         Raises:
@@ -122,8 +126,11 @@ class SlurmRun(PastRun):
         (self.run_dir / STOP_FILE).touch()  # tells the job not to requeue itself
         if state.word == "PENDING":
             commands.ask("scancel", self.job_id)
-        else:
-            commands.ask("scancel", "--signal=TERM", self.job_id)
+            for name in (TOKEN_FILE, SECRETS_FILE):  # its script, which would remove them, never runs
+                (self.run_dir / "code" / name).unlink(missing_ok=True)
+            return "taken out of the queue"
+        commands.ask("scancel", "--signal=TERM", self.job_id)
+        return None
 
     def closing(self) -> str:
         """Message after the end: outcome, results, and how to continue a run that has not succeeded."""

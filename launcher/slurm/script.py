@@ -106,12 +106,13 @@ def _beginning(config: SlurmConfig, run_dir: Path) -> list[str]:
         f"export {BACKEND_VARIABLE}=slurm {RUN_DIR_VARIABLE}={shlex.quote(str(run_dir))}",
         f'cd "${RUN_DIR_VARIABLE}/code" || exit 1',
         'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then',
-        f"  rm -f ../failure ../{EXIT_FILE} ../{STOP_FILE}  # of the start before",
+        f"  rm -f ../failure ../{EXIT_FILE}  # of the start before",
         "fi",
         f'echo "$SLURM_JOB_ID" > ../{JOB_FILE}',
         f"printf '#!/bin/bash\\n%s\\n' {shlex.quote(epilog)} > ../{EPILOG} && chmod u+x ../{EPILOG}",
         *([f'export PATH={shlex.quote(own)}:"$PATH"'] if own else []),
         *config.setup,
+        *([f'cd "${RUN_DIR_VARIABLE}/code" || exit 1'] if config.setup else []),
     ]
 
 
@@ -136,23 +137,28 @@ def _step(config: SlurmConfig, run_dir: Path, both: bool) -> list[str]:
         command = f"{shlex.join(words)} {command}"
     host = [
         f'export TMPDIR="{TEMPORARY}" STOKER_HOST_CPUS="$SLURM_CPUS_ON_NODE"',
-        f'mkdir -p "$TMPDIR" && exec {command}',
+        "# Ray opens its folders to all users of the node; this one contains them.",
+        '(umask 077; mkdir -p "$TMPDIR") && [ -O "$TMPDIR" ] && chmod 700 "$TMPDIR" \\',
+        f"    && exec {command}",
+        'echo "$TMPDIR: belongs to somebody else, or cannot be made" >&2; exit 1',
     ]
     return [
         "# scancel and preemptions signal this script, too; the time limit and `stoker stop` only the hosts.",
         "signalled=",
         "trap 'signalled=1' TERM",
         f"if [ -e ../{STOP_FILE} ]; then",
-        f"  echo 'stopped before its hosts started' > ../failure; exit {STOPPED_CODE}",
+        f"  rm ../{STOP_FILE}; echo 'stopped before its hosts started' > ../failure; exit {STOPPED_CODE}",
         "fi",
         "# They describe the first component, and srun would apply them to all nodes.",
         "unset SLURM_CPUS_PER_TASK SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU",
         *_folded([*step, "bash", "-c"]),
         shlex.quote("\n".join(["", *host])),
         "code=$?",
-        "# srun's code is the highest of all hosts; a lost CPU host does not fail a run.",
-        f"""[ ../summary.json -nt ../{JOB_FILE} ] \\
-    && grep -q '^ "status": "succeeded"' ../summary.json && code=0""",
+        "# srun's code is the highest of all hosts: a lost CPU host does not fail a run, and none succeeds",
+        "# without a result. grep comes first, because opening a file refreshes what NFS knows of it.",
+        """if grep -q '^ "status": "succeeded"' ../summary.json 2>/dev/null \\""",
+        f"    && [ ../summary.json -nt ../{JOB_FILE} ]; then code=0",
+        """elif [ "$code" = 0 ]; then code=1; echo 'the job ended without a result' > ../failure; fi""",
     ]
 
 
@@ -168,9 +174,11 @@ def _end(config: SlurmConfig) -> list[str]:
             f'  scontrol requeue "$SLURM_JOB_ID" && exit {STOPPED_CODE}',
             "fi",
         ]
+    keep = '[ -n "$signalled" ] || ' if config.restarts else ""
     return [
         *lines,
-        f'[ -n "$signalled" ] || rm -f {TOKEN_FILE} {SECRETS_FILE}  # a preempted job still needs them',
+        f"{keep}rm -f {TOKEN_FILE} {SECRETS_FILE}  # a preempted job still needs them",
+        f"rm -f ../{STOP_FILE}",
         f'echo "$code" > ../{EXIT_FILE}',
         'exit "$code"',
     ]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from stoker.bootstrap.services.vertex import FAILURES, RUN_FOLDER
 from stoker.errors import UsageError
 
 POLL_S = 10.0
+UNREACHABLE_S = 600.0
+"""How long the service may not answer while a run is watched."""
 DRAIN_S = 20.0
 """How long to wait for the last lines after the job has ended."""
 _WORDS = {
@@ -37,6 +40,7 @@ class VertexRun:
     name: str
     """`projects/<project>/locations/<region>/customJobs/<number>`."""
     poll_s: float = POLL_S
+    _answered: bool = False
 
     @property
     def id(self) -> str:
@@ -61,26 +65,43 @@ class VertexRun:
 
     def wait(self) -> int:
         """Block until the end; returns the exit code that corresponds to the status."""
-        while (state := self.status()).startswith("running"):
+        while (state := status_text(self._patiently(self.job))).startswith("running"):
             time.sleep(self.poll_s)
         return _EXIT_CODES.get(state.partition(":")[0], 1)
 
-    def stop(self) -> None:
+    def _patiently(self, call: Callable[[], Any]) -> Any:
+        """The answer to a call. Once the service has answered, a failure is given `UNREACHABLE_S` to pass."""
+        since = None
+        while True:
+            try:
+                found = call()
+            except UsageError:
+                since = since or time.monotonic()
+                if not self._answered or time.monotonic() - since > UNREACHABLE_S:
+                    raise
+                time.sleep(self.poll_s)
+            else:
+                self._answered = True
+                return found
+
+    def stop(self) -> str | None:
         """Cancel the job. The service says nothing of a signal before the hosts are taken away."""
         with client.readable_errors(f"job {self.name}"):
             client.jobs(self.region).cancel_custom_job(name=self.name, timeout=client.CALL_TIMEOUT_S)
+        return "cancelled; its hosts may be taken away before they have written a checkpoint"
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """The lines of all hosts in Cloud Logging, each as `[workerpool0-0] text`, and changes of state."""
         since, last_state, seen = "", "", set()
         ended_at: float | None = None
         while True:
-            job = self.job()
+            job = self._patiently(self.job)
             state = status_text(job)
             if follow and state != last_state:
                 last_state = state
                 yield f"[{job.display_name}] {state}"
-            fresh = [entry for entry in client.log_entries(self.name, since) if entry["id"] not in seen]
+            entries = self._patiently(functools.partial(client.log_entries, self.name, since))
+            fresh = [entry for entry in entries if entry["id"] not in seen]
             for entry in fresh:
                 seen.add(entry["id"])
                 since = max(since, entry["at"])

@@ -47,6 +47,17 @@ def test_a_run_whose_files_cannot_be_kept_has_not_succeeded(
     assert Copies({run: copy}).during(lambda: Outcome(2, "no data")) == Outcome(2, "no data")
 
 
+def test_a_mount_that_does_not_answer_fails_the_run_instead_of_holding_its_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies, hangs = Copies({tmp_path / "run": tmp_path / "copy"}), threading.Event()
+    monkeypatch.setattr("stoker.bootstrap.copies.LAST_COPY_S", 0.1)
+    monkeypatch.setattr(copies, "copy", lambda: str(hangs.wait(60)))
+    outcome = copies.during(lambda: Outcome(0))
+    hangs.set()
+    assert outcome.code == 1 and "not copied within" in outcome.cause
+
+
 def test_what_was_written_is_copied_though_the_work_raises(tmp_path: Path) -> None:
     def work() -> Outcome:
         (tmp_path / "run").mkdir()

@@ -121,8 +121,10 @@ def test_what_grows_is_copied_whole_and_what_has_not_changed_is_not(tmp_path: Pa
     (target / "logs").rmdir()
     (target / "logs").write_text("in the way")
     (source / "logs/console.log").write_text("three\n")
+    (source / "report.html").write_text("report")
     with pytest.raises(OSError, match=r"File exists|Not a directory"):
         copies.finish()
+    assert (target / "report.html").read_text() == "report", "one file does not keep the others"
 
 
 def test_a_volume_that_fails_for_a_while_is_told_once(

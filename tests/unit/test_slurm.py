@@ -68,6 +68,8 @@ def test_the_environment_is_this_commands_or_that_of_the_setup_lines(tmp_path: P
     assert own in planned(tmp_path).script
     script = planned(tmp_path, "slurm.setup=[module load python/3.12, source /venv/bin/activate]").script
     assert own not in script and "module load python/3.12\nsource /venv/bin/activate\n" in script
+    back = 'cd "$STOKER_RUN_DIR/code" || exit 1'
+    assert script.index("source /venv") < script.rindex(back), "the job's own code runs"
 
 
 def test_containers(tmp_path: Path) -> None:
@@ -163,9 +165,12 @@ def test_the_exit_code_is_the_scripts_or_else_slurms(
     login_node: Path, tmp_path: Path, file: str, controller: str, code: int
 ) -> None:
     (tmp_path / "slurm.exit").write_text(file)
+    (tmp_path / "summary.json").write_text('{"status": "succeeded"}')
     fake(login_node, "squeue", f"echo '{ID_IS_GONE}' >&2; exit 1")
     fake(login_node, "scontrol", f"echo 'JobId=42 {controller}'")
     assert SlurmRun("42", tmp_path).wait() == code
+    (tmp_path / "summary.json").unlink()
+    assert SlurmRun("42", tmp_path).wait() == (code or 1), "no success without a result"
 
 
 @pytest.mark.parametrize(("state", "words"), [("PENDING", "42"), ("RUNNING", "--signal=TERM 42")])

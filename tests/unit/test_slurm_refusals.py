@@ -83,6 +83,11 @@ REFUSED = {
         [],
         "slurm.setup[0]: #SBATCH lines",
     ),
+    "a secret among the shell lines": (
+        "slurm: {setup: ['export API_KEY=abc123']}",
+        [],
+        "slurm.setup[0]: API_KEY looks like a secret",
+    ),
     "an account of two words": ("", ["slurm.account=a b"], "slurm.account: 'a b' is no name"),
     "an address": ("", ["--address", "http://h:1"], "--address: is not supported with --on slurm"),
     "an autoscaler's hosts": ("", ["cluster.cpu_hosts.max=2"], "with --on slurm hosts cannot be added"),

@@ -16,6 +16,8 @@ from stoker.bootstrap.logs import say
 from stoker.place import Outcome
 
 COPY_EVERY_S = 30.0
+LAST_COPY_S = 600.0
+"""Deadline of the copies at the end: a mounted bucket may not answer."""
 
 
 class Copies:
@@ -44,12 +46,24 @@ class Copies:
             outcome = work()
         finally:
             self._stop.set()
-            if self._folders:
-                thread.join()
-            problem = self.copy()
+            problem = self._finish(thread) if self._folders else ""
             if problem:
                 say(f"error: {problem}")
         return Outcome(1, problem) if problem and outcome.code == 0 else outcome
+
+    def _finish(self, following: threading.Thread) -> str:
+        """Copy the rest; returns what could not be copied, in one line."""
+        found: list[str] = []
+
+        def work() -> None:
+            following.join()
+            found.append(self.copy())
+
+        last = threading.Thread(target=work, name="last copies", daemon=True)
+        last.start()
+        last.join(LAST_COPY_S)
+        where = ", ".join(str(copy) for copy in self._folders.values())
+        return found[0] if found else f"{where}: not copied within {LAST_COPY_S:.0f} s"
 
     def copy(self) -> str:
         """Head: copy what has changed since the last time; returns what could not be copied, in one line."""

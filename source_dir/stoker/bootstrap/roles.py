@@ -205,7 +205,9 @@ def run_worker(
     except HeadEnded as end:
         return _left(end.ended, ends_job)
     except Stopped:
-        return Outcome(0 if joined else 143, "" if joined else "stopped by SIGTERM before joining")
+        if joined and not ends_job:
+            return Outcome(0)
+        return Outcome(143, "stopped by SIGTERM" if joined else "stopped by SIGTERM before joining")
     except (ClusterError, OSError) as error:
         if joined:
             return _without(f"left: {error}", ends_job)

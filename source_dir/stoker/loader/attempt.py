@@ -255,6 +255,9 @@ class LoaderAttempt:
         stream.ended = True
         self.ready.notify_all()
 
+    def repeats(self, split: str, task: str) -> None:
+        """Planner's call: work is done again; a script's run does not report it."""
+
     def task_starts(self, split: str, task: str, retry: int) -> Start | None:
         """Planner's call: work begins that was begun before: how; None: not at all."""
         try:

@@ -24,6 +24,7 @@ PORTS = range(20_000, 30_000, 2)
 STORE_SHARE, LEAST_STORE_MB = 0.3, 80
 """Of a node that is shared, the share of the job's memory that Ray's object store may take."""
 MOST_HOSTS = 65_536
+TOKEN_FILE = ".ray-token"  # noqa: S105 - a name; that of bootstrap.cluster, which imports more than this may
 CODE = Path(__file__).resolve().parents[3]
 """The folder of train.py."""
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -90,8 +91,9 @@ def port_of(job_id: str) -> int:
 
 
 def resource() -> Mapping[str, Any] | None:
-    """Every host: the job's hosts and groups."""
-    return resource_of(os.environ)
+    """Every host: the job's hosts and groups; None for what is typed in a step without being a staged job."""
+    staged = (CODE / TOKEN_FILE).is_file() or os.environ.get(BACKEND_VARIABLE) == NAME
+    return resource_of(os.environ) if staged else None
 
 
 def folders() -> Folders:

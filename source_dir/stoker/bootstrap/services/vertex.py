@@ -18,6 +18,7 @@ from typing import Any
 
 from stoker.bootstrap.services.base import Folders, Service
 from stoker.bootstrap.topology import TopologyError
+from stoker.place import BACKEND_VARIABLE
 
 CLUSTER_VARIABLE = "CLUSTER_SPEC"
 JOB_VARIABLE = "CLOUD_ML_JOB_ID"
@@ -47,6 +48,8 @@ def resource_of(variables: Mapping[str, str]) -> Mapping[str, Any] | None:
     """
     text = variables.get(CLUSTER_VARIABLE, "")
     if JOB_VARIABLE not in variables and "workerpool" not in text:
+        if variables.get(BACKEND_VARIABLE) == "vertex":
+            raise TopologyError(f"{CLUSTER_VARIABLE}, {JOB_VARIABLE}: not set, so this host knows no others")
         return None
     missing = [name for name in OUTPUT_VARIABLES if not variables.get(name, "").startswith("gs://")]
     if missing:

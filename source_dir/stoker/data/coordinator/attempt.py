@@ -200,10 +200,14 @@ class Attempt:
             self.changed.notify_all()
             self.ready.notify_all()
 
+    def repeats(self, split: str, task: str) -> None:
+        """Work is done again, because its host or process was lost."""
+        self.event("work_repeated", split=split, work=task)
+
     def task_starts(self, split: str, task: str, retry: int) -> Start | None:
         """A restarted task starts: how to begin; None: do not start it."""
         if retry:
-            self.event("work_repeated", split=split, work=task)
+            self.repeats(split, task)
         try:
             start = self.suspects.starts(task, split, retry)
             deadly = self.suspects.of(split)

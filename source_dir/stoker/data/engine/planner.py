@@ -108,6 +108,7 @@ class Planner:
                 hung.append(item.process)
             elif not lost:
                 continue
+            self.attempt.repeats(item.line.plan.split, item.name)
             self._take_back(ticket, 0.0)
         for item in self.again:
             self.recovery.is_late(item, now, in_work=False)
