@@ -10,7 +10,7 @@ from pathlib import Path
 from launcher.backends.local import PastRun
 from launcher.slurm import commands
 from launcher.slurm.commands import State
-from launcher.slurm.script import EXIT_FILE, LOG, STOPPED_CODE
+from launcher.slurm.script import EXIT_FILE, JOB_FILE, LOG, STOPPED_CODE
 from stoker.bootstrap.cluster import TOKEN_FILE
 from stoker.config import SECRETS_FILE
 from stoker.errors import UsageError
@@ -51,12 +51,10 @@ class SlurmRun(PastRun):
         return self._ended(state)
 
     def _ended(self, state: State) -> str:
-        failure, told = self.run_dir / "failure", self.run_dir / "summary.json"
-        newer = failure.is_file() and told.is_file() and failure.stat().st_mtime > told.stat().st_mtime
-        if self._started() and not newer and self.summary().get("status") not in ("running", "starting"):
+        if self._started_last() and self.summary().get("status") not in ("running", "starting"):
             return super().status()
         with contextlib.suppress(OSError):
-            return f"failed: {failure.read_text().strip()}"
+            return f"failed: {(self.run_dir / 'failure').read_text().strip()}"
         word = state.word or "no longer known to Slurm"
         if (self.run_dir / LOG).is_file():
             return f"failed: the job ended without a result ({word}); see {self.run_dir / LOG}"
@@ -67,6 +65,14 @@ class SlurmRun(PastRun):
 
     def _started(self) -> bool:
         return (self.run_dir / "summary.json").is_file()
+
+    def _started_last(self) -> bool:
+        """Whether the summary is of the job's last start, which wrote its id into a file before."""
+        try:
+            began = (self.run_dir / JOB_FILE).stat().st_mtime
+        except OSError:
+            return self._started()
+        return self._started() and (self.run_dir / "summary.json").stat().st_mtime >= began
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """The output of all hosts, line by line; with `follow` until the job ends, restarts included."""

@@ -139,7 +139,7 @@ def test_status_is_what_the_queue_and_the_run_directory_say(
 ) -> None:
     run_dir = tmp_path / "run"
     (run_dir / "logs").mkdir(parents=True)
-    for name, text in {**files, "slurm.job": "42\n"}.items():
+    for name, text in {"slurm.job": "42\n", **files}.items():
         (run_dir / name).write_text(text)
     fake(login_node, "squeue", f"echo '{queue}'" if queue else f"echo '{ID_IS_GONE}' >&2; exit 1")
     fake(
