@@ -108,6 +108,7 @@ def plan(
     found = resolve(resume, place, load(given, words, ORIGIN).config)
     resolved, tracked = with_mlflow(given, [*words, *found.overrides()])
     learn_job(resolved.config.model_dump(mode="json"))
+    forget_modules(resolved.config.recipe, resolved.config.data.prepare)
     job = open_job(resolved, folder)
     refuse_unsupported(resolved.config, place)
     refuse_missing(resolved.config)
@@ -209,6 +210,17 @@ def folders(job: Job) -> tuple[Path, Path | None]:
         raise UsageError(f"output_dir: {output} cannot be written: {error.strerror}") from None
     taken = _own(runs.named(job, Path(output)))
     return databricks.scratch() / taken.name, taken
+
+
+def forget_modules(*paths: str | None) -> None:
+    """Notebook: let `package.module:name` be imported again: its file may have changed since, or be another.
+
+    A notebook's process lives on, and the job's own process reads the files as they are now.
+    """
+    first = {path.partition(":")[0].partition(".")[0] for path in paths if path and ":" in path}
+    for name in list(sys.modules):
+        if name.partition(".")[0] in first - {"stoker", "launcher", "__main__"}:
+            del sys.modules[name]
 
 
 def _own(run_dir: Path) -> Path:

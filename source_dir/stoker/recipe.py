@@ -255,7 +255,7 @@ def load_object(path: str, source: Path, key: str, offers: type | None = None) -
     module_name, sign, name = path.partition(":")
     if not sign or not module_name or not name:
         raise UsageError(no_import_path(key, path))
-    if str(source) not in sys.path:
+    if sys.path[:1] != [str(source)]:
         sys.path.insert(0, str(source))
     importlib.invalidate_caches()
     try:

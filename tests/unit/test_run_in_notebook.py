@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 import stoker
 from launcher import databricks
-from launcher.notebook import RunInterrupt, plan
+from launcher.notebook import RunInterrupt, forget_modules, plan
 from launcher.notebook_run import RunResult
 from stoker.errors import UsageError
 from stoker.place import LASTING_DIR_VARIABLE, local_place
@@ -185,3 +186,14 @@ def test_a_result_shows_what_counts(tmp_path: Path) -> None:
     assert RunResult(2, tmp_path, {}).status == "refused"
     assert isinstance(RunInterrupt(result), KeyboardInterrupt), "cells below do not run"
     assert stoker.RunResult is RunResult
+
+
+def test_code_that_was_edited_since_the_last_run_is_checked_and_prepares_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for label in ("old", "newer"):
+        (tmp_path / "edited_data.py").write_text(f"LABEL = {label!r}\n")
+        forget_modules("edited_data:write", None)
+        importlib.invalidate_caches()
+        assert label == importlib.import_module("edited_data").LABEL
