@@ -189,7 +189,7 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
     """
     if resolved.config.script is not None:
         resolved, source_dir = scripts.located(resolved, source_dir)
-    elif source_dir is None and (source_dir := beside(resolved)) is not None:
+    elif (source_dir := source_dir or beside(resolved)) is not None and source_dir.is_dir():
         outputs = scripts.ignoring(Path(resolved.config.output_dir).resolve())
         scripts.refuse_too_much(source_dir, resolved.config.recipe, outputs, "recipe")
     problems = []

@@ -7,19 +7,22 @@ The child runs the command that every backend runs, so a crash of the job leaves
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import re
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from launcher import databricks, ray_jobs, runs
 from launcher.backends import backend
 from launcher.commands import check_recipe, refuse_unsupported
-from launcher.job import Job, example_file, open_job
+from launcher.job import Job, beside, example_file, open_job
 from launcher.notebook_run import NotebookRequest, RunResult, submit
 from launcher.resuming import resolve
 from launcher.scripts import as_overrides
@@ -108,12 +111,12 @@ def plan(
     found = resolve(resume, place, load(given, words, ORIGIN).config)
     resolved, tracked = with_mlflow(given, [*words, *found.overrides()])
     learn_job(resolved.config.model_dump(mode="json"))
-    forget_modules(resolved.config.recipe, resolved.config.data.prepare)
-    job = open_job(resolved, folder)
-    refuse_unsupported(resolved.config, place)
-    refuse_missing(resolved.config)
-    if resolved.config.script is None:
-        check_recipe(job, local=cluster is None)
+    with as_they_are_now(folder or beside(resolved)):
+        job = open_job(resolved, folder)
+        refuse_unsupported(resolved.config, place)
+        refuse_missing(resolved.config)
+        if resolved.config.script is None:
+            check_recipe(job, local=cluster is None)
     variables = {LAUNCH_DIR_VARIABLE: str(Path.cwd()), **tracked.environment}
     notes = [tracked.note] if tracked.note else []
     if cluster is None:
@@ -212,15 +215,34 @@ def folders(job: Job) -> tuple[Path, Path | None]:
     return databricks.scratch() / taken.name, taken
 
 
-def forget_modules(*paths: str | None) -> None:
-    """Notebook: let `package.module:name` be imported again: its file may have changed since, or be another.
+@contextlib.contextmanager
+def as_they_are_now(folder: Path | None) -> Iterator[None]:
+    """Notebook: import the modules of a folder anew in this block; the notebook's own are back after it.
 
     A notebook's process lives on, and the job's own process reads the files as they are now.
     """
-    first = {path.partition(":")[0].partition(".")[0] for path in paths if path and ":" in path}
-    for name in list(sys.modules):
-        if name.partition(".")[0] in first - {"stoker", "launcher", "__main__"}:
+
+    def of_folder() -> dict[str, ModuleType]:
+        return {
+            name: module
+            for name, module in sys.modules.items()
+            if folder is not None
+            and name.partition(".")[0] not in ("stoker", "launcher", "__main__")
+            and (file := getattr(module, "__file__", None))
+            and "site-packages" not in file
+            and Path(file).resolve().is_relative_to(folder.resolve())
+        }
+
+    before = of_folder()
+    for name in before:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        for name in of_folder():
             del sys.modules[name]
+        sys.modules.update(before)
 
 
 def _own(run_dir: Path) -> Path:

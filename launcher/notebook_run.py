@@ -23,7 +23,7 @@ from launcher.job import COMMAND, Job
 from stoker import figures
 from stoker.bootstrap.raynode import end_with_parent
 from stoker.errors import UsageError
-from stoker.place import PACKAGE_VARIABLE
+from stoker.place import PACKAGE_VARIABLE, STOP_FILE
 from stoker.redaction import scrub
 
 POLL_S = 0.5
@@ -46,7 +46,8 @@ class RunResult:
     @property
     def status(self) -> str:
         """succeeded, failed, interrupted, or refused before anything was written."""
-        return str(self.summary.get("status", "refused"))
+        without = {2: "refused", 130: "interrupted", 143: "interrupted"}.get(self.code, "failed")
+        return str(self.summary.get("status", without))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -93,7 +94,7 @@ def submit(request: NotebookRequest) -> NotebookRun:
     local = request.cluster is None
     if request.cluster is not None:
         refuse_unreachable(request.cluster)
-    new = not request.run_dir.exists()
+    new, earlier = not request.run_dir.exists(), _written(request.run_dir)
     code = request.run_dir / "code" if local else Path(tempfile.mkdtemp(prefix="stoker-code-")) / "code"
     try:
         shutil.rmtree(code, ignore_errors=True)  # code of a resumed run
@@ -131,7 +132,7 @@ def submit(request: NotebookRequest) -> NotebookRun:
         raise
     if request.lasting is None:
         (request.run_dir / PROCESS_FILE).write_text(str(process.pid))
-    return NotebookRun(request, process, None if local else code.parent, new, latest)
+    return NotebookRun(request, process, None if local else code.parent, new, latest, earlier)
 
 
 def refuse_unreachable(cluster: str) -> None:
@@ -158,8 +159,10 @@ class NotebookRun:
         staged: Path | None,
         new: bool,
         latest: str | None,
+        earlier: int,
     ) -> None:
         self.request, self.process, self.staged, self.new, self.latest = request, process, staged, new, latest
+        self._earlier = earlier
         self.interrupted = False
         self._asked = 0
         self._errors: list[str] = []
@@ -181,6 +184,7 @@ class NotebookRun:
                 except KeyboardInterrupt:
                     self._interrupt()
             code = self.process.wait()
+            (self.request.run_dir / STOP_FILE).unlink(missing_ok=True)
             with _uninterrupted():
                 return self._concluded(code)
 
@@ -226,7 +230,8 @@ class NotebookRun:
 
     def _concluded(self, code: int) -> RunResult:
         code, request = (128 - code if code < 0 else code), self.request
-        summary = PastRun(request.run_dir).summary()
+        # After a start that failed at once, a resumed run's directory has the summary of the start before.
+        summary = PastRun(request.run_dir).summary() if _written(request.run_dir) != self._earlier else {}
         refused = code == 2 and self.new and not summary.get("steps")
         error = "" if code == 0 else "; ".join(self._errors) or str(summary.get("error") or "")
         run_dir = request.lasting or request.run_dir
@@ -248,6 +253,13 @@ class NotebookRun:
         if summary.get("status") == "starting":
             summary = {}
         return RunResult(code, run_dir, summary, scrub(error))
+
+
+def _written(run_dir: Path) -> int:
+    """When the run's summary was last written; 0 if it has none."""
+    with contextlib.suppress(OSError):
+        return (run_dir / "summary.json").stat().st_mtime_ns
+    return 0
 
 
 @contextlib.contextmanager

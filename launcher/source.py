@@ -1,17 +1,66 @@
-"""Laptop: the size of a job's staged source, and files in it that must not be uploaded."""
+"""Laptop: what a service gets of a job: its staged source with the hosts' token, and local data."""
 
 from __future__ import annotations
 
 import fnmatch
+import hashlib
+import os
+import secrets
+import tarfile
 import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.files import files_below
-from launcher.job import Job
+from launcher.job import Job, write_private
 from stoker import figures
+from stoker.place import TOKEN_FILE
 
-PRIVATE_FILES = (".env", "*.pem", "id_rsa*", "id_ed25519*", "credentials", ".netrc", ".ray-token")
+PRIVATE_FILES = (".env", "*.pem", "id_rsa*", "id_ed25519*", "credentials", ".netrc", TOKEN_FILE)
 LIMIT_BYTES = 500_000_000
+
+
+@dataclass(frozen=True)
+class DataUpload:
+    """Laptop: local data that becomes an input channel.
+
+    The target prefix is a fingerprint of paths, sizes and modification times, so that a second job with
+    the same data uploads nothing.
+    """
+
+    parameter: str
+    source: Path
+    uri: str
+    files: int
+    bytes: int
+
+
+def find_data_uploads(data: Mapping[str, str], uri: str) -> tuple[DataUpload, ...]:
+    """Laptop: plan uploads below `uri` for local data, given as recipe parameter → path."""
+    found = []
+    for parameter, text in sorted(data.items()):
+        source = Path(text)
+        files = list(files_below(source))
+        lines = [f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, _, stat in files]
+        fingerprint = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:20]
+        size = sum(stat.st_size for _, _, stat in files)
+        found.append(DataUpload(parameter, source, f"{uri}/data/{fingerprint}/", len(files), size))
+    return tuple(found)
+
+
+def stage(job: Job, folder: Path, data_at: dict[str, str]) -> None:
+    """Laptop: write the staged source and, into the same folder, a new Ray token."""
+    job.stage(folder, data_at)
+    write_private(folder / TOKEN_FILE, secrets.token_hex(32))
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Laptop: pack the staged source as a `.tar.gz`, with files at the root."""
+    descriptor = os.open(archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
+        for name, path, _ in files_below(folder):
+            tar.add(path, arcname=name)
 
 
 def measure(job: Job, data_at: dict[str, str], instead: str) -> tuple[int, int, list[str]]:

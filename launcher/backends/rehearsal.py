@@ -22,7 +22,7 @@ from launcher.rehearsal.prepare import prepare_host, world_spec
 from launcher.rehearsal.running import RehearsalRun
 from launcher.rehearsal.shapes import Shape, shape_of
 from launcher.sagemaker import upload
-from stoker.bootstrap.cluster import TOKEN_FILE
+from launcher.source import pack, stage
 from stoker.errors import UsageError
 
 CODE_CHANNEL = "code"
@@ -125,9 +125,9 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
     cgroups: list[str] = []
     try:
         staged = folder / "staged"
-        upload.stage(request.job, staged, {c.parameter: c.path_on_host for c in request.channels}, TOKEN_FILE)
+        stage(request.job, staged, {c.parameter: c.path_on_host for c in request.channels})
         if train is not None:
-            upload.pack(staged, folder / upload.ARCHIVE)
+            pack(staged, folder / upload.ARCHIVE)
         specs = []
         for number, host in enumerate(request.hosts, start=1):
             made = isolation.make_cgroups(

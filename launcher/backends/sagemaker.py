@@ -23,9 +23,9 @@ from launcher import files
 from launcher.backends.base import Backend
 from launcher.job import Job
 from launcher.sagemaker import aws, checks, render, upload
-from launcher.sagemaker.request import TOKEN_FILE, Draft, draft, job_name
+from launcher.sagemaker.request import Draft, draft, job_name
 from launcher.sagemaker.run import SageMakerRun
-from launcher.source import measure
+from launcher.source import measure, pack, stage
 from stoker import figures
 from stoker.config import Resolved
 from stoker.costs.prices import price_list
@@ -106,7 +106,7 @@ class SageMakerRequest:
         if self.draft.settings.entry == "script-mode":
             archive = path.with_name(f"{path.stem}-{upload.ARCHIVE}")
             archive.unlink(missing_ok=True)
-            upload.pack(code, archive)
+            pack(code, archive)
             commands.append(copy(archive, f"{self.draft.code_uri}/{upload.ARCHIVE}"))
         else:
             commands.append(copy(code, f"{self.draft.code_uri}/"))
@@ -116,7 +116,7 @@ class SageMakerRequest:
 
     def stage(self, folder: Path) -> None:
         """Write the source as the hosts will see it, with a new Ray token."""
-        upload.stage(self.draft.job, folder, self.draft.data_at, TOKEN_FILE)
+        stage(self.draft.job, folder, self.draft.data_at)
 
 
 def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:

@@ -17,11 +17,10 @@ from pathlib import Path
 from launcher import runs
 from launcher.backends.base import Backend
 from launcher.job import Job
-from launcher.sagemaker import upload
 from launcher.slurm import checks, commands
 from launcher.slurm.run import SlurmRun
 from launcher.slurm.script import JOB_FILE, LOG, batch_script
-from stoker.bootstrap.cluster import TOKEN_FILE
+from launcher.source import stage
 from stoker.errors import UsageError
 
 SCRIPT = "slurm.sh"
@@ -45,7 +44,7 @@ class SlurmRequest:
         """Create the run directory: the staged source with the hosts' token, and the batch script."""
         self.run_dir.mkdir(parents=True)
         (self.run_dir / LOG).parent.mkdir()
-        upload.stage(self.job, self.run_dir / "code", {}, TOKEN_FILE)
+        stage(self.job, self.run_dir / "code", {})
         (self.run_dir / SCRIPT).write_text(self.script)
 
     def write(self, path: Path) -> str:

@@ -22,9 +22,8 @@ from typing import Any
 from launcher import files
 from launcher.backends.base import Backend
 from launcher.job import Job
-from launcher.sagemaker.request import TOKEN_FILE, job_name
-from launcher.sagemaker.upload import stage
-from launcher.source import measure
+from launcher.sagemaker.request import job_name
+from launcher.source import measure, stage
 from launcher.vertex import checks, client, render, upload
 from launcher.vertex.request import Draft, draft
 from launcher.vertex.run import VertexRun, named
@@ -101,7 +100,7 @@ class VertexRequest:
 
     def stage(self, folder: Path) -> None:
         """Write the source as the hosts will see it, with a new Ray token."""
-        stage(self.draft.job, folder, self.draft.data_at, TOKEN_FILE)
+        stage(self.draft.job, folder, self.draft.data_at)
 
 
 def plan(job: Job, *, offline: bool = False) -> VertexRequest:

@@ -6,9 +6,8 @@ import filecmp
 import shutil
 from pathlib import Path
 
+from stoker.bootstrap.logs import FAILURE_CHARACTERS
 from stoker.redaction import scrub
-
-FAILURE_CHARACTERS = 1024
 
 
 def collect(hosts: dict[str, Path], run_dir: Path) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.job import COMMAND, Job, examples_root
 from launcher.sagemaker.groups import Group, groups_of, training_group
-from launcher.sagemaker.upload import DataUpload, find_data_uploads
+from launcher.source import DataUpload, find_data_uploads
 from stoker.config import Resolved
 from stoker.recipe import load_recipe, metric_names
 from stoker.schema_places import ChannelConfig, SageMakerConfig
@@ -18,8 +18,6 @@ from stoker.schema_places import ChannelConfig, SageMakerConfig
 INPUT = "/opt/ml/input/data"
 CODE_CHANNEL = "code"
 CODE_FOLDER = f"{INPUT}/{CODE_CHANNEL}"
-TOKEN_FILE = ".ray-token"  # noqa: S105 - a file's name
-"""In the staged code: the job's Ray token, only for its hosts."""
 
 ENTRYPOINT = ("/bin/bash", "-c", f"cd {CODE_FOLDER} && exec {' '.join(COMMAND)}")
 """`exec` makes Python process 1, so that SIGTERM reaches it."""

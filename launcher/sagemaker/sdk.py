@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.job import COMMAND
 from launcher.sagemaker import aws, upload
-from launcher.sagemaker.request import CODE_CHANNEL, TOKEN_FILE, Draft
+from launcher.sagemaker.request import CODE_CHANNEL, Draft
 from launcher.sagemaker.upload import split_uri
+from launcher.source import stage
 from stoker.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def model_trainer(draft: Draft, **options: Any) -> ModelTrainer:
     body, settings = draft.body, draft.settings
     folder = Path(tempfile.mkdtemp(prefix="stoker-")) / "code"
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
-    upload.stage(draft.job, folder, draft.data_at, TOKEN_FILE)
+    stage(draft.job, folder, draft.data_at)
 
     # The SDK can upload local data, but its channels lack instance groups, which all channels need or none.
     with aws.readable_errors("upload"), upload.readable_errors():

@@ -2,67 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import secrets
-import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from launcher.files import files_below
-from launcher.job import Job, write_private
+from launcher.source import DataUpload, pack
 from stoker.errors import UsageError
 
 ARCHIVE = "sourcedir.tar.gz"
-
-
-@dataclass(frozen=True)
-class DataUpload:
-    """Laptop: local data that becomes an input channel.
-
-    The target prefix is a fingerprint of paths, sizes and modification times, so that a second job with
-    the same data uploads nothing.
-    """
-
-    parameter: str
-    source: Path
-    uri: str
-    files: int
-    bytes: int
-
-
-def find_data_uploads(data: Mapping[str, str], s3_uri: str) -> tuple[DataUpload, ...]:
-    """Laptop: plan uploads below `s3_uri` for local data, given as recipe parameter → path."""
-    found = []
-    for parameter, text in sorted(data.items()):
-        source = Path(text)
-        files = list(files_below(source))
-        lines = [f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, _, stat in files]
-        fingerprint = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:20]
-        size = sum(stat.st_size for _, _, stat in files)
-        uri = f"{s3_uri}/data/{fingerprint}/"
-        found.append(DataUpload(parameter, source, uri, len(files), size))
-    return tuple(found)
-
-
-def stage(job: Job, folder: Path, data_at: dict[str, str], token_file: str) -> None:
-    """Laptop: write the staged source and, into the same folder, a new Ray token."""
-    job.stage(folder, data_at)
-    write_private(folder / token_file, secrets.token_hex(32))
-
-
-def pack(folder: Path, archive: Path) -> None:
-    """Laptop: pack the staged source as the toolkit's `sourcedir.tar.gz`, with files at the root."""
-    descriptor = os.open(archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
-        for name, path, _ in files_below(folder):
-            tar.add(path, arcname=name)
 
 
 def upload_code(s3: Any, folder: Path, code_uri: str, archive: bool, kms_key: str | None) -> None:

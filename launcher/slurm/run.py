@@ -11,10 +11,9 @@ from launcher.backends.local import PastRun
 from launcher.slurm import commands
 from launcher.slurm.commands import State
 from launcher.slurm.script import EXIT_FILE, JOB_FILE, LOG, STOPPED_CODE
-from stoker.bootstrap.cluster import TOKEN_FILE
 from stoker.config import SECRETS_FILE
 from stoker.errors import UsageError
-from stoker.place import STOP_FILE
+from stoker.place import STOP_FILE, TOKEN_FILE
 
 POLL_S = 1.0
 ASK_EVERY_S = 15.0

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 from launcher.job import COMMAND
-from stoker.bootstrap.cluster import TOKEN_FILE
+from stoker.bootstrap.cluster import LONGEST_TEMP_DIR
 from stoker.config import SECRETS_FILE
-from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE
+from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE, TOKEN_FILE
 from stoker.schema_places import SlurmConfig, SlurmGpuNodesConfig, SlurmNodesConfig
 
 JOB_FILE = "slurm.job"
@@ -24,8 +24,8 @@ EXIT_FILE = "slurm.exit"
 """In the run directory, once the script has ended: its exit code."""
 LOG = "logs/slurm.log"
 EPILOG = "slurm-epilog.sh"
-TEMPORARY = "${TMPDIR:-/tmp}/stoker-$SLURM_JOB_ID-$SLURM_PROCID"
-"""A host's own folder for Ray and temporary files: other jobs, and other users, may share the node."""
+OWN_FOLDER = "stoker-$SLURM_JOB_ID-$SLURM_PROCID"
+"""A host's own temporary folder, for Ray, too: other jobs, and other users, may share the node."""
 STOPPED_CODE = 143
 LATE_S = 120
 """How much too early the signal before the time limit may seem to come: Slurm rounds it by up to a minute,
@@ -101,10 +101,16 @@ def _quoted(option: str) -> str:
 
 def _beginning(config: SlurmConfig, run_dir: Path) -> list[str]:
     own = "" if config.setup or config.image else str(Path(sys.executable).parent)
-    epilog = f'rm -rf "{TEMPORARY}"'
+    epilog = f'rm -rf "${{TMPDIR:-/tmp}}/{OWN_FOLDER}" "/tmp/{OWN_FOLDER}"'
     return [
         f"export {BACKEND_VARIABLE}=slurm {RUN_DIR_VARIABLE}={shlex.quote(str(run_dir))}",
         f'cd "${RUN_DIR_VARIABLE}/code" || exit 1',
+        # A job keeps its id when it is requeued; a script that is submitted twice has another one.
+        f'owner="$(cat ../{JOB_FILE} 2>/dev/null)"',
+        'if [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ]; then',
+        f'  echo "error: ${RUN_DIR_VARIABLE} is the run of job $owner; each run needs a new script" >&2',
+        "  exit 2",
+        "fi",
         'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then',
         f"  rm -f ../failure ../{EXIT_FILE}  # of the start before",
         "fi",
@@ -136,7 +142,9 @@ def _step(config: SlurmConfig, run_dir: Path, both: bool) -> list[str]:
         words = ["apptainer", "exec", "--nv", "--bind", binds, "--pwd", f"{run_dir}/code", config.image or ""]
         command = f"{shlex.join(words)} {command}"
     host = [
-        f'export TMPDIR="{TEMPORARY}" STOKER_HOST_CPUS="$SLURM_CPUS_ON_NODE"',
+        f'export TMPDIR="${{TMPDIR:-/tmp}}/{OWN_FOLDER}" STOKER_HOST_CPUS="$SLURM_CPUS_ON_NODE"',
+        "# The sockets of Ray need short paths.",
+        f'[ "${{#TMPDIR}}" -le {LONGEST_TEMP_DIR} ] || TMPDIR="/tmp/{OWN_FOLDER}"',
         "# Ray opens its folders to all users of the node; this one contains them.",
         '(umask 077; mkdir -p "$TMPDIR") && [ -O "$TMPDIR" ] && chmod 700 "$TMPDIR" \\',
         f"    && exec {command}",

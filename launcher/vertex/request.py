@@ -7,7 +7,7 @@ from typing import Any
 
 from launcher.job import COMMAND, Job
 from launcher.sagemaker.request import pruned
-from launcher.sagemaker.upload import DataUpload, find_data_uploads
+from launcher.source import DataUpload, find_data_uploads
 from launcher.vertex.pools import Pool, pools_of, pools_variable, training_group, worker_pools
 from stoker.bootstrap.services.vertex import folder_of
 from stoker.config import Resolved

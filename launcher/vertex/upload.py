@@ -15,8 +15,8 @@ from typing import Any
 
 from launcher.files import files_below
 from launcher.job import COMMAND
-from launcher.sagemaker.upload import DataUpload
-from launcher.sagemaker.upload import pack as pack_archive
+from launcher.source import DataUpload
+from launcher.source import pack as pack_archive
 from launcher.vertex.request import ARCHIVE, CODE_ON_HOST, PACKAGE, PACKAGE_MODULE
 from stoker.errors import UsageError
 

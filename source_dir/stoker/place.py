@@ -10,6 +10,8 @@ RUN_DIR_VARIABLE = "STOKER_RUN_DIR"
 BACKEND_VARIABLE = "STOKER_BACKEND"
 COMMIT_FILE = "job.commit"
 """In the staged source: the git commit it was copied from, if any."""
+TOKEN_FILE = ".ray-token"  # noqa: S105 - a name, not a secret
+"""In the staged source: the token of the job's Ray cluster."""
 STOP_FILE = "stop.requested"
 """In the run directory: a stop was requested. Local jobs write it themselves; on Slurm `stoker stop` does."""
 LASTING_DIR_VARIABLE = "STOKER_LASTING_DIR"
@@ -40,8 +42,9 @@ class Place:
     model_dir: Path
     synced: bool = False
     """Whether the service copies `checkpoint_dir` elsewhere while the job writes it."""
-    mounted: bool = False
-    """Whether `checkpoint_dir` and `model_dir` are mounted object storage, which takes only whole files."""
+    lasting: Path | None = None
+    """Where the head copies `run_dir`: mounted object storage, which takes only whole files, and which has
+    `model_dir`, too. None: the service keeps `run_dir` itself."""
     formed_s: float = 0.0
     """Seconds from the start of this process until the Ray cluster was formed."""
     train_group: str | None = None
@@ -61,5 +64,5 @@ def local_place() -> Place:
         checkpoint_dir=folder / "checkpoints",
         model_dir=folder / "model",
         synced=bool(lasting),
-        mounted=bool(lasting),
+        lasting=Path(lasting) if lasting else None,
     )

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from pyarrow import parquet
 
 import stoker
 from launcher import databricks
+from launcher.notebook import plan
+from launcher.notebook_run import submit
 from stoker.bootstrap.raynode import free_port
 from stoker.errors import UsageError
 from tests.fakes.mlflow_server import MlflowServer, latest, pairs
@@ -200,6 +203,17 @@ def test_data_that_does_not_fit_is_refused_and_leaves_no_run(notebook: Path) -> 
     assert (result.code, result.status) == (2, "refused")
     assert "none" in result.error and "\n" not in result.error
     assert not result.run_dir.exists()
+
+
+def test_a_resumed_run_that_fails_at_once_has_no_result_of_the_start_before(notebook: Path) -> None:
+    run_dir = notebook.parent / "made"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "summary.json").write_text('{"status": "succeeded", "metrics": {"last": {"val/acc1": 1.0}}}')
+    request = plan("example:digits", (f"params.data={notebook / 'none'}",), "local")
+    environment = {**request.environment, "STOKER_RUN_DIR": str(run_dir)}
+    result = submit(replace(request, run_dir=run_dir, environment=environment)).wait()
+    assert (result.code, result.metrics, result.status) == (2, {}, "refused")
+    assert "val/acc1" in (run_dir / "summary.json").read_text(), "the earlier start's stays as it was"
 
 
 def at_the_first_step(act: Callable[[], None]) -> threading.Thread:

@@ -19,7 +19,7 @@ import pytest
 from stoker.bootstrap import cluster, raynode, requirements, roles, run
 from stoker.bootstrap.cluster import read_token, set_environment
 from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
-from stoker.bootstrap.logs import PrefixedStream
+from stoker.bootstrap.logs import PrefixedStream, write_failure
 from stoker.bootstrap.raynode import MISSED_DEADLINE, STARTS, ClusterError, RayNode, probe_port, size_store
 from stoker.bootstrap.services import sagemaker
 from stoker.bootstrap.topology import resolve
@@ -254,8 +254,8 @@ def test_hyperparameters_in_every_spelling(base: Path) -> None:
 
 def test_the_failure_file_is_short_and_the_first_cause_stays(base: Path) -> None:
     failure = sagemaker.SERVICE.folders().failure
-    run.write_failure(failure, "the cause " + "x" * 3000)
-    run.write_failure(failure, "something later")
+    write_failure(failure, "the cause " + "x" * 3000)
+    write_failure(failure, "something later")
     text = (base / "output" / "failure").read_text()
     assert text.startswith("the cause") and len(text) == 1024
 

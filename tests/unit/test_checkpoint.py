@@ -20,6 +20,7 @@ from stoker.data.feed.feed import EpochFeed, Loaded, PrefetchLimit
 from stoker.data.feed.step_timer import Stamps
 from stoker.data.messages import StepAssignment
 from stoker.storage.checkpoint_store import MANIFEST, Store, open_store, verify
+from stoker.storage.filesystems import takes_whole_files
 
 
 def save(store: Store, step: int, value: float | None = None, **meta: Any) -> checkpoint.Checkpoint:
@@ -45,6 +46,25 @@ def test_the_newest_comes_back_as_it_was(store: Store) -> None:
     assert torch.equal(content.weights["w"], torch.full((64,), 2.0))
     assert content.state["optimizer"] == {"lr": 0.1}
     assert content.ema is None
+
+
+MOUNTS = """\
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+40 22 0:40 / /mnt/data\\040lake rw shared:9 - fuse.gcsfuse lake rw,user_id=0
+41 22 0:41 / /mnt/s3 rw - fuse mountpoint-s3 rw
+42 22 0:42 / /mnt/other rw - fuse.sshfs machine:/ rw
+43 41 8:1 / /mnt/s3/disk rw - ext4 /dev/sda1 rw
+"""
+
+
+def test_mounted_object_storage_which_renames_no_folder_is_recognised(tmp_path: Path) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_text(MOUNTS)
+    for folder in ("/Volumes/a/b/c/runs", "/gcs/bucket", "/dbfs/x", "/mnt/data lake/a", "/mnt/s3/a/b"):
+        assert takes_whole_files(Path(folder), table), folder
+    for folder in ("/mnt/other/a", "/mnt/s3/disk/a", "/mnt/s3x", "/home/me"):
+        assert not takes_whole_files(Path(folder), table), folder
+    assert not takes_whole_files(tmp_path, tmp_path / "absent")
 
 
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "unfinished"])

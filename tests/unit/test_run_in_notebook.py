@@ -12,7 +12,7 @@ import pytest
 
 import stoker
 from launcher import databricks
-from launcher.notebook import RunInterrupt, forget_modules, plan
+from launcher.notebook import RunInterrupt, plan
 from launcher.notebook_run import RunResult
 from stoker.errors import UsageError
 from stoker.place import LASTING_DIR_VARIABLE, local_place
@@ -191,9 +191,26 @@ def test_a_result_shows_what_counts(tmp_path: Path) -> None:
 def test_code_that_was_edited_since_the_last_run_is_checked_and_prepares_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where the edited file is not the recipe's own; the notebook keeps the module that it has."""
     monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "preparing.py").write_text(
+        "from pathlib import Path\nimport words\ndef write():\n    Path('made').write_text(words.LABEL)\n"
+    )
+    (tmp_path / "words.py").write_text("LABEL = 'before'\n")
+    monkeypatch.delitem(sys.modules, "words", raising=False)
+    own = importlib.import_module("words")
     for label in ("old", "newer"):
-        (tmp_path / "edited_data.py").write_text(f"LABEL = {label!r}\n")
-        forget_modules("edited_data:write", None)
-        importlib.invalidate_caches()
-        assert label == importlib.import_module("edited_data").LABEL
+        (tmp_path / "words.py").write_text(f"LABEL = {label!r}\n")
+        plan({**JOB, "data": {"prepare": "preparing:write"}}, (), "local")
+        assert (tmp_path / "made").read_text() == label
+        assert sys.modules["words"] is own and "preparing" not in sys.modules
+
+
+def test_a_folder_too_large_to_stage_is_refused_before_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    monkeypatch.setattr("launcher.scripts.MOST_FILES", 5)
+    for number in range(6):
+        (tmp_path / "data" / f"{number}.jpg").touch()
+    assert "is staged with the job but holds more than" in refused()

@@ -19,6 +19,7 @@ from stoker import redaction
 from stoker.config import Resolved, load, resolved_yaml
 from stoker.errors import UsageError
 from stoker.integrations.scripts.checks import command_line, refuse_foreign_keys
+from stoker.place import local_place
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -228,6 +229,20 @@ def test_what_measures_a_recipes_chain_refuses_a_script(project: Path) -> None:
 
     with pytest.raises(UsageError, match="size: needs a recipe"):
         size(Path("train.py"), [], SizeOptions())
+
+
+def test_a_run_directory_that_only_the_head_keeps_is_not_the_scripts(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Databricks and Vertex AI the head copies its own disk's to a volume or bucket that all hosts see."""
+    from stoker.integrations.scripts.work import ScriptWork
+
+    for name, folder in {"RUN": project / "disk", "LASTING": project / "volume"}.items():
+        monkeypatch.setenv(f"STOKER_{name}_DIR", str(folder))
+        work = ScriptWork.__new__(ScriptWork)
+        work.config, work.place, work.where = job_of("train.py").config, local_place(), str(project)
+        assert work.settings()["run_dir"] == str(folder)
+        assert work.settings()["model_dir"] == str(folder / "model")
 
 
 def test_the_opening_line_counts_in_proper_plurals(project: Path) -> None:

@@ -93,6 +93,36 @@ def test_a_written_request_is_staged_for_sbatch(tmp_path: Path, login_node: Path
     assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) == 64
 
 
+def started(script: str, run_dir: Path, job_id: int, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The script as a job's first node runs it, up to its hosts."""
+    head = script.partition("\nsrun ")[0].replace(" || exit 1\n", " || exit 1; echo began\n", 1)
+    environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": str(job_id), **variables}
+    return subprocess.run(["bash"], input=head, text=True, capture_output=True, env=environment)
+
+
+def test_a_script_that_is_submitted_twice_does_not_mix_two_runs(tmp_path: Path, login_node: Path) -> None:
+    request = planned(tmp_path)
+    request.write(tmp_path / "job.sh")
+    assert started(request.script, request.run_dir, 42).returncode == 0
+    assert started(request.script, request.run_dir, 42, SLURM_RESTART_COUNT="1").returncode == 0, "requeued"
+    again = started(request.script, request.run_dir, 43)
+    assert again.returncode == 2 and f"{request.run_dir} is the run of job 42; each run" in again.stderr
+    assert (request.run_dir / "slurm.job").read_text() == "42\n"
+
+
+def test_a_site_with_a_long_temporary_folder_gets_short_paths(tmp_path: Path) -> None:
+    step = next(part for part in planned(tmp_path).script.split("'") if "export TMPDIR" in part)
+    lines = step.partition("(umask")[0] + 'echo "$TMPDIR"'
+    for site, folder in {
+        "": "/tmp/stoker-42-1",
+        "/scratch/42": "/scratch/42/stoker-42-1",
+        "/scratch/users/somebody/tmp/of/jobs/42": "/tmp/stoker-42-1",
+    }.items():
+        environment = {"SLURM_JOB_ID": "42", "SLURM_PROCID": "1", **({"TMPDIR": site} if site else {})}
+        done = subprocess.run(["bash"], input=lines, text=True, capture_output=True, env=environment)
+        assert done.stdout.strip() == folder, done.stderr
+
+
 def test_variables_of_sbatch_and_of_a_surrounding_job_do_not_reach_the_submission(
     tmp_path: Path, login_node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.rehearsal import outputs
 from launcher.rehearsal.plan import PlannedHost, host_environment
 from launcher.rehearsal.shapes import Shape
-from launcher.sagemaker import upload
+from launcher.source import pack
 from launcher.vertex.pools import pools_variable, replicas_by_pool
 from launcher.vertex.request import ARCHIVE, container_command
 from stoker.bootstrap.services import vertex as service
@@ -83,7 +83,7 @@ def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit:
     base = folder / "gcs" / BUCKET / request.run_dir.name
     if not base.is_dir():
         base.mkdir(parents=True)
-        upload.pack(folder / "staged", base / ARCHIVE)
+        pack(folder / "staged", base / ARCHIVE)
         for checkpoint in request.checkpoints:
             (base / "checkpoints").mkdir(exist_ok=True)
             copy: Any = shutil.copytree if checkpoint.is_dir() else shutil.copy2

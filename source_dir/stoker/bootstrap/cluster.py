@@ -19,10 +19,9 @@ from stoker.bootstrap.lifeline import Ended, Lifeline
 from stoker.bootstrap.logs import say
 from stoker.bootstrap.raynode import ClusterError, RayNode
 from stoker.bootstrap.topology import Topology, label
-from stoker.place import BACKEND_VARIABLE, PACKAGE_VARIABLE, RUN_DIR_VARIABLE, local_place
+from stoker.place import BACKEND_VARIABLE, PACKAGE_VARIABLE, RUN_DIR_VARIABLE, TOKEN_FILE, local_place
 from stoker.schema import Config
 
-TOKEN_FILE = ".ray-token"  # noqa: S105 - a name, not a secret
 REPORT_EVERY_S = 5.0
 LOOPBACK = "127.0.0.1"
 RAY_LOG = Path(tempfile.gettempdir()) / "stoker-ray.log"

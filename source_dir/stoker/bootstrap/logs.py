@@ -1,4 +1,4 @@
-"""Every host: prefix each output line with group, host and role, because log streams are not grouped."""
+"""Every host: what it tells its users: output lines with group, host and role, and the cause of a failure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import io
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import BinaryIO, TextIO
+
+FAILURE_CHARACTERS = 1024
 
 
 def prefix_output(group: str, host: str, role: str) -> None:
@@ -32,6 +35,16 @@ def say_at_once(text: str) -> None:
     prefix = stream.prefix if isinstance(stream, PrefixedStream) else ""
     with contextlib.suppress(OSError, ValueError):
         os.write(stream.fileno(), f"{prefix}{text}\n".encode())
+
+
+def write_failure(file: Path, cause: str) -> None:
+    """Every host: write the reason that the console shows; an earlier cause is not overwritten."""
+    from stoker.redaction import scrub
+
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x", encoding="utf-8") as output:
+            output.write(scrub(cause)[:FAILURE_CHARACTERS])
 
 
 class PrefixedStream(io.TextIOBase):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stoker.bootstrap import requirements
-from stoker.bootstrap.logs import prefix_output, say
+from stoker.bootstrap.logs import prefix_output, say, write_failure
 from stoker.bootstrap.services import services
 from stoker.bootstrap.services.base import Service
 from stoker.bootstrap.topology import TopologyError, resolve
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 STARTED = time.monotonic()
 CODE = Path(__file__).resolve().parents[2]
 """The folder of train.py."""
-FAILURE_CHARACTERS = 1024
 REMOTE = ("s3://", "gs://")
 
 
@@ -235,16 +234,6 @@ def read_configuration(arguments: list[str], passed: Mapping[str, str]) -> Resol
         origins = json.loads(path.with_name("job.origins.json").read_text())
     later = {key: origin for key, origin in resolved.origins.items() if origin == "arguments"}
     return Resolved(resolved.config, {**(origins or resolved.origins), **later})
-
-
-def write_failure(file: Path, cause: str) -> None:
-    """Every host: write the reason that the console shows; an earlier cause is not overwritten."""
-    from stoker.redaction import scrub
-
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("x", encoding="utf-8") as output:
-            output.write(scrub(cause)[:FAILURE_CHARACTERS])
 
 
 def end_by_force(failure: Path, cause: str) -> None:

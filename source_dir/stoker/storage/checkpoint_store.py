@@ -87,17 +87,18 @@ def open_store(where: str, synced: bool = False) -> Store:
     Args:
         where: a folder, created with the first checkpoint, or a URI.
         synced: files are copied elsewhere as they appear (SageMaker to S3), so drafts must lie outside
-            the folder, and the manifest must appear after the other files.
+            the folder, and the manifest must appear after the other files. So they must on object storage
+            that is mounted as a folder, which cannot rename one.
 
     Raises:
         UsageError: a URI of another scheme.
     """
-    from stoker.storage.filesystems import filesystem_of
+    from stoker.storage.filesystems import filesystem_of, takes_whole_files
 
-    if synced or "://" in where:
-        filesystem, path = filesystem_of(where)
+    filesystem, path = filesystem_of(where)
+    if synced or "://" in where or takes_whole_files(Path(path)):
         return CopyStore(where, filesystem, path)
-    return FolderStore(Path(filesystem_of(where)[1]))
+    return FolderStore(Path(path))
 
 
 class FolderStore:

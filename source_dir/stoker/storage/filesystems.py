@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,10 @@ from stoker.errors import UsageError
 from stoker.place import LAUNCH_DIR_VARIABLE
 
 S3_ATTEMPTS = 10
+OBJECT_MOUNTS = ("/Volumes/", "/dbfs/", "/gcs/")
+"""Where Databricks and Vertex AI mount object storage."""
+OTHER_FUSE = ("fuse.sshfs", "fuse.fuse-overlayfs", "fuseblk", "fusectl")
+"""File systems in user space that are not object storage."""
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 
@@ -45,6 +50,27 @@ def filesystem_of(uri: str) -> tuple[Any, str]:
 
         return google_filesystem(), uri.rstrip("/")
     raise UsageError(f"{uri}: cannot read {scheme}:// addresses; use a path, s3:// or gs://")
+
+
+def takes_whole_files(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Every host: whether a folder is object storage mounted as a file system.
+
+    Such a mount writes whole files and does not rename folders.
+
+    Args:
+        folder: need not exist.
+        mounts: the kernel's table of mounts.
+    """
+    if str(folder).startswith(OBJECT_MOUNTS):
+        return True
+    kinds: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in mounts.read_text(errors="replace").splitlines():
+            mount, _, source = line.partition(" - ")
+            kinds[mount.split()[4].replace("\\040", " ")] = source.split()[0]
+    path = folder.resolve()
+    kind = next((kinds[str(at)] for at in (path, *path.parents) if str(at) in kinds), "")
+    return kind.startswith("fuse") and kind not in OTHER_FUSE
 
 
 def list_files(uri: str, suffixes: tuple[str, ...] = ()) -> list[Any]:

@@ -93,7 +93,7 @@ class RecipeWork:
             "checkpoints": (self.where, self.synced),
             "resume": self.start.chosen,
             "model_dir": str(self.place.model_dir),
-            "mounted": self.place.mounted,
+            "mounted": self.place.lasting is not None,
             "records": self.data.totals["train"],
             "has_val": "val" in self.data.totals,
             "classes": self.data.sources["train"].classes(),

@@ -16,7 +16,7 @@ from typing import Any
 
 from stoker.bootstrap.services.base import Folders, Service
 from stoker.bootstrap.topology import TopologyError
-from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE
+from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE, TOKEN_FILE
 
 NAME = "slurm"
 PORTS = range(20_000, 30_000, 2)
@@ -24,7 +24,6 @@ PORTS = range(20_000, 30_000, 2)
 STORE_SHARE, LEAST_STORE_MB = 0.3, 80
 """Of a node that is shared, the share of the job's memory that Ray's object store may take."""
 MOST_HOSTS = 65_536
-TOKEN_FILE = ".ray-token"  # noqa: S105 - a name; that of bootstrap.cluster, which imports more than this may
 CODE = Path(__file__).resolve().parents[3]
 """The folder of train.py."""
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")

@@ -7,6 +7,7 @@ string without machines. The launcher therefore describes the pools in a variabl
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -33,6 +34,8 @@ MOUNTS = Path("/gcs")
 """Every bucket that the job may read is a folder here (Cloud Storage FUSE)."""
 RUN_FOLDER, FAILURES = "run", "failures"
 """Next to the model, in the job's output directory."""
+OWNER = "job.id"
+"""There, too: the job whose run it has."""
 
 _LOCAL = Path(tempfile.gettempdir()) / "stoker" / "run"
 _STARTED = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
@@ -199,13 +202,15 @@ def resource() -> Mapping[str, Any] | None:
     """Every host: this process's hosts and groups; see `resource_of`.
 
     Raises:
-        TopologyError: also if the bucket for the outputs is not mounted.
+        TopologyError: also if the bucket for the outputs is not mounted, or has the run of another job.
     """
     found = resource_of(os.environ)
     if found is not None and (absent := unmounted(os.environ)):
         raise TopologyError(
             f"{absent}: its bucket is no folder in {MOUNTS}; let the job's service account read and write it"
         )
+    if found is not None:
+        _refuse_foreign_outputs(os.environ)
     return found
 
 
@@ -215,6 +220,21 @@ def unmounted(variables: Mapping[str, str]) -> str:
     return next(
         (uri for uri in uris if not (MOUNTS / uri.removeprefix("gs://").partition("/")[0]).is_dir()), ""
     )
+
+
+def _refuse_foreign_outputs(variables: Mapping[str, str]) -> None:
+    """A written request that is submitted twice is two jobs with one output directory."""
+    job, file = variables.get(JOB_VARIABLE, ""), folder_of(variables[MODEL_VARIABLE]).parent / OWNER
+    owner = job
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError), file.open("x") as output:
+            output.write(job)
+        owner = file.read_text()
+    if job and owner and owner != job:
+        raise TopologyError(
+            f"{variables[MODEL_VARIABLE]}: has the run of job {owner}; write a new request for each run"
+        )
 
 
 def folders() -> Folders:

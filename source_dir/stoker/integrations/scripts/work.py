@@ -61,7 +61,8 @@ class ScriptWork:
         local = self.place.backend == "local"
         return {
             "job": f"{self.place.run_dir.name}-{secrets.token_hex(4)}",
-            "run_dir": str(self.place.run_dir),
+            # The run directory of a host other than the head would be lost with the host.
+            "run_dir": str(self.place.lasting or self.place.run_dir),
             "checkpoint_dir": self.where,
             "model_dir": str(self.place.model_dir),
             # Relative paths in the script resolve as they did where the command was typed.
