@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +26,13 @@ from launcher.commands import check_recipe, refuse_unsupported
 from launcher.job import Job, beside, example_file, open_job
 from launcher.notebook_run import NotebookRequest, RunResult, submit
 from launcher.resuming import resolve
-from launcher.scripts import as_overrides
+from launcher.scripts import as_overrides, located
 from stoker.config import Resolved, load, parse_yaml
 from stoker.errors import UsageError
 from stoker.extras import refuse_missing
 from stoker.place import BACKEND_VARIABLE, LASTING_DIR_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE
 from stoker.redaction import learn_job
+from stoker.schema import Config
 
 ORIGIN = "stoker.run"
 _HOST_AND_PORT = re.compile(r"[\w.-]+:\d+|\[[0-9a-fA-F:]+\]:\d+")
@@ -111,7 +113,8 @@ def plan(
     found = resolve(resume, place, load(given, words, ORIGIN).config)
     resolved, tracked = with_mlflow(given, [*words, *found.overrides()])
     learn_job(resolved.config.model_dump(mode="json"))
-    with as_they_are_now(folder or beside(resolved)):
+    script = located(resolved, folder)[1] if resolved.config.script is not None else None
+    with as_they_are_now(resolved.config, script or folder or beside(resolved)):
         job = open_job(resolved, folder)
         refuse_unsupported(resolved.config, place)
         refuse_missing(resolved.config)
@@ -216,31 +219,37 @@ def folders(job: Job) -> tuple[Path, Path | None]:
 
 
 @contextlib.contextmanager
-def as_they_are_now(folder: Path | None) -> Iterator[None]:
-    """Notebook: import the modules of a folder anew in this block; the notebook's own are back after it.
+def as_they_are_now(config: Config, folder: Path | None) -> Iterator[None]:
+    """Notebook: import a job's modules anew in this block; the notebook's own are back after it.
 
     A notebook's process lives on, and the job's own process reads the files as they are now.
+
+    Args:
+        config: names modules.
+        folder: the job's source, all of whose modules are meant; None: Stoker's own.
     """
+    top = {path.stem for path in folder.iterdir()} if folder is not None and folder.is_dir() else set()
+    named = (name for name in (config.recipe, config.data.prepare) if name and ":" in name)
+    top |= {name.partition(":")[0].partition(".")[0] for name in named}
+    top -= {"stoker", "launcher", "__main__"}
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
-    def of_folder() -> dict[str, ModuleType]:
-        return {
-            name: module
-            for name, module in sys.modules.items()
-            if folder is not None
-            and name.partition(".")[0] not in ("stoker", "launcher", "__main__")
-            and (file := getattr(module, "__file__", None))
-            and "site-packages" not in file
-            and Path(file).resolve().is_relative_to(folder.resolve())
-        }
+    def users() -> dict[str, ModuleType]:
+        found = {}
+        for name, module in sys.modules.items():
+            at = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+            if at and name.partition(".")[0] in top and not at.startswith(installed):
+                found[name] = module
+        return found
 
-    before = of_folder()
+    before = users()
     for name in before:
         del sys.modules[name]
     importlib.invalidate_caches()
     try:
         yield
     finally:
-        for name in of_folder():
+        for name in users():
             del sys.modules[name]
         sys.modules.update(before)
 

@@ -10,6 +10,7 @@ nodes share.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +121,13 @@ def attach(run_id: str) -> SlurmRun:
     run_dir = Path(folder).parent
     if not folder or not (run_dir / "code").is_dir():
         raise UsageError(f"{run_id}: Slurm does not know this job any more; name its run directory")
+    with contextlib.suppress(OSError):
+        owner = (run_dir / JOB_FILE).read_text().strip()
+        if owner and owner != job_id:
+            raise UsageError(
+                f"{run_id}: its script is that of job {owner}, so it does not run; {run_dir} is the run of"
+                f" slurm:{owner}"
+            )
     return SlurmRun(job_id, run_dir)
 
 

@@ -106,9 +106,11 @@ def _beginning(config: SlurmConfig, run_dir: Path) -> list[str]:
         f"export {BACKEND_VARIABLE}=slurm {RUN_DIR_VARIABLE}={shlex.quote(str(run_dir))}",
         f'cd "${RUN_DIR_VARIABLE}/code" || exit 1',
         # A job keeps its id when it is requeued; a script that is submitted twice has another one.
-        f'owner="$(cat ../{JOB_FILE} 2>/dev/null)"',
+        f'(set -C; echo "$SLURM_JOB_ID" > ../{JOB_FILE}) 2>/dev/null',
+        f'owner="$(cat ../{JOB_FILE})"',
         'if [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ]; then',
-        f'  echo "error: ${RUN_DIR_VARIABLE} is the run of job $owner; each run needs a new script" >&2',
+        '  echo "error: job $SLURM_JOB_ID does not start: its script is that of job $owner; to continue'
+        f' it, submit the job with --resume ${RUN_DIR_VARIABLE}" >&2',
         "  exit 2",
         "fi",
         'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then',
@@ -144,11 +146,14 @@ def _step(config: SlurmConfig, run_dir: Path, both: bool) -> list[str]:
     host = [
         f'export TMPDIR="${{TMPDIR:-/tmp}}/{OWN_FOLDER}" STOKER_HOST_CPUS="$SLURM_CPUS_ON_NODE"',
         "# The sockets of Ray need short paths.",
-        f'[ "${{#TMPDIR}}" -le {LONGEST_TEMP_DIR} ] || TMPDIR="/tmp/{OWN_FOLDER}"',
-        "# Ray opens its folders to all users of the node; this one contains them.",
-        '(umask 077; mkdir -p "$TMPDIR") && [ -O "$TMPDIR" ] && chmod 700 "$TMPDIR" \\',
-        f"    && exec {command}",
-        'echo "$TMPDIR: belongs to somebody else, or cannot be made" >&2; exit 1',
+        'export RAY_TMPDIR="$TMPDIR"',
+        f'[ "${{#TMPDIR}}" -le {LONGEST_TEMP_DIR} ] || RAY_TMPDIR="/tmp/{OWN_FOLDER}"',
+        "# Ray opens its folders to all users of the node; these contain them.",
+        'for own in "$TMPDIR" "$RAY_TMPDIR"; do',
+        '  (umask 077; mkdir -p "$own") && [ -O "$own" ] && chmod 700 "$own" && continue',
+        '  echo "$own: belongs to somebody else, or cannot be made" >&2; exit 1',
+        "done",
+        f"exec {command}",
     ]
     return [
         "# scancel and preemptions signal this script, too; the time limit and `stoker stop` only the hosts.",

@@ -53,6 +53,7 @@ MOUNTS = """\
 40 22 0:40 / /mnt/data\\040lake rw shared:9 - fuse.gcsfuse lake rw,user_id=0
 41 22 0:41 / /mnt/s3 rw - fuse mountpoint-s3 rw
 42 22 0:42 / /mnt/other rw - fuse.sshfs machine:/ rw
+44 22 0:44 / /mnt/shared rw - fuse.glusterfs machine:/s3fs rw
 43 41 8:1 / /mnt/s3/disk rw - ext4 /dev/sda1 rw
 """
 
@@ -62,7 +63,7 @@ def test_mounted_object_storage_which_renames_no_folder_is_recognised(tmp_path: 
     table.write_text(MOUNTS)
     for folder in ("/Volumes/a/b/c/runs", "/gcs/bucket", "/dbfs/x", "/mnt/data lake/a", "/mnt/s3/a/b"):
         assert takes_whole_files(Path(folder), table), folder
-    for folder in ("/mnt/other/a", "/mnt/s3/disk/a", "/mnt/s3x", "/home/me"):
+    for folder in ("/mnt/other/a", "/mnt/shared/a", "/mnt/s3/disk/a", "/mnt/s3x", "/home/me"):
         assert not takes_whole_files(Path(folder), table), folder
     assert not takes_whole_files(tmp_path, tmp_path / "absent")
 

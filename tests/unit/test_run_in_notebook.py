@@ -191,12 +191,13 @@ def test_a_result_shows_what_counts(tmp_path: Path) -> None:
 def test_code_that_was_edited_since_the_last_run_is_checked_and_prepares_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the edited file is not the recipe's own; the notebook keeps the module that it has."""
-    monkeypatch.syspath_prepend(tmp_path)
+    """Also a file that the recipe imports. The notebook keeps its module, here one of that name from elsewhere."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "elsewhere")
     (tmp_path / "preparing.py").write_text(
         "from pathlib import Path\nimport words\ndef write():\n    Path('made').write_text(words.LABEL)\n"
     )
-    (tmp_path / "words.py").write_text("LABEL = 'before'\n")
+    (tmp_path / "elsewhere" / "words.py").write_text("LABEL = 'another'\n")
     monkeypatch.delitem(sys.modules, "words", raising=False)
     own = importlib.import_module("words")
     for label in ("old", "newer"):

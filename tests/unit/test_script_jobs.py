@@ -231,18 +231,21 @@ def test_what_measures_a_recipes_chain_refuses_a_script(project: Path) -> None:
         size(Path("train.py"), [], SizeOptions())
 
 
-def test_a_run_directory_that_only_the_head_keeps_is_not_the_scripts(
+def test_a_run_directory_that_only_the_head_keeps_has_a_copy_for_the_other_hosts(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On Databricks and Vertex AI the head copies its own disk's to a volume or bucket that all hosts see."""
     from stoker.integrations.scripts.work import ScriptWork
 
-    for name, folder in {"RUN": project / "disk", "LASTING": project / "volume"}.items():
-        monkeypatch.setenv(f"STOKER_{name}_DIR", str(folder))
+    for lasting in ("", str(project / "volume")):
+        monkeypatch.setenv("STOKER_RUN_DIR", str(project / "disk"))
+        monkeypatch.setenv("STOKER_LASTING_DIR", lasting)
         work = ScriptWork.__new__(ScriptWork)
         work.config, work.place, work.where = job_of("train.py").config, local_place(), str(project)
-        assert work.settings()["run_dir"] == str(folder)
-        assert work.settings()["model_dir"] == str(folder / "model")
+        work.head = "the head's node"
+        settings = work.settings()
+        assert settings["run_dir"] == str(project / "disk")
+        assert settings["lasting"] == (lasting or str(project / "disk"))
 
 
 def test_the_opening_line_counts_in_proper_plurals(project: Path) -> None:

@@ -106,21 +106,26 @@ def test_a_script_that_is_submitted_twice_does_not_mix_two_runs(tmp_path: Path, 
     assert started(request.script, request.run_dir, 42).returncode == 0
     assert started(request.script, request.run_dir, 42, SLURM_RESTART_COUNT="1").returncode == 0, "requeued"
     again = started(request.script, request.run_dir, 43)
-    assert again.returncode == 2 and f"{request.run_dir} is the run of job 42; each run" in again.stderr
+    assert again.returncode == 2 and "job 43 does not start: its script is that of job 42" in again.stderr
+    assert f"--resume {request.run_dir}" in again.stderr
     assert (request.run_dir / "slurm.job").read_text() == "42\n"
+    fake(login_node, "scontrol", f"echo 'JobId=43 WorkDir={request.run_dir}/code'")
+    with pytest.raises(UsageError, match="slurm:43: its script is that of job 42"):
+        attach("slurm:43")
 
 
-def test_a_site_with_a_long_temporary_folder_gets_short_paths(tmp_path: Path) -> None:
+def test_a_site_with_a_long_temporary_folder_gets_short_paths_for_ray(tmp_path: Path) -> None:
     step = next(part for part in planned(tmp_path).script.split("'") if "export TMPDIR" in part)
-    lines = step.partition("(umask")[0] + 'echo "$TMPDIR"'
-    for site, folder in {
-        "": "/tmp/stoker-42-1",
-        "/scratch/42": "/scratch/42/stoker-42-1",
-        "/scratch/users/somebody/tmp/of/jobs/42": "/tmp/stoker-42-1",
+    lines = step.partition("for own")[0] + 'echo "$TMPDIR $RAY_TMPDIR"'
+    long = "/scratch/users/somebody/tmp/of/jobs/42"
+    for site, folders in {
+        "": "/tmp/stoker-42-1 /tmp/stoker-42-1",
+        "/scratch/42": "/scratch/42/stoker-42-1 /scratch/42/stoker-42-1",
+        long: f"{long}/stoker-42-1 /tmp/stoker-42-1",
     }.items():
         environment = {"SLURM_JOB_ID": "42", "SLURM_PROCID": "1", **({"TMPDIR": site} if site else {})}
         done = subprocess.run(["bash"], input=lines, text=True, capture_output=True, env=environment)
-        assert done.stdout.strip() == folder, done.stderr
+        assert done.stdout.strip() == folders, done.stderr
 
 
 def test_variables_of_sbatch_and_of_a_surrounding_job_do_not_reach_the_submission(

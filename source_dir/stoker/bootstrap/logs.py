@@ -7,10 +7,12 @@ import io
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
 FAILURE_CHARACTERS = 1024
+FAILURE_S = 10.0
 
 
 def prefix_output(group: str, host: str, role: str) -> None:
@@ -43,8 +45,15 @@ def write_failure(file: Path, cause: str) -> None:
 
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("x", encoding="utf-8") as output:
+        with file.open("x", encoding="utf-8", errors="replace") as output:
             output.write(scrub(cause)[:FAILURE_CHARACTERS])
+
+
+def write_failure_soon(file: Callable[[], Path], cause: str) -> None:
+    """Head: the same, without waiting for storage that does not answer."""
+    writing = threading.Thread(target=lambda: write_failure(file(), cause), name="failure", daemon=True)
+    writing.start()
+    writing.join(FAILURE_S)
 
 
 class PrefixedStream(io.TextIOBase):

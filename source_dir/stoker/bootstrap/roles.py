@@ -19,7 +19,7 @@ from stoker.bootstrap import cluster, forks, raynode, requirements
 from stoker.bootstrap.copies import Copies
 from stoker.bootstrap.forks.libraries import libraries_of
 from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
-from stoker.bootstrap.logs import say, say_at_once, write_failure
+from stoker.bootstrap.logs import say, say_at_once, write_failure_soon
 from stoker.bootstrap.raynode import ClusterError, RayNode
 from stoker.bootstrap.services.base import Service
 from stoker.bootstrap.topology import Topology, label
@@ -142,7 +142,7 @@ def run_head(
     finally:
         stop.on_request = _ignore  # already ending
         if outcome.code:  # before the other hosts learn of it: the service may end the job with one of them
-            write_failure(service.folders().failure, outcome.cause)
+            write_failure_soon(lambda: service.folders().failure, outcome.cause)
         if lifeline is not None:
             # Give late hosts time to connect, so that they do not wait for a head that failed early.
             lifeline.end(outcome.code, set(topology.hosts[1:]), 0 if outcome.code == 0 else END_GRACE_S)

@@ -97,7 +97,7 @@ def open_store(where: str, synced: bool = False) -> Store:
 
     filesystem, path = filesystem_of(where)
     if synced or "://" in where or takes_whole_files(Path(path)):
-        return CopyStore(where, filesystem, path)
+        return CopyStore(where if "://" in where else path, filesystem, path)
     return FolderStore(Path(path))
 
 
@@ -249,6 +249,9 @@ class CopyStore:
         return content.decode()
 
     def free_text(self) -> str:
+        draft = disk_text(Path(tempfile.gettempdir()))
+        if draft.endswith(FULL):
+            return draft
         return "" if "://" in self.where else disk_text(Path(self.path))
 
 

@@ -13,8 +13,8 @@ from stoker.place import LAUNCH_DIR_VARIABLE
 S3_ATTEMPTS = 10
 OBJECT_MOUNTS = ("/Volumes/", "/dbfs/", "/gcs/")
 """Where Databricks and Vertex AI mount object storage."""
-OTHER_FUSE = ("fuse.sshfs", "fuse.fuse-overlayfs", "fuseblk", "fusectl")
-"""File systems in user space that are not object storage."""
+OBJECT_FUSE = ("gcsfuse", "mountpoint-s3", "s3fs", "goofys", "blobfuse", "rclone")
+"""What mounts object storage elsewhere: begins the subtype or, without one, the source of a mount."""
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 
 
@@ -67,10 +67,12 @@ def takes_whole_files(folder: Path, mounts: Path = Path("/proc/self/mountinfo"))
     with contextlib.suppress(OSError):
         for line in mounts.read_text(errors="replace").splitlines():
             mount, _, source = line.partition(" - ")
-            kinds[mount.split()[4].replace("\\040", " ")] = source.split()[0]
+            kinds[mount.split()[4].replace("\\040", " ")] = source
     path = folder.resolve()
-    kind = next((kinds[str(at)] for at in (path, *path.parents) if str(at) in kinds), "")
-    return kind.startswith("fuse") and kind not in OTHER_FUSE
+    mount = next((kinds[str(at)] for at in (path, *path.parents) if str(at) in kinds), "none none")
+    kind, source = mount.split()[:2]
+    name = source if kind == "fuse" else kind.removeprefix("fuse.")
+    return kind.startswith("fuse") and name.startswith(OBJECT_FUSE)
 
 
 def list_files(uri: str, suffixes: tuple[str, ...] = ()) -> list[Any]:

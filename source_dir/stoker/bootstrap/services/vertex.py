@@ -209,8 +209,11 @@ def resource() -> Mapping[str, Any] | None:
         raise TopologyError(
             f"{absent}: its bucket is no folder in {MOUNTS}; let the job's service account read and write it"
         )
-    if found is not None:
-        _refuse_foreign_outputs(os.environ)
+    if found is not None and (owner := _owner(os.environ)) != os.environ.get(JOB_VARIABLE, ""):
+        raise TopologyError(
+            f"{os.environ[MODEL_VARIABLE]}: has the run of job {owner}, whose request this is; to continue"
+            " it, submit the job with --resume"
+        )
     return found
 
 
@@ -222,19 +225,16 @@ def unmounted(variables: Mapping[str, str]) -> str:
     )
 
 
-def _refuse_foreign_outputs(variables: Mapping[str, str]) -> None:
-    """A written request that is submitted twice is two jobs with one output directory."""
+def _owner(variables: Mapping[str, str]) -> str:
+    """The job whose run the output directory has: this one, unless a request was submitted twice."""
     job, file = variables.get(JOB_VARIABLE, ""), folder_of(variables[MODEL_VARIABLE]).parent / OWNER
-    owner = job
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError), file.open("x") as output:
+        with file.open("x") as output:
             output.write(job)
-        owner = file.read_text()
-    if job and owner and owner != job:
-        raise TopologyError(
-            f"{variables[MODEL_VARIABLE]}: has the run of job {owner}; write a new request for each run"
-        )
+    with contextlib.suppress(OSError):
+        return file.read_text() or job
+    return job
 
 
 def folders() -> Folders:
@@ -247,11 +247,13 @@ def folders() -> Folders:
         return Folders(run=_LOCAL, checkpoints=_LOCAL, model=_LOCAL, failure=_LOCAL / "failure")
     model, checkpoints, board = (folder_of(uri) for uri in places.values())
     base = model.parent
+    # Not among those of the job that owns the directory.
+    mine = _owner(os.environ) == os.environ.get(JOB_VARIABLE, "")
     return Folders(
         run=_LOCAL,
         checkpoints=checkpoints,
         model=model,
-        failure=base / FAILURES / f"{_STARTED}-{_replica()}",
+        failure=(base / FAILURES if mine else _LOCAL) / f"{_STARTED}-{_replica()}",
         synced=True,
         copies={_LOCAL: base / RUN_FOLDER, _LOCAL / "tensorboard": board},
     )

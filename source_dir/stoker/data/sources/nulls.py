@@ -54,6 +54,9 @@ def in_statistics(metadata: Any, columns: Sequence[str], groups: Sequence[int]) 
         row_group = metadata.row_group(group)
         for number, name in leaves.items():
             chunk = row_group.column(number)
+            if chunk.physical_type != metadata.schema.column(number).physical_type:
+                # Arrow would end the process at the statistics of such a column.
+                raise ValueError(f"its row group {group} has another type of {paths[number]} than its schema")
             statistics = chunk.statistics if chunk.is_stats_set else None
             nulls = statistics.null_count if statistics is not None and statistics.has_null_count else None
             if nulls == 0:

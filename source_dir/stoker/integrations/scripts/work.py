@@ -33,6 +33,7 @@ class ScriptWork:
         import ray
 
         self.config, self.place = config, place
+        self.head = ray.get_runtime_context().get_node_id()
         self.workers, self.use_gpu = count_workers(config, ray.cluster_resources())
         self.where, self.synced = own_place(config, place)
         refuse_unshared(config, self.where, place.train_group, self.use_gpu)
@@ -42,8 +43,7 @@ class ScriptWork:
 
         from stoker.integrations.scripts.supervisor import Supervisor
 
-        node = ray.get_runtime_context().get_node_id()
-        actor = ray.remote(Supervisor).options(num_cpus=0, label_selector={NODE_LABEL: node})
+        actor = ray.remote(Supervisor).options(num_cpus=0, label_selector={NODE_LABEL: self.head})
         supervisor = actor.remote(Path(str(self.config.script)).name, self.workers)
         supervisor.watch_hosts.remote()
         return supervisor
@@ -61,8 +61,9 @@ class ScriptWork:
         local = self.place.backend == "local"
         return {
             "job": f"{self.place.run_dir.name}-{secrets.token_hex(4)}",
-            # The run directory of a host other than the head would be lost with the host.
-            "run_dir": str(self.place.lasting or self.place.run_dir),
+            "run_dir": str(self.place.run_dir),
+            "lasting": str(self.place.lasting or self.place.run_dir),
+            "head": self.head,
             "checkpoint_dir": self.where,
             "model_dir": str(self.place.model_dir),
             # Relative paths in the script resolve as they did where the command was typed.

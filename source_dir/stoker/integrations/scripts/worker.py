@@ -38,8 +38,9 @@ def run_script(settings: dict[str, Any]) -> None:
     """Train worker: entered by Ray Train in every process.
 
     Args:
-        settings: config, coordinator (a `Supervisor`), job (id), run_dir, checkpoint_dir, model_dir, folder
-            (working directory, or None for the script's folder), channels (name → path of the data).
+        settings: config, coordinator (a `Supervisor`), job (id), run_dir, lasting (its copy for other hosts
+            than the head), head (node id), checkpoint_dir, model_dir, folder (working directory, or None for
+            the script's folder), channels (name → path of the data).
 
     Raises:
         ScriptError: the script failed on any rank.
@@ -52,6 +53,9 @@ def run_script(settings: dict[str, Any]) -> None:
     supervisor.log.remote("train_worker", {"rank": rank, "node": node})
     if rank == 0:
         supervisor.log.remote("phase", {"phase": "train workers started"})
+    if node != settings["head"]:
+        # What is written to this host's own disk would be lost with the host.
+        settings = {**settings, "run_dir": settings["lasting"]}
     config: Config = settings["config"]
     path = find_script(config)
     for folder in (settings["checkpoint_dir"], settings["model_dir"], settings["run_dir"]):
