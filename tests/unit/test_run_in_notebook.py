@@ -191,7 +191,7 @@ def test_a_result_shows_what_counts(tmp_path: Path) -> None:
 def test_code_that_was_edited_since_the_last_run_is_checked_and_prepares_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a file that the recipe imports. The notebook keeps its module, here one of that name from elsewhere."""
+    """Also a file that it imports. The notebook keeps its own module of that name, here from elsewhere."""
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.syspath_prepend(tmp_path / "elsewhere")
     (tmp_path / "preparing.py").write_text(
