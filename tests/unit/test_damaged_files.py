@@ -33,6 +33,8 @@ from stoker.errors import UsageError
 pytestmark = pytest.mark.long
 
 RECORDS = 24
+MOST_ABORTED = 0.002
+"""Share of the damages at which Arrow ends the process."""
 
 
 @cache
@@ -149,7 +151,8 @@ def test_with_sums_nothing_wrong_ever_arrives(form: str, tmp_path: Path) -> None
     data, read = folder(form, tmp_path, sums=True)
     found = Counter(outcome for outcome, _ in data.outcomes(read, form))
     assert found["wrong"] == 0, f"seed {SEED}: {found}"
-    assert found["refused" if form in ("tar", "parquet") else "quarantined"] == DAMAGES
+    whole = "refused" if form in ("tar", "parquet") else "quarantined"
+    assert found[whole] + found["aborted"] == DAMAGES and found["aborted"] <= MOST_ABORTED * DAMAGES
 
 
 @FORMS
@@ -164,7 +167,7 @@ def test_without_sums_what_the_format_protects_arrives_right(form: str, tmp_path
         if protected(form, data.content, damage.at):
             assert outcome != "wrong", f"seed {SEED}: {damage} is {outcome}"
     assert found.total() == DAMAGES
-    assert found["aborted"] <= 0.002 * DAMAGES, f"seed {SEED}: {found}"
+    assert found["aborted"] <= MOST_ABORTED * DAMAGES, f"seed {SEED}: {found}"
     # Contents of JPEG and tar carry no checksum: of JPEG the decoder finds what does not fit together.
     limits = {"tar": 0.75, "parquet": 0.05, "jpeg": 0.6, "progressive": 0.5}
     assert found["wrong"] < limits[form] * DAMAGES, f"seed {SEED}: {found}"
