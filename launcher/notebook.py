@@ -236,10 +236,11 @@ def as_they_are_now(config: Config, folder: Path | None) -> Iterator[None]:
 
     def users() -> dict[str, ModuleType]:
         found = {}
-        for name, module in sys.modules.items():
-            at = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
-            if at and name.partition(".")[0] in top and not at.startswith(installed):
-                found[name] = module
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] in top:
+                at = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+                if at and not at.startswith(installed):
+                    found[name] = module
         return found
 
     before = users()

@@ -298,9 +298,3 @@ class Storm:
 
 def as_rows(events: list[Event]) -> list[dict[str, Any]]:
     return [asdict(event) for event in events]
-
-
-def log_of(folder: Path) -> str:
-    """Laptop: the last lines of a storm's log."""
-    file = folder / "storm.log"
-    return "\n".join(file.read_text().splitlines()[-60:]) if file.is_file() else ""

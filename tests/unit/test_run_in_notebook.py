@@ -6,6 +6,7 @@ import importlib
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -188,6 +189,13 @@ def test_a_result_shows_what_counts(tmp_path: Path) -> None:
     assert stoker.RunResult is RunResult
 
 
+class LazyLibrary(ModuleType):
+    """As some libraries are: a look at an attribute imports what may not be installed."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(name)
+
+
 def test_code_that_was_edited_since_the_last_run_is_checked_and_prepares_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +207,7 @@ def test_code_that_was_edited_since_the_last_run_is_checked_and_prepares_the_dat
     )
     (tmp_path / "elsewhere" / "words.py").write_text("LABEL = 'another'\n")
     monkeypatch.delitem(sys.modules, "words", raising=False)
+    monkeypatch.setitem(sys.modules, "another.library", LazyLibrary("another.library"))
     own = importlib.import_module("words")
     for label in ("old", "newer"):
         (tmp_path / "words.py").write_text(f"LABEL = {label!r}\n")
