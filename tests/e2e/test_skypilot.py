@@ -86,7 +86,8 @@ LOAD = """
 import sys
 from sky.utils import dag_utils
 
-group = dag_utils.load_job_group_from_yaml(sys.argv[1], secrets_overrides=[("RAY_AUTH_TOKEN", "0" * 64)])
+given = {"env_overrides": [("JOB", "jobs/mine.yaml")], "secrets_overrides": [("RAY_AUTH_TOKEN", "0" * 64)]}
+group = dag_utils.load_job_group_from_yaml(sys.argv[1], **given)
 assert group.is_job_group() and group.primary_tasks == ["gpu"], group
 gpu, cpu = group.tasks
 (trains,), (preprocesses,) = gpu.resources, cpu.resources
