@@ -232,14 +232,15 @@ def as_they_are_now(config: Config, folder: Path | None) -> Iterator[None]:
     named = (name for name in (config.recipe, config.data.prepare) if name and ":" in name)
     top |= {name.partition(":")[0].partition(".")[0] for name in named}
     top -= {"stoker", "launcher", "__main__"}
-    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    # Also of environments below this one, as on Databricks: some packages cannot be imported twice.
+    installed = re.compile(rf"{re.escape(sysconfig.get_path('stdlib'))}/|.*/(site|dist)-packages/")
 
     def users() -> dict[str, ModuleType]:
         found = {}
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] in top:
                 at = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
-                if at and not at.startswith(installed):
+                if at and not installed.match(at):
                     found[name] = module
         return found
 

@@ -236,6 +236,7 @@ def test_a_run_directory_that_only_the_head_keeps_has_a_copy_for_the_other_hosts
 ) -> None:
     """On Databricks and Vertex AI the head copies its own disk's to a volume or bucket that all hosts see."""
     from stoker.integrations.scripts.work import ScriptWork
+    from stoker.integrations.scripts.worker import run_dir_on
 
     for lasting in ("", str(project / "volume")):
         monkeypatch.setenv("STOKER_RUN_DIR", str(project / "disk"))
@@ -244,8 +245,8 @@ def test_a_run_directory_that_only_the_head_keeps_has_a_copy_for_the_other_hosts
         work.config, work.place, work.where = job_of("train.py").config, local_place(), str(project)
         work.head = "the head's node"
         settings = work.settings()
-        assert settings["run_dir"] == str(project / "disk")
-        assert settings["lasting"] == (lasting or str(project / "disk"))
+        assert run_dir_on("the head's node", settings) == str(project / "disk")
+        assert run_dir_on("another node", settings) == (lasting or str(project / "disk"))
 
 
 def test_the_opening_line_counts_in_proper_plurals(project: Path) -> None:

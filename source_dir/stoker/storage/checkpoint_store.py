@@ -87,8 +87,8 @@ def open_store(where: str, synced: bool = False) -> Store:
     Args:
         where: a folder, created with the first checkpoint, or a URI.
         synced: files are copied elsewhere as they appear (SageMaker to S3), so drafts must lie outside
-            the folder, and the manifest must appear after the other files. So they must on object storage
-            that is mounted as a folder, which cannot rename one.
+            the folder, and the manifest must appear after the other files. The same holds, whatever this
+            says, for object storage mounted as a folder: it cannot rename folders.
 
     Raises:
         UsageError: a URI of another scheme.

@@ -53,9 +53,7 @@ def run_script(settings: dict[str, Any]) -> None:
     supervisor.log.remote("train_worker", {"rank": rank, "node": node})
     if rank == 0:
         supervisor.log.remote("phase", {"phase": "train workers started"})
-    if node != settings["head"]:
-        # What is written to this host's own disk would be lost with the host.
-        settings = {**settings, "run_dir": settings["lasting"]}
+    settings = {**settings, "run_dir": run_dir_on(node, settings)}
     config: Config = settings["config"]
     path = find_script(config)
     for folder in (settings["checkpoint_dir"], settings["model_dir"], settings["run_dir"]):
@@ -74,6 +72,11 @@ def run_script(settings: dict[str, Any]) -> None:
         child.close()
     if order.failure:
         raise ScriptError(order.failure)
+
+
+def run_dir_on(node: str, settings: dict[str, Any]) -> str:
+    """Train worker: the run directory, which on another host than the head's would be lost with the host."""
+    return str(settings["run_dir" if node == settings["head"] else "lasting"])
 
 
 def watch(child: Child, script: str, rank: int, tell: Any) -> Order:
