@@ -49,9 +49,9 @@ unit: setup
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not long" tests/unit
 
 long: setup
-	@$(BIN)/python -m pytest -q -n 3 --dist loadfile -m long tests/unit
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m long tests/unit
 
-SLOW := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
+SLOW := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
 
 integration rehearsal e2e: setup
 	@$(SLOW) tests/$@

@@ -197,13 +197,13 @@ def test_the_screen_of_a_script_with_images(tmp_path: Path) -> None:
         done = submit("check", "mine/train.py", *types, "--", "--hosts", "3", cwd=tmp_path)
         if not done.stdout.startswith("too uncertain"):  # something else took the CPUs
             break
-    assert done.returncode == 0, done.stdout + done.stderr
+    # Decoding on two cores against a linear model; other work may take the CPUs in all three attempts.
+    judged = not done.stdout.startswith("too uncertain")
+    assert done.returncode == (0 if judged else 2), done.stdout + done.stderr
     assert "the script ends by itself ['--hosts', '3']" in done.stderr
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     screen = done.stdout
     assert len(screen.splitlines()) <= 40
-    # Decoding on two cores against a linear model; other work may take the CPUs in all three attempts.
-    judged = not screen.startswith("too uncertain")
     assert screen.startswith("input-bound: ") or not judged
     lines = IMAGES.splitlines()
     trains, validates = (1 + lines.index(f"    {one}") for one in LOOPS)

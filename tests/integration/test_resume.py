@@ -173,6 +173,7 @@ def test_a_run_that_is_killed_and_stopped_and_damaged_equals_the_whole_one(
         assert done.returncode == code, done.stdout + done.stderr
         # The first start goes on after its train worker, too.
         assert "resumed from" in done.stdout
+        assert start or ("restarting training" in done.stdout and "training again after" in done.stdout)
     newest = max((run_dir / "checkpoints").glob("step-*"))
     content = bytearray((newest / "model.safetensors").read_bytes())
     content[-3] ^= 4
@@ -184,6 +185,10 @@ def test_a_run_that_is_killed_and_stopped_and_damaged_equals_the_whole_one(
     assert len(list((tmp_path / "runs").glob("chain-*"))) == 1, "one run directory for the whole run"
 
     assert_equal((run_dir, trace), (whole.run_dir, whole.run_dir.parent / "trace"))
+    lost, recovered = events(run_dir, "train_worker_lost"), events(run_dir, "recovered")
+    assert len(lost) == len(recovered) == TIMES
+    assert all(event["cause"].startswith("train worker") for event in lost)
+    assert all(0 <= event["data_s"] < event["seconds"] for event in recovered)
     resumed = events(run_dir, "resumed")
     assert len(resumed) == len(WAYS) * TIMES
     assert any(event["step"] % STEPS for event in resumed), "within an epoch"

@@ -23,7 +23,8 @@ TERMS = {
     "wait_collate": "wait: collating batches",
 }
 SHORT = {"checkpoint": "c", "resumed": "r", "stop": "S", "stopped": "S", "epoch": "e"}
-SHORT |= {"host_lost": "L", "host_joined": "J", "host_released": "R", "cpu_hosts": "H"}
+SHORT |= {"train_worker_lost": "T", "host_lost": "L", "host_joined": "J", "host_released": "R"}
+SHORT |= {"cpu_hosts": "H"}
 MOST_MARKS, MOST_OTHER_MARKS = 12, 40
 MOST_HOSTS = 48
 MOST_ROWS = 12
@@ -90,7 +91,7 @@ def _table(points: Sequence[Point]) -> Rows:
     return [[figure(x), figure(y)] for x, y in list(points)[::step]]
 
 
-SIGNS = "e: epoch end, c: checkpoint, L/J: host lost/joined, r: resumed, S: stop"
+SIGNS = "e: epoch end, c: checkpoint, L/J: host lost/joined, T: train worker lost, r: resumed, S: stop"
 
 
 def throughput(run: RunData) -> Panel | None:

@@ -18,6 +18,7 @@ Point = tuple[float, float]
 MARKS = {
     "checkpoint": "checkpoint",
     "resumed": "resumed",
+    "train_worker_lost": "train worker lost:",
     "host_lost": "host lost",
     "host_joined": "host joined",
     "host_released": "host released",
@@ -165,7 +166,7 @@ def _mark_text(kind: str, event: dict[str, Any]) -> str:
         return f"{MARKS[kind]}{at}" + (f": {Path(path).name}" if isinstance(path, str) else "")
     if kind == "cpu_hosts":
         return f"{event.get('count')} {MARKS[kind]} {event.get('reason')}"
-    what = event.get("host") or event.get("reason") or event.get("path") or ""
+    what = next((event[key] for key in ("host", "cause", "reason", "path") if event.get(key)), "")
     return f"{MARKS[kind]} {what}".strip()
 
 

@@ -110,6 +110,11 @@ class PlainConsole(Sink):
             self.line(f"resumed from {event['path']} {where}, step {event['step']}")
         elif kind == "export" and not event["error"]:
             self.line(export_text(event))
+        elif kind == "train_worker_lost":
+            left = count_of(event["restarts_left"], "restart")
+            self.line(f"{event['cause']}; restarting training ({left} left after this one)")
+        elif kind == "recovered":
+            self.line(f"training again after {event['seconds']:.1f} s ({event['data_s']:.1f} s for data)")
         elif kind == "host_lost":
             self.line(f"host lost: {event['host']}")
         elif kind in ("host_joined", "host_released"):

@@ -31,6 +31,8 @@ NOTABLE = (
     "cpu_hosts",
     "closing",
     "work_repeated",
+    "train_worker_lost",
+    "recovered",
 )
 """Events included in the summary."""
 

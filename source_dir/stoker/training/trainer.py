@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def make_trainer(
         label_selector: Ray node labels of the hosts that train.
         own_cluster: the cluster ends with this run.
     """
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
     from ray.train.torch import TorchTrainer
     from ray.train.v2._internal.callbacks import DatasetsCallback
     from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
@@ -75,6 +76,17 @@ def make_trainer(
 
         def _create_default_callbacks(self) -> list[Any]:
             return [c for c in super()._create_default_callbacks() if not isinstance(c, unused)]
+
+    class Losses(UserCallback):  # type: ignore[misc]
+        """Ray Train's controller: reports a lost train worker if training restarts after it."""
+
+        left = config.train.max_failures
+
+        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+            if self.left > 0:
+                cause = {"cause": first_cause(worker_exceptions), "restarts_left": self.left - 1}
+                settings["coordinator"].log.remote("train_worker_lost", cause)
+            self.left -= 1
 
     resources: dict[str, float] = {"CPU": 0, "memory": WORKER_MEMORY}
     if use_gpu:
@@ -92,6 +104,7 @@ def make_trainer(
         run_config=RunConfig(
             name="ray_train",
             storage_path=str(storage),
+            callbacks=[Losses()],
             worker_runtime_env={"env_vars": {TRAINS_VARIABLE: "1"}},
             failure_config=FailureConfig(max_failures=config.train.max_failures, controller_failure_limit=0),
         ),
@@ -103,27 +116,45 @@ def cause_of(error: BaseException) -> str:
     from ray.train import ControllerError, WorkerGroupError
 
     if isinstance(error, WorkerGroupError) and error.worker_failures:
-        rank, failure = min(error.worker_failures.items())
-        text = unwrap(failure)
-        known = ("DataError", "UsageError", "ScriptError", "OSError", "FloatingPointError")
-        for kind in known:
-            if text.startswith(f"{kind}: "):
-                return text.removeprefix(f"{kind}: ")
-        return f"train worker {rank}: {text}"
+        return first_cause(error.worker_failures)
     if isinstance(error, ControllerError):
         return f"Ray Train could not start the train workers: {unwrap(error.controller_failure)}"
     return unwrap(error)
 
 
+def first_cause(failures: Mapping[int, BaseException]) -> str:
+    """Head: the cause of the failure of the lowest of these ranks on one line."""
+    rank, failure = min(failures.items())
+    text = unwrap(failure)
+    for kind in ("DataError", "UsageError", "ScriptError", "OSError", "FloatingPointError"):
+        if text.startswith(f"{kind}: "):
+            return text.removeprefix(f"{kind}: ")
+    return f"train worker {rank}: {text}"
+
+
 def unwrap(error: BaseException) -> str:
     """Head: the innermost error wrapped by Ray, as `Type: message (file:line)`."""
+    from ray.exceptions import ActorDiedError
+
     inner: BaseException = error
     seen: set[int] = set()
     while id(inner) not in seen:
         seen.add(id(inner))
-        below = getattr(inner, "cause", None) or getattr(inner, "_base_exc", None)
+        kinds = ("cause", "_base_exc", "health_check_failure")
+        below = next((found for kind in kinds if (found := getattr(inner, kind, None))), None)
         if isinstance(below, BaseException):
             inner = below
+    if isinstance(inner, ActorDiedError):
+        return died(str(inner))
     if isinstance(inner, DataError | ScriptError | UsageError):
         return f"{type(inner).__name__}: {str(inner).splitlines()[0]}"
     return str(getattr(inner, WHERE, "")) or where_raised(inner)
+
+
+def died(text: str) -> str:
+    """Head: what Ray says of a dead actor in a paragraph, on one short line."""
+    pid, address = (re.search(rf"\b{name}: (\S+)", text) for name in ("pid", "ip"))
+    which = f" (process {pid[1]} on {address[1]})" if pid and address else ""
+    if "node has died" in text or "node was terminated" in text:
+        return f"died{which}: its host is gone"
+    return f"died{which}: out of memory, killed or crashed"

@@ -38,6 +38,9 @@ from stoker.errors import DataError, UsageError
 class Coordinator(Production):
     """Head: see the module. One per run, zero CPUs, called from many threads."""
 
+    lost_at: float | None = None
+    """When a train worker was found lost; None once training has rows again."""
+
     def __init__(
         self,
         passes: Passes,
@@ -118,18 +121,9 @@ class Coordinator(Production):
             except UsageError as error:
                 problem = str(error)
             self.attempt = Attempt(
-                attempt,
-                workers,
-                self.passes,
-                self.totals,
-                start,
-                self.changed,
-                self.ready,
-                self.chain,
-                self._event,
-                self.keeping,
-                self.suspects,
-            )
+                attempt, workers, self.passes, self.totals, start, self.changed, self.ready, self.chain,
+                self._event, self.keeping, self.suspects,
+            )  # fmt: skip
             self._event("attempt", **about(start, workers, self.passes.config))
             if self.stop_reason:
                 self.attempt.stop.request(self.attempt.pace)
@@ -181,6 +175,7 @@ class Coordinator(Production):
 
         Waits until they are ready; the caller sets the deadline.
         """
+        asked = time.monotonic()
         with self.changed:
             while (current := self._current(attempt)) is not None:
                 stream = current.streams.get((split, epoch))
@@ -197,6 +192,10 @@ class Coordinator(Production):
                 portion.stop = self.stop_reason if current.stop.due(epoch, step, val) else ""
                 portion.checkpoint = not val and current.checkpoint.take(rank, epoch, step)
             stream.release()
+            if self.lost_at is not None:
+                now = time.monotonic()
+                self._event("recovered", seconds=round(now - self.lost_at, 3), data_s=round(now - asked, 3))
+                self.lost_at = None
             self.changed.notify_all()
             return portion
 
@@ -317,6 +316,8 @@ class Coordinator(Production):
                 self.last_checkpoint = values["path"]
             if event == "step":
                 self.elastic.stepped(values)
+            if event == "train_worker_lost":
+                self.lost_at = time.monotonic()
             if event == "train_worker":
                 self.training[values["rank"]] = values["node"]
 
