@@ -57,3 +57,17 @@ def test_a_stop_is_told_in_the_same_step_of_a_validation() -> None:
     other = [coordinator.next(0, "val", 1, 1, step) for step in range(4)]
     stops = [[portion.stop for portion in got] for got in ([*first, *rest], other)]  # type: ignore[union-attr]
     assert stops == [["", "", "SIGTERM", "SIGTERM"]] * 2
+
+
+def test_rows_count_as_recovered_only_in_the_attempt_after_the_loss() -> None:
+    coordinator, attempt = head(DataCursor(epoch=2, plan=PLAN), workers=1)
+    attempt.event = coordinator._event  # as `begin` sets it
+    coordinator.log("train_worker_lost", {"cause": "train worker 1: died", "restarts_left": 0})
+    # Another rank of the same attempt may still request rows ahead.
+    assert coordinator.next(0, "train", 2, 0, 0)
+    attempt.lost_at = coordinator.lost_at
+    assert coordinator.next(0, "train", 2, 0, 1)
+    assert coordinator.next(0, "train", 2, 0, 2)
+    lost, recovered = coordinator.drain()
+    assert (lost["event"], recovered["event"]) == ("train_worker_lost", "recovered")
+    assert 0 <= recovered["data_s"] <= recovered["seconds"]

@@ -39,7 +39,7 @@ class Coordinator(Production):
     """Head: see the module. One per run, zero CPUs, called from many threads."""
 
     lost_at: float | None = None
-    """When a train worker was found lost; None once training has rows again."""
+    """When a train worker was lost, until training begins again."""
 
     def __init__(
         self,
@@ -125,6 +125,7 @@ class Coordinator(Production):
                 self._event, self.keeping, self.suspects,
             )  # fmt: skip
             self._event("attempt", **about(start, workers, self.passes.config))
+            self.attempt.lost_at, self.lost_at = self.lost_at, None
             if self.stop_reason:
                 self.attempt.stop.request(self.attempt.pace)
             if problem:
@@ -192,10 +193,7 @@ class Coordinator(Production):
                 portion.stop = self.stop_reason if current.stop.due(epoch, step, val) else ""
                 portion.checkpoint = not val and current.checkpoint.take(rank, epoch, step)
             stream.release()
-            if self.lost_at is not None:
-                now = time.monotonic()
-                self._event("recovered", seconds=round(now - self.lost_at, 3), data_s=round(now - asked, 3))
-                self.lost_at = None
+            current.recovered(asked)
             self.changed.notify_all()
             return portion
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
@@ -62,6 +63,8 @@ class Attempt:
         self.changed, self.ready = changed, ready
         self.chain, self.event, self.keeping = chain, event, keeping
         self.failure = ""
+        self.lost_at: float | None = None
+        """When a train worker of the attempt before was lost; None once training has rows again."""
         self.replaced = False
         """Whether a later attempt has begun."""
         self.pace, self.stop, self.checkpoint = Pace(), Signal(), OneTimeSignal(workers)
@@ -88,6 +91,13 @@ class Attempt:
             self.failure = self.failure or reason
             self.changed.notify_all()
             self.ready.notify_all()
+
+    def recovered(self, asked: float) -> None:
+        """Training has its first rows after a loss, which it requested at this `time.monotonic()`."""
+        if self.lost_at is not None:
+            now = time.monotonic()
+            self.event("recovered", seconds=round(now - self.lost_at, 3), data_s=round(now - asked, 3))
+            self.lost_at = None
 
     def _passes(self, start: DataCursor) -> Iterator[Stream]:
         config = self.passes.config
