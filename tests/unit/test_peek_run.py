@@ -48,8 +48,13 @@ class Run:
         with (self.folder / "events.jsonl").open("a") as file:
             file.write(json.dumps({"event": event, **values}) + "\n")
 
-    def train(self, workers: int, steps: int | None = None, start: dict[str, Any] | None = None) -> Any:
-        """One epoch of an attempt, or the first steps of one; its place then."""
+    def train(
+        self, workers: int, steps: int | None = None, start: dict[str, Any] | None = None, late_step: int = 0
+    ) -> Any:
+        """One epoch of an attempt, or the first steps of one; its place then.
+
+        With `late_step`, the attempt before has lost a train worker; another one still logs that step.
+        """
         overrides = [
             "tracking.record_ids=true",
             *(f"{k}={v}" for k, v in (start or {}).get("keys", {}).items()),
@@ -60,7 +65,10 @@ class Run:
         passes = Passes(config, data.sources, chains)
         plan = passes.identity(data.identity("train").text)
         cursor = start["cursor"] if start else DataCursor(epoch=0, plan=plan)
-        self.log("attempt", **about(cursor, workers, config))
+        self.log("attempt", **about(cursor, workers, config), ahead=bool(late_step))
+        if late_step:
+            self.log("step", step=late_step, epoch=cursor.epoch)
+            self.log("train_worker", rank=0)
         if start:
             self.step = start["step"]
             self.log("resumed", step=self.step, epoch=cursor.epoch)
@@ -164,6 +172,20 @@ def test_a_run_that_was_resumed_on_other_train_workers(tmp_path: Path, order: st
     run.train(3, start=place)  # went back to the checkpoint of step 5
     for step in range(1, run.step + 1):
         assert run.rebuilt(step) == run.of_step(step), step
+
+
+def test_steps_that_the_attempt_before_logs_after_its_loss_are_its_own(tmp_path: Path) -> None:
+    run = Run(
+        tmp_path,
+        params={"train_records": 96, "shard": 20},
+        data=BLOCKS,
+        train={"batch_size": 8, "epochs": 1},
+    )
+    run.train(1, steps=5)
+    run.step = 0  # without a checkpoint
+    run.train(2, steps=2, late_step=5)
+    assert run.rebuilt(2) == run.of_step(2) and len(run.of_step(2)) == 2
+    assert run.rebuilt(4) == run.of_step(4) and len(run.of_step(4)) == 1
 
 
 def test_each_record_has_its_loss_by_the_nearest_checkpoint_and_the_worst_comes_first(

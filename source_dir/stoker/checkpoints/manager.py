@@ -197,8 +197,7 @@ class CheckpointManager:
             started, meta = time.perf_counter(), content.meta
             known = isinstance(position, dict)
             meta["position"] = position if known else ray.get(position, timeout=CALL_TIMEOUT_S)
-            saved = self._last = checkpoint.save(self.store, content)
-            self.shelf.add(saved)
+            saved = self._keep(checkpoint.save(self.store, content))
             self.worker.log(
                 "checkpoint",
                 epoch=meta["epoch"],
@@ -213,10 +212,16 @@ class CheckpointManager:
     def _complete_later(self, outcome: dict[str, Any]) -> Callable[[], None]:
         def write() -> None:
             if self._last is not None:
-                self._last = checkpoint.add_outcome(self._last, outcome)
-                self.shelf.add(self._last)
+                self._keep(checkpoint.add_outcome(self._last, outcome))
 
         return write
+
+    def _keep(self, saved: Checkpoint) -> Checkpoint:
+        """The writer's thread: a checkpoint is written, or has a new outcome."""
+        self._last = saved
+        self.shelf.add(saved)
+        self.worker.coordinator.saved.remote(saved.meta["next_epoch"], saved.position)
+        return saved
 
     def restore(self, saved: Checkpoint) -> Progress | None:
         """Restore a checkpoint. Rank 0 reads it for all, as only its host may have it. Collective.

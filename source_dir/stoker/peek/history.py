@@ -30,6 +30,8 @@ class Attempt:
     """By epoch, [shard, index in it, rows, their ids] of each block in order of arrival."""
     produced: set[int] = field(default_factory=set)
     """Epochs of which all blocks have arrived."""
+    trains: bool = True
+    """Whether its train workers have started; until then, steps are those of the attempt before."""
 
     @property
     def start(self) -> DataCursor:
@@ -70,11 +72,15 @@ def history(run_dir: Path) -> list[Attempt]:
 def _take(event: dict[str, Any], found: list[Attempt]) -> None:
     kind = event["event"]
     if kind == "attempt":
-        found.append(Attempt(event))
+        found.append(Attempt(event, trains=not event.get("ahead")))
     if not found:
         return
     attempt = found[-1]
-    if kind == "resumed":
+    if kind == "train_worker":
+        attempt.trains = True
+    elif kind in ("step", "pass") and not attempt.trains:
+        return
+    elif kind == "resumed":
         attempt.first_step = attempt.last_step = event["step"]
     elif kind == "step":
         attempt.last_step = max(attempt.last_step, event["step"])

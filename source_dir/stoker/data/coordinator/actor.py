@@ -14,8 +14,8 @@ from typing import Any
 
 from stoker.data.cache.affinity import CacheAffinity
 from stoker.data.coordinator.accounting import ChainCosts
-from stoker.data.coordinator.attempt import Attempt
-from stoker.data.coordinator.cursor import about, refuse_other_data
+from stoker.data.coordinator.attempt import Attempt, Beginning
+from stoker.data.coordinator.cursor import about, fresh, start_at
 from stoker.data.coordinator.elastic import Elastic, Scaled, Scaling
 from stoker.data.coordinator.production import Production
 from stoker.data.coordinator.streams import Stream, ids_of
@@ -24,7 +24,6 @@ from stoker.data.engine.pool import ChainHost
 from stoker.data.engine.ray_internals import HostRequest
 from stoker.data.messages import (
     BlockSlice,
-    CarriedAccount,
     DataCursor,
     Plan,
     Server,
@@ -40,6 +39,8 @@ class Coordinator(Production):
 
     lost_at: float | None = None
     """When a train worker was lost, until training begins again."""
+    restart: Beginning | None = None
+    """Where training would begin again now."""
 
     def __init__(
         self,
@@ -85,13 +86,14 @@ class Coordinator(Production):
         with self.changed:
             return self.last_checkpoint
 
+    def saved(self, epoch: int, position: dict[str, Any]) -> None:
+        """Train worker's call (rank 0): a restart would begin in this epoch, at this position."""
+        with self.changed:
+            if self.attempt is not None:
+                self.restart = Beginning(self.attempt.workers, epoch, DataCursor.model_validate(position))
+
     def begin(
-        self,
-        me: Any,
-        attempt: int,
-        workers: int,
-        first_epoch: int,
-        position: dict[str, Any] | None = None,
+        self, me: Any, attempt: int, workers: int, first_epoch: int, position: dict[str, Any] | None = None
     ) -> None:
         """Start production at `first_epoch`; restart it after train workers were restarted.
 
@@ -108,59 +110,46 @@ class Coordinator(Production):
             UsageError: the data, the seed or the shuffling have changed since the position was saved.
         """
         with self.changed:
-            if self.attempt is not None:
-                if attempt <= self.attempt.number:
-                    return
-                self.attempt.replaced = True
-                if self.attempt.planner:
-                    self.attempt.planner.close()
-            problem, start = "", self._fresh(first_epoch)
-            try:
-                start = self._start(first_epoch, position)
-                self.suspects.of("train").update(start.deadly)
-            except UsageError as error:
-                problem = str(error)
-            self.attempt = Attempt(
-                attempt, workers, self.passes, self.totals, start, self.changed, self.ready, self.chain,
-                self._event, self.keeping, self.suspects,
-            )  # fmt: skip
-            self._event("attempt", **about(start, workers, self.passes.config))
-            self.attempt.lost_at, self.lost_at = self.lost_at, None
-            if self.stop_reason:
-                self.attempt.stop.request(self.attempt.pace)
-            if problem:
-                self.attempt.fail(problem)
-                raise UsageError(problem)
-            self.attempt.produce(self.pool, self.buffer_bytes, self.ticket_numbers)
-            self.changed.notify_all()
-            self.ready.notify_all()
+            at = None if position is None else DataCursor.model_validate(position)
+            self._begin(attempt, Beginning(workers, first_epoch, at))
         self.start_engine(me)
 
-    def _start(self, first_epoch: int, saved: dict[str, Any] | None) -> DataCursor:
-        """Where training starts: at a saved position or at the start of an epoch."""
-        if saved is None:
-            return self._fresh(first_epoch)
-        position = DataCursor.model_validate(saved)
-        refuse_other_data(position, self.plan)
-        if position.epoch != first_epoch:
-            raise ValueError(f"the position is of epoch {position.epoch}, not of {first_epoch}")
-        if not position.by_row or (not position.again and self.plan.order == "exact"):
-            return position
-        # In another order, the first rows would not be those that were trained.
-        repeated = position.books.repeated + position.rows
-        if position.rows:
-            text = (
-                f"epoch {first_epoch + 1} begins again: with data.order any, rows of a ray.data.Dataset have"
-                f" no fixed place, so {position.rows} records are trained once more ({repeated} repeated in"
-                " all in this epoch); data.order exact resumes in place"
-            )
-            self._event("note", text=text)
-        changes = {"books": CarriedAccount(repeated=repeated), "unvalidated": position.unvalidated}
-        return self._fresh(first_epoch).model_copy(update=changes)
-
-    def _fresh(self, epoch: int) -> DataCursor:
-        again = self.by_row and self.plan.order == "any"
-        return DataCursor(epoch=epoch, plan=self.plan, by_row=self.by_row, again=again)
+    def _begin(self, attempt: int, beginning: Beginning, ahead: bool = False) -> None:
+        """Replace the current attempt, unless it is this one; with `ahead`, train workers do not run yet."""
+        before = self.attempt
+        if before is not None:
+            same = not before.ahead or before.beginning == beginning
+            if attempt < before.number or (attempt == before.number and same):
+                before.ahead = before.ahead and ahead
+                return
+            self.lost_at = before.lost_at or self.lost_at
+            before.replaced = True
+            if before.planner:
+                before.planner.close()
+        self.restart = beginning
+        problem, start = "", fresh(beginning.epoch, self.plan, self.by_row)
+        try:
+            start, note = start_at(beginning.position, start)
+            if note:
+                self._event("note", text=note)
+            self.suspects.of("train").update(start.deadly)
+        except UsageError as error:
+            problem = str(error)
+        self.attempt = Attempt(
+            attempt, beginning.workers, self.passes, self.totals, start, self.changed, self.ready, self.chain,
+            self._event, self.keeping, self.suspects,
+        )  # fmt: skip
+        self.attempt.beginning, self.attempt.ahead = beginning, ahead
+        self.attempt.lost_at, self.lost_at = self.lost_at, None
+        self._event("attempt", **about(start, beginning.workers, self.passes.config), ahead=ahead)
+        if self.stop_reason:
+            self.attempt.stop.request(self.attempt.pace)
+        if problem:
+            self.attempt.fail(problem)
+            raise UsageError(problem)
+        self.attempt.produce(self.pool, self.buffer_bytes, self.ticket_numbers)
+        self.changed.notify_all()
+        self.ready.notify_all()
 
     def _current(self, number: int) -> Attempt | None:
         """The attempt with this number if it is still running."""
@@ -235,7 +224,8 @@ class Coordinator(Production):
             if current is None:
                 raise ValueError(self._why_over(attempt))
             stream = current.streams.get(("train", epoch))
-            place = self._fresh(epoch + 1) if stream is None else stream.position(steps, id_sum)
+            new = fresh(epoch + 1, self.plan, self.by_row)
+            place = new if stream is None else stream.position(steps, id_sum)
             deadly = dict(self.suspects.of("train"))
             return place.model_copy(update={"deadly": deadly}).model_dump(mode="json")
 
@@ -316,6 +306,9 @@ class Coordinator(Production):
                 self.elastic.stepped(values)
             if event == "train_worker_lost":
                 self.lost_at = time.monotonic()
+                # Data is ready when the train workers are.
+                if self.restart is not None:
+                    self._begin(self.trainings + 1, self.restart, ahead=True)
             if event == "train_worker":
                 self.training[values["rank"]] = values["node"]
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from stoker.data.cache.affinity import CacheAffinity
 from stoker.data.coordinator.accounting import ChainCosts, EpochAccount, refuse_over_budget
@@ -25,6 +25,14 @@ from stoker.errors import DataError, SchemaError
 STREAMS_AHEAD = 2
 """How many passes may be produced beyond the consumed one. Without a limit, small data would run ahead for
 all epochs and take CPUs from training."""
+
+
+class Beginning(NamedTuple):
+    """Head: where an attempt begins, and with how many train workers."""
+
+    workers: int
+    epoch: int
+    position: DataCursor | None
 
 
 class Attempt:
@@ -63,6 +71,9 @@ class Attempt:
         self.changed, self.ready = changed, ready
         self.chain, self.event, self.keeping = chain, event, keeping
         self.failure = ""
+        self.beginning: Beginning | None = None
+        self.ahead = False
+        """Whether it produces for train workers that have not begun it yet."""
         self.lost_at: float | None = None
         """When a train worker of the attempt before was lost; None once training has rows again."""
         self.replaced = False

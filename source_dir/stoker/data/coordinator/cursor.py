@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from stoker.data.messages import BlockReport, DataCursor, Plan
+from stoker.data.messages import BlockReport, CarriedAccount, DataCursor, Plan
 from stoker.data.sources.base import ID_MODULUS, digest
 from stoker.data.sources.identity import SEPARATOR, agree
 from stoker.errors import UsageError
@@ -52,6 +52,40 @@ def refuse_other_data(position: DataCursor, plan: Plan) -> None:
                 f"resume: {name} was {before} when the checkpoint was written, now it is {now}:"
                 " the order of the records would change"
             )
+
+
+def fresh(epoch: int, plan: Plan, by_row: bool) -> DataCursor:
+    """Head: the start of an epoch."""
+    return DataCursor(epoch=epoch, plan=plan, by_row=by_row, again=by_row and plan.order == "any")
+
+
+def start_at(position: DataCursor | None, start: DataCursor) -> tuple[DataCursor, str]:
+    """Head: where training starts, and a note for people, or "".
+
+    Args:
+        position: where an attempt ended; None: nowhere.
+        start: the start of the epoch.
+
+    Raises:
+        UsageError: the data or its order have changed.
+    """
+    if position is None:
+        return start, ""
+    refuse_other_data(position, start.plan)
+    if position.epoch != start.epoch:
+        raise ValueError(f"the position is of epoch {position.epoch}, not of {start.epoch}")
+    if not position.by_row or (not position.again and start.plan.order == "exact"):
+        return position, ""
+    # In another order, the first rows would not be those that were trained.
+    repeated, note = position.books.repeated + position.rows, ""
+    if position.rows:
+        note = (
+            f"epoch {start.epoch + 1} begins again: with data.order any, rows of a ray.data.Dataset have"
+            f" no fixed place, so {position.rows} records are trained once more ({repeated} repeated in"
+            " all in this epoch); data.order exact resumes in place"
+        )
+    changes = {"books": CarriedAccount(repeated=repeated), "unvalidated": position.unvalidated}
+    return start.model_copy(update=changes), note
 
 
 def about(start: DataCursor, workers: int, config: Config) -> dict[str, Any]:
