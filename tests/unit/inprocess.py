@@ -39,6 +39,7 @@ class Head:
             remote=lambda kind, values, after=None: self.events.append({"event": kind, **values})
         )
         self.position = SimpleNamespace(remote=self._position)
+        self.saved = SimpleNamespace(remote=lambda epoch, position: None)
 
     def _position(self, attempt: int, epoch: int, steps: int, ids: int) -> dict[str, Any]:
         return {"epoch": epoch, "steps": steps}
