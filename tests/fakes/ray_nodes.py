@@ -20,7 +20,7 @@ import psutil
 from stoker.bootstrap import forks
 from stoker.bootstrap.raynode import MISSED_DEADLINE, RAY, STARTS, free_port
 
-LIBRARIES = (*(name for name in forks.CHAIN if not name.startswith("stoker")), "torch")
+LIBRARIES = forks.Imports((*(name for name in forks.TRAINING if not name.startswith("stoker")),), forks.LATER)
 """What workers find imported; Stoker itself comes with each job."""
 
 
@@ -43,10 +43,10 @@ class RayNodes:
     def start(self, group: str, *head: str) -> int:
         """One more node, the head with options of its own; its number."""
         index, self.started = self.started, self.started + 1
-        # The first one is as a user's own cluster has it, the others as hosts that Stoker starts.
+        # Workers of a cluster as users have it import everything anew: tests/fakes/autoscaled.py.
         forked = f"from stoker.bootstrap.forks import use_forks; use_forks(); {RAY}"
         command = [
-            sys.executable, "-c", RAY if head else forked, "start", "--block",
+            sys.executable, "-c", forked, "start", "--block",
             "--node-ip-address=127.0.0.1", f"--num-cpus={self.cpus}", "--num-gpus=0",
             f"--labels=stoker.group={group},stoker.host={group}-{index}",
             f"--object-store-memory={self.store_mb * 2**20}",
@@ -98,7 +98,7 @@ def fork_server(environment: dict[str, str]) -> Iterator[str]:
     os.environ.clear()
     os.environ.update(environment)
     try:
-        server = forks.started(forks.Imports(LIBRARIES))
+        server = forks.started(LIBRARIES)
     finally:
         os.environ.clear()
         os.environ.update(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from itertools import islice
+from typing import Any
 
 import pytest
 from streaming import Train
@@ -85,6 +86,44 @@ def test_the_next_epoch_and_a_new_process_follow_as_if_nothing_had_happened(ray_
 
     with pytest.raises(UsageError, match="the training data has changed"):
         Train(config.model_copy(update={"params": {**config.params, "train_records": 522}}), place=place)
+
+
+def test_after_a_loss_data_is_made_ahead_and_used_only_where_training_begins(ray_cluster: None) -> None:
+    train = Train(job(train_records=RECORDS, shard=100))
+
+    def call(name: str, *given: Any) -> Any:
+        return train.ray.get(getattr(train.coordinator, name).remote(*given), timeout=120)
+
+    assert call("new_attempt") == 0
+    whole, places = list[list[int]](), []
+    for _ in range(2):
+        whole += islice(train.steps("train", 0, len(whole)), 2)
+        places.append(json.loads(json.dumps(train.position(0, len(whole), flat(whole)))))
+    whole += train.steps("train", 0, len(whole))
+    early, late = places
+    lost = ("train_worker_lost", {"cause": "train worker 1: died", "restarts_left": 1})
+
+    # The next train workers find a later checkpoint, and one of them is lost before they begin.
+    call("saved", 0, early)
+    call("log", *lost)
+    assert call("new_attempt") == 1
+    call("log", *lost)
+    train.again(1, 0, late)
+    assert call("next", 1, "train", 0, 0, 0) == "this attempt is over"
+    assert call("new_attempt") == 2
+    train.again(1, 0, late)
+    assert list(train.steps("train", 0)) == whole[4:]
+
+    # These begin where data is made for them.
+    call("saved", 0, early)
+    call("log", *lost)
+    assert call("new_attempt") == 3
+    train.again(1, 0, early)
+    assert list(train.steps("train", 0)) == whole[2:]
+    logged = call("drain")
+    assert [e["ahead"] for e in logged if e["event"] == "attempt"] == [False, True, True, False, True]
+    assert sum(e["event"] == "recovered" for e in logged) == 2
+    train.close()
 
 
 def test_a_checkpoint_and_a_stop_reach_all_ranks_in_the_same_step(ray_cluster: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_rows_count_as_recovered_only_in_the_attempt_after_the_loss() -> None:
     coordinator.log("train_worker_lost", {"cause": "train worker 1: died", "restarts_left": 0})
     # Another rank of the same attempt may still request rows ahead.
     assert coordinator.next(0, "train", 2, 0, 0)
-    attempt.lost_at = coordinator.lost_at
+    attempt.lost_at = time.monotonic()  # as in the attempt after it
     assert coordinator.next(0, "train", 2, 0, 1)
     assert coordinator.next(0, "train", 2, 0, 2)
     lost, recovered = coordinator.drain()

@@ -219,8 +219,8 @@ class CheckpointManager:
     def _keep(self, saved: Checkpoint) -> Checkpoint:
         """The writer's thread: a checkpoint is written, or has a new outcome."""
         self._last = saved
-        self.shelf.add(saved)
         self.worker.coordinator.saved.remote(saved.meta["next_epoch"], saved.position)
+        self.shelf.add(saved)
         return saved
 
     def restore(self, saved: Checkpoint) -> Progress | None:

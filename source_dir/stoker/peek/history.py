@@ -76,10 +76,10 @@ def _take(event: dict[str, Any], found: list[Attempt]) -> None:
     if not found:
         return
     attempt = found[-1]
+    if kind in ("step", "pass"):
+        attempt = next(each for each in reversed(found) if each.trains)
     if kind == "train_worker":
         attempt.trains = True
-    elif kind in ("step", "pass") and not attempt.trains:
-        return
     elif kind == "resumed":
         attempt.first_step = attempt.last_step = event["step"]
     elif kind == "step":
@@ -108,7 +108,7 @@ def find(attempts: list[Attempt], step: int, unlogged: int) -> Found:
         UsageError: the run has not trained this step.
     """
     within = [a for a in attempts if a.first_step < step <= a.last_step]
-    beyond = [a for a in attempts if a.first_step < step <= a.last_step + unlogged]
+    beyond = [a for a in attempts if a.trains and a.first_step < step <= a.last_step + unlogged]
     if step < 1 or not (within or beyond):
         last = max(attempt.last_step for attempt in attempts)
         raise UsageError(f"--step {step}: the run has trained steps 1 to {last}")

@@ -83,10 +83,17 @@ def make_trainer(
         left = config.train.max_failures
 
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-            if self.left > 0:
-                cause = {"cause": first_cause(worker_exceptions), "restarts_left": self.left - 1}
-                settings["coordinator"].log.remote("train_worker_lost", cause)
-            self.left -= 1
+            causes = [getattr(e, "health_check_failure", e) for e in worker_exceptions.values()]
+            # Ray restarts these without counting.
+            counts = not any(getattr(cause, "preempted", False) for cause in causes)
+            if self.left > 0 or not counts:
+                try:
+                    cause = first_cause(worker_exceptions)
+                except Exception as error:  # of a user's exception; here, it would end the run
+                    cause = f"a train worker failed ({type(error).__name__})"
+                lost = {"cause": cause, "restarts_left": self.left - counts}
+                settings["coordinator"].log.remote("train_worker_lost", lost)
+            self.left -= counts
 
     resources: dict[str, float] = {"CPU": 0, "memory": WORKER_MEMORY}
     if use_gpu:
@@ -144,10 +151,11 @@ def unwrap(error: BaseException) -> str:
         below = next((found for kind in kinds if (found := getattr(inner, kind, None))), None)
         if isinstance(below, BaseException):
             inner = below
-    if isinstance(inner, ActorDiedError):
+    # One with a place was raised in a train worker, about another actor.
+    if isinstance(inner, ActorDiedError) and not (inner.actor_init_failed or hasattr(inner, WHERE)):
         return died(str(inner))
     if isinstance(inner, DataError | ScriptError | UsageError):
-        return f"{type(inner).__name__}: {str(inner).splitlines()[0]}"
+        return f"{type(inner).__name__}: {(str(inner).splitlines() or [''])[0]}"
     return str(getattr(inner, WHERE, "")) or where_raised(inner)
 
 
@@ -157,4 +165,6 @@ def died(text: str) -> str:
     which = f" (process {pid[1]} on {address[1]})" if pid and address else ""
     if "node has died" in text or "node was terminated" in text:
         return f"died{which}: its host is gone"
+    if "OUT_OF_MEMORY" in text:
+        return f"died{which}: Ray ended it because its host is short of memory"
     return f"died{which}: out of memory, killed or crashed"

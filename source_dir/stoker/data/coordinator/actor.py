@@ -7,6 +7,7 @@ the previous one is produced, so no epoch starts cold.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -37,8 +38,6 @@ from stoker.errors import DataError, UsageError
 class Coordinator(Production):
     """Head: see the module. One per run, zero CPUs, called from many threads."""
 
-    lost_at: float | None = None
-    """When a train worker was lost, until training begins again."""
     restart: Beginning | None = None
     """Where training would begin again now."""
 
@@ -114,15 +113,23 @@ class Coordinator(Production):
             self._begin(attempt, Beginning(workers, first_epoch, at))
         self.start_engine(me)
 
-    def _begin(self, attempt: int, beginning: Beginning, ahead: bool = False) -> None:
-        """Replace the current attempt, unless it is this one; with `ahead`, train workers do not run yet."""
-        before = self.attempt
+    def _begin(self, attempt: int, beginning: Beginning, lost_at: float | None = None) -> None:
+        """Replace the current attempt, unless it is this one.
+
+        Args:
+            attempt: its number.
+            beginning: where it begins.
+            lost_at: when a train worker was lost and no others run yet (`time.monotonic()`); None: they run.
+        """
+        before, ahead = self.attempt, lost_at is not None
         if before is not None:
-            same = not before.ahead or before.beginning == beginning
-            if attempt < before.number or (attempt == before.number and same):
+            if attempt < before.number:
+                return
+            same = not before.ahead or (before.beginning == beginning and not before.over)
+            if attempt == before.number and same:
                 before.ahead = before.ahead and ahead
                 return
-            self.lost_at = before.lost_at or self.lost_at
+            lost_at = before.lost_at or lost_at
             before.replaced = True
             if before.planner:
                 before.planner.close()
@@ -139,8 +146,7 @@ class Coordinator(Production):
             attempt, beginning.workers, self.passes, self.totals, start, self.changed, self.ready, self.chain,
             self._event, self.keeping, self.suspects,
         )  # fmt: skip
-        self.attempt.beginning, self.attempt.ahead = beginning, ahead
-        self.attempt.lost_at, self.lost_at = self.lost_at, None
+        self.attempt.beginning, self.attempt.ahead, self.attempt.lost_at = beginning, ahead, lost_at
         self._event("attempt", **about(start, beginning.workers, self.passes.config), ahead=ahead)
         if self.stop_reason:
             self.attempt.stop.request(self.attempt.pace)
@@ -304,11 +310,10 @@ class Coordinator(Production):
                 self.last_checkpoint = values["path"]
             if event == "step":
                 self.elastic.stepped(values)
-            if event == "train_worker_lost":
-                self.lost_at = time.monotonic()
-                # Data is ready when the train workers are.
-                if self.restart is not None:
-                    self._begin(self.trainings + 1, self.restart, ahead=True)
+            if event == "train_worker_lost" and self.restart is not None and self.trainings >= 0:
+                with contextlib.suppress(UsageError):  # it is the attempt's failure
+                    # Data is ready when the train workers are.
+                    self._begin(self.trainings + 1, self.restart, time.monotonic())
             if event == "train_worker":
                 self.training[values["rank"]] = values["node"]
 

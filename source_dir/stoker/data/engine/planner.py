@@ -41,7 +41,7 @@ class Planner:
         attempt: whose passes are produced.
         pool: the hosts.
         budget_bytes: of ready blocks; above it and beyond two steps, nothing more starts.
-        numbers: numbers tickets, over all attempts.
+        numbers: numbers tickets and tasks, over all attempts.
         lister: lists what passes read; None: the attempt adds lines and their shards.
     """
 
@@ -75,7 +75,7 @@ class Planner:
         self._preparing = Preparing(pool)
         self.early_bytes = 0
         """Bytes of blocks reported but not delivered."""
-        self._numbers, self._names = numbers, count()
+        self._numbers = numbers
 
     def close(self) -> None:
         """Stop: the attempt is over."""
@@ -214,7 +214,7 @@ class Planner:
             far = 1 if line.stream.rows_ahead < line.stream.step_rows else 2 * self.pool.slots
             look = (min(far, LOOK_AHEAD),) if self.exact else ()
             shards, store = self.affinity.take_work(split, work, node, most, *look)
-        name = f"{self.recovery.what(split, shards)} (task {self.attempt.number}/{next(self._names)})"
+        name = f"{self.recovery.what(split, shards)} (task {next(self._numbers)})"
         line.begin(shards)
         line.under_way += 1
         line.shards_under_way += len(shards)
