@@ -7,6 +7,7 @@ are real.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -73,6 +74,8 @@ def run(resolved: Any, place: Any, opened: None) -> Outcome:
             return Outcome(143, f"stopped: {_stop}")
     until = time.monotonic() + params.get("then_s", 0)
     while time.monotonic() < until and not _stop:
+        time.sleep(0.2)
+    while sum(node["Alive"] for node in ray.nodes()) > params.get("until_left", math.inf):
         time.sleep(0.2)
     hosts = [
         {

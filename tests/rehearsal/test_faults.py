@@ -20,7 +20,7 @@ def test_tasks_of_hosts_that_are_lost_cut_off_or_frozen_are_done_elsewhere(rehea
         "'pause:algo-4@/driver: task 12 done/']",
         tasks=40,
         task_s=0.5,
-        then_s=60,  # the head outlives both faults
+        until_left=1,  # the head outlives the faults
     )
     assert done.result["numbers"] == list(range(40))
     assert "the head is gone: Connection timed out; trying to rejoin" in done.log("algo-3")
