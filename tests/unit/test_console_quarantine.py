@@ -57,3 +57,11 @@ def test_what_lost_hosts_cost_is_told(tmp_path: Path) -> None:
     assert "hosts" not in dict(closing_rows(summary, str(tmp_path)))
     summary.events = [{"event": kind} for kind in ("host_lost", "work_repeated", "work_repeated", "note")]
     assert dict(closing_rows(summary, str(tmp_path)))["hosts"] == "1 lost, 2 work items done again"
+
+
+def test_what_lost_train_workers_cost_is_told(tmp_path: Path) -> None:
+    summary = Summary(name="job", backend="local")
+    assert "restarts" not in dict(closing_rows(summary, str(tmp_path)))
+    summary.events = [{"event": "recovered", "seconds": took, "data_s": 0.1} for took in (0.52, 6.1)]
+    text = dict(closing_rows(summary, str(tmp_path)))["restarts"]
+    assert text == "2 after lost train workers, 6.6 s without training"

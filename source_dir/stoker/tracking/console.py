@@ -265,6 +265,8 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         rows.append(("records", books_text(records, repeats_text(Path(run_dir), records))))
     if lost := losses_text(summary):
         rows.append(("hosts", lost))
+    if restarts := restarts_text(summary):
+        rows.append(("restarts", restarts))
     if cost := cost_row(summary):
         rows.append(cost)
     if "url" in summary.tracking.get("mlflow", {}):
@@ -293,6 +295,12 @@ def losses_text(summary: Summary) -> str:
     if seen["work_repeated"]:
         parts.append(f"{count_of(seen['work_repeated'], 'work item')} done again")
     return ", ".join(parts)
+
+
+def restarts_text(summary: Summary) -> str:
+    """Head: restarts after lost train workers, and the time until training had rows again; or empty."""
+    found = [event["seconds"] for event in summary.events if event["event"] == "recovered"]
+    return f"{len(found)} after lost train workers, {sum(found):.1f} s without training" if found else ""
 
 
 def books_text(records: Records, repeats: str = "") -> str:
