@@ -145,9 +145,9 @@ def unwrap(error: BaseException) -> str:
 
     inner: BaseException = error
     seen: set[int] = set()
+    kinds = ("cause", "_base_exc", "health_check_failure")
     while id(inner) not in seen:
         seen.add(id(inner))
-        kinds = ("cause", "_base_exc", "health_check_failure")
         below = next((found for kind in kinds if (found := getattr(inner, kind, None))), None)
         if isinstance(below, BaseException):
             inner = below
