@@ -51,13 +51,13 @@ unit: setup
 long: setup
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m long tests/unit
 
-SLOW := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
+SLOW := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
 
 integration rehearsal e2e: setup
 	@$(SLOW) tests/$@
 
 slow: setup
-	@$(SLOW) tests/integration tests/rehearsal tests/e2e
+	@$(SLOW) tests/e2e tests/rehearsal tests/integration
 
 bench: setup  ## benchmarks against peers; writes benchmarks/results/latest.json
 	@$(BIN)/python -m benchmarks

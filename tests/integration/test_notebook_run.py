@@ -159,7 +159,7 @@ def test_an_interrupted_cell_leaves_a_checkpoint_from_which_the_next_one_goes_on
     slow: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two runs on three nodes, whose processes all start anew for each."""
-    interrupt = at_the_first_step(lambda: os.kill(os.getpid(), signal.SIGINT))
+    interrupt = at_the_first("step", lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(stoker.RunInterrupt) as caught:
         stoker.run(slow)
     interrupt.join()
@@ -177,8 +177,7 @@ def test_an_interrupted_cell_leaves_a_checkpoint_from_which_the_next_one_goes_on
 
 
 def test_a_job_that_crashes_leaves_the_notebook_as_it_is(slow: dict[str, Any]) -> None:
-    """A run on three nodes, whose processes all start anew for it."""
-    crash = at_the_first_step(lambda: os.kill(job_process(), signal.SIGKILL))
+    crash = at_the_first("phase", lambda: os.kill(job_process(), signal.SIGKILL))
     with pytest.raises(stoker.RunError, match="exit code 137") as caught:
         stoker.run(slow)
     crash.join()
@@ -216,14 +215,14 @@ def test_a_resumed_run_that_fails_at_once_has_no_result_of_the_start_before(note
     assert "val/acc1" in (run_dir / "summary.json").read_text(), "the earlier start's stays as it was"
 
 
-def at_the_first_step(act: Callable[[], None]) -> threading.Thread:
-    """Act once the run under way has trained a step."""
+def at_the_first(event: str, act: Callable[[], None]) -> threading.Thread:
+    """Act once the run under way has written an event of that kind."""
 
     def work() -> None:
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             files = (databricks.LOCAL_DISK / "stoker-runs").glob("*/events.jsonl")
-            if any('"event": "step"' in path.read_text() for path in files):
+            if any(f'"event": "{event}"' in path.read_text() for path in files):
                 act()
                 return
             time.sleep(0.1)

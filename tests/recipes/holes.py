@@ -49,6 +49,23 @@ class FirstKills(Counting):
         return [Kills()] if split == "train" else []
 
 
+class Unloadable:
+    """A stage that other processes cannot load."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+    def __call__(self, record: Any) -> Any:
+        return record
+
+
+class OnlyHere(Counting):
+    """The chain of its first split works in the process that made it, and in no other one."""
+
+    def preprocess(self, split: str) -> list[Any]:
+        return [Unloadable()] if split == "train" else []
+
+
 class Optional(Counting):
     """Every third record lacks a column of integers."""
 
