@@ -71,11 +71,12 @@ def compare_weights(run_dir: Path, reference: Path) -> list[str]:
     return [f"weights differ: {', '.join(other)}"] if other or ours.keys() != theirs.keys() else []
 
 
-def growth(samples: list[Sample]) -> list[dict[str, Any]]:
+def growth(samples: list[Sample], commands: dict[int, str]) -> list[dict[str, Any]]:
     """Laptop: the course of the memory of each host in each launch that was long enough, and of the storm.
 
     Only processes that live all the time count: chain workers come and go on the head, too. The slope is that
-    of Theil and Sen: the median of the slopes between halves, which single peaks do not bend.
+    of Theil and Sen: the median of the slopes between halves, which single peaks do not bend. `commands`
+    names the processes.
     """
     rows = []
     for name in sorted({name for sample in samples for name in sample.used_mb}):
@@ -98,15 +99,23 @@ def growth(samples: list[Sample]) -> list[dict[str, Any]]:
                     "first_mb": round(statistics.median(mb for _, mb in points[:5])),
                     "last_mb": round(statistics.median(mb for _, mb in points[-5:])),
                     "mb_per_min": round(slope, 2),
+                    "most": _most(found[0].used_mb[name], found[-1].used_mb[name], commands),
                 }
             )
     return rows
 
 
+def _most(first: dict[int, float], last: dict[int, float], commands: dict[int, str]) -> dict[str, float]:
+    """The three processes that grew most, in MB."""
+    grown = sorted(((last[p] - first[p], p) for p in first.keys() & last.keys()), reverse=True)[:3]
+    return {f"{commands.get(process, '')} ({process})": round(mb, 1) for mb, process in grown}
+
+
 def memory_problems(rows: list[dict[str, Any]]) -> list[str]:
     """Laptop: hosts whose memory is not flat."""
     return [
-        f"memory of {row['of']} grew by {row['mb_per_min']} MB/min, more than {GROWTH_MB_PER_MIN:g}"
+        f"memory of {row['of']} grew by {row['mb_per_min']} MB/min, more than {GROWTH_MB_PER_MIN:g}; "
+        f"most: {row['most']}"
         for row in rows
         if row["mb_per_min"] > GROWTH_MB_PER_MIN
     ]

@@ -8,7 +8,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from benchmarks.storm.hosts import Hosts, anonymous_mb
+from benchmarks.storm.hosts import Hosts, anonymous_mb, command_of
 from benchmarks.storm.job import Trace
 
 EVERY_S, HOSTS_EVERY_S = 0.25, 3.0
@@ -38,6 +38,8 @@ class Watch:
     steps: list[tuple[float, int]] = field(default_factory=list)
     """When the job was first seen at a step that it had never reached."""
     memory: list[Sample] = field(default_factory=list)
+    commands: dict[int, str] = field(default_factory=dict)
+    """The last command line of each process, shortened: this process's memory is watched, too."""
     error: BaseException | None = None
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -75,5 +77,9 @@ class Watch:
                 used = {name: host.used_mb() for name, host in live.items()}
                 used["storm"] = {os.getpid(): anonymous_mb(os.getpid())}
                 self.memory.append(Sample(now, self.launch, step, used))
+                found = {process: command_of(process) for of_host in used.values() for process in of_host}
+                self.commands |= {
+                    process: command[:80].strip() for process, command in found.items() if command
+                }
         except BaseException as error:  # the supervisor raises it
             self.error = error

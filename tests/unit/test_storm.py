@@ -71,7 +71,7 @@ def test_a_step_that_is_trained_in_place_of_another_loses_one_and_repeats_one(tm
 
 
 @pytest.mark.parametrize(("mb_per_min", "flat"), [(0.5, True), (20.0, False)])
-def test_memory_that_grows_is_a_problem(mb_per_min: float, flat: bool) -> None:
+def test_memory_that_grows_is_a_problem_that_names_the_process(mb_per_min: float, flat: bool) -> None:
     noise = random.Random(1)
     samples = []
     for at in range(0, 900, 5):
@@ -79,7 +79,9 @@ def test_memory_that_grows_is_a_problem(mb_per_min: float, flat: bool) -> None:
         if at > 400:
             used[8] = 300.0  # a process that came later is no growth
         samples.append(Sample(at, 1, at, {"algo-1": used}))
-    assert (verdict.memory_problems(verdict.growth(samples)) == []) is flat
+    problems = verdict.memory_problems(verdict.growth(samples, {7: "raylet --port", 8: "ray::Chain"}))
+    assert (problems == []) is flat
+    assert flat or "{'raylet --port (7)': " in problems[0]
 
 
 def test_every_fault_says_how_long_it_lasts_or_how_the_job_ends() -> None:
