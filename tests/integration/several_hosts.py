@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +30,8 @@ from stoker.schema import Config  # noqa: E402
 from tests.fakes.ray_nodes import RayNodes  # noqa: E402
 
 SEED = 3
-LOST_RECORDS = 3000
+HOST = "stoker.host"
+LOST_RECORDS, DRAINED_RECORDS = 3000, 24_000
 
 
 def job(params: dict[str, Any], batch: int = 10, block: int = 10, epochs: int = 1, **data: Any) -> Config:
@@ -48,7 +50,7 @@ def made_by(train: Train) -> dict[str, int]:
     """Blocks by the host that made them."""
     import ray
 
-    names = {node["NodeID"]: node["Labels"]["stoker.host"] for node in ray.nodes()}
+    names = {node["NodeID"]: node["Labels"][HOST] for node in ray.nodes()}
     return {names[node]: count for node, count in train.figures()["tasks_by_node"].items()}
 
 
@@ -198,6 +200,60 @@ def cached() -> dict[str, Any]:
     return found
 
 
+def drained(nodes: RayNodes) -> dict[str, Any]:
+    """The cluster announces that it takes a host away, and later does."""
+    import ray
+
+    number = nodes.start("spot")
+    name = f"spot-{number}"
+    (node,) = (n["NodeID"] for n in ray.nodes() if n["Labels"][HOST] == name)
+    # Enough steps for a host that starts slowly.
+    config = job({"records": DRAINED_RECORDS, "ms": 2}, batch=50, block=50, preprocess_on=["cpu", "spot"])
+    train = Train(config)
+    steps, ids, events = train.steps("train", 0), list[int](), list[dict[str, Any]]()
+
+    def step_until(true: Callable[[], Any]) -> bool:
+        def step() -> Any:
+            ids.extend(next(steps))
+            events.extend(ray.get(train.coordinator.drain.remote(), timeout=120))
+            return true()
+
+        return bool(until(step))
+
+    found: dict[str, Any] = {"used": step_until(lambda: made_by(train).get(name, 0) > 4)}
+    ray_command(nodes, "drain-node", f"--node-id={node}", "--reason=DRAIN_NODE_REASON_PREEMPTION",
+                "--reason-message=spot", "--deadline-remaining-seconds=120")  # fmt: skip
+    found["noted"] = step_until(lambda: any("about to be taken away" in e.get("text", "") for e in events))
+    found["emptied"] = bool(until(lambda: not chain_workers_on(nodes, node)))
+    made, at = made_by(train)[name], sum(made_by(train).values())
+    found["others"] = step_until(lambda: sum(made_by(train).values()) > at + 20)
+    found["more"] = made_by(train)[name] - made
+    nodes.lose(number)
+    for step in steps:
+        ids.extend(step)
+    found["books"] = train.reconcile("train", 0, ids)
+    found["each_once"] = len(ids) == len(set(ids)) == DRAINED_RECORDS
+    found["again"] = train.events("work_repeated")
+    train.close()
+    return found
+
+
+def ray_command(nodes: RayNodes, *words: str) -> None:
+    """Ray's own command line, on this cluster."""
+    done = subprocess.run(
+        ["ray", *words, f"--address={nodes.gcs}"],
+        env=nodes.environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def chain_workers_on(nodes: RayNodes, node: str) -> list[Any]:
+    from ray.util.state import list_actors
+
+    alive = list_actors(nodes.dashboard, filters=[("node_id", "=", node), ("state", "=", "ALIVE")])
+    return [actor for actor in alive if "MapWorker" in actor.class_name]
+
+
 def late_and_lost(nodes: RayNodes) -> dict[str, Any]:
     """A fourth host joins a running job; another job may preprocess only there, and it leaves."""
     import ray
@@ -240,6 +296,7 @@ def main() -> None:
         "slow_sample": slow_sample,
         "lost_server": lost_server,
         "cached": cached,
+        "drained": lambda: drained(nodes),
         "hosts": lambda: late_and_lost(nodes),
     }
     try:
