@@ -74,3 +74,13 @@ def test_a_first_record_that_ends_its_process_does_not_end_the_head(
     data = open_data(config("holes:FirstKills"))
     assert data.chains["train"].schemas == ()
     assert [sorted(schema.columns) for schema in data.chains["val"].schemas] == [["__id", "x0", "x1", "y"]]
+
+
+def test_a_chain_that_other_processes_cannot_load_does_not_end_the_head(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray ends a process that cancels a task while its error arrives; so none is cancelled."""
+    monkeypatch.setattr("ray.cancel", lambda *_, **__: pytest.fail("cancelled"))
+    data = open_data(config("holes:OnlyHere"))
+    assert data.chains["train"].schemas == ()
+    assert data.chains["val"].schemas
