@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher import databricks, ray_jobs, runs
+from launcher import ray_jobs, runs
 from launcher.backends.local import PROCESS_FILE, PastRun
 from launcher.job import COMMAND, Job
 from stoker import figures
+from stoker.bootstrap.copies import Copies
 from stoker.bootstrap.raynode import end_with_parent
 from stoker.errors import UsageError
 from stoker.place import PACKAGE_VARIABLE, STOP_FILE
@@ -169,7 +170,7 @@ class NotebookRun:
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._copies = None
         if request.lasting is not None:
-            self._copies = databricks.Copies(request.run_dir, request.lasting, self._lines.put)
+            self._copies = Copies({request.run_dir: request.lasting}, self._lines.put)
             self._copies.start()
         # A read in this thread would lose what it has when the cell is interrupted.
         threading.Thread(target=self._read, name="lines", daemon=True).start()
@@ -237,14 +238,13 @@ class NotebookRun:
         run_dir = request.lasting or request.run_dir
         if self._copies is not None and refused:
             self._copies.stop()
-            shutil.rmtree(self._copies.target, ignore_errors=True)
+            shutil.rmtree(run_dir, ignore_errors=True)
         elif self._copies is not None:
-            try:
-                self._copies.finish()
-                shutil.rmtree(request.run_dir, ignore_errors=True)
-            except OSError as problem:
+            if problem := self._copies.finish():
                 run_dir, code = request.run_dir, code or 1
-                error = f"{request.lasting}: cannot be written ({problem.strerror}); the run is in {run_dir}"
+                error = f"{problem}; the run is in {run_dir}"
+            else:
+                shutil.rmtree(request.run_dir, ignore_errors=True)
         if self.staged is not None:
             shutil.rmtree(self.staged, ignore_errors=True)
         if refused:

@@ -16,8 +16,8 @@ HEAD = """# Soak tests
 
 Last run on {day}, commit `{commit}`, {cores} cores.
 
-| test | result | seconds |
-|---|---|---|
+| test | cases | result | seconds |
+|---|---|---|---|
 """
 
 
@@ -44,14 +44,17 @@ def storms(file: Path) -> str:
 
 
 def main(target: str, *results: str) -> None:
-    """Laptop: write the table of a run from the pytest reports."""
-    rows = []
+    """Laptop: write the table of a run from the pytest reports: a row per test and per case that failed."""
+    found: dict[tuple[str, str], list[float]] = {}
     for file in (name for name in results if name.endswith(".xml")):
         for case in ET.parse(file).iter("testcase"):  # noqa: S314 - pytest wrote it
             kinds = {child.tag for child in case}
             ended = next((kind for kind in ("failure", "error", "skipped") if kind in kinds), "passed")
             module = (case.get("classname") or "").removeprefix("tests.")
-            rows.append(f"| {module}: {case.get('name')} | {ended} | {float(case.get('time') or 0):.0f} |")
+            name = case.get("name") or ""
+            test = f"{module}: {name.partition('[')[0] if ended == 'passed' else name}"
+            found.setdefault((test, ended), []).append(float(case.get("time") or 0))
+    rows = [f"| {test} | {len(s)} | {ended} | {sum(s):.0f} |" for (test, ended), s in found.items()]
     command = ["git", "rev-parse", "--short", "HEAD"]
     asked = subprocess.run(command, capture_output=True, text=True)
     head = HEAD.format(day=date.today().isoformat(), commit=asked.stdout.strip(), cores=os.cpu_count())

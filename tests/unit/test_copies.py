@@ -1,8 +1,10 @@
-"""The head copies the run's files to where its users find them, during the run and at its end."""
+"""A run's files are copied to where its users find them, during the run and at its end."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,23 +13,33 @@ from stoker.bootstrap.copies import Copies
 from stoker.place import Outcome
 
 
-def test_files_appear_while_they_are_open_and_are_whole_at_the_end(tmp_path: Path) -> None:
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stoker.bootstrap.copies.EVERY_S", 0.01)
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_files_appear_while_they_are_open_and_are_whole_at_the_end(tmp_path: Path, often: None) -> None:
     run, copy, board = tmp_path / "run", tmp_path / "copy", tmp_path / "board"
     (run / "tensorboard").mkdir(parents=True)
-    copied = threading.Event()
 
     def work() -> Outcome:
         with (run / "events.jsonl").open("w", buffering=1) as events:
             events.write("first\n")
             (run / "tensorboard" / "events.out").write_text("scalars")
             (run / ".summary.json").write_text("a draft")
-            while not (board / "events.out").is_file() or not (copy / "events.jsonl").is_file():
-                copied.wait(0.01)
+            until(lambda: (board / "events.out").is_file() and (copy / "events.jsonl").is_file())
             assert (copy / "events.jsonl").read_text() == "first\n"
             events.write("last\n")
         return Outcome(0)
 
-    assert Copies({run: copy, run / "tensorboard": board}).during(work, every_s=0.01) == Outcome(0)
+    assert Copies({run: copy, run / "tensorboard": board}).during(work) == Outcome(0)
     assert (copy / "events.jsonl").read_text() == "first\nlast\n"
     assert sorted(path.name for path in copy.iterdir()) == ["events.jsonl"], "neither drafts nor the board"
     assert [path.name for path in board.iterdir()] == ["events.out"]
@@ -67,3 +79,44 @@ def test_what_was_written_is_copied_though_the_work_raises(tmp_path: Path) -> No
     with pytest.raises(RuntimeError, match="stopped"):
         Copies({tmp_path / "run": tmp_path / "copy"}).during(work)
     assert (tmp_path / "copy" / "driver.log").read_text() == "refused"
+
+
+def test_what_grows_is_copied_whole_and_what_has_not_changed_is_not(tmp_path: Path) -> None:
+    source, target = tmp_path / "disk", tmp_path / "volume"
+    (source / "logs").mkdir(parents=True)
+    (source / "summary.json").write_text("{}")
+    (source / "logs/console.log").write_text("one\n")
+    copies = Copies({source: target})
+    copies.copy()
+    (target / "summary.json").write_text("as it was copied")
+    with (source / "logs/console.log").open("a") as file:
+        file.write("two\n")
+    copies.start()
+    assert copies.finish() == ""
+    assert (target / "logs/console.log").read_text() == "one\ntwo\n"
+    assert (target / "summary.json").read_text() == "as it was copied"
+    (target / "logs/console.log").unlink()
+    (target / "logs").rmdir()
+    (target / "logs").write_text("in the way")
+    (source / "logs/console.log").write_text("three\n")
+    (source / "report.html").write_text("report")
+    problem = copies.finish()
+    assert problem.startswith(f"{target}: cannot be written: ")
+    assert problem.endswith(("File exists", "Not a directory"))
+    assert (target / "report.html").read_text() == "report", "one file does not keep the others"
+
+
+def test_storage_that_fails_for_a_while_is_told_once(tmp_path: Path, often: None) -> None:
+    source = tmp_path / "disk"
+    source.mkdir()
+    (source / "summary.json").write_text("{}")
+    (tmp_path / "volume").write_text("not yet a folder")
+    told: list[str] = []
+    copies = Copies({source: tmp_path / "volume" / "run"}, told.append)
+    copies.start()
+    until(lambda: bool(told))
+    (tmp_path / "volume").unlink()
+    until(lambda: (tmp_path / "volume/run/summary.json").is_file())
+    assert copies.finish() == ""
+    (line,) = told
+    assert "cannot be written: " in line and "trying again" in line

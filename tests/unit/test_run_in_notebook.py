@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -102,57 +101,6 @@ def test_on_a_volume_files_that_grow_stay_on_the_drivers_disk(
         request.lasting / "model",
     )
     assert place.synced, "checkpoints are written file by file, not renamed into place"
-
-
-def test_what_grows_is_copied_whole_and_what_has_not_changed_is_not(tmp_path: Path) -> None:
-    source, target = tmp_path / "disk", tmp_path / "volume"
-    (source / "logs").mkdir(parents=True)
-    (source / "summary.json").write_text("{}")
-    (source / "logs/console.log").write_text("one\n")
-    said: list[str] = []
-    copies = databricks.Copies(source, target, said.append)
-    copies.copy()
-    (target / "summary.json").write_text("as it was copied")
-    with (source / "logs/console.log").open("a") as file:
-        file.write("two\n")
-    copies.start()
-    copies.finish()
-    assert (target / "logs/console.log").read_text() == "one\ntwo\n"
-    assert (target / "summary.json").read_text() == "as it was copied"
-    (target / "logs/console.log").unlink()
-    (target / "logs").rmdir()
-    (target / "logs").write_text("in the way")
-    (source / "logs/console.log").write_text("three\n")
-    (source / "report.html").write_text("report")
-    with pytest.raises(OSError, match=r"File exists|Not a directory"):
-        copies.finish()
-    assert (target / "report.html").read_text() == "report", "one file does not keep the others"
-
-
-def test_a_volume_that_fails_for_a_while_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(databricks, "COPY_EVERY_S", 0.01)
-    source = tmp_path / "disk"
-    source.mkdir()
-    (source / "summary.json").write_text("{}")
-    (tmp_path / "volume").write_text("not yet a folder")
-    said: list[str] = []
-    copies = databricks.Copies(source, tmp_path / "volume" / "run", said.append)
-    copies.start()
-    until(lambda: bool(said))
-    (tmp_path / "volume").unlink()
-    until(lambda: (tmp_path / "volume/run/summary.json").is_file())
-    copies.finish()
-    (line,) = said
-    assert "cannot be written now" in line
-
-
-def until(true: Any) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_outside_databricks_and_where_the_job_says_otherwise_mlflow_is_as_configured(
