@@ -289,15 +289,33 @@ for batch in DataLoader(list(range(8)), batch_size=2):
 """
 
 
+def run_script(text: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    command = [sys.executable, "-c", text]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
+
+
 def test_a_script_keeps_its_handler_of_sigterm() -> None:
     """Which it may have set before the first batch, when the loader connects to Ray."""
-    address = ray.get_runtime_context().gcs_address
-    done = subprocess.run(
-        [sys.executable, "-c", SAVES],
-        env=os.environ | {"RAY_ADDRESS": address},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
+    done = run_script(SAVES)
     assert (done.returncode, done.stdout.split("\n")[:2]) == (7, ["[0, 1]", "saved"]), done.stderr
     assert "SIGTERM received" not in done.stderr, "no stacks of Ray's threads"
+
+
+LEAVES = """
+import atexit, threading
+import ray
+from stoker import DataLoader
+
+# Between the loader's and Ray's own: functions run in reverse order.
+atexit.register(lambda: print([thread.name for thread in threading.enumerate() if thread.daemon]))
+batches = iter(DataLoader(list(range(10_000)), batch_size=2))
+print(next(batches).tolist())
+"""
+
+
+def test_a_script_that_leaves_within_a_pass_ends_its_thread_before_ray_is_gone() -> None:
+    """It drops references to blocks, and Ray ends a process that does so while it disconnects."""
+    done = run_script(LEAVES)
+    assert (done.returncode, done.stdout.split("\n")[0]) == (0, "[0, 1]"), done.stderr
+    assert "stoker-batches" not in done.stdout.split("\n")[1]

@@ -73,7 +73,29 @@ def test_a_failure_comes_after_the_steps_before_it() -> None:
     feed.end()
 
 
-def test_what_is_loaded_is_taken_and_the_pass_ends_while_the_coordinator_is_silent() -> None:
+class EndsLate(Answering):
+    """Its fetches end a while after the pass has."""
+
+    def _fetch(self, portion: Any, produced: float) -> Any:
+        while portion > 2 and not self._over:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        return SimpleNamespace(step=portion)
+
+
+def test_a_pass_that_is_over_has_no_thread_that_could_still_drop_a_block() -> None:
+    """Ray ends a process that does so while it disconnects."""
+    before = set(threading.enumerate())
+    feed = EndsLate(57)
+    assert [feed.take().step for _ in range(3)] == [0, 1, 2]  # type: ignore[union-attr]
+    feed.end()
+    assert set(threading.enumerate()) <= before
+
+
+def test_what_is_loaded_is_taken_and_the_pass_ends_while_the_coordinator_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("stoker.data.feed.feed.END_S", 0.1)
     feed = Answering(100, silent_from=1)
     taken = [feed.take()]
     while not feed.silent.wait(0.05):  # it asks again once there is room

@@ -11,6 +11,7 @@ A maker has five methods, all called in the script's thread:
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import queue
@@ -32,6 +33,8 @@ from stoker.loader.work import Failed, LoaderChain, LoaderSource, Made, opened, 
 
 ANSWER_S = 60.0
 """Deadline of a call to the service, which answers within seconds."""
+END_S = 5.0
+"""Deadline for the thread of a pass to end when the script exits."""
 SECONDS_AHEAD = 3.0
 """Work to submit ahead, in seconds of all chain workers."""
 GROUP_S = 0.1
@@ -142,6 +145,7 @@ class Puller:
         )
         self._thread = threading.Thread(target=self._run, name="stoker-batches", daemon=True)
         self._thread.start()
+        atexit.register(self._finish)
 
     @property
     def alive(self) -> bool:
@@ -159,6 +163,11 @@ class Puller:
             self._over = True
             self._changed.notify_all()
 
+    def _finish(self) -> None:
+        """At the script's exit, before it disconnects from Ray: see `Prefetcher.end`."""
+        self.close()
+        self._thread.join(END_S)
+
     def _run(self) -> None:
         try:
             if self._device is not None:
@@ -169,6 +178,7 @@ class Puller:
             self._give((0, 0), "failed", where_raised(error))
         finally:
             self._end()
+            atexit.unregister(self._finish)
 
     def _end(self) -> None:
         import ray

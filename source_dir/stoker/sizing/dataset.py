@@ -149,6 +149,7 @@ def run_dataset(dataset: Any, seconds: float, cores: int) -> tuple[list[Any], di
             raise UsageError(f"size: the dataset failed: {explain(error)}") from error
     finally:
         timer.cancel()
+        timer.join()  # nothing of Ray may be in use when this process disconnects
         execution.shutdown()
     if not rows and over.is_set():
         raise UsageError(

@@ -29,6 +29,8 @@ FETCHERS = 2
 LEAST_BATCHES, MOST_BATCHES = 2, 512
 ASKED_AT_ONCE = 8
 """Maximum steps per call to the coordinator: a call costs about a millisecond of CPU."""
+END_S = 5.0
+"""Deadline for the threads of a pass to end."""
 
 
 class PrefetchLimit(NamedTuple):
@@ -161,9 +163,12 @@ class Prefetcher:
         fetchers = owner.collator.at_once if owner.collator else FETCHERS
         self._limit = LEAST_BATCHES + fetchers
         self._over = self._ended = False
-        for number in range(fetchers):
-            name = f"feed-{owner.split}-{number}"
-            threading.Thread(target=self._work, name=name, daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"feed-{owner.split}-{number}", daemon=True)
+            for number in range(fetchers)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def take(self) -> Loaded | None:
         """The next step's batch; None after the last, or when this pass has ended.
@@ -204,11 +209,18 @@ class Prefetcher:
         self._limit = max(LEAST_BATCHES, min(wanted, room, MOST_BATCHES))
 
     def end(self) -> None:
-        """Stop: the loop needs no more batches."""
+        """Stop: the loop needs no more batches.
+
+        Waits up to `END_S` for the threads: one that drops a reference to a block while this process
+        disconnects from Ray would end the process, with Ray's exit code.
+        """
         with self._changed:
             self._over = True
             self._loaded.clear()
             self._changed.notify_all()
+        deadline = time.monotonic() + END_S
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0))
         self.owner.transport.finish_pass()
 
     def _work(self) -> None:
