@@ -31,6 +31,7 @@ class Answering(Prefetcher):
             times=StepTimes(),
             transport=SimpleNamespace(finish_pass=lambda: None),
             collator=None,
+            join_s=0.0,
         )
         super().__init__(owner)
 
@@ -87,15 +88,13 @@ def test_a_pass_that_is_over_has_no_thread_that_could_still_drop_a_block() -> No
     """Ray ends a process that does so while it disconnects."""
     before = set(threading.enumerate())
     feed = EndsLate(57)
+    feed.owner.join_s = 60.0
     assert [feed.take().step for _ in range(3)] == [0, 1, 2]  # type: ignore[union-attr]
     feed.end()
     assert set(threading.enumerate()) <= before
 
 
-def test_what_is_loaded_is_taken_and_the_pass_ends_while_the_coordinator_is_silent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("stoker.data.feed.feed.END_S", 0.1)
+def test_what_is_loaded_is_taken_and_the_pass_ends_while_the_coordinator_is_silent() -> None:
     feed = Answering(100, silent_from=1)
     taken = [feed.take()]
     while not feed.silent.wait(0.05):  # it asks again once there is room

@@ -18,7 +18,7 @@ from stoker.errors import UsageError
 from stoker.loader import cluster
 from stoker.loader.adoption import adopt, follow_accelerate
 from stoker.loader.iterator import ClusterIterator, Quarantine
-from stoker.loader.makers import ClusterMaker, ProcessMaker, register
+from stoker.loader.makers import ClusterMaker, ProcessMaker, end_passes_before_ray, register
 from stoker.loader.work import LoaderWork
 
 HERE_VARIABLE = "STOKER_LOADER"
@@ -130,6 +130,7 @@ class DataLoader(TorchDataLoader[Any]):
         import ray
 
         cluster.connect(self.address)
+        end_passes_before_ray()
         try:
             return self._cluster_maker(pages)
         except ray.exceptions.RayActorError:

@@ -12,14 +12,17 @@ A maker has five methods, all called in the script's thread:
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import logging
 import queue
 import secrets
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -33,8 +36,8 @@ from stoker.loader.work import Failed, LoaderChain, LoaderSource, Made, opened, 
 
 ANSWER_S = 60.0
 """Deadline of a call to the service, which answers within seconds."""
-END_S = 5.0
-"""Deadline for the thread of a pass to end when the script exits."""
+END_S = 10.0
+"""Deadline for the threads of open passes to end before the script disconnects from Ray."""
 SECONDS_AHEAD = 3.0
 """Work to submit ahead, in seconds of all chain workers."""
 GROUP_S = 0.1
@@ -144,8 +147,8 @@ class Puller:
             timeout_s=600.0,
         )
         self._thread = threading.Thread(target=self._run, name="stoker-batches", daemon=True)
+        _PULLERS.add(self)
         self._thread.start()
-        atexit.register(self._finish)
 
     @property
     def alive(self) -> bool:
@@ -163,10 +166,17 @@ class Puller:
             self._over = True
             self._changed.notify_all()
 
-    def _finish(self) -> None:
-        """At the script's exit, before it disconnects from Ray: see `Prefetcher.end`."""
+    def interrupt(self) -> None:
+        """Script: stop, and end what the thread waits for."""
         self.close()
-        self._thread.join(END_S)
+        self._end()
+        with suppress(queue.Empty):
+            while True:
+                self.arrived.get_nowait()
+
+    def join(self, seconds: float) -> None:
+        """Script: wait for the end of the thread."""
+        self._thread.join(seconds)
 
     def _run(self) -> None:
         try:
@@ -178,7 +188,6 @@ class Puller:
             self._give((0, 0), "failed", where_raised(error))
         finally:
             self._end()
-            atexit.unregister(self._finish)
 
     def _end(self) -> None:
         import ray
@@ -227,6 +236,38 @@ class Puller:
             self.slots, notes = ray.get(self._service.state.remote(), timeout=ANSWER_S)
             for note in notes:
                 logging.getLogger("stoker").warning("stoker.DataLoader: %s", note)
+
+
+_PULLERS: weakref.WeakSet[Puller] = weakref.WeakSet()
+
+
+def end_passes() -> None:
+    """Script: end the threads of all open passes.
+
+    Ray ends a process in which a thread drops a reference while it disconnects.
+    """
+    running = [puller for puller in list(_PULLERS) if puller.alive]  # none in a fork of the script
+    for puller in running:
+        puller.interrupt()
+    deadline = time.monotonic() + END_S
+    for puller in running:
+        puller.join(max(deadline - time.monotonic(), 0))
+
+
+@functools.cache
+def end_passes_before_ray() -> None:
+    """Script, connected: whether it exits or calls `ray.shutdown`."""
+    import ray
+
+    shutdown = ray.shutdown
+
+    @functools.wraps(shutdown)
+    def ending(*arguments: Any, **options: Any) -> None:
+        end_passes()
+        shutdown(*arguments, **options)
+
+    ray.shutdown = ending
+    atexit.register(end_passes)
 
 
 def pin(made: Made | Failed) -> Made | Failed:

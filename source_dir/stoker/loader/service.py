@@ -230,6 +230,7 @@ class LoaderService(Production):
             self._job_of.pop(key, None)
             if self.attempt is not None:
                 self.attempt.close(key)
+            self.ready.notify_all()
 
     def item_ended(self, ticket: int) -> None:
         """Called by chain workers; wakes scripts that wait for the end of a worker."""

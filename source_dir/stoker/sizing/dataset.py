@@ -135,6 +135,7 @@ def run_dataset(dataset: Any, seconds: float, cores: int) -> tuple[list[Any], di
         for reference in execution.blocks():
             if not rows:
                 timer.cancel()
+                timer.join()
                 timer = threading.Timer(seconds, end)
                 timer.start()
             block = BlockAccessor.for_block(ray.get(reference))

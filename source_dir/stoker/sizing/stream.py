@@ -14,6 +14,8 @@ from stoker.data.sources.base import Source
 from stoker.data.transport.client import open_transport
 from stoker.schema import Config
 
+JOIN_S = 10.0
+
 
 def one_pass(
     config: Config, source: Source, chain: list[Any], device: Any
@@ -51,6 +53,7 @@ def pass_over(config: Config, data: Data, device: Any) -> Iterator[EpochFeed]:
             transport=open_transport(coordinator, config.data, device),
             prefetch=PrefetchLimit.of(config.data),
             stall_timeout_s=config.data.stall_timeout_s,
+            join_s=JOIN_S,
         )
     finally:
         ray.kill(coordinator)

@@ -29,8 +29,6 @@ FETCHERS = 2
 LEAST_BATCHES, MOST_BATCHES = 2, 512
 ASKED_AT_ONCE = 8
 """Maximum steps per call to the coordinator: a call costs about a millisecond of CPU."""
-END_S = 5.0
-"""Deadline for the threads of a pass to end."""
 
 
 class PrefetchLimit(NamedTuple):
@@ -92,6 +90,9 @@ class EpochFeed(Feed):
     prefetch: PrefetchLimit
     stall_timeout_s: float
     first_step: int = 0
+    join_s: float = 0.0
+    """How long to wait for its threads when the pass ends. A process that disconnects from Ray after it needs
+    that: Ray ends it if a thread then drops a reference to a block."""
     keep_keys: bool = False
     collator: Collator | None = None
     """Makes batches on CPU hosts, for a recipe with `collate`."""
@@ -209,16 +210,12 @@ class Prefetcher:
         self._limit = max(LEAST_BATCHES, min(wanted, room, MOST_BATCHES))
 
     def end(self) -> None:
-        """Stop: the loop needs no more batches.
-
-        Waits up to `END_S` for the threads: one that drops a reference to a block while this process
-        disconnects from Ray would end the process, with Ray's exit code.
-        """
+        """Stop: the loop needs no more batches."""
         with self._changed:
             self._over = True
             self._loaded.clear()
             self._changed.notify_all()
-        deadline = time.monotonic() + END_S
+        deadline = time.monotonic() + self.owner.join_s
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0))
         self.owner.transport.finish_pass()
