@@ -14,6 +14,8 @@ from benchmarks.storm.watch import Sample
 WARM_S, LEAST_S = 60.0, 180.0
 """Memory counts from so long after a launch; launches that are shorter than that say nothing."""
 GROWTH_MB_PER_MIN = 5.0
+LASTING = 0.8
+"""A process that is in so many of a launch's samples counts."""
 
 
 def compare_traces(folder: Path, expected: list[str]) -> tuple[list[str], Counter[int], Counter[int]]:
@@ -74,9 +76,9 @@ def compare_weights(run_dir: Path, reference: Path) -> list[str]:
 def growth(samples: list[Sample], commands: dict[int, str]) -> list[dict[str, Any]]:
     """Laptop: the course of the memory of each host in each launch that was long enough, and of the storm.
 
-    Only processes that live all the time count: chain workers come and go on the head, too. The slope is that
-    of Theil and Sen: the median of the slopes between halves, which single peaks do not bend. `commands`
-    names the processes.
+    Only processes that are there nearly all the time count, while they all are: chain workers come and go on
+    the head, too, and a launch ends one process at a time. The slope is that of Theil and Sen: the median of
+    the slopes between halves, which single peaks do not bend. `commands` names the processes.
     """
     rows = []
     for name in sorted({name for sample in samples for name in sample.used_mb}):
@@ -86,8 +88,12 @@ def growth(samples: list[Sample], commands: dict[int, str]) -> list[dict[str, An
             found = [s for s in found if s.at - found[0].at > WARM_S]
             if len(found) < 10 or found[-1].at - found[0].at < LEAST_S:
                 continue
-            lasting = found[0].used_mb[name].keys() & found[-1].used_mb[name].keys()
-            points = [(s.at, sum(s.used_mb[name].get(p, 0.0) for p in lasting)) for s in found]
+            there = Counter(process for sample in found for process in sample.used_mb[name])
+            lasting = {process for process, times in there.items() if times >= LASTING * len(found)}
+            found = [s for s in found if lasting <= s.used_mb[name].keys()]
+            if not lasting or len(found) < 10:
+                continue
+            points = [(s.at, sum(s.used_mb[name][p] for p in lasting)) for s in found]
             half = len(points) // 2
             pairs = zip(points[:half], points[-half:], strict=True)
             slope = statistics.median((b[1] - a[1]) / (b[0] - a[0]) * 60 for a, b in pairs)
@@ -99,15 +105,17 @@ def growth(samples: list[Sample], commands: dict[int, str]) -> list[dict[str, An
                     "first_mb": round(statistics.median(mb for _, mb in points[:5])),
                     "last_mb": round(statistics.median(mb for _, mb in points[-5:])),
                     "mb_per_min": round(slope, 2),
-                    "most": _most(found[0].used_mb[name], found[-1].used_mb[name], commands),
+                    "most": _most(lasting, found[0].used_mb[name], found[-1].used_mb[name], commands),
                 }
             )
     return rows
 
 
-def _most(first: dict[int, float], last: dict[int, float], commands: dict[int, str]) -> dict[str, float]:
+def _most(
+    lasting: set[int], first: dict[int, float], last: dict[int, float], commands: dict[int, str]
+) -> dict[str, float]:
     """The three processes that grew most, in MB."""
-    grown = sorted(((last[p] - first[p], p) for p in first.keys() & last.keys()), reverse=True)[:3]
+    grown = sorted(((last[p] - first[p], p) for p in lasting), reverse=True)[:3]
     return {f"{commands.get(process, '')} ({process})": round(mb, 1) for mb, process in grown}
 
 

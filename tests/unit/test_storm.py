@@ -78,6 +78,8 @@ def test_memory_that_grows_is_a_problem_that_names_the_process(mb_per_min: float
         used = {7: 900 + mb_per_min * at / 60 + noise.uniform(-20, 20)}
         if at > 400:
             used[8] = 300.0  # a process that came later is no growth
+        if at > 880:
+            del used[7]  # the launch ends, one process after the other
         samples.append(Sample(at, 1, at, {"algo-1": used}))
     problems = verdict.memory_problems(verdict.growth(samples, {7: "raylet --port", 8: "ray::Chain"}))
     assert (problems == []) is flat
