@@ -35,6 +35,8 @@ from stoker.training.work import RecipeWork, Work
 
 POLL_S = 0.2
 STOP_DEADLINE_S = 90.0
+ANSWER_S = 120.0
+"""Deadline of a call to the coordinator, which may still be starting on a busy host."""
 
 _stop_reason = ""
 _stop_code = 143
@@ -186,7 +188,7 @@ def follow(fit: Fit, coordinator: Any, tracking: Tracking, scaling: CpuHostsConf
     next_hosts = time.monotonic() + 2
     while True:
         alive = fit.alive
-        events = ray.get(coordinator.drain.remote(), timeout=60)
+        events = ray.get(coordinator.drain.remote(), timeout=ANSWER_S)
         tracking.take(events)
         fit.complete = fit.complete or any(event["event"] == "complete" for event in events)
         if not alive:

@@ -85,7 +85,8 @@ def test_ranks_under_torchrun_share_one_cluster_and_leave_nothing() -> None:
 
     before = folders()  # a killed run leaves its own
     started = run("ranks.py", how=("-m", "torch.distributed.run", "--nproc-per-node=2"))
-    names = [name for process in started if (name := COMMANDS.get(process.pid, ""))]
+    # A child has its parent's command line until it executes its own.
+    names = {name for process in started if (name := COMMANDS.get(process.pid, ""))}
     assert sum("raylet/raylet" in name for name in names) == 1, names
     assert ended(started)
     assert folders() <= before

@@ -37,6 +37,8 @@ class Paced(Digits):
     def training_step(self, model, batch):
         if model.training and not Path(self.go).exists():
             time.sleep(0.5)
+        while Path(self.go).with_name("hold").exists():
+            time.sleep(0.1)
         return super().training_step(model, batch)
 
 class Broken(Digits):
@@ -156,9 +158,11 @@ def test_a_requeued_job_of_gpu_and_cpu_nodes_resumes_and_trains_every_record_onc
 
     slurm.run("scontrol", "update", f"JobId={job.job}", "StartTime=now")  # Slurm would wait for two minutes
     job.wait_for_line("resumed from")
+    (hold := project / "hold").touch()
     kill_task_on("cpu-1", job.job)
     job.wait_for_line("host lost: cpu-1")
     go.touch()
+    hold.unlink()
     assert job.code() == 0
     summary = job.summary
     assert (summary["status"], summary["backend"], summary["epochs"]) == ("succeeded", "slurm", 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import requests
+
+from stoker.bootstrap.raynode import free_port
 
 START_S = 300.0
 
@@ -23,9 +24,7 @@ class MlflowServer:
             served: it hands out artefacts itself; else clients use the folder, as they use a cloud's storage.
         """
         self.folder, self.served = folder, served
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.uri = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -13,6 +13,7 @@ import yaml
 
 from stoker import checks, driver
 from stoker.bootstrap import forks
+from stoker.bootstrap.raynode import MISSED_DEADLINE, STARTS
 from stoker.config import load
 from stoker.errors import UsageError
 from stoker.place import Place
@@ -30,7 +31,14 @@ def one_cluster() -> Iterator[None]:
     forks.use_forks()
     import ray
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    for start in range(1, STARTS + 1):
+        try:
+            ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+            break
+        except Exception as error:
+            ray.shutdown()
+            if MISSED_DEADLINE not in str(error) or start == STARTS:
+                raise
     del os.environ[forks.SOCKET_VARIABLE]
     try:
         yield

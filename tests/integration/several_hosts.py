@@ -207,8 +207,9 @@ def drained(nodes: RayNodes) -> dict[str, Any]:
     number = nodes.start("spot")
     name = f"spot-{number}"
     (node,) = (n["NodeID"] for n in ray.nodes() if n["Labels"][HOST] == name)
-    # Enough steps for a host that starts slowly.
-    config = job({"records": DRAINED_RECORDS, "ms": 2}, batch=50, block=50, preprocess_on=["cpu", "spot"])
+    # Enough steps for a host that starts slowly, and for what is asked of Ray meanwhile.
+    config = job({"records": DRAINED_RECORDS, "ms": 5}, batch=50, block=50, preprocess_on=["cpu", "spot"])
+    chain_workers_on(nodes, node)  # imports what asks
     train = Train(config)
     steps, ids, events = train.steps("train", 0), list[int](), list[dict[str, Any]]()
 

@@ -18,7 +18,7 @@ from fakes.autoscaled import autoscaled
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600
 PRICES = {"usd_per_hour": 0.36, "rest_usd_per_hour": 36.0}
-FAST_MS, SLOW_MS = "150", "500"
+FAST_MS, SLOW_MS = "250", "1000"
 
 
 class Scene:
@@ -66,16 +66,21 @@ def test_hosts_come_with_the_need_and_leave_after_it(tmp_path: Path) -> None:
             environment,
             tmp_path,
             recipe="phases:Phases",
-            # 107 records/s need 5 CPUs, of which the head has 2; later these are enough for 32.
+            # 128 records/s need 5 CPUs, of which the head has 2; later these are enough for 32.
             params={"records": 1_000_000, "ms": 40, "kb": 200},
-            train={"epochs": 1, "batch_size": 16},
+            train={"epochs": 1, "batch_size": 32},
             cluster={"cpu_hosts": {"max": 5, "release_after_s": 5, **PRICES}},
         )
         try:
             job.wait_for(lambda: len(job.events("host_joined")) > 1)
             job.pace.write_text(SLOW_MS)
             # While training goes on, Ray Train's own request for a CPU may keep one of them.
-            job.wait_for(lambda: len(job.events("host_released")) >= len(job.events("host_joined")) - 1)
+            job.wait_for(
+                lambda: (
+                    job.events("cpu_hosts")[-1]["count"] == 0
+                    and len(job.events("host_released")) >= len(job.events("host_joined")) - 1
+                )
+            )
             job.process.send_signal(signal.SIGTERM)
             assert job.process.wait(timeout=LIMIT_S) == 143, job.output.read_text()
         finally:

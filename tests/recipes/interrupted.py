@@ -74,7 +74,8 @@ class Interrupted(Counting):
             how, _, step = self.ends[start].partition("@")
             if done == int(step):
                 _wait_for_a_checkpoint(Path(self.process).parent)
-                _wait_for_the_log(Path(self.process).parent, start)
+                lost = sum(end.startswith("worker") for end in self.ends[:start])
+                _wait_for_the_log(Path(self.process).parent, start, lost)
                 _end(how, self.process)
 
 
@@ -95,11 +96,12 @@ def _wait_for_a_checkpoint(run_dir: Path) -> None:
         time.sleep(0.05)
 
 
-def _wait_for_the_log(run_dir: Path, starts: int) -> None:
+def _wait_for_the_log(run_dir: Path, starts: int, lost: int) -> None:
     """Else nobody may know that this start went on where an earlier one ended."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
-        if (run_dir / "events.jsonl").read_text().count('"event": "resumed"') >= starts:
+        log = (run_dir / "events.jsonl").read_text()
+        if log.count('"event": "resumed"') >= starts and log.count('"event": "recovered"') >= lost:
             return
         time.sleep(0.05)
 

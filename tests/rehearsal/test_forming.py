@@ -77,7 +77,7 @@ def test_min_cpu_hosts_goes_on_and_takes_who_comes_later(rehearse: Rehearse) -> 
         "rehearsal.hosts=gpu=1,cpu=2",
         "rehearsal.join_delay={algo-2: never, algo-3: never}",
         "rehearsal.faults=['start:algo-2@/continuing without/']",
-        "cluster.join_timeout_s=15",
+        "cluster.join_timeout_s=25",
         "cluster.min_cpu_hosts=0",
         tasks=12,
         task_s=0.3,

@@ -22,7 +22,7 @@ from stoker.bootstrap.topology import Topology, label
 from stoker.place import BACKEND_VARIABLE, PACKAGE_VARIABLE, RUN_DIR_VARIABLE, TOKEN_FILE, local_place
 from stoker.schema import Config
 
-REPORT_EVERY_S = 5.0
+REPORT_EVERY_S, CONNECT_S = 5.0, 5.0
 LOOPBACK = "127.0.0.1"
 RAY_LOG = Path(tempfile.gettempdir()) / "stoker-ray.log"
 
@@ -307,7 +307,8 @@ def reach_head(
         check()
         try:
             address = socket.gethostbyname(topology.head)
-            return address, Lifeline(address, port, topology.host, token)
+            left = min(CONNECT_S, max(deadline - time.monotonic(), 0.5))
+            return address, Lifeline(address, port, topology.host, token, left)
         except socket.gaierror:
             problem = f"the name {topology.head} does not resolve yet"
         except OSError as error:
@@ -319,7 +320,7 @@ def reach_head(
             reported = now
             so_far = f"{now - started:.0f} of {deadline - started:.0f} s"
             say(f"waiting for the head, {so_far}; {problem}")
-        time.sleep(pause)
+        time.sleep(min(pause, max(deadline - now, 0)))
         pause = min(2.0, pause * 1.5)
 
 
