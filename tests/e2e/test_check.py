@@ -162,17 +162,19 @@ def test_it_ends_once_it_is_sure_whatever_the_script_does_with_the_exception(tmp
 
 
 IMAGES = """
-import io, sys
+import io, sys, time
 import numpy, torch
 from helping import LENGTH
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.transforms import v2
 
+torch.set_num_threads(1)  # on busy CPUs, threads that spin for each other would make steps slow
 file = io.BytesIO()
 Image.fromarray(numpy.random.default_rng(0).integers(0, 255, (200, 200, 3), numpy.uint8)).save(file, "JPEG")
 
 def halve(image):
+    time.sleep(0.015)  # a batch takes at least eight times this, however busy the CPUs; training takes little
     return image / 2
 
 class Images(Dataset):
