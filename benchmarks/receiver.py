@@ -124,6 +124,8 @@ class Used:
 
         me = psutil.Process()
         daemon = me.parent()
+        if daemon.name() != "raylet":
+            raise RuntimeError(f"the parent of a worker is {daemon.name()}, not Ray's daemon")
         own = seconds(me) + seconds(daemon)
         others = [p for p in daemon.children(recursive=True) if p.pid != me.pid]
         return own, own + sum(map(seconds, others))
@@ -172,7 +174,8 @@ def raw() -> float:
 def measure() -> dict[str, tuple[float, float]]:
     """Medians of interleaved rounds: (received, whole host) ms per image by case."""
     found: dict[str, list[tuple[float, float]]] = {}
-    with ray_nodes(("gpu", "cpu"), cpus=1, store_mb=STORE_MB, dashboard=False) as nodes:
+    # `Used` needs the processes of each host below its own raylet.
+    with ray_nodes(("gpu", "cpu"), cpus=1, store_mb=STORE_MB, dashboard=False, forked=False) as nodes:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": nodes.token}
         import ray
 

@@ -116,6 +116,7 @@ def ray_nodes(
     cpus: int = 2,
     store_mb: int = 100,
     dashboard: bool = True,
+    forked: bool = True,
 ) -> Iterator[RayNodes]:
     """Start one node per entry, the first one the head; each carries its group as a label.
 
@@ -124,6 +125,7 @@ def ray_nodes(
         cpus: that each node offers.
         store_mb: object store of each node.
         dashboard: with a job server; without one there is less to start.
+        forked: from one process for all nodes; otherwise workers are children of their own node's raylet.
     """
     token = secrets.token_hex(32)
     scratch = Path(tempfile.mkdtemp(prefix="rn", dir="/tmp"))  # socket paths must stay short
@@ -147,7 +149,8 @@ def ray_nodes(
     )
     stack = contextlib.ExitStack()
     try:
-        nodes.environment[forks.SOCKET_VARIABLE] = stack.enter_context(fork_server(environment))
+        if forked:
+            nodes.environment[forks.SOCKET_VARIABLE] = stack.enter_context(fork_server(environment))
         for index, group in enumerate(groups):
             head = (
                 "--head", f"--port={gcs_port}",

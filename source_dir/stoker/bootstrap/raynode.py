@@ -223,12 +223,8 @@ class RayNode:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def stop(self, grace_s: float = STOP_TIMEOUT_S) -> None:
-        """Every host: stop the daemons and their tasks; kill what is left after some seconds."""
+    def processes(self) -> list[psutil.Process]:
+        """Every host: the daemons and the workers, forked ones included."""
         import psutil
 
         tree: list[psutil.Process] = []
@@ -236,6 +232,13 @@ class RayNode:
             with contextlib.suppress(psutil.NoSuchProcess):
                 root = psutil.Process(pid)
                 tree += [root, *root.children(recursive=True)]
+        return tree
+
+    def stop(self, grace_s: float = STOP_TIMEOUT_S) -> None:
+        """Every host: stop the daemons and their tasks; kill what is left after some seconds."""
+        import psutil
+
+        tree = self.processes()
         if self.alive and grace_s:
             self._process.terminate()
         if self._forks is not None:

@@ -42,7 +42,6 @@ def profile(
 
     Raises:
         UsageError: a problem in the data or the chain.
-        UsageError: the data or the chain is at fault.
     """
     from stoker.sizing.nodes import prepare
 

@@ -104,18 +104,13 @@ def measure_receiving(config: Config, columns: dict[str, Any]) -> ReceiveProfile
 def _cpu(head: RayNode, sender: RayNode) -> tuple[float, float, float, float]:
     """CPU-seconds so far: this process, the head's workers (the coordinator), its daemons, the sender."""
     workers = daemons = 0.0
-    for process in _tree(head):
+    for process in head.processes():
         seconds = _seconds(process)
         if _is_worker(process):
             workers += seconds
         else:
             daemons += seconds
-    return _seconds(psutil.Process()), workers, daemons, sum(_seconds(p) for p in _tree(sender))
-
-
-def _tree(node: RayNode) -> list[psutil.Process]:
-    root = psutil.Process(node.pid)
-    return [root, *root.children(recursive=True)]
+    return _seconds(psutil.Process()), workers, daemons, sum(map(_seconds, sender.processes()))
 
 
 def _seconds(process: psutil.Process) -> float:
