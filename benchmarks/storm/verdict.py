@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -12,7 +13,7 @@ from benchmarks.storm.job import RECORDS, STEPS, complete_lines, records_of, sta
 from benchmarks.storm.watch import Sample
 
 WARM_S, LEAST_S = 60.0, 180.0
-"""Memory counts from so long after a launch; launches that are shorter than that say nothing."""
+"""Memory counts from so long after a launch began to train; shorter ones than the second say nothing."""
 GROWTH_MB_PER_MIN = 5.0
 LASTING = 0.8
 """A process that is in so many of a launch's samples counts."""
@@ -85,7 +86,8 @@ def growth(samples: list[Sample], commands: dict[int, str]) -> list[dict[str, An
         # The storm itself does not start again with each launch.
         for launch in sorted({sample.launch for sample in samples}) if name != "storm" else [None]:
             found = [s for s in samples if name in s.used_mb and launch in (None, s.launch)]
-            found = [s for s in found if s.at - found[0].at > WARM_S]
+            trains = next((s.at for s in found if s.step != found[0].step), math.inf)
+            found = [s for s in found if s.at - trains > WARM_S]
             if len(found) < 10 or found[-1].at - found[0].at < LEAST_S:
                 continue
             there = Counter(process for sample in found for process in sample.used_mb[name])

@@ -75,12 +75,15 @@ def test_memory_that_grows_is_a_problem_that_names_the_process(mb_per_min: float
     noise = random.Random(1)
     samples = []
     for at in range(0, 900, 5):
-        used = {7: 900 + mb_per_min * at / 60 + noise.uniform(-20, 20)}
+        grown = (
+            mb_per_min * at / 60 if at > 200 else 3.0 * (at - 200)
+        )  # it loads first
+        used = {7: 900 + grown + noise.uniform(-20, 20)}
         if at > 400:
             used[8] = 300.0  # a process that came later is no growth
         if at > 880:
             del used[7]  # the launch ends, one process after the other
-        samples.append(Sample(at, 1, at, {"algo-1": used}))
+        samples.append(Sample(at, 1, max(at, 200), {"algo-1": used}))
     problems = verdict.memory_problems(verdict.growth(samples, {7: "raylet --port", 8: "ray::Chain"}))
     assert (problems == []) is flat
     assert flat or "{'raylet --port (7)': " in problems[0]
