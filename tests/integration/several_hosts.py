@@ -201,14 +201,16 @@ def cached() -> dict[str, Any]:
 
 
 def drained(nodes: RayNodes) -> dict[str, Any]:
-    """The cluster announces that it takes a host away, and later does."""
+    """The cluster announces that it takes a host away, and later does, which holds blocks that are needed."""
     import ray
 
     number = nodes.start("spot")
     name = f"spot-{number}"
     (node,) = (n["NodeID"] for n in ray.nodes() if n["Labels"][HOST] == name)
     # Enough steps for a host that starts slowly, and for what is asked of Ray meanwhile.
-    config = job({"records": DRAINED_RECORDS, "ms": 5}, batch=50, block=50, preprocess_on=["cpu", "spot"])
+    config = job(
+        {"records": DRAINED_RECORDS, "ms": 5, "kb": 32}, batch=50, block=50, preprocess_on=["cpu", "spot"]
+    )
     chain_workers_on(nodes, node)  # imports what asks
     train = Train(config)
     steps, ids, events = train.steps("train", 0), list[int](), list[dict[str, Any]]()
@@ -229,6 +231,11 @@ def drained(nodes: RayNodes) -> dict[str, Any]:
     made, at = made_by(train)[name], sum(made_by(train).values())
     found["others"] = step_until(lambda: sum(made_by(train).values()) > at + 20)
     found["more"] = made_by(train)[name] - made
+    # Its agent ends when no block is needed from it.
+    found["rescued"] = bool(until(lambda: node not in ray.get(train.coordinator.servers.remote())[1]))
+    for _ in range(3):  # with what train workers have taken before, they let go of its last blocks
+        ids.extend(next(steps))
+        train.portions.clear()
     nodes.lose(number)
     for step in steps:
         ids.extend(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from itertools import islice
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from streaming import Train
 
+from benchmarks.storm.hosts import anonymous_mb
 from stoker.errors import UsageError
 from stoker.schema import Config
 
@@ -161,3 +163,27 @@ def test_a_dataset_of_the_recipes_own_goes_on_by_rows_or_says_that_it_cannot(ray
     assert sorted(again) == sorted(whole)
     assert "epoch 1 begins again" in loose.events("note")[0]["text"]
     loose.close()
+
+
+def test_small_blocks_leave_the_coordinators_memory_once_they_were_taken(ray_cluster: None) -> None:
+    """Ray keeps the value of a small object for ever if its owner lets go of it before a borrower."""
+    config = Config.model_validate(
+        {
+            "recipe": "timed:Timed",
+            "params": {"records": 400, "kb": 6},
+            "data": {"block_records": 10},
+            "train": {"epochs": 20, "batch_size": 20},
+        }
+    )
+    train = Train(config)
+    process = train.ray.get(train.coordinator.__ray_call__.remote(lambda _: os.getpid()), timeout=120)
+    used = []
+    for epoch in range(20):
+        ids = []
+        for step in train.steps("train", epoch):
+            ids += step
+            train.portions.clear()
+        train.reconcile("train", epoch, ids)
+        used.append(anonymous_mb(process))
+    train.close()
+    assert used[-1] - used[4] < 18, "15 epochs of 2.4 MB each have passed through it"

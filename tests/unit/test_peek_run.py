@@ -22,6 +22,7 @@ from stoker.config import load
 from stoker.data.coordinator.accounting import ChainCosts
 from stoker.data.coordinator.attempt import Attempt
 from stoker.data.coordinator.cursor import about
+from stoker.data.engine.items import ReadyBlock
 from stoker.data.engine.passes import Passes, pack_work
 from stoker.data.engine.shards import Loaded, blocks_of
 from stoker.data.engine.suspects import Suspects
@@ -86,7 +87,7 @@ class Run:
         blocks = []
         for work in pack_work(shards, [False] * len(shards)):
             for columns, report in blocks_of(loaded, epoch, work):
-                attempt.deliver(stream, len(blocks), report, "")
+                attempt.deliver(stream, ReadyBlock(report, "", len(blocks)))
                 blocks.append(columns)
         attempt.produced(stream)
         assert not attempt.failure

@@ -19,6 +19,7 @@ from stoker.data.coordinator.accounting import ChainCosts, EpochAccount
 from stoker.data.coordinator.attempt import Attempt
 from stoker.data.coordinator.splitter import Splitter
 from stoker.data.coordinator.streams import Stream
+from stoker.data.engine.items import ReadyBlock
 from stoker.data.engine.passes import Passes
 from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import ChainHost, Pool
@@ -81,10 +82,10 @@ class Head:
         self.delivered: list[tuple[int, int]] = []
         deliver = self.attempt.deliver
 
-        def note(stream: Any, block: Any, report: BlockReport, node: str) -> None:
-            assert block == (report.shard, report.nth)
-            self.delivered.append(block)
-            deliver(stream, block, report, node)
+        def note(stream: Any, block: ReadyBlock) -> None:
+            assert block.reference == (block.report.shard, block.report.nth)
+            self.delivered.append(block.reference)
+            deliver(stream, block)
 
         self.attempt.deliver = note  # type: ignore[method-assign]
         self.pool = Pool()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from stoker.data.coordinator.cursor import Trail, ranges, refuse_other_data
 from stoker.data.coordinator.signals import OneTimeSignal, Pace, Signal
 from stoker.data.coordinator.splitter import Splitter
 from stoker.data.coordinator.streams import Stream
+from stoker.data.engine.items import ReadyBlock
 from stoker.data.messages import BadRecord, BlockReport, DataCursor, Plan
 from stoker.data.sources.base import record_id
 from stoker.data.sources.identity import identity_of
@@ -69,13 +70,13 @@ class Run:
             assert not self.stream.reported(report, "a"), "booked once"
             waiting += ids
             if waiting and (report.last or self.chance.random() < 0.6):
-                self.stream.arrived(waiting, len(waiting), 1, shard=shard)
+                self.stream.arrived(ReadyBlock(replace(report, rows=len(waiting)), "a", waiting))
                 waiting = []
             yield True
 
     def ids(self, rows: range) -> list[int]:
         return [
-            self.stream.blocks[s.block][0][i]
+            self.stream.blocks[s.block].reference[i]
             for s in self.stream.splitter.slices_of(rows)
             for i in range(s.start, s.stop)
         ]

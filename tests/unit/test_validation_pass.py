@@ -10,8 +10,9 @@ from typing import Any
 from stoker.data.coordinator.accounting import ChainCosts
 from stoker.data.coordinator.actor import Coordinator
 from stoker.data.coordinator.attempt import Attempt
+from stoker.data.engine.items import ReadyBlock
 from stoker.data.engine.suspects import Suspects
-from stoker.data.messages import DataCursor, Plan
+from stoker.data.messages import BlockReport, DataCursor, Plan
 from stoker.schema import Config
 
 PLAN = Plan(seed=0, shuffle=True, order="exact", block_records=8, fingerprint="f")
@@ -35,7 +36,7 @@ def head(start: DataCursor, workers: int = 2, epochs: int = 3) -> tuple[Coordina
     found.passes, found.changed, found.ready, found.attempt = passes, changed, changed, attempt
     found.stop_reason, found.events = "", []
     for stream in attempt.streams.values():
-        stream.arrived(None, ROWS, 1)
+        stream.arrived(ReadyBlock(BlockReport(rows=ROWS), ""))
         stream.splitter.end()
     return found, attempt
 

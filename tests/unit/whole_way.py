@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.data.coordinator.attempt import Attempt
+from stoker.data.engine.items import ReadyBlock
 from stoker.data.engine.passes import Passes, pack_work
 from stoker.data.engine.shards import Loaded, blocks_of
 from stoker.data.engine.suspects import Suspects
@@ -156,7 +157,7 @@ class Way:
             reference = Reference()
             self.store[reference] = columns
             references.append(reference)
-            attempt.deliver(stream, reference, report, "far")
+            attempt.deliver(stream, ReadyBlock(report, "far", reference))
             bad += report.bad
         attempt.produced(stream)
         _raise(attempt.failure)

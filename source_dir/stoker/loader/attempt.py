@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from stoker.data.engine.items import Line, Numbered
+from stoker.data.engine.items import Line, Numbered, ReadyBlock
 from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import Pool
 from stoker.data.engine.suspects import Suspects
 from stoker.data.messages import (
-    SERVED_FROM_BYTES,
     BlockReport,
-    BlockSlice,
     EpochPlan,
     Origin,
     Shard,
@@ -44,8 +42,7 @@ class LoaderPass:
 
     streams: int
     """Workers of an iterable dataset, one shard each; 0 if map-style, with one shard per group of batches."""
-    ready: dict[Place, BlockSlice] = field(default_factory=dict)
-    sizes: dict[Place, int] = field(default_factory=dict)
+    ready: dict[Place, ReadyBlock] = field(default_factory=dict)
     failed: dict[Place, str] = field(default_factory=dict)
     next: Place = (0, 0)
     """Next block for the script."""
@@ -58,7 +55,7 @@ class LoaderPass:
 
     @property
     def held_bytes(self) -> int:
-        return sum(self.sizes.values())
+        return sum(block.report.bytes_out for block in self.ready.values())
 
     @property
     def rows_ahead(self) -> int:
@@ -130,7 +127,7 @@ class LoaderPlanner(Planner):
         for number in [n for n, item in self.active.items() if item.line is line]:
             self.abandoned[number] = self.leave(number).process, time.monotonic() + ABANDONED_S
         self.again = [item for item in self.again if item.line is not line]
-        coming = [report for of, report, _ in self.coming.values() if of is line]
+        coming = [block.report for of, block in self.coming.values() if of is line]
         self.early_bytes -= sum(report.bytes_out for report in (*coming, *line.waiting()))
         if line in self.lines:
             self.lines.remove(line)
@@ -237,15 +234,14 @@ class LoaderAttempt:
             self.planner.drop(line)
             self.changed.notify_all()
 
-    def deliver(self, stream: LoaderPass, block: Any, report: BlockReport, node: str) -> None:
+    def deliver(self, stream: LoaderPass, block: ReadyBlock) -> None:
         """Planner's call: a block is here."""
+        report = block.report
         place = report.shard, report.nth
         if report.bad:
             stream.failed[place] = report.bad[0].reason
-        elif block is not None:
-            served = node if report.bytes_out >= SERVED_FROM_BYTES else ""
-            stream.ready[place] = BlockSlice(block, 0, report.rows, served, report.rows)
-            stream.sizes[place] = report.bytes_out
+        elif block.reference is not None:
+            stream.ready[place] = block
         self.changed.notify_all()
         if place == stream.next:
             self.ready.notify_all()

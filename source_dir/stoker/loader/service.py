@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
 from stoker.data.coordinator.production import Production
 from stoker.data.engine import ray_internals
 from stoker.data.engine.chain_worker import MOST_LOADED
+from stoker.data.engine.items import ReadyBlock
 from stoker.data.engine.pool import ChainHost
 from stoker.data.messages import BlockReport, Origin, Server, Shard, Told
 from stoker.data.transport.agents import Agents
@@ -27,7 +28,8 @@ HOLD_S = 60.0
 """Longest time to hold back a worker of an iterable dataset at once."""
 IDLE_S = 15.0
 """Without a pass for this long, chain workers stop and free their CPUs."""
-
+LINGER = 256
+"""How many of the small blocks that scripts have taken outlast it, for the reason of `LINGER_STEPS`."""
 JOBS_EVERY_S, ENDS_WITHIN_S = 5.0, 30.0
 
 
@@ -63,6 +65,7 @@ class LoaderService(Production):
         self._over = False
         self._jobs: set[str] = set()
         """Ray jobs of all scripts."""
+        self._lingering: deque[ReadyBlock] = deque(maxlen=LINGER)
         self._job_of: dict[str, str] = {}
         """Ray job of each open pass."""
 
@@ -205,8 +208,10 @@ class LoaderService(Production):
         for place in places:
             made.next = place
             if place in made.ready:
-                made.sizes.pop(place)
-                given.append((Taken.BLOCK, made.ready.pop(place)))
+                block = made.ready.pop(place)
+                if block.is_small:
+                    self._lingering.append(block)
+                given.append((Taken.BLOCK, block.part(0, block.report.rows)))
                 if not made.streams:
                     made.next = (place[0] + 1, 0)
             elif place in made.failed:

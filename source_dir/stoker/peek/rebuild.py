@@ -17,11 +17,12 @@ from stoker.data.coordinator.cursor import Trail, about, arrival, refuse_other_d
 from stoker.data.coordinator.splitter import Splitter
 from stoker.data.coordinator.streams import Stream
 from stoker.data.engine.datasets import DatasetSource
+from stoker.data.engine.items import ReadyBlock
 from stoker.data.engine.passes import Passes
 from stoker.data.engine.shards import Loaded, blocks_of
 from stoker.data.engine.witness import Guard
 from stoker.data.feed.feed import as_tensors
-from stoker.data.messages import BadRecord, BlockSlice, DataCursor, Schema, Work
+from stoker.data.messages import BadRecord, BlockReport, BlockSlice, DataCursor, Schema, Work
 from stoker.data.opening import Data
 from stoker.data.preprocessing.collating import all_of, collated, seed_of
 from stoker.data.transport.batches import BatchBuilder
@@ -124,7 +125,7 @@ class Rebuild:
         splitter = Splitter(self.workers, self.batch_size, equal=True, pad=self.pad)
         stream = Stream(splitter, EpochAccount("train", epoch), None, Trail(self.start))
         for block in starmap(Reference, self.found.attempt.blocks.get(epoch, [])):
-            stream.arrived(block, block.rows, 0, shard=block.shard)
+            stream.arrived(ReadyBlock(BlockReport(block.shard, rows=block.rows), "", block))
         if epoch in self.found.attempt.produced:
             splitter.end()
         parts = []

@@ -338,7 +338,7 @@ class Coordinator(Production):
     def _emptied(self) -> set[str]:
         with self.changed:
             closing = self.elastic.closing - self.pool.staffed
-            return closing - self.attempt.nodes_needed() if closing and self.attempt else closing
+            return closing and closing - self.holding()
 
     def figures(self) -> dict[str, Any]:
         """Driver's call: failure, chain costs and accounts so far."""

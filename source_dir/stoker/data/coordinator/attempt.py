@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stoker.data.cache.affinity import CacheAffinity
 from stoker.data.coordinator.accounting import ChainCosts, EpochAccount, refuse_over_budget
@@ -14,6 +14,7 @@ from stoker.data.coordinator.cursor import Trail, arrival
 from stoker.data.coordinator.signals import OneTimeSignal, Pace, Signal
 from stoker.data.coordinator.splitter import Splitter
 from stoker.data.coordinator.streams import Stream
+from stoker.data.engine.items import ReadyBlock
 from stoker.data.engine.listing import Lister
 from stoker.data.engine.passes import Passes
 from stoker.data.engine.planner import Planner
@@ -83,6 +84,8 @@ class Attempt:
         """Passes being produced or consumed, in order; earlier ones are reconciled."""
         self.planner: Planner | None = None
         """Decides what to read next; None until there are chain workers."""
+        self._reconciled: Stream | None = None
+        """The last one: its small blocks linger."""
         self._last = False
         """Whether no further passes will be opened."""
         self._coming = self._passes(start)
@@ -163,6 +166,7 @@ class Attempt:
             self.event("cache", **figures)
             if line := self.keeping.lacking(figures):
                 self.event("note", text=line)
+        self._reconciled = stream
         del self.streams[which]
         if self.planner is not None:
             self.planner.reconciled(stream)
@@ -187,23 +191,18 @@ class Attempt:
         """Whether all records of the run have been preprocessed."""
         return self._last and all(stream.ended for stream in self.streams.values())
 
-    def nodes_needed(self) -> set[str]:
-        """Nodes of the hosts that hold blocks which training needs."""
-        held = {node for stream in self.streams.values() for _, _, node, _ in stream.blocks.values()}
-        coming = self.planner.coming.values() if self.planner else ()
-        return held | {node for _, _, node in coming}
-
     def note(self, text: str) -> None:
         """Emit one line for the user."""
         with self.changed:
             self.event("note", text=text)
 
-    def deliver(self, stream: Stream, block: Any, report: BlockReport, node: str) -> None:
-        """Planner's call: a block in its turn, its report, and the node that made it."""
+    def deliver(self, stream: Stream, block: ReadyBlock) -> None:
+        """Planner's call: a block in its turn."""
+        report = block.report
         with self.changed:
             rows = stream.splitter.rows
-            if self.account(stream, report, node) and report.rows:
-                stream.arrived(block, report.rows, report.bytes_out, node, report.shard)
+            if self.account(stream, report, block.node) and report.rows:
+                stream.arrived(block)
                 if stream.trail is not None and not stream.trail.start.by_row:
                     self.event("blocks", epoch=stream.account.epoch, blocks=[arrival(report)])
             self.changed.notify_all()

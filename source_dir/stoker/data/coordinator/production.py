@@ -9,11 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
+from weakref import WeakSet
 
 from stoker.bootstrap.topology import label
 from stoker.data.coordinator.attempt import Attempt
 from stoker.data.coordinator.elastic import Elastic
 from stoker.data.engine.execution import Engine
+from stoker.data.engine.items import ReadyBlock
 from stoker.data.engine.passes import Passes
 from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import ChainHost, Pool
@@ -25,6 +27,8 @@ from stoker.errors import DataError, explain
 LOOK_EVERY_S = 1.0
 TICKETS_WAIT_S = 1.0
 NO_HOST_DEADLINE_S = 180.0
+RESCUE_S = 20.0
+"""Deadline for copying a block of a host that is being taken away."""
 
 
 class Production:
@@ -55,6 +59,8 @@ class Production:
         self.engine: Engine | None = None
         self.setups: dict[str, Any] = {}
         """Reference of the Setup of each split."""
+        self.blocks: WeakSet[ReadyBlock] = WeakSet()
+        """Ready blocks that lie on hosts and are still needed."""
         self.ticket_numbers = count()
         self._started = threading.Lock()
 
@@ -158,12 +164,20 @@ class Production:
     def _arrived(self, origin: Origin, reference: Any) -> None:
         """Engine's thread: a block has arrived."""
         with self.changed, self._ends_the_attempt():
-            if planner := self._planner():
-                planner.arrived(origin, reference)
+            planner = self._planner()
+            block = planner.arrived(origin, reference) if planner else None
+            if block is not None and not block.is_small:
+                self.blocks.add(block)
+
+    def holding(self) -> set[str]:
+        """Nodes that hold blocks which are still needed."""
+        planner = self._planner()
+        coming = [block for _, block in planner.coming.values()] if planner else []
+        return {block.node for block in (*self.blocks, *coming)}
 
     def _look(self, engine: Engine) -> None:
         """Thread: handle what changes with time: hosts, pool size, late work."""
-        seen = time.monotonic()
+        seen, rescue = time.monotonic(), threading.Thread()
         while self.engine is engine:
             with self._ends_the_attempt():
                 hosts, draining = self.hosts(Counter(self.training.values())), draining_nodes()
@@ -180,11 +194,28 @@ class Production:
                 if engine.ended:
                     engine.execution.shutdown()
                     return
+                if draining and not rescue.is_alive():
+                    rescue = threading.Thread(target=self._rescue, args=(draining,), daemon=True)
+                    rescue.start()
                 self.elastic.send(now)
                 engine.look()
                 for process in hung:
                     engine.execution.kill(process)
             time.sleep(LOOK_EVERY_S)
+
+    def _rescue(self, draining: set[str]) -> None:
+        """Thread: copy the ready blocks of hosts that are being taken away, so that none is made again."""
+        import ray
+
+        head = ray.get_runtime_context().get_node_id()
+        with self.changed:
+            leaving = WeakSet(block for block in self.blocks if block.node in draining - {head})
+        for block in leaving:
+            # A host that is gone already leaves them to Ray, which has them made again.
+            with contextlib.suppress(ray.exceptions.RayError):
+                copy = ray.put(ray.get(block.reference, timeout=RESCUE_S))
+                with self.changed:
+                    block.reference, block.node = copy, head
 
     def is_idle(self, now: float) -> bool:
         """Whether to end chain workers until a new attempt begins; a run needs them to its end."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from stoker.data.coordinator.accounting import EpochAccount
 from stoker.data.coordinator.cursor import Trail
 from stoker.data.coordinator.splitter import Slice, Splitter
+from stoker.data.engine.items import ReadyBlock
 from stoker.data.messages import (
     ID_COLUMN,
-    SERVED_FROM_BYTES,
     BlockReport,
     BlockSlice,
     DataCursor,
@@ -20,6 +21,10 @@ from stoker.data.messages import (
 from stoker.data.preprocessing.blocks import columns_of
 from stoker.errors import DataError, explain
 
+LINGER_STEPS = 16
+"""How long small blocks outlast their use. Their values are in the memory of their owner, the coordinator.
+Ray 2.60 never frees such a value if its owner drops the reference before a borrower, so the coordinator waits
+until train workers have dropped theirs: they have when they request steps for the second time after."""
 UNUSED_ROWS_S = 120.0
 """Deadline for fetching the few unused rows; Ray may have to recompute their block."""
 
@@ -35,8 +40,10 @@ class Stream:
     """For training passes: the order of arrivals, from which the position follows."""
     schema: Schema | None = None
     """Schema of the split, set by the run's first block; each block is compared with it."""
-    blocks: dict[int, tuple[Any, int, str, int]] = field(default_factory=dict)
-    """Blocks still needed: number → (object reference, bytes, node that holds it, rows)."""
+    blocks: dict[int, ReadyBlock] = field(default_factory=dict)
+    """Blocks still needed, by number."""
+    lingering: deque[tuple[int, ReadyBlock]] = field(default_factory=deque)
+    """Small blocks that every rank has taken, and by which step."""
     steps: dict[int, int] = field(default_factory=dict)
     """Next step of each rank."""
     finished: dict[int, tuple[int, int, int]] = field(default_factory=dict)
@@ -54,12 +61,13 @@ class Stream:
             self.trail.report(report)
         return True
 
-    def arrived(self, reference: Any, rows: int, size: int, node: str = "", shard: int = -1) -> None:
+    def arrived(self, block: ReadyBlock) -> None:
         """A block has arrived; its report came earlier."""
-        skip = self.trail.arrive(shard, rows) if self.trail is not None else 0
+        rows = block.report.rows
+        skip = self.trail.arrive(block.report.shard, rows) if self.trail is not None else 0
         if skip < rows:
-            self.blocks[self.splitter.add(rows, skip)] = (reference, size, node, rows)
-            self.held_bytes += size
+            self.blocks[self.splitter.add(rows, skip)] = block
+            self.held_bytes += block.report.bytes_out
 
     @property
     def step_rows(self) -> int:
@@ -87,9 +95,7 @@ class Stream:
         return StepAssignment([self._rows(part) for part in share.slices], share.padded, schema=self.schema)
 
     def _rows(self, part: Slice) -> BlockSlice:
-        reference, size, node, rows = self.blocks[part.block]
-        # Small objects travel inside Ray's own messages.
-        return BlockSlice(reference, part.start, part.stop, node if size >= SERVED_FROM_BYTES else "", rows)
+        return self.blocks[part.block].part(part.start, part.stop)
 
     def release(self) -> None:
         """Drop the blocks that every worker has taken."""
@@ -100,7 +106,12 @@ class Stream:
             number = next(iter(self.blocks))
             if not self.splitter.block_done(number, step) or self.splitter.may_remain(number):
                 break
-            self.held_bytes -= self.blocks.pop(number)[1]
+            block = self.blocks.pop(number)
+            self.held_bytes -= block.report.bytes_out
+            if block.is_small:
+                self.lingering.append((step, block))
+        while self.lingering and self.lingering[0][0] < step - LINGER_STEPS:
+            self.lingering.popleft()
 
     def position(self, steps: int, id_sum: int) -> DataCursor:
         """Position of a training pass after some steps of this attempt.
@@ -138,6 +149,7 @@ class Stream:
         self.account.use(rows, padded, sum(u[1] for u in used), remaining)
         counts = self.account.reconcile(self.total)
         self.reconciled = True
+        self.lingering += [(0, block) for block in self.blocks.values() if block.is_small]
         self.blocks.clear()
         self.held_bytes = 0
         return {"split": self.account.split, "remainder_ids": remaining, **counts}

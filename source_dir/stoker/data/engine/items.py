@@ -6,9 +6,9 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from stoker.data.messages import BlockReport, EpochPlan, Shard
+from stoker.data.messages import SERVED_FROM_BYTES, BlockReport, BlockSlice, EpochPlan, Shard
 
 if TYPE_CHECKING:
     from stoker.data.coordinator.streams import Stream
@@ -112,13 +112,24 @@ class Ticket:
     """Maximum number of blocks to make; the rest went to another ticket."""
 
 
-class Made(NamedTuple):
-    """Head: a reported block."""
+@dataclass(eq=False)
+class ReadyBlock:
+    """Head: a reported block and where it is."""
 
     report: BlockReport
     node: str
-    reference: Any
-    """None: it has no rows."""
+    """Ray node that holds it."""
+    reference: Any = None
+    """Of the object; None: it has no rows or has not arrived."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it travels inside Ray's own messages and is held by no host."""
+        return self.report.bytes_out < SERVED_FROM_BYTES
+
+    def part(self, start: int, stop: int) -> BlockSlice:
+        """Its rows start … stop-1."""
+        return BlockSlice(self.reference, start, stop, "" if self.is_small else self.node, self.report.rows)
 
 
 @dataclass
@@ -127,7 +138,7 @@ class OpenShard:
 
     due: int
     """Index of the block that the pass takes next."""
-    made: dict[int, Made | None] = field(default_factory=dict)
+    made: dict[int, ReadyBlock | None] = field(default_factory=dict)
     """Blocks that wait for their turn; None: reported but not arrived."""
     closed: bool = False
     """No more blocks follow."""
@@ -177,24 +188,25 @@ class Line:
             if number not in self.delivered:
                 self.shards.setdefault(number, OpenShard(skip))
 
-    def report(self, report: BlockReport, node: str) -> bool:
+    def report(self, block: ReadyBlock) -> bool:
         """Record a preprocessed block; False if it was already recorded."""
+        report = block.report
         shard = self.shards.get(report.shard)
         if shard is None or report.nth < shard.due or report.nth in shard.made:
             return False
-        shard.made[report.nth] = None if report.rows else Made(report, node, None)
+        shard.made[report.nth] = None if report.rows else block
         return True
 
-    def arrived(self, report: BlockReport, node: str, reference: Any) -> None:
-        """The block of a report has arrived."""
-        self.shards[report.shard].made[report.nth] = Made(report, node, reference)
+    def arrived(self, block: ReadyBlock) -> None:
+        """A recorded block has arrived."""
+        self.shards[block.report.shard].made[block.report.nth] = block
 
     def close(self, number: int) -> None:
         """Mark a shard as read to its end; it may have no further block, as when it is empty."""
         if (shard := self.shards.get(number)) is not None:
             shard.closed = True
 
-    def deliverable(self, number: int) -> list[Made]:
+    def deliverable(self, number: int) -> list[ReadyBlock]:
         """Blocks whose turn has come, in order.
 
         Args:
@@ -202,7 +214,7 @@ class Line:
         """
         if not self.exact:
             return self._of(number)
-        found: list[Made] = []
+        found: list[ReadyBlock] = []
         while self.turns:
             found += self._of(self.turns[0])
             if self.turns[0] not in self.delivered:
@@ -210,8 +222,8 @@ class Line:
             self.turns.popleft()
         return found
 
-    def _of(self, number: int) -> list[Made]:
-        found: list[Made] = []
+    def _of(self, number: int) -> list[ReadyBlock]:
+        found: list[ReadyBlock] = []
         shard = self.shards.get(number)
         while shard is not None and (made := shard.made.get(shard.due)) is not None:
             del shard.made[shard.due]

@@ -14,7 +14,7 @@ from itertools import count, takewhile
 from typing import Any
 
 from stoker.data.cache.affinity import LOOK_AHEAD
-from stoker.data.engine.items import Item, Line, Numbered, Ticket, shards_per_item
+from stoker.data.engine.items import Item, Line, Numbered, ReadyBlock, Ticket, shards_per_item
 from stoker.data.engine.listing import Lister
 from stoker.data.engine.passes import pack_work
 from stoker.data.engine.pool import Pool
@@ -66,7 +66,7 @@ class Planner:
         """Ticket in progress at each chain worker."""
         self.tickets: dict[int, Ticket] = {}
         """Work given to each ticket of an open pass."""
-        self.coming: dict[Origin, tuple[Line, BlockReport, str]] = {}
+        self.coming: dict[Origin, tuple[Line, ReadyBlock]] = {}
         """Reported blocks that have not arrived."""
         self.shard_s: dict[str, float] = {}
         """Smoothed seconds per shard of a split."""
@@ -252,16 +252,15 @@ class Planner:
             origin: identifies its reference.
             told: about the worker's host.
         """
-        ticket = self.tickets.get(number)
-        if ticket is None:
+        if (ticket := self.tickets.get(number)) is None:
             return False
         item, line = ticket.item, ticket.item.line
         if self.affinity is not None:
             self.affinity.used(told.node, told.usage)
         self.recovery.patience.took(line.plan.split, told.node, report.seconds)
-        if line.report(report, told.node):
+        if line.report(block := ReadyBlock(report, told.node)):
             if report.rows:
-                self.coming[origin] = (line, report, told.node)
+                self.coming[origin] = (line, block)
                 self.early_bytes += report.bytes_out
             else:
                 self._deliver(line, report.shard)
@@ -291,13 +290,14 @@ class Planner:
             return False
         return line.stream.rows_ahead < 2 * line.stream.step_rows
 
-    def arrived(self, origin: Origin, reference: Any) -> None:
-        """A block has arrived."""
-        found = self.coming.pop(origin, None)
-        if found is not None:  # otherwise a duplicate, or no longer needed
-            line, report, node = found
-            line.arrived(report, node, reference)
-            self._deliver(line, report.shard)
+    def arrived(self, origin: Origin, reference: Any) -> ReadyBlock | None:
+        """A block has arrived; None: it is a duplicate, or no longer needed."""
+        line, block = self.coming.pop(origin, (None, None))
+        if line is not None and block is not None:
+            block.reference = reference
+            line.arrived(block)
+            self._deliver(line, block.report.shard)
+        return block
 
     def leave(self, number: int) -> Item:
         """Remove a ticket from those in progress."""
@@ -311,10 +311,10 @@ class Planner:
         self._deliver(line, shard)
 
     def _deliver(self, line: Line, number: int) -> None:
-        for made in line.deliverable(number):
-            if made.reference is not None:
-                self.early_bytes -= made.report.bytes_out
-            self.attempt.deliver(line.stream, made.reference, made.report, made.node)
+        for block in line.deliverable(number):
+            if block.reference is not None:
+                self.early_bytes -= block.report.bytes_out
+            self.attempt.deliver(line.stream, block)
 
     def ended(self, number: int) -> None:
         """A chain worker has finished its work."""

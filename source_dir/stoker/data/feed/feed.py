@@ -298,6 +298,7 @@ class Prefetcher:
             made = self._receive(portion, produced)
         except SchemaError as error:
             raise DataError(f"{owner.split} epoch {owner.epoch + 1}: {error}") from None
+        portion.blocks.clear()  # Ray makes blocks again that are lost with a host while anyone refers to them
         now = time.perf_counter()
         with self._changed:
             owner.times.fetch_s += now - began
