@@ -19,7 +19,8 @@ from stoker.data.engine.items import ReadyBlock
 from stoker.data.engine.passes import Passes
 from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import ChainHost, Pool
-from stoker.data.engine.ray_internals import Operator, draining_nodes
+from stoker.data.engine.ray_internals import draining_nodes
+from stoker.data.engine.statistics import Operator
 from stoker.data.engine.suspects import Suspects
 from stoker.data.messages import BlockReport, Claim, Failure, Origin, Shard, Told
 from stoker.errors import DataError, explain

@@ -10,8 +10,9 @@ import functools
 import time
 import uuid
 from collections.abc import Collection, Iterator
-from typing import Any, TypedDict
+from typing import Any
 
+from stoker.data.engine.statistics import CHANGING, Operator, RecentBlocks, operators
 from stoker.data.messages import Origin
 
 RAY_VERSION = "2.60"
@@ -153,15 +154,22 @@ def add_up_rarely(manager: Any) -> None:
     manager.update_usages = rarely
 
 
-class Operator(TypedDict):
-    """Head: Ray Data's statistics of one operator; times are summed over its tasks."""
+def keep_recent_blocks(operator: Any) -> None:
+    """Head: let operators that are constructed from now on keep `RecentBlocks`, not every block's statistics.
 
-    name: str
-    tasks: int
-    rows: int
-    bytes: int
-    cpu_s: float
-    wall_s: float
+    Args:
+        operator: the class.
+    """
+    construct = operator.__init__
+    if hasattr(construct, "__wrapped__"):
+        return
+
+    @functools.wraps(construct)
+    def constructed(self: Any, *args: Any, **options: Any) -> None:
+        construct(self, *args, **options)
+        self._output_blocks_stats = RecentBlocks()
+
+    operator.__init__ = constructed
 
 
 class Execution:
@@ -174,9 +182,11 @@ class Execution:
 
     def __init__(self, dataset: Any) -> None:
         from ray.data._internal.execution import streaming_executor
+        from ray.data._internal.execution.operators.map_operator import MapOperator
 
         streaming_executor.create_cluster_autoscaler = lambda *_, **__: FixedCluster()
         add_up_rarely(streaming_executor.ResourceManager)
+        keep_recent_blocks(MapOperator)
         self._executor = dataset._create_executor()
         self._bundles = dataset._build_bundle_iterator(self._executor)
         self._pools: list[Any] = []
@@ -256,21 +266,11 @@ class Execution:
 
     def statistics(self) -> tuple[str, list[Operator]]:
         """Head: Ray Data's counters and timings, as its own text and by operator."""
-        summary = self._executor.get_stats().to_summary()
-        stages = [*summary.parents, summary]
-        operators = [
-            Operator(
-                name=str(stats.operator_name),
-                tasks=int(getattr(stats.task_rows, "count", 0) or 0),
-                rows=int(getattr(stats.output_num_rows, "sum", 0) or 0),
-                bytes=int(getattr(stats.output_size_bytes, "sum", 0) or 0),
-                cpu_s=round(float(getattr(stats.cpu_time, "sum", 0) or 0), 3),
-                wall_s=round(float(getattr(stats.wall_time, "sum", 0) or 0), 3),
-            )
-            for stage in stages
-            for stats in stage.operators_stats
-        ]
-        return str(summary.to_string()), operators
+        with CHANGING:
+            summary = self._executor.get_stats().to_summary()
+            lists = [stats for operator in self._executor._topology for stats in operator.get_stats().items()]
+            earlier = {name: dict(vars(blocks)) for name, blocks in lists if isinstance(blocks, RecentBlocks)}
+        return operators(summary, earlier)
 
     def shutdown(self) -> None:
         """Head: end the execution."""
