@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import nbformat
 import pytest
 from commands import Demo
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "docs/notebooks"
 
@@ -41,14 +43,18 @@ def execute(name: str = "quickstart", **replaced: str) -> Shown:
     for cell in notebook.cells:
         for given, value in replaced.items():
             cell.source = re.sub(rf"^{given} = .*", f"{given} = {value}", cell.source, flags=re.M)
-    client = NotebookClient(
-        notebook,
-        timeout=560,
-        iopub_timeout=120,
-        startup_timeout=300,
-        resources={"metadata": {"path": str(NOTEBOOKS)}},
-    )
-    client.execute()
+    with tempfile.TemporaryDirectory() as sockets:
+        # Somebody else may take the ports that it would choose before the kernel listens.
+        ipc = {"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}}
+        client = NotebookClient(
+            notebook,
+            timeout=560,
+            iopub_timeout=120,
+            startup_timeout=300,
+            resources={"metadata": {"path": str(NOTEBOOKS)}},
+            config=Config(ipc),
+        )
+        client.execute()
     return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
 
 
