@@ -404,6 +404,12 @@ class TestHosts:
         assert found is not None and found.gpu_samples_per_s == {"": pytest.approx(1000)}
         assert any("trains as fast as this machine (its CPUs)" in note for note in found.notes)
 
+    def test_a_step_whose_training_is_shorter_than_the_uncertainty_has_advice(self) -> None:
+        found = measured(replace(self.script, share=Share(0.9, 0.12)), {}, None)
+        assert found is not None
+        best = advise(found, HOSTS, price_list()).best
+        assert best is not None and 0 < best.low < best.samples_per_s < best.high
+
     def test_without_a_fetch_seen_no_hosts_are_made_up(self) -> None:
         assert measured(one(0.9, None), {}, None) is None
 

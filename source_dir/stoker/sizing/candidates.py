@@ -67,10 +67,11 @@ class Measured:
         rate = self.gpu_samples_per_s.get(gpu_name, self.gpu_samples_per_s.get(""))
         if rate is None:
             return None
-        receiving = (1 - side * self.receive_spread) / speed
+        # Factors rather than differences: a spread of 1 or more would make a cost or a rate zero or negative.
+        receiving = (1 + self.receive_spread) ** -side / speed
         return Workload(
-            cpu_s=self.cpu_s * (1 - side * self.cpu_spread) / speed,
-            gpu_samples_per_s=rate * (1 + side * self.gpu_spread),
+            cpu_s=self.cpu_s * (1 + self.cpu_spread) ** -side / speed,
+            gpu_samples_per_s=rate * (1 + self.gpu_spread) ** side,
             receive_s=self.receive_s * receiving,
             other_s=self.other_s * receiving,
             serial_s=self.serial_s * receiving,

@@ -202,7 +202,7 @@ def measured(one: Checked, rates: Mapping[str, float], gpu: str | None) -> Measu
     found = dict(rates)
     if not found:
         known = table_name(gpu) if gpu else None
-        found, spread = {known or "": own}, min(one.share.spread / (1 - one.share.value), 1.0)
+        found, spread = {known or "": own}, one.share.spread / (1 - one.share.value)
         what = f"its {gpu}" if gpu else "its CPUs"
         note = f"assumes a GPU there trains as fast as this machine ({what}), {own:,.0f} samples/s"
         note = note if known is None else f"samples/s of the GPU: {own:,.0f} as here, on {what}"
