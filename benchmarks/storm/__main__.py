@@ -123,6 +123,7 @@ def _storm(asked: argparse.Namespace, place: ground.Ground, server: dict[str, st
     problems += [f"{sum(repeated.values())} records repeated"] if repeated else []
     if last["code"] == 0:
         problems += verdict.books(run_dir, epochs) + verdict.compare_weights(run_dir, reference_run)
+    watch.save(place.folder / "memory.json")
     grown = verdict.growth(watch.memory, watch.commands)
     problems += verdict.memory_problems(grown)
     hosts.close()

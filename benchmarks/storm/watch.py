@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from benchmarks.storm.hosts import Hosts, anonymous_mb, command_of
 from benchmarks.storm.job import Trace
@@ -62,6 +64,10 @@ class Watch:
         """Times without a new step, as (begin, end), that overlap a window."""
         times = [since, *(at for at, _ in self.steps if since < at <= until), until]
         return [(a, b) for a, b in itertools.pairwise(times) if b - a > PAUSE_S]
+
+    def save(self, file: Path) -> None:
+        """Write the memory of every process over time."""
+        file.write_text(json.dumps({"commands": self.commands, "samples": [asdict(s) for s in self.memory]}))
 
     def _sample(self) -> None:
         measured = 0.0
