@@ -74,11 +74,18 @@ class Head:
             }
         )
         self.source = Shards(groups)
-        passes = Passes(config, {"train": self.source}, {"train": b""})
-        start = DataCursor(epoch=0, plan=passes.identity("f"))
+        self.passes = Passes(config, {"train": self.source}, {"train": b""})
+        self.costs, self.budget, self.numbers = ChainCosts(), budget, count()
+        self.pool = Pool()
+        self.hosts = [ChainHost(f"h{n}", 2) for n in range(hosts)]
+        self.pool.update(self.hosts, False, 0.0)
+        self.begin(DataCursor(epoch=0, plan=self.passes.identity("f")))
+
+    def begin(self, start: DataCursor, before: Planner | None = None) -> None:
+        """An attempt begins."""
         changed = threading.Condition()
-        shared = (changed, changed, {"train": ChainCosts()}, lambda *_, **__: None, None, Suspects())
-        self.attempt = Attempt(0, 1, passes, {"train": self.source.count()}, start, *shared)
+        shared = (changed, changed, {"train": self.costs}, lambda *_, **__: None, None, Suspects())
+        self.attempt = Attempt(0, 1, self.passes, {"train": self.source.count()}, start, *shared)
         self.delivered: list[tuple[int, int]] = []
         deliver = self.attempt.deliver
 
@@ -88,15 +95,18 @@ class Head:
             deliver(stream, block)
 
         self.attempt.deliver = note  # type: ignore[method-assign]
-        self.pool = Pool()
-        self.hosts = [ChainHost(f"h{n}", 2) for n in range(hosts)]
-        self.pool.update(self.hosts, False, 0.0)
-        self.attempt.produce(self.pool, budget, count())
+        self.attempt.produce(self.pool, self.budget, self.numbers, before)
         assert self.attempt.planner is not None
         self.planner: Planner = self.attempt.planner
         assert self.planner._lister is not None
         self.planner._lister._thread = AtOnce()  # type: ignore[assignment]
         self.stream = self.attempt.streams["train", 0]
+
+    def again(self, step: int) -> DataCursor:
+        """A train worker was lost; the last checkpoint is of a step."""
+        place = self.stream.position(step, 0)
+        self.begin(place, self.planner)
+        return place
 
     def consume(self) -> None:
         """A train worker takes all the steps that are ready."""
@@ -174,7 +184,8 @@ def test_every_block_once_and_in_order(
     workers: list[Worker] = []
     under_way: list[Any] = []
     ended: list[Worker] = []
-    troubles = 5  # a sixth at the same work would rightly end the run
+    troubles, losses = 5, 2  # a sixth trouble at the same work would rightly end the run
+    done, partial = set[int](), dict[int, tuple[int, int]]()
     for _ in range(5000):
         if head.stream.splitter.ended:
             break
@@ -182,7 +193,7 @@ def test_every_block_once_and_in_order(
         for item in head.planner.again:
             item.not_before = 0.0
         waiting += head.planner.issue()
-        what = chance.choice(["claim", "step", "step", "arrive", "arrive", "consume", "trouble"])
+        what = chance.choice(["claim", "step", "step", "arrive", "arrive", "consume", "trouble", "loss"])
         if what == "claim" and waiting and len(workers) < 2 * hosts:
             node = chance.choice(head.hosts).node
             workers.append(Worker(head, waiting.pop(chance.randrange(len(waiting))), node))
@@ -195,6 +206,11 @@ def test_every_block_once_and_in_order(
             head.planner.arrived(*under_way.pop(chance.randrange(len(under_way))))
         elif what == "consume":
             head.consume()
+        elif what == "loss" and losses and chance.random() < 0.1:
+            losses -= 1  # chain workers go on with what they have, and blocks of the old attempt still arrive
+            place = head.again(chance.randint(0, head.stream.steps.get(0, 0)))
+            done = {shard for first, stop in place.done for shard in range(first, stop)}
+            partial = place.partial
         elif what == "trouble" and troubles and workers:
             troubles -= 1
             worker = workers.pop(chance.randrange(len(workers)))
@@ -214,12 +230,15 @@ def test_every_block_once_and_in_order(
                     workers.append(Worker(head, chance.choice(ended).ticket, worker.node))
     assert not head.attempt.failure
     assert head.stream.splitter.ended, "it comes to an end"
+    begun = {number: partial.get(number, (0, 0))[0] for number in range(len(groups))}
     wanted = [(number, nth) for number, n in enumerate(groups) for nth in range(n)]
+    wanted = [(number, nth) for number, nth in wanted if number not in done and nth >= begun[number]]
     assert sorted(head.delivered) == wanted
     if order == "exact":
         assert head.delivered == wanted
-    for number, n in enumerate(groups):
-        assert [nth for shard, nth in head.delivered if shard == number] == list(range(n))
+    for number in range(len(groups)):
+        of_shard = [(shard, nth) for shard, nth in wanted if shard == number]
+        assert [each for each in head.delivered if each[0] == number] == of_shard
     assert head.stream.account.read == head.source.count()
     assert head.planner.early_bytes == 0 and not head.planner.active and not head.planner.again
 
@@ -253,6 +272,61 @@ def test_nothing_more_is_begun_while_enough_is_ready() -> None:
     assert head.planner.issue() == [], "and nobody is asked"
     head.consume()
     assert head.planner.issue() != []
+
+
+@pytest.mark.parametrize("order", ["any", "exact"])
+def test_after_a_lost_train_worker_only_what_training_had_consumed_is_made_again(order: str) -> None:
+    head = Head([3] * 12, order, hosts=1, budget=200)
+    under_way: list[Any] = []
+    by_ticket: dict[int, list[tuple[int, int]]] = {}
+
+    def make(most: int = 10**6) -> list[tuple[int, int]]:
+        made: list[tuple[int, int]] = []
+        while not head.stream.splitter.ended and len(made) < most:
+            head.planner.look(time.monotonic())
+            tickets = head.planner.issue()
+            if not tickets:
+                break
+            for ticket in tickets:
+                worker = Worker(head, ticket, "h0")
+                while worker.step(under_way):
+                    pass
+                by_ticket[ticket] = [block for _, block in under_way]
+                made += by_ticket[ticket]
+                while under_way:
+                    head.planner.arrived(*under_way.pop(0))
+        return made
+
+    first = make()
+    for step in range(4):  # of three rows each, the first two blocks or more
+        head.stream.portion(step, 0)
+        head.stream.release()
+    early = [block for line in head.planner.lines for block in line.early()]
+    ready = {block.reference for block in (*head.stream.blocks.values(), *early)}
+    consumed = set(first) - ready
+    assert len(consumed) >= 2 and len(ready) >= 15
+    place = head.again(0)
+    assert not place.done and not place.partial
+    again = make(1)
+    # A shard is made again from its first consumed block to its end.
+    shards = {number for number, _ in consumed}
+    assert consumed <= set(again)
+    assert not {block for block in ready if block[0] not in shards} & set(again)
+    kept = {block for block in ready if block[0] not in shards}
+    assert order == "exact" or kept <= set(head.delivered)
+    # If a host is lost with its blocks, Ray repeats the ticket that made them, and nothing of it is new.
+    for ticket, blocks in by_ticket.items():
+        if kept & set(blocks):
+            repeated = Worker(head, ticket, "h0")
+            while repeated.step([]):
+                pass
+            assert repeated.claim is not None and repeated.made == len(blocks)
+    while not head.stream.splitter.ended:
+        head.consume()
+        make()
+    assert sorted(head.delivered) == [(shard, nth) for shard in range(12) for nth in range(3)]
+    assert head.stream.account.read == head.source.count()
+    assert head.costs.records == head.source.count() + 11 * len(shards), "costs count once for each making"
 
 
 def test_a_full_store_holds_no_slot() -> None:

@@ -75,9 +75,7 @@ def test_memory_that_grows_is_a_problem_that_names_the_process(mb_per_min: float
     noise = random.Random(1)
     samples = []
     for at in range(0, 900, 5):
-        grown = (
-            mb_per_min * at / 60 if at > 200 else 3.0 * (at - 200)
-        )  # it loads first
+        grown = mb_per_min * at / 60 if at > 200 else 3.0 * (at - 200)  # it loads first
         used = {7: 900 + grown + noise.uniform(-20, 20)}
         if at > 400:
             used[8] = 300.0  # a process that came later is no growth

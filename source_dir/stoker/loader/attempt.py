@@ -127,8 +127,9 @@ class LoaderPlanner(Planner):
         for number in [n for n, item in self.active.items() if item.line is line]:
             self.abandoned[number] = self.leave(number).process, time.monotonic() + ABANDONED_S
         self.again = [item for item in self.again if item.line is not line]
-        coming = [block.report for of, block in self.coming.values() if of is line]
-        self.early_bytes -= sum(report.bytes_out for report in (*coming, *line.waiting()))
+        coming = [block for of, block in self.coming.values() if of is line]
+        early = [block for block in line.early() if block.reference is not None]
+        self.early_bytes -= sum(block.report.bytes_out for block in (*coming, *early))
         if line in self.lines:
             self.lines.remove(line)
         self.reconciled(line.stream)

@@ -153,7 +153,8 @@ class Coordinator(Production):
         if problem:
             self.attempt.fail(problem)
             raise UsageError(problem)
-        self.attempt.produce(self.pool, self.buffer_bytes, self.ticket_numbers)
+        used = before.planner if before is not None and not before.failure else None
+        self.attempt.produce(self.pool, self.buffer_bytes, self.ticket_numbers, used)
         self.changed.notify_all()
         self.ready.notify_all()
 

@@ -20,7 +20,7 @@ from stoker.data.engine.passes import Passes
 from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import Pool
 from stoker.data.engine.suspects import Suspects
-from stoker.data.messages import BadRecord, BlockReport, CarriedAccount, DataCursor, Start
+from stoker.data.messages import BadRecord, CarriedAccount, DataCursor, Start
 from stoker.errors import DataError, SchemaError
 
 STREAMS_AHEAD = 2
@@ -172,15 +172,18 @@ class Attempt:
             self.planner.reconciled(stream)
         self._open()
 
-    def produce(self, pool: Pool, buffer_bytes: int, numbers: count[int]) -> None:
+    def produce(
+        self, pool: Pool, buffer_bytes: int, numbers: count[int], before: Planner | None = None
+    ) -> None:
         """Let chain workers request work.
 
         Args:
             pool: the hosts.
             buffer_bytes: budget for ready blocks.
             numbers: numbers tickets.
+            before: of the attempt that this one replaces.
         """
-        self.planner = Planner(self, pool, buffer_bytes, numbers, Lister(self, pool))
+        self.planner = Planner(self, pool, buffer_bytes, numbers, Lister(self, pool), before)
 
     def open_streams(self) -> list[Stream]:
         """The passes that may be produced now, in order."""
@@ -201,7 +204,7 @@ class Attempt:
         report = block.report
         with self.changed:
             rows = stream.splitter.rows
-            if self.account(stream, report, block.node) and report.rows:
+            if self.account(stream, block) and report.rows:
                 stream.arrived(block)
                 if stream.trail is not None and not stream.trail.start.by_row:
                     self.event("blocks", epoch=stream.account.epoch, blocks=[arrival(report)])
@@ -241,10 +244,10 @@ class Attempt:
             return None
         return start
 
-    def account(self, stream: Stream, report: BlockReport, node: str) -> bool:
+    def account(self, stream: Stream, block: ReadyBlock) -> bool:
         """Count the report of a block; False if it was already counted."""
-        split, epoch = stream.account.split, stream.account.epoch
-        if not stream.reported(report, node):
+        split, epoch, report = stream.account.split, stream.account.epoch, block.report
+        if not stream.reported(report, block.node):
             return False
         if report.schemas:
             try:
@@ -252,9 +255,11 @@ class Attempt:
             except SchemaError as error:
                 self.fail(str(error))
                 return False
-        self.chain[split].take(report, node)
-        for bad in report.bad:
-            self.event("quarantined", split=split, epoch=epoch, key=bad.key, reason=bad.reason)
+        if not block.counted:
+            block.counted = True
+            self.chain[split].take(report, block.node)
+            for bad in report.bad:
+                self.event("quarantined", split=split, epoch=epoch, key=bad.key, reason=bad.reason)
         try:
             stream.account.check_budget(self.passes.config.data.bad_record_budget, stream.total)
         except DataError as error:

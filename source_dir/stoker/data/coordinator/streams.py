@@ -67,7 +67,7 @@ class Stream:
         skip = self.trail.arrive(block.report.shard, rows) if self.trail is not None else 0
         if skip < rows:
             self.blocks[self.splitter.add(rows, skip)] = block
-            self.held_bytes += block.report.bytes_out
+            self.held_bytes += block.held_bytes
 
     @property
     def step_rows(self) -> int:
@@ -107,7 +107,7 @@ class Stream:
             if not self.splitter.block_done(number, step) or self.splitter.may_remain(number):
                 break
             block = self.blocks.pop(number)
-            self.held_bytes -= block.report.bytes_out
+            self.held_bytes -= block.held_bytes
             if block.is_small:
                 self.lingering.append((step, block))
         while self.lingering and self.lingering[0][0] < step - LINGER_STEPS:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
 from stoker.data.messages import SERVED_FROM_BYTES, BlockReport, BlockSlice, EpochPlan, Shard
@@ -110,6 +112,8 @@ class Ticket:
     """Number of reported non-empty blocks."""
     limit: int | None = None
     """Maximum number of blocks to make; the rest went to another ticket."""
+    inherited: bool = False
+    """Whether it is of an earlier attempt: its blocks can be made again, but none is new."""
 
 
 @dataclass(eq=False)
@@ -121,11 +125,23 @@ class ReadyBlock:
     """Ray node that holds it."""
     reference: Any = None
     """Of the object; None: it has no rows or has not arrived."""
+    ticket: int = -1
+    """Number of the ticket that made it."""
+    counted: bool = False
+    """Whether an attempt has counted its costs."""
+    inherited: bool = False
+    """Whether an earlier attempt made it."""
 
     @property
     def is_small(self) -> bool:
         """Whether it travels inside Ray's own messages and is held by no host."""
         return self.report.bytes_out < SERVED_FROM_BYTES
+
+    @property
+    def held_bytes(self) -> int:
+        """Its share of the budget of ready blocks: none if it is inherited, because the blocks before it must
+        be made."""
+        return 0 if self.inherited else self.report.bytes_out
 
     def part(self, start: int, stop: int) -> BlockSlice:
         """Its rows start … stop-1."""
@@ -235,10 +251,33 @@ class Line:
             self.delivered.add(number)
         return found
 
-    def waiting(self) -> list[BlockReport]:
-        """Reports of arrived blocks that wait for their turn."""
-        made = [m for shard in self.shards.values() for m in shard.made.values() if m]
-        return [each.report for each in made if each.reference is not None]
+    def early(self) -> list[ReadyBlock]:
+        """Blocks that wait for their turn; those without rows have no reference."""
+        return [block for shard in self.shards.values() for block in shard.made.values() if block]
+
+    def inherit(self, ready: Mapping[int, Mapping[int, ReadyBlock]]) -> list[ReadyBlock]:
+        """Take blocks that exist already; returns them. What follows them in their shard is still to be made.
+
+        Args:
+            ready: by shard and index in it.
+        """
+        taken: list[ReadyBlock] = []
+        left: deque[Numbered] = deque()
+        for number, shard, skip in self.work:
+            made = ready.get(number, {})
+            blocks = [made[nth] for nth in takewhile(made.__contains__, count(skip))]
+            if blocks:
+                self.begin([(number, shard, skip)])
+            for block in blocks:
+                self.report(block)
+                block.inherited = True
+                if block.reference is not None:
+                    self.arrived(block)
+            if not blocks or not blocks[-1].report.last:
+                left.append((number, shard, skip + len(blocks)))
+            taken += blocks
+        self.work = left
+        return taken
 
     def ended(self) -> bool:
         """Whether everything was delivered."""

@@ -14,6 +14,7 @@ from itertools import count, takewhile
 from typing import Any
 
 from stoker.data.cache.affinity import LOOK_AHEAD
+from stoker.data.engine.inheritance import Inheritance
 from stoker.data.engine.items import Item, Line, Numbered, ReadyBlock, Ticket, shards_per_item
 from stoker.data.engine.listing import Lister
 from stoker.data.engine.passes import pack_work
@@ -43,6 +44,7 @@ class Planner:
         budget_bytes: of ready blocks; above it and beyond two steps, nothing more starts.
         numbers: numbers tickets and tasks, over all attempts.
         lister: lists what passes read; None: the attempt adds lines and their shards.
+        before: of the attempt that this one replaces; its ready blocks are used.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Planner:
         budget_bytes: int,
         numbers: count[int],
         lister: Lister | None = None,
+        before: Planner | None = None,
     ) -> None:
         self.attempt, self.pool, self.budget_bytes, self._lister = attempt, pool, budget_bytes, lister
         self.passes, self.affinity = attempt.passes, attempt.keeping
@@ -72,7 +75,7 @@ class Planner:
         """Smoothed seconds per shard of a split."""
         self._issued: dict[int, float] = {}
         """Unclaimed tickets and when they were issued."""
-        self._preparing = Preparing(pool)
+        self._preparing, self._inheritance = Preparing(pool), Inheritance(before)
         self.early_bytes = 0
         """Bytes of blocks reported but not delivered."""
         self._numbers = numbers
@@ -84,7 +87,7 @@ class Planner:
 
     def advance(self) -> None:
         """End passes that are complete and start the next ones; raises why one cannot be listed or ended."""
-        for line in [line for line in self.lines if line.ended()]:
+        for line in [line for line in self.lines if self._listed(line) and line.ended()]:
             self.lines.remove(line)
             self.attempt.produced(line.stream)
         if self._lister:
@@ -202,7 +205,17 @@ class Planner:
 
     def startable(self) -> Iterator[Line]:
         """Passes that can start more work now, most urgent first."""
-        return takewhile(lambda line: line.listed() and self._wanted(line), self.lines)
+        return takewhile(lambda line: self._listed(line) and self._wanted(line), self.lines)
+
+    def _listed(self, line: Line) -> bool:
+        """Whether shards of a pass are known; ready blocks of the attempt before take their place."""
+        if not line.listed():
+            return False
+        shards, tickets = self._inheritance.hand_over(line)
+        self.tickets |= tickets
+        for shard in shards:
+            self._deliver(line, shard)
+        return True
 
     def _begin(self, line: Line, node: str, process: str) -> Item:
         split, work = line.plan.split, line.work
@@ -254,11 +267,13 @@ class Planner:
         """
         if (ticket := self.tickets.get(number)) is None:
             return False
+        if ticket.inherited:
+            return origin[1] + 1 < ticket.made
         item, line = ticket.item, ticket.item.line
         if self.affinity is not None:
             self.affinity.used(told.node, told.usage)
         self.recovery.patience.took(line.plan.split, told.node, report.seconds)
-        if line.report(block := ReadyBlock(report, told.node)):
+        if line.report(block := ReadyBlock(report, told.node, ticket=number)):
             if report.rows:
                 self.coming[origin] = (line, block)
                 self.early_bytes += report.bytes_out
@@ -312,7 +327,7 @@ class Planner:
 
     def _deliver(self, line: Line, number: int) -> None:
         for block in line.deliverable(number):
-            if block.reference is not None:
+            if block.reference is not None and not block.inherited:
                 self.early_bytes -= block.report.bytes_out
             self.attempt.deliver(line.stream, block)
 
