@@ -37,19 +37,21 @@ class Inheritance:
                     shards[block.report.shard][block.report.nth] = block
                 self._passes[split, epoch] = shards
 
-    def hand_over(self, line: Line) -> tuple[list[int], dict[int, Ticket]]:
+    def hand_over(self, line: Line, tickets: dict[int, Ticket]) -> list[int]:
         """Put the ready blocks of a pass into its line, in place of the work of making them.
 
         Of a shard it takes those that follow what training has consumed without a gap.
 
+        Args:
+            line: of the pass, with its shards.
+            tickets: receives those with which Ray makes lost blocks again.
+
         Returns:
-            Shards with such blocks, and the tickets with which Ray makes lost ones again.
+            The shards with such blocks.
         """
-        ready = self._passes.pop((line.plan.split, line.plan.epoch), None)
-        if not ready:
-            return [], {}
-        taken = line.inherit(ready)
-        tickets = {block.ticket: self._tickets[block.ticket] for block in taken}
-        for ticket in tickets.values():
+        ready = self._passes.pop((line.plan.split, line.plan.epoch), {})
+        taken = line.inherit(ready) if ready else []
+        for block in taken:
+            tickets[block.ticket] = ticket = self._tickets[block.ticket]
             ticket.item.line, ticket.limit, ticket.inherited = line, ticket.made, True
-        return list(dict.fromkeys(block.report.shard for block in taken)), tickets
+        return list(dict.fromkeys(block.report.shard for block in taken))

@@ -75,10 +75,9 @@ class Planner:
         """Smoothed seconds per shard of a split."""
         self._issued: dict[int, float] = {}
         """Unclaimed tickets and when they were issued."""
-        self._preparing, self._inheritance = Preparing(pool), Inheritance(before)
+        self._preparing, self._inheritance, self._numbers = Preparing(pool), Inheritance(before), numbers
         self.early_bytes = 0
         """Bytes of blocks reported but not delivered."""
-        self._numbers = numbers
 
     def close(self) -> None:
         """Stop: the attempt is over."""
@@ -103,18 +102,9 @@ class Planner:
         self.pool.avoided = self.recovery.patience.avoided(now)
         if self.affinity is not None:
             self.affinity.hosts_are(self.pool.hosts)
-        hung = []
-        for ticket, item in list(self.active.items()):
-            lost = item.node not in self.pool.hosts
-            if not lost and self.recovery.is_late(item, now, in_work=True):
-                self.recovery.late(item)
-                hung.append(item.process)
-            elif not lost:
-                continue
-            self.attempt.repeats(item.line.plan.split, item.name)
+        overdue, hung = self.recovery.overdue(self.active, self.again, now)
+        for ticket in overdue:
             self._take_back(ticket, 0.0)
-        for item in self.again:
-            self.recovery.is_late(item, now, in_work=False)
         return hung
 
     def issue(self) -> list[int]:
@@ -185,9 +175,8 @@ class Planner:
         item, line = self.active.get(number), next(self.startable(), None)
         if item is None or line is None or not line.work or self.affinity is not None:
             return None
-        if line.plan.split != item.line.plan.split:
-            return None
-        return self._preparing.announce(line.work, process)[1]
+        same = line.plan.split == item.line.plan.split
+        return self._preparing.announce(line.work, process)[1] if same else None
 
     def _next(self, node: str, process: str) -> Item | None:
         """The next item for a chain worker."""
@@ -209,13 +198,10 @@ class Planner:
 
     def _listed(self, line: Line) -> bool:
         """Whether shards of a pass are known; ready blocks of the attempt before take their place."""
-        if not line.listed():
-            return False
-        shards, tickets = self._inheritance.hand_over(line)
-        self.tickets |= tickets
-        for shard in shards:
-            self._deliver(line, shard)
-        return True
+        if listed := line.listed():
+            for shard in self._inheritance.hand_over(line, self.tickets):
+                self._deliver(line, shard)
+        return listed
 
     def _begin(self, line: Line, node: str, process: str) -> Item:
         split, work = line.plan.split, line.work
@@ -225,8 +211,8 @@ class Planner:
         else:
             # In exact order, blocks that come early must wait, so limit how far ahead a host may choose.
             far = 1 if line.stream.rows_ahead < line.stream.step_rows else 2 * self.pool.slots
-            look = (min(far, LOOK_AHEAD),) if self.exact else ()
-            shards, store = self.affinity.take_work(split, work, node, most, *look)
+            look = min(far, LOOK_AHEAD) if self.exact else LOOK_AHEAD
+            shards, store = self.affinity.take_work(split, work, node, most, look)
         name = f"{self.recovery.what(split, shards)} (task {next(self._numbers)})"
         line.begin(shards)
         line.under_way += 1
@@ -237,8 +223,7 @@ class Planner:
         return shards_per_item(left, self.pool.slots, self.shard_s.get(line.plan.split), line.single)
 
     def _wanted(self, line: Line) -> bool:
-        stream = line.stream
-        under_way = line.shards_under_way * line.plan.block_records
+        stream, under_way = line.stream, line.shards_under_way * line.plan.block_records
         if stream.rows_ahead + under_way < 2 * stream.step_rows:
             return True
         return self._held_bytes() < self.budget_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from stoker.data.engine.deadlines import Patience, others
@@ -63,6 +64,35 @@ class Recovery:
         host = self.pool.name(item.node)
         self.attempt.note(f"host {host}: {what}: {failure.text}; {self._elsewhere(item)} in {wait_s:.0f} s")
         return wait_s
+
+    def overdue(
+        self, active: Mapping[int, Item], waiting: list[Item], now: float
+    ) -> tuple[list[int], list[str]]:
+        """Work that must be done again elsewhere.
+
+        Args:
+            active: work in progress, by ticket.
+            waiting: work that waits for a retry.
+            now: `time.monotonic()`.
+
+        Returns:
+            Tickets whose host was lost or that are late, and the processes of the late ones.
+
+        Raises:
+            DataError: late work has failed on every host.
+        """
+        tickets, hung = [], []
+        for number, item in active.items():
+            if item.node in self.pool.hosts:
+                if not self.is_late(item, now, in_work=True):
+                    continue
+                self.late(item)
+                hung.append(item.process)
+            self.attempt.repeats(item.line.plan.split, item.name)
+            tickets.append(number)
+        for item in waiting:
+            self.is_late(item, now, in_work=False)
+        return tickets, hung
 
     def is_late(self, item: Item, now: float, in_work: bool) -> bool:
         """Whether work has been silent for too long.
