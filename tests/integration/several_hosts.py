@@ -31,13 +31,20 @@ from tests.fakes.ray_nodes import RayNodes  # noqa: E402
 
 SEED = 3
 HOST = "stoker.host"
-LOST_RECORDS, DRAINED_RECORDS = 3000, 24_000
+LOST_RECORDS, DRAINED_RECORDS, FULL_RECORDS = 3000, 24_000, 8000
 
 
-def job(params: dict[str, Any], batch: int = 10, block: int = 10, epochs: int = 1, **data: Any) -> Config:
+def job(
+    params: dict[str, Any],
+    batch: int = 10,
+    block: int = 10,
+    epochs: int = 1,
+    recipe: str = "timed:Timed",
+    **data: Any,
+) -> Config:
     return Config.model_validate(
         {
-            "recipe": "timed:Timed",
+            "recipe": recipe,
             "params": params,
             "data": {"block_records": block, **data},
             "train": {"epochs": epochs, "batch_size": batch},
@@ -246,6 +253,36 @@ def drained(nodes: RayNodes) -> dict[str, Any]:
     return found
 
 
+def lost_while_full(nodes: RayNodes) -> dict[str, Any]:
+    """A host is lost in the middle of long shards, while no more blocks may be made, in both orders."""
+    number = nodes.start("full")
+    name = f"full-{number}"
+    params = {"records": FULL_RECORDS, "ms": 1, "kb": 64, "shard": 400}
+    trains = [
+        Train(job(params, batch=20, recipe="timed:Long", preprocess_on=["cpu", "full"], order=order))
+        for order in ("any", "exact")
+    ]
+
+    def is_full(train: Train) -> bool:
+        before = made_by(train)
+        time.sleep(3.0)
+        return name in before and made_by(train) == before
+
+    full = [bool(until(lambda train=train: is_full(train))) for train in trains]
+    made = [sum(made_by(train).values()) for train in trains]
+    nodes.lose(number)
+    found: dict[str, Any] = {"full": full, "made": made, "books": [], "each_once": []}
+    for train in trains:
+        ids: list[int] = []
+        for step in train.steps("train", 0):
+            ids += step
+            train.portions.clear()
+        found["books"].append(train.reconcile("train", 0, ids))
+        found["each_once"].append(len(ids) == len(set(ids)) == FULL_RECORDS)
+        train.close()
+    return found
+
+
 def ray_command(nodes: RayNodes, *words: str) -> None:
     """Ray's own command line, on this cluster."""
     done = subprocess.run(
@@ -305,6 +342,7 @@ def main() -> None:
         "lost_server": lost_server,
         "cached": cached,
         "drained": lambda: drained(nodes),
+        "lost_while_full": lambda: lost_while_full(nodes),
         "hosts": lambda: late_and_lost(nodes),
     }
     try:

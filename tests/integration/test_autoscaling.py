@@ -18,7 +18,7 @@ from fakes.autoscaled import autoscaled
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600
 PRICES = {"usd_per_hour": 0.36, "rest_usd_per_hour": 36.0}
-FAST_MS, SLOW_MS = "250", "1000"
+FAST_MS, SLOW_MS = "250", "3000"
 
 
 class Scene:
@@ -29,7 +29,7 @@ class Scene:
         self.pace.write_text(FAST_MS)
         job = {
             "name": "scaled",
-            "tracking": {"tensorboard": False},
+            "tracking": {"tensorboard": False, "log_every_steps": 1},
             "data": {"block_records": 20},
             **sections,
         }
@@ -66,7 +66,7 @@ def test_hosts_come_with_the_need_and_leave_after_it(tmp_path: Path) -> None:
             environment,
             tmp_path,
             recipe="phases:Phases",
-            # 128 records/s need 5 CPUs, of which the head has 2; later these are enough for 32.
+            # 128 records/s need 5 CPUs, of which the head has 2; later half of one is enough.
             params={"records": 1_000_000, "ms": 40, "kb": 200},
             train={"epochs": 1, "batch_size": 32},
             cluster={"cpu_hosts": {"max": 5, "release_after_s": 5, **PRICES}},

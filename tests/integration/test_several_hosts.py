@@ -80,6 +80,17 @@ def test_a_host_that_is_about_to_be_taken_away_gets_no_more_work_and_others_go_o
     assert spot["rescued"] and spot["again"] == [], "its ready blocks were copied, so none is made again"
 
 
+def test_a_host_that_is_lost_in_the_middle_of_long_shards_blocks_nothing_while_no_more_fits(
+    seen: dict[str, Any],
+) -> None:
+    lost = seen["lost_while_full"]
+    assert all(lost["full"]) and max(lost["made"]) < 0.8 * 800, (
+        "shards of 40 blocks, and room for some of them"
+    )
+    assert all(lost["each_once"])
+    assert all(books["read"] == books["trained"] == 8000 for books in lost["books"])
+
+
 def test_a_late_host_is_used_and_groups_are_a_restriction(seen: dict[str, Any]) -> None:
     hosts = seen["hosts"]
     assert hosts["late"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stoker.data import Record, RecordTransform, read_range
+from stoker.data import Record, RecordTransform, Shard, Source, cut_indices, read_range
 from stoker.recipe import Recipe
 
 
@@ -56,3 +56,30 @@ class Timed(Recipe):
 
     def preprocess(self, split: str) -> list[Any]:
         return [Takes(self.ms, self.slow, self.slow_until, self.count, self.kb, self.random)]
+
+
+class Range(Source):
+    """Numbered records in shards of so many."""
+
+    random = False
+
+    def __init__(self, records: int, shard: int) -> None:
+        self.records, self.shard = records, shard
+
+    def count(self) -> int:
+        return self.records
+
+    def shards(self, records: int, order: Any) -> list[Shard]:
+        return cut_indices(self.records, self.shard, order)
+
+    def read(self, shard: Shard, order: Any) -> Any:
+        for index in shard.items:
+            yield {"key": str(index), "index": index}
+
+
+class Long(Timed):
+    shard: int
+    """Records of a shard, which may be several blocks."""
+
+    def read(self, split: str) -> Any:
+        return Range(self.records, self.shard) if split == "train" else None
