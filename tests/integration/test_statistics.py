@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,3 +48,22 @@ def test_sums_count_every_block_and_only_recent_ones_stay_in_memory(
     assert [[o[key] for key in exact] for o in summed] == [[o[key] for key in exact] for o in whole]  # type: ignore[literal-required]
     assert [(o["tasks"], o["rows"]) for o in summed] == [(TASKS, ROWS), (ROWS, ROWS)]
     assert all(o["cpu_s"] > 0 < o["wall_s"] for o in summed)
+
+
+def test_a_task_counts_once_however_its_blocks_mix_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "RECENT_BLOCKS", 2)
+    monkeypatch.setattr(statistics, "FAR", 3)
+    blocks = statistics.RecentBlocks()
+    # Task 3 makes none, and the first one goes on to the end.
+    for task in (1, 0, 2, 1, 0, 4, 4, 5, 0, 6, 7, 6, 8, 0):
+        blocks.extend(
+            [
+                SimpleNamespace(
+                    exec_stats=SimpleNamespace(task_idx=task, cpu_time_s=1.0, wall_time_s=1.0),
+                    num_rows=1,
+                    size_bytes=1,
+                )
+            ]
+        )
+    assert blocks.tasks == 8
+    assert blocks.rows + len(blocks) == 14 and len(blocks) < 4 and len(blocks._beyond) <= 3
