@@ -364,6 +364,19 @@ def test_a_ticket_that_is_started_again_makes_the_same_blocks(order: str) -> Non
     assert Worker(head, 999, "h0").claim is None, "a ticket of nobody's"
 
 
+def test_the_work_of_a_lost_host_goes_to_another_one_before_ray_notices() -> None:
+    head = Head([3, 3], "exact", 2, 10_000)
+    while len(tickets := head.planner.issue()) < 2:
+        head.planner.look(time.monotonic())
+    lost = Worker(head, tickets[0], "h1")
+    under_way: list[Any] = []
+    lost.step(under_way)
+    head.pool.update(head.hosts[:1], False, 1.0)
+    assert head.planner.look(time.monotonic()) == [], "there is no process to end"
+    other = Worker(head, tickets[1], "h0")
+    assert other.todo == lost.todo, "all but the block that was made"
+
+
 def test_a_process_that_died_gets_its_ticket_again_before_any_other() -> None:
     head = Head([3] * 20, "any", 1, 10_000)
     while len(tickets := head.planner.issue()) < 2:
