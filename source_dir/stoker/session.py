@@ -18,6 +18,8 @@ from typing import Any
 EVENTS_VARIABLE = "STOKER_EVENTS"
 """The file to which the script appends events and from which its train worker reads them."""
 CHECKPOINTS_VARIABLE = "STOKER_CHECKPOINT_DIR"
+CPU_HOSTS_VARIABLE = "STOKER_CPU_HOSTS"
+"""`cluster.cpu_hosts` as JSON, for the script's loaders."""
 JOB_VARIABLE = "STOKER_JOB"
 """An id shared by all ranks of a run."""
 

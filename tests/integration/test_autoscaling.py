@@ -12,9 +12,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from fakes.autoscaled import autoscaled
 
+SCRIPT = """
+import ray, stoker, torch, time
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100_000
+
+    def __getitem__(self, index):
+        time.sleep(0.04)
+        return ray.get_runtime_context().get_node_id()
+
+nodes = set()
+for batch in stoker.DataLoader(Slow(), batch_size=4, num_workers=2):
+    nodes |= set(batch)
+    if len(nodes) > 2:
+        break
+print("preprocessed on", len(nodes), "hosts")
+"""
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600
 PRICES = {"usd_per_hour": 0.36, "rest_usd_per_hour": 36.0}
@@ -100,3 +119,19 @@ def test_hosts_come_with_the_need_and_leave_after_it(tmp_path: Path) -> None:
     assert set(summary["chain_tasks_by_host"]) > {"head"}, "they preprocessed"
     hours = summary["cost"]["cpu_host_hours"]
     assert 0 < hours < len(joined) * summary["seconds"] / 3600, "hosts cost money while they are there"
+
+
+@pytest.mark.soak
+def test_a_scripts_loader_has_hosts_while_training_waits(tmp_path: Path) -> None:
+    """Ray starts hosts, which takes half a minute on a busy machine."""
+    script, told = tmp_path / "train.py", tmp_path / "events.jsonl"
+    script.write_text(SCRIPT)
+    with autoscaled(path=str(ROOT / "source_dir"), idle_s=2) as environment:
+        own = {"STOKER_CPU_HOSTS": '{"max": 2}', "STOKER_EVENTS": str(told), "STOKER_JOB": "scaled"}
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            env=environment | own, capture_output=True, text=True, timeout=LIMIT_S,
+        )  # fmt: skip
+    assert done.stdout == "preprocessed on 3 hosts\n", done.stderr[-4000:]
+    counts = [event["count"] for event in map(json.loads, told.read_text().splitlines()) if "count" in event]
+    assert counts == [1, 2]

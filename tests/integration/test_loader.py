@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import os
 import random
 import signal
@@ -345,3 +346,32 @@ def test_a_script_that_leaves_within_a_pass_ends_its_thread_before_ray_is_gone()
     """It drops references to blocks, and Ray ends a process that does so while it disconnects."""
     done = run_script(LEAVES)
     assert (done.returncode, done.stdout.splitlines()) == (0, ["[0, 1]", "[]"] * 2), done.stderr
+
+
+class Slow(Records):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.05)
+        return index
+
+
+def test_a_job_requests_cpu_hosts_while_its_script_waits_for_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no autoscaler; what it does with a request is shown by `test_autoscaling`."""
+    told = tmp_path / "events.jsonl"
+    monkeypatch.setenv("STOKER_JOB", "a job that scales")
+    monkeypatch.setenv("STOKER_EVENTS", str(told))
+    monkeypatch.setenv("STOKER_CPU_HOSTS", '{"max": 3}')
+
+    def requests() -> list[dict[str, Any]]:
+        lines = told.read_text().splitlines() if told.exists() else []
+        return [event for event in map(json.loads, lines) if event["event"] == "cpu_hosts"]
+
+    deadline = time.monotonic() + 120
+    for _ in DataLoader(Slow(100_000), batch_size=4):
+        if requests():
+            break
+        assert time.monotonic() < deadline, told.read_text()
+    (request,) = requests()
+    assert request["count"] == 1, "its CPUs tell how many more are needed"
+    assert request["reason"].startswith("training waits ")

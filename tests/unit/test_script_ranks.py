@@ -195,6 +195,19 @@ def test_a_restart_counts_its_own_exits_and_ends_what_is_left_of_the_start_befor
     assert notes == ["restarting the script on all train workers (start 2)"]
 
 
+def test_hosts_that_could_not_be_requested_are_named_at_the_end() -> None:
+    def notes(**event: Any) -> list[str]:
+        supervisor = Supervisor("train.py", 1, scales=True)
+        supervisor.report(Report("a", 0, events=[{"time": 1.0, **event}]))
+        supervisor.report(Report("a", 0, end=Exit(0, 0)))
+        return [event["text"] for event in supervisor.drain() if event["event"] == "note"]
+
+    assert notes(event="loader", steps=3) == []
+    assert notes(event="metrics", step=1, metrics={}) == [
+        "cluster.cpu_hosts had no effect: the script did not train on a stoker.DataLoader"
+    ]
+
+
 def test_metrics_that_are_not_finite_are_null_and_not_lost() -> None:
     supervisor = Supervisor("train.py", 1)
     values = {"loss": float("nan"), "lr": 0.1}

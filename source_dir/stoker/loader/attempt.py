@@ -165,6 +165,8 @@ class LoaderAttempt:
     """
 
     keeping = None
+    all_produced = False
+    """A script may open further passes."""
 
     def __init__(
         self,

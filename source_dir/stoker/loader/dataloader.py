@@ -19,6 +19,7 @@ from stoker.loader import cluster
 from stoker.loader.adoption import adopt, follow_accelerate
 from stoker.loader.iterator import ClusterIterator, Quarantine
 from stoker.loader.makers import ClusterMaker, ProcessMaker, end_passes_before_ray, register
+from stoker.loader.watch import Watch
 from stoker.loader.work import LoaderWork
 
 HERE_VARIABLE = "STOKER_LOADER"
@@ -111,32 +112,32 @@ class DataLoader(TorchDataLoader[Any]):
         state, self._state = self._state, None
         if state is None:
             before = self._generators()
-            iterator = ClusterIterator(self, self._maker())
+            iterator = ClusterIterator(self, *self._maker())
         else:
             before, now = state["generators"], states()
             self._set_generators(before)
             try:
-                iterator = ClusterIterator(self, self._maker(), state["place"])
+                iterator = ClusterIterator(self, *self._maker(), state["place"])
             finally:
                 # Restoring the global generators is up to the script.
                 put_back(now)
         self._live = (iterator, before)
         return iterator
 
-    def _maker(self) -> Any:
-        pages = self._packed()
+    def _maker(self) -> tuple[Any, Watch]:
+        pages, watch = self._packed(), Watch(self.batch_size or 1)
         if os.environ.get(HERE_VARIABLE) == "process":
-            return ProcessMaker(pages)
+            return ProcessMaker(pages), watch
         import ray
 
         cluster.connect(self.address)
         end_passes_before_ray()
         try:
-            return self._cluster_maker(pages)
+            return self._cluster_maker(pages, watch), watch
         except ray.exceptions.RayActorError:
-            return self._cluster_maker(pages)  # the service was ending with its last script
+            return self._cluster_maker(pages, watch), watch  # the service was ending with its last script
 
-    def _cluster_maker(self, pages: tuple[Any, Any]) -> ClusterMaker:
+    def _cluster_maker(self, pages: tuple[Any, Any], watch: Watch) -> ClusterMaker:
         from stoker.loader.service import service_of
 
         service = service_of(cluster.group(), self.stall_timeout_s)
@@ -144,7 +145,8 @@ class DataLoader(TorchDataLoader[Any]):
         register(service, pages, name)
         streams = max(1, self.num_workers) if isinstance(self.dataset, IterableDataset) else 0
         pinned = bool(self.pin_memory and torch.cuda.is_available())
-        return ClusterMaker(service, name, streams, not self.persistent_workers, pinned, self.stall_timeout_s)
+        stall_s = self.stall_timeout_s
+        return ClusterMaker(service, name, streams, not self.persistent_workers, pinned, stall_s, watch)
 
     def _packed(self) -> tuple[Any, Any]:
         folder, path = str(Path.cwd()), [str(Path(each).resolve()) for each in sys.path]

@@ -28,15 +28,16 @@ class ClusterIterator(_BaseDataLoaderIter):
     Args:
         loader: the stoker.DataLoader.
         maker: makes the batches; see makers.py.
+        watch: measures the waiting.
         start: position to start from, returned by `place`.
     """
 
-    def __init__(self, loader: Any, maker: Any, start: dict[str, Any] | None = None) -> None:
+    def __init__(self, loader: Any, maker: Any, watch: Watch, start: dict[str, Any] | None = None) -> None:
         super().__init__(loader)
         self._maker = maker
         self._seed = int(self._base_seed)
         self._close = weakref.finalize(self, maker.close)
-        self._watch = Watch(loader.batch_size or 1)
+        self._watch = watch
         weakref.finalize(self, self._watch.tell)
         self._iterable = self._dataset_kind == _DatasetKind.Iterable
         self._workers = max(1, loader.num_workers)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
-import logging
 import queue
 import secrets
 import threading
@@ -32,6 +31,7 @@ from stoker.data.messages import Shard
 from stoker.data.transport.client import Transport
 from stoker.data.transport.packing import PAGES, SCHEMA, unpack
 from stoker.errors import where_raised
+from stoker.loader.watch import Watch, relay
 from stoker.loader.work import Failed, LoaderChain, LoaderSource, Made, opened, packed
 
 ANSWER_S = 60.0
@@ -61,10 +61,11 @@ class ClusterMaker:
         fresh: whether workers make a new copy of the dataset for this pass.
         pinned: whether batches go into pinned memory.
         stall_s: the script fails after this long without a batch.
+        watch: of the pass.
     """
 
     def __init__(
-        self, service: Any, name: str, streams: int, fresh: bool, pinned: bool, stall_s: float
+        self, service: Any, name: str, streams: int, fresh: bool, pinned: bool, stall_s: float, watch: Watch
     ) -> None:
         import ray
 
@@ -74,7 +75,7 @@ class ClusterMaker:
         node, job = context.get_node_id(), context.get_job_id()
         split = f"{name}/{key}" if fresh else name
         ray.get(service.open.remote(service, key, split, streams, node, job), timeout=ANSWER_S)
-        self._puller = Puller(service, key, pinned)
+        self._puller = Puller(service, key, pinned, watch)
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
         """Script: see the module."""
@@ -126,12 +127,13 @@ class Puller:
         service: the job's LoaderService.
         key: key of the pass.
         pinned: whether batches go into pinned memory.
+        watch: of the pass.
     """
 
-    def __init__(self, service: Any, key: str, pinned: bool) -> None:
+    def __init__(self, service: Any, key: str, pinned: bool, watch: Watch) -> None:
         import ray
 
-        self._service, self._key = service, key
+        self._service, self._key, self._watch = service, key, watch
         self.arrived: queue.Queue[tuple[tuple[int, int], str, Any]] = queue.Queue(ARRIVED)
         self.slots, self.batch_s = 1, None
         self._wanted: deque[tuple[int, int]] = deque()
@@ -233,9 +235,9 @@ class Puller:
 
         if time.monotonic() > self._figures_due:
             self._figures_due = time.monotonic() + FIGURES_EVERY_S
-            self.slots, notes = ray.get(self._service.state.remote(), timeout=ANSWER_S)
-            for note in notes:
-                logging.getLogger("stoker").warning("stoker.DataLoader: %s", note)
+            told = self._service.state.remote(self._key, self._watch.progress)
+            self.slots, events = ray.get(told, timeout=ANSWER_S)
+            relay(events)
 
 
 _PULLERS: weakref.WeakSet[Puller] = weakref.WeakSet()

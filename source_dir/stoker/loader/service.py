@@ -7,20 +7,26 @@ a shard is the indices of some batches, a block is these batches.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
+from stoker.data.coordinator.accounting import ChainCosts
+from stoker.data.coordinator.elastic import Elastic, Scaled, Scaling
 from stoker.data.coordinator.production import Production
 from stoker.data.engine import ray_internals
 from stoker.data.engine.chain_worker import MOST_LOADED
 from stoker.data.engine.items import ReadyBlock
 from stoker.data.engine.pool import ChainHost
+from stoker.data.engine.ray_internals import HostRequest
 from stoker.data.messages import BlockReport, Origin, Server, Shard, Told
 from stoker.data.transport.agents import Agents
 from stoker.loader.attempt import STREAM_AHEAD, LoaderAttempt, LoaderPass, LoaderSettings, Place
+from stoker.loader.watch import Progress
+from stoker.session import CPU_HOSTS_VARIABLE
 
 ANSWER_S = 5.0
 """A call returns nothing after this time, so that the script can check its own deadline."""
@@ -46,10 +52,15 @@ class LoaderService(Production):
         hosts: maps train workers by node to the hosts that preprocess.
         budget_bytes: bytes of batches to hold ready.
         stall_s: work fails after this long without a result.
+        scaler: decides how many CPU hosts to request; None: their number is fixed.
     """
 
     def __init__(
-        self, hosts: Callable[[Counter[str]], list[ChainHost]], budget_bytes: int, stall_s: float
+        self,
+        hosts: Callable[[Counter[str]], list[ChainHost]],
+        budget_bytes: int,
+        stall_s: float,
+        scaler: Scaling | None = None,
     ) -> None:
         self.passes: Any
         self.attempt: Any = None
@@ -57,8 +68,14 @@ class LoaderService(Production):
         settings: Any = LoaderSettings(stall_s)
         super().__init__(settings, {}, hosts)
         self.budget_bytes = budget_bytes
-        self.notes: list[str] = []
-        self.agents = Agents(lambda used: None, note=self.notes.append)
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        """For the scripts, which log notes and send the rest to the run."""
+        self.costs = ChainCosts()
+        scaled = Scaled(scaler, HostRequest(scaler.options.resource), {"": self.costs}) if scaler else None
+        self.elastic = Elastic(lambda event, **values: self.log(event, values), scaled)
+        self._progress: dict[str, Progress] = {}
+        """By pass, as last reported."""
+        self.agents = Agents(lambda used: None, note=self._note, emptied=self._emptied)
 
         self._busy = time.monotonic()
         """When a pass was last open."""
@@ -89,7 +106,10 @@ class LoaderService(Production):
     def log(self, event: str, values: dict[str, Any]) -> None:
         """Called by scripts: log a line about the transport."""
         with self.changed:
-            self.notes.append(str(values.get("text", "")))
+            self.events.append((event, values))
+
+    def _note(self, text: str) -> None:
+        self.log("note", {"text": text})
 
     def knows(self, name: str) -> bool:
         """Called by scripts: whether a loader with this content is registered."""
@@ -152,7 +172,7 @@ class LoaderService(Production):
                 number = attempt.number + 1 if attempt else 0
                 attempt = LoaderAttempt(
                     number, self.passes, self.pool, self.budget_bytes, self.ticket_numbers,
-                    self.changed, self.ready, self.notes.append,
+                    self.changed, self.ready, self._note,
                 )  # fmt: skip
                 self.attempt = attempt
             self.training[len(self.training)] = node
@@ -222,17 +242,32 @@ class LoaderService(Production):
                 break
         return given
 
-    def state(self) -> tuple[int, list[str]]:
-        """Called by scripts: number of chain workers, and notes since the last call."""
+    def state(self, key: str, progress: Progress) -> tuple[int, list[tuple[str, dict[str, Any]]]]:
+        """Called by scripts every two seconds.
+
+        Args:
+            key: of a pass.
+            progress: of training on it so far.
+
+        Returns:
+            The number of chain workers, and events since the last call.
+        """
         with self.changed:
-            notes = list(self.notes)
-            self.notes.clear()
-            return self.pool.slots, notes
+            before = self._progress.get(key, Progress())
+            self._progress[key] = progress
+            batches, seconds, late_s = (a - b for a, b in zip(progress, before, strict=True))
+            if batches > 0:
+                # Each rank reports its own: together they are as many times as fast.
+                ranks = sum(each.batches > 0 for each in self._progress.values())
+                self.elastic.trained(batches * ranks, seconds, late_s)
+            events, self.events = self.events, []
+            return self.pool.slots, events
 
     def close(self, key: str) -> None:
         """Called by scripts: close a pass."""
         with self.changed:
             self._job_of.pop(key, None)
+            self._progress.pop(key, None)
             if self.attempt is not None:
                 self.attempt.close(key)
             self.ready.notify_all()
@@ -245,6 +280,8 @@ class LoaderService(Production):
 
     def block_made(self, ticket: int, report: BlockReport, origin: Origin, told: Told) -> bool:
         """Called by chain workers; blocks while an iterable dataset is too far ahead."""
+        with self.changed:
+            self.costs.take(report, told.node)
         go_on = super().block_made(ticket, report, origin, told)
         deadline = time.monotonic() + HOLD_S
         with self.changed:
@@ -286,8 +323,13 @@ def service_of(group: str, stall_s: float) -> Any:
         label_selector={NODE_LABEL: node},
     )
     budget = max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0)))
-    from stoker.schema import Config
+    from stoker.schema import ClusterConfig, Config
+    from stoker.schema_places import CpuHostsConfig
+    from stoker.sizing.scaler import Scaler
 
-    service = actor.remote(Hosts(Config(), node), budget, stall_s)
+    options = CpuHostsConfig.model_validate_json(os.environ.get(CPU_HOSTS_VARIABLE, "{}"))
+    config = Config(cluster=ClusterConfig(cpu_hosts=options))
+    scaler = Scaler(options) if options.max else None
+    service = actor.remote(Hosts(config, node), budget, stall_s, scaler)
     service.enter.remote(service, ray.get_runtime_context().get_job_id())
     return service

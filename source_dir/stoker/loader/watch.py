@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import time
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 from stoker import session
 
 EVERY_S = 5.0
+
+
+class Progress(NamedTuple):
+    """Script → head: training on a pass so far, from its first batch on."""
+
+    batches: int = 0
+    elapsed_s: float = 0.0
+    wait_s: float = 0.0
+    """Of these, waiting for batches."""
+
+
 _numbers = itertools.count()
 
 
@@ -48,6 +62,13 @@ class Watch:
         if now - self._last > EVERY_S:
             self.tell(now)
 
+    @property
+    def progress(self) -> Progress:
+        """Of training; validation counts nothing."""
+        if not self.trains or self.batches < 2:
+            return Progress()
+        return Progress(self.batches - 1, self._latest - self._first, self.wait_s)
+
     def tell(self, now: float | None = None) -> None:
         """Report to the run; does nothing outside a job."""
         now = time.perf_counter() if now is None else now
@@ -64,3 +85,12 @@ class Watch:
                 # What the script does after the last batch may have nothing to do with it.
                 elapsed_s=round(self._latest - self._first, 4),
             )
+
+
+def relay(events: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    """Script: log the notes of the head, and send its other events to the run."""
+    for event, values in events:
+        if event == "note":
+            logging.getLogger("stoker").warning("stoker.DataLoader: %s", values["text"])
+        else:
+            session.tell(event, **values)

@@ -22,6 +22,9 @@ from stoker.data.sources.seeding import seed_globals
 from stoker.data.transport.packing import PAGES, pack, unpack
 from stoker.data.transport.room import Room
 
+BATCHES = "__batches"
+"""How many batches the pages hold."""
+
 
 class Failed(NamedTuple):
     """Chain worker → script: why a batch could not be made."""
@@ -227,7 +230,7 @@ class LoaderSource:
                 if group is None:
                     return
                 pages = packed(group, time.perf_counter() - started, self._room)
-            yield {"key": f"{shard.called}/{number}", PAGES: pages}
+            yield {"key": f"{shard.called}/{number}", PAGES: pages, BATCHES: len(group)}
 
 
 def reach(pages: Any) -> str:
@@ -277,10 +280,9 @@ class LoaderChain:
         """One group of batches → a block."""
         report, columns = BlockReport(), dict[str, Any]()
         for each in block:
-            report.records += 1
             if isinstance(each, BadRecord):
                 report.bad.append(each)
             else:
-                columns = {PAGES: each[PAGES]}
+                columns, report.records = {PAGES: each[PAGES]}, each[BATCHES]
                 report.rows, report.bytes_out = len(each[PAGES]), each[PAGES].nbytes
         return columns, report

@@ -336,11 +336,6 @@ class Coordinator(Production):
             events, self.events = self.events, []
             return events
 
-    def _emptied(self) -> set[str]:
-        with self.changed:
-            closing = self.elastic.closing - self.pool.staffed
-            return closing and closing - self.holding()
-
     def figures(self) -> dict[str, Any]:
         """Driver's call: failure, chain costs and accounts so far."""
         with self.changed:

@@ -93,7 +93,11 @@ class Scaled:
             samples, seconds = samples - before["epoch_samples"], seconds - before["elapsed_s"]
         # Terms are means since the previous event.
         late = terms["wait_production"] / (sum(terms.values()) or 1.0)
-        self.scaler.stepped(samples, seconds, late * seconds)
+        self.trained(samples, seconds, late * seconds)
+
+    def trained(self, samples: float, seconds: float, late_s: float) -> None:
+        """Take what training did in some seconds, of which it waited for preprocessing for `late_s`."""
+        self.scaler.stepped(samples, seconds, late_s)
 
     def look(self, hosts: list[ChainHost], now: float, ended: bool) -> Any:
         """The scaler's decision, if there is a new one."""
@@ -140,6 +144,11 @@ class Elastic:
         """Take the fields of a `step` event."""
         if self._scaled is not None:
             self._scaled.stepped(values)
+
+    def trained(self, samples: float, seconds: float, late_s: float) -> None:
+        """Take what training did in some seconds, of which it waited for preprocessing for `late_s`."""
+        if self._scaled is not None:
+            self._scaled.trained(samples, seconds, late_s)
 
     def split(self, hosts: list[ChainHost], draining: set[str], now: float, attempt: Any) -> list[ChainHost]:
         """The hosts that stay; called with the coordinator's lock held.

@@ -176,6 +176,12 @@ class Production:
         coming = [block for _, block in planner.coming.values()] if planner else []
         return {block.node for block in (*self.blocks, *coming)}
 
+    def _emptied(self) -> set[str]:
+        """Nodes of hosts that are about to leave and hold nothing that is needed."""
+        with self.changed:
+            closing = self.elastic.closing - self.pool.staffed
+            return closing and closing - self.holding()
+
     def _look(self, engine: Engine) -> None:
         """Thread: handle what changes with time: hosts, pool size, late work."""
         seen, rescue = time.monotonic(), threading.Thread()

@@ -45,10 +45,13 @@ class Supervisor:
     Args:
         script: name of the script.
         workers: number of train workers.
+        scales: whether the job may request CPU hosts.
     """
 
-    def __init__(self, script: str, workers: int) -> None:
+    def __init__(self, script: str, workers: int, scales: bool = False) -> None:
         self.script, self.workers = script, workers
+        self.unfed = scales
+        """Whether hosts may be requested for a loader that training has not used so far."""
         self.events: list[dict[str, Any]] = []
         self.attempts: list[str] = []
         self.exits: list[Exit] = []
@@ -68,6 +71,7 @@ class Supervisor:
         if report.output:
             self.log("output", {"rank": report.rank, "text": report.output})
         for event in report.events:
+            self.unfed = self.unfed and event["event"] != "loader"
             self.events.append(_finite(event))
         if report.end is not None and report.end.rank not in {end.rank for end in self.exits}:
             self._ended(report.end)
@@ -86,6 +90,9 @@ class Supervisor:
         self.exits.append(end)
         if end.failed and not stopped:
             self.failed_at = min(self.failed_at, time.monotonic())
+        if len(self.exits) == self.workers and self.unfed:
+            why = "the script did not train on a stoker.DataLoader"
+            self.log("note", {"text": f"cluster.cpu_hosts had no effect: {why}"})
         if len(self.exits) == self.workers and all(e.code == 0 and not e.asked for e in self.exits):
             self.log("complete", {})
 

@@ -44,7 +44,8 @@ class ScriptWork:
         from stoker.integrations.scripts.supervisor import Supervisor
 
         actor = ray.remote(Supervisor).options(num_cpus=0, label_selector={NODE_LABEL: self.head})
-        supervisor = actor.remote(Path(str(self.config.script)).name, self.workers)
+        scales = self.config.cluster.cpu_hosts.max > 0
+        supervisor = actor.remote(Path(str(self.config.script)).name, self.workers, scales)
         supervisor.watch_hosts.remote()
         return supervisor
 

@@ -18,7 +18,7 @@ from stoker.integrations.scripts.supervisor import Order, Report
 from stoker.place import RUN_DIR_VARIABLE
 from stoker.recipe import SOURCE_FOLDER
 from stoker.schema import Config
-from stoker.session import CHECKPOINTS_VARIABLE, JOB_VARIABLE
+from stoker.session import CHECKPOINTS_VARIABLE, CPU_HOSTS_VARIABLE, JOB_VARIABLE
 
 POLL_S = 0.2
 STOP_S = 60.0
@@ -145,6 +145,7 @@ def environment(settings: dict[str, Any]) -> dict[str, str]:
         RUN_DIR_VARIABLE: settings["run_dir"],
         JOB_VARIABLE: settings["job"],
         CHECKPOINTS_VARIABLE: settings["checkpoint_dir"],
+        CPU_HOSTS_VARIABLE: config.cluster.cpu_hosts.model_dump_json(),
         "SM_MODEL_DIR": settings["model_dir"],
         **{f"SM_CHANNEL_{name.upper()}": path for name, path in settings["channels"].items()},
         **_same_runtime_environment(),
