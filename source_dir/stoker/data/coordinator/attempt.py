@@ -258,8 +258,8 @@ class Attempt:
         if not block.counted:
             block.counted = True
             self.chain[split].take(report, block.node)
-            for bad in report.bad:
-                self.event("quarantined", split=split, epoch=epoch, key=bad.key, reason=bad.reason)
+        for bad in report.bad:
+            self.event("quarantined", split=split, epoch=epoch, key=bad.key, reason=bad.reason)
         try:
             stream.account.check_budget(self.passes.config.data.bad_record_budget, stream.total)
         except DataError as error:
