@@ -271,6 +271,7 @@ def test_a_loader_that_is_let_go_of_does_not_end_the_service_of_others() -> None
     import ray
 
     from stoker.loader import cluster
+    from stoker.loader.watch import Progress
 
     first = DataLoader(Records(), batch_size=6)
     list(first)
@@ -282,7 +283,7 @@ def test_a_loader_that_is_let_go_of_does_not_end_the_service_of_others() -> None
         assert len(list(DataLoader(Records(), batch_size=6))) == 11
         gc.collect()
     assert ray.get_actor(name, namespace="stoker") == service
-    assert ray.get(service.state.remote("none", (0, 0.0, 0.0)), timeout=60)[0] > 0
+    assert ray.get(service.state.remote("none", Progress()), timeout=60)[0] > 0
 
 
 def test_without_a_pass_for_a_while_the_cpus_are_free_for_others_and_a_new_pass_has_them_again() -> None:
