@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from stoker.data.engine.items import Line, Numbered, ReadyBlock
+from stoker.data.engine.items import Held, Line, Numbered, ReadyBlock
 from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import Pool
 from stoker.data.engine.suspects import Suspects
@@ -54,8 +54,8 @@ class LoaderPass:
     ended: bool = False
 
     @property
-    def held_bytes(self) -> int:
-        return sum(block.report.bytes_out for block in self.ready.values())
+    def held(self) -> Held:
+        return Held(sum(block.report.bytes_out for block in self.ready.values()))
 
     @property
     def rows_ahead(self) -> int:
@@ -129,7 +129,8 @@ class LoaderPlanner(Planner):
         self.again = [item for item in self.again if item.line is not line]
         coming = [block for of, block in self.coming.values() if of is line]
         early = [block for block in line.early() if block.reference is not None]
-        self.early_bytes -= sum(block.report.bytes_out for block in (*coming, *early))
+        for block in (*coming, *early):
+            self.early.add(block, -1)
         if line in self.lines:
             self.lines.remove(line)
         self.reconciled(line.stream)

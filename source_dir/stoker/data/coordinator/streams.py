@@ -9,7 +9,7 @@ from typing import Any
 from stoker.data.coordinator.accounting import EpochAccount
 from stoker.data.coordinator.cursor import Trail
 from stoker.data.coordinator.splitter import Slice, Splitter
-from stoker.data.engine.items import ReadyBlock
+from stoker.data.engine.items import Held, ReadyBlock
 from stoker.data.messages import (
     ID_COLUMN,
     BlockReport,
@@ -48,8 +48,8 @@ class Stream:
     """Next step of each rank."""
     finished: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     reconciled: bool = False
-    held_bytes: int = 0
-    """Bytes of the blocks still needed."""
+    held: Held = field(default_factory=Held)
+    """The blocks still needed."""
     slowest: int = 0
     """The step that the slowest rank requests next."""
 
@@ -67,7 +67,7 @@ class Stream:
         skip = self.trail.arrive(block.report.shard, rows) if self.trail is not None else 0
         if skip < rows:
             self.blocks[self.splitter.add(rows, skip)] = block
-            self.held_bytes += block.held_bytes
+            self.held.add(block)
 
     @property
     def step_rows(self) -> int:
@@ -107,7 +107,7 @@ class Stream:
             if not self.splitter.block_done(number, step) or self.splitter.may_remain(number):
                 break
             block = self.blocks.pop(number)
-            self.held_bytes -= block.held_bytes
+            self.held.add(block, -1)
             if block.is_small:
                 self.lingering.append((step, block))
         while self.lingering and self.lingering[0][0] < step - LINGER_STEPS:
@@ -151,7 +151,7 @@ class Stream:
         self.reconciled = True
         self.lingering += [(0, block) for block in self.blocks.values() if block.is_small]
         self.blocks.clear()
-        self.held_bytes = 0
+        self.held = Held()
         return {"split": self.account.split, "remainder_ids": remaining, **counts}
 
 

@@ -6,16 +6,27 @@ again, those beyond it are still ready.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from stoker.data.engine.items import Line, ReadyBlock, Ticket
+from stoker.data.engine.items import Held, Item, Line, ReadyBlock, Ticket
 
 if TYPE_CHECKING:
     from stoker.data.engine.planner import Planner
 
-Shards = dict[int, dict[int, ReadyBlock]]
-"""Ready blocks by shard and by index in it."""
+NO_STREAM: Any = None
+
+
+@dataclass
+class Legacy:
+    """Head: the ready blocks of one pass."""
+
+    line: Line
+    """Of no stream; names the plan."""
+    shards: dict[int, dict[int, ReadyBlock]] = field(default_factory=dict)
+    """By shard, and by index in it."""
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+    """Those that made them."""
 
 
 class Inheritance:
@@ -26,32 +37,61 @@ class Inheritance:
     """
 
     def __init__(self, before: Planner | None) -> None:
-        self._tickets: dict[int, Ticket] = before.tickets if before else {}
-        self._passes: dict[tuple[str, int], Shards] = {}
+        self._passes: dict[tuple[str, int], Legacy] = dict(before.inheritance._passes) if before else {}
         for stream in before.attempt.open_streams() if before else ():
             split, epoch = stream.account.split, stream.account.epoch
             if before and before.passes.has_shards(split):
                 early = [block for line in before.lines if line.stream is stream for block in line.early()]
-                shards: Shards = defaultdict(dict)
                 for block in (*stream.blocks.values(), *early):
-                    shards[block.report.shard][block.report.nth] = block
-                self._passes[split, epoch] = shards
+                    self._take((split, epoch), block, before.tickets[block.ticket])
 
-    def hand_over(self, line: Line, tickets: dict[int, Ticket]) -> list[int]:
+    def _take(self, key: tuple[str, int], block: ReadyBlock, made_by: Ticket) -> None:
+        """Take over a block and its ticket, but nothing that holds the old attempt."""
+        if key not in self._passes:
+            self._passes[key] = Legacy(Line(NO_STREAM, made_by.item.line.plan, None, exact=False))
+        legacy = self._passes[key]
+        legacy.shards.setdefault(block.report.shard, {})[block.report.nth] = block
+        if block.ticket not in legacy.tickets:
+            item = Item(legacy.line, made_by.item.name, [], [])
+            legacy.tickets[block.ticket] = Ticket(
+                item,
+                made_by.shards,
+                made_by.store,
+                made_by.claims,
+                made_by.made,
+                made_by.made,
+                inherited=True,
+            )
+
+    @property
+    def tickets(self) -> dict[int, Ticket]:
+        """With these, Ray makes blocks of a lost host again, also those of passes that come later."""
+        return {n: ticket for legacy in self._passes.values() for n, ticket in legacy.tickets.items()}
+
+    def hand_over(self, line: Line, tickets: dict[int, Ticket], early: Held) -> list[int]:
         """Put the ready blocks of a pass into its line, in place of the work of making them.
 
         Of a shard it takes those that follow what training has consumed without a gap.
 
         Args:
             line: of the pass, with its shards.
-            tickets: receives those with which Ray makes lost blocks again.
+            tickets: loses those whose blocks are not used.
+            early: receives the blocks.
 
         Returns:
             The shards with such blocks.
         """
-        ready = self._passes.pop((line.plan.split, line.plan.epoch), {})
-        taken = line.inherit(ready) if ready else []
+        account = getattr(line.stream, "account", None)  # only passes of recipes have one
+        legacy = self._passes.pop((account.split, account.epoch), None) if account else None
+        if legacy is None:
+            return []
+        # An epoch that was resumed may have had blocks of another size.
+        taken = line.inherit(legacy.shards) if legacy.line.plan == line.plan else []
         for block in taken:
-            tickets[block.ticket] = ticket = self._tickets[block.ticket]
-            ticket.item.line, ticket.limit, ticket.inherited = line, ticket.made, True
+            legacy.tickets[block.ticket].item.line = line
+            if block.reference is not None:
+                early.add(block)
+        for number, ticket in legacy.tickets.items():
+            if ticket.item.line is not line:
+                del tickets[number]
         return list(dict.fromkeys(block.report.shard for block in taken))

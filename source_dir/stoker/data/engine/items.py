@@ -113,7 +113,14 @@ class Ticket:
     limit: int | None = None
     """Maximum number of blocks to make; the rest went to another ticket."""
     inherited: bool = False
-    """Whether it is of an earlier attempt: its blocks can be made again, but none is new."""
+    """Whether it is of a replaced attempt: its blocks can be made again, but none is new."""
+
+    def reported(self, index: int) -> None:
+        """A block that is not empty was made, perhaps after the rest was taken back. If its host is lost, it
+        must be made again."""
+        self.made = max(self.made, index + 1)
+        if self.limit is not None:
+            self.limit = max(self.limit, self.made)
 
 
 @dataclass(eq=False)
@@ -137,15 +144,32 @@ class ReadyBlock:
         """Whether it travels inside Ray's own messages and is held by no host."""
         return self.report.bytes_out < SERVED_FROM_BYTES
 
-    @property
-    def held_bytes(self) -> int:
-        """Its share of the budget of ready blocks: none if it is inherited, because the blocks before it must
-        be made."""
-        return 0 if self.inherited else self.report.bytes_out
-
     def part(self, start: int, stop: int) -> BlockSlice:
         """Its rows start … stop-1."""
         return BlockSlice(self.reference, start, stop, "" if self.is_small else self.node, self.report.rows)
+
+
+@dataclass
+class Held:
+    """Head: bytes of ready blocks."""
+
+    own: int = 0
+    inherited: int = 0
+
+    def add(self, block: ReadyBlock, sign: int = 1) -> None:
+        """Count a block, or with the sign -1 no longer."""
+        size = sign * block.report.bytes_out
+        if block.inherited:
+            self.inherited += size
+        else:
+            self.own += size
+
+
+def in_budget(held: list[Held], budget_bytes: int) -> int:
+    """Head: what ready blocks take of the budget. Inherited ones have another of the same size before they
+    count, because the blocks before them must be made."""
+    inherited = sum(each.inherited for each in held)
+    return sum(each.own for each in held) + max(inherited - budget_bytes, 0)
 
 
 @dataclass

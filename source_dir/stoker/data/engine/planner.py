@@ -14,8 +14,9 @@ from itertools import count, takewhile
 from typing import Any
 
 from stoker.data.cache.affinity import LOOK_AHEAD
+from stoker.data.engine import items
 from stoker.data.engine.inheritance import Inheritance
-from stoker.data.engine.items import Item, Line, Numbered, ReadyBlock, Ticket, shards_per_item
+from stoker.data.engine.items import Held, Item, Line, Numbered, ReadyBlock, Ticket
 from stoker.data.engine.listing import Lister
 from stoker.data.engine.passes import pack_work
 from stoker.data.engine.pool import Pool
@@ -58,8 +59,7 @@ class Planner:
     ) -> None:
         self.attempt, self.pool, self.budget_bytes, self._lister = attempt, pool, budget_bytes, lister
         self.passes, self.affinity = attempt.passes, attempt.keeping
-        self.exact = self.passes.config.data.order == "exact"
-        self.recovery = Recovery(attempt, pool)
+        self.exact, self.recovery = self.passes.config.data.order == "exact", Recovery(attempt, pool)
         self.lines: list[Line] = []
         self.again: list[Item] = []
         """Items to retry, on another host if possible."""
@@ -67,7 +67,8 @@ class Planner:
         """Items in progress, by ticket."""
         self.working: dict[str, int] = {}
         """Ticket in progress at each chain worker."""
-        self.tickets: dict[int, Ticket] = {}
+        self.inheritance = Inheritance(before)
+        self.tickets = self.inheritance.tickets
         """Work given to each ticket of an open pass."""
         self.coming: dict[Origin, tuple[Line, ReadyBlock]] = {}
         """Reported blocks that have not arrived."""
@@ -75,9 +76,8 @@ class Planner:
         """Smoothed seconds per shard of a split."""
         self._issued: dict[int, float] = {}
         """Unclaimed tickets and when they were issued."""
-        self._preparing, self._inheritance, self._numbers = Preparing(pool), Inheritance(before), numbers
-        self.early_bytes = 0
-        """Bytes of blocks reported but not delivered."""
+        self._preparing, self._numbers, self.early = Preparing(pool), numbers, Held()
+        """`early`: blocks reported but not delivered."""
 
     def close(self) -> None:
         """Stop: the attempt is over."""
@@ -120,13 +120,13 @@ class Planner:
 
     def _claimable(self, most: int, now: float) -> int:
         """How many items could start now, counted up to `most`."""
-        items = sum(item.not_before <= now for item in self.again)
+        found = sum(item.not_before <= now for item in self.again)
         for line in self.startable():
-            if items >= most:
+            if found >= most:
                 break
             left = len(line.work)
-            items += -(-left // self._most(line, left)) if left else 0
-        return items
+            found += -(-left // self._most(line, left)) if left else 0
+        return found
 
     def claim(self, number: int, node: str, process: str) -> Claim | None:
         """A chain worker starts a ticket: its work, or None if there is none.
@@ -198,14 +198,13 @@ class Planner:
 
     def _listed(self, line: Line) -> bool:
         """Whether shards of a pass are known; ready blocks of the attempt before take their place."""
-        if listed := line.listed():
-            for shard in self._inheritance.hand_over(line, self.tickets):
-                self._deliver(line, shard)
+        listed = line.listed()
+        for shard in self.inheritance.hand_over(line, self.tickets, self.early) if listed else ():
+            self._deliver(line, shard)
         return listed
 
     def _begin(self, line: Line, node: str, process: str) -> Item:
-        split, work = line.plan.split, line.work
-        most = self._most(line, len(work))
+        split, work, most = line.plan.split, line.work, self._most(line, len(line.work))
         if self.affinity is None:
             shards, store = self._preparing.take(work, process, most), [False] * most
         else:
@@ -220,7 +219,7 @@ class Planner:
         return Item(line, name, shards, store)
 
     def _most(self, line: Line, left: int) -> int:
-        return shards_per_item(left, self.pool.slots, self.shard_s.get(line.plan.split), line.single)
+        return items.shards_per_item(left, self.pool.slots, self.shard_s.get(line.plan.split), line.single)
 
     def _wanted(self, line: Line) -> bool:
         stream, under_way = line.stream, line.shards_under_way * line.plan.block_records
@@ -239,7 +238,9 @@ class Planner:
         return ready < STARVED_STEPS or (ready < HUNGRY_STEPS and self._held_bytes() < self.budget_bytes / 2)
 
     def _held_bytes(self) -> int:
-        return self.early_bytes + sum(int(stream.held_bytes) for stream in self.attempt.open_streams())
+        return items.in_budget(
+            [self.early, *(s.held for s in self.attempt.open_streams())], self.budget_bytes
+        )
 
     def reported(self, number: int, report: BlockReport, origin: Origin, told: Told) -> bool:
         """A chain worker has made a block that arrives through Ray Data; whether it continues.
@@ -253,23 +254,23 @@ class Planner:
         if (ticket := self.tickets.get(number)) is None:
             return False
         if ticket.inherited:
-            return origin[1] + 1 < ticket.made
+            return origin[1] + bool(report.rows) < ticket.made
         item, line = ticket.item, ticket.item.line
         if self.affinity is not None:
             self.affinity.used(told.node, told.usage)
         self.recovery.patience.took(line.plan.split, told.node, report.seconds)
-        if line.report(block := ReadyBlock(report, told.node, ticket=number)):
-            if report.rows:
-                self.coming[origin] = (line, block)
-                self.early_bytes += report.bytes_out
-            else:
-                self._deliver(line, report.shard)
+        new = line.report(block := ReadyBlock(report, told.node, ticket=number))
+        if report.rows and (new or number in self.active):
+            ticket.reported(origin[1])
+        if new and report.rows:
+            self.coming[origin] = (line, block)
+            self.early.add(block)
+        elif new:
+            self._deliver(line, report.shard)
         if number not in self.active:
             return True  # remade; `Ticket.limit` ends it
         for shard in item.reported(report):
             self._close(line, shard)
-        if report.rows:
-            ticket.made = max(ticket.made, origin[1] + 1)
         overfull = not line.single and self._held_bytes() > OVERFULL * self.budget_bytes
         if item.shards and overfull and not self._needed(item):
             line.work.extendleft(reversed(self.hand_back(number)))
@@ -312,8 +313,8 @@ class Planner:
 
     def _deliver(self, line: Line, number: int) -> None:
         for block in line.deliverable(number):
-            if block.reference is not None and not block.inherited:
-                self.early_bytes -= block.report.bytes_out
+            if block.reference is not None:
+                self.early.add(block, -1)
             self.attempt.deliver(line.stream, block)
 
     def ended(self, number: int) -> None:
@@ -344,8 +345,7 @@ class Planner:
     def _take_back(self, number: int, wait_s: float) -> None:
         """Requeue the undelivered part of a ticket."""
         ticket = self.tickets[number]
-        ticket.limit = ticket.made
-        item = ticket.item
+        item, ticket.limit = ticket.item, ticket.made
         if not item.shards:
             self._done(number)
             return
