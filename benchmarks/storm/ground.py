@@ -37,6 +37,12 @@ def enter(arguments: list[str]) -> Path:
         return Path(folder)
     if os.geteuid() != 0:
         sys.exit("the storm mounts a disk and limits memory: run it as root")
+    for path in PRIVATE:
+        if inside := [str(used) for used in (ROOT, sys.prefix) if Path(used).is_relative_to(path)]:
+            # Files of other programs there would look as if the job had left them behind.
+            sys.exit(
+                f"the storm replaces {path} by an empty folder, but {inside[0]} is in it: move it elsewhere"
+            )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # Hosts have their own /tmp and do not see the source.
     with tempfile.TemporaryDirectory(prefix="stoker-storm-", dir="/var/tmp") as made:
@@ -93,8 +99,7 @@ def prepare(folder: Path) -> Ground:
     for name in ("disk", "trace", "reference"):
         (folder / name).mkdir()
     for path in PRIVATE:
-        if not any(Path(used).is_relative_to(path) for used in (ROOT, sys.prefix)):
-            run("mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", path)
+        run("mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", path)
     image = folder / "disk.img"
     with image.open("wb") as file:
         file.truncate(DISK_MB * 2**20)

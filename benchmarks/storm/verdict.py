@@ -78,8 +78,9 @@ def growth(samples: list[Sample], commands: dict[int, str]) -> list[dict[str, An
     """Laptop: the course of the memory of each host in each launch that was long enough, and of the storm.
 
     Only processes that are there nearly all the time count, while they all are: chain workers come and go on
-    the head, too, and a launch ends one process at a time. The slope is that of Theil and Sen: the median of
-    the slopes between halves, which single peaks do not bend. `commands` names the processes.
+    the head, too, and a launch ends one process at a time. What leaks grows all the time, whereas allocators
+    take a step at an event, such as the first lost host, and stay there. So the rate is the smaller one of a
+    launch's two halves. `commands` names the processes.
     """
     rows = []
     for name in sorted({name for sample in samples for name in sample.used_mb}):
@@ -97,8 +98,6 @@ def growth(samples: list[Sample], commands: dict[int, str]) -> list[dict[str, An
                 continue
             points = [(s.at, sum(s.used_mb[name][p] for p in lasting)) for s in found]
             half = len(points) // 2
-            pairs = zip(points[:half], points[-half:], strict=True)
-            slope = statistics.median((b[1] - a[1]) / (b[0] - a[0]) * 60 for a, b in pairs)
             rows.append(
                 {
                     "of": name,
@@ -106,11 +105,18 @@ def growth(samples: list[Sample], commands: dict[int, str]) -> list[dict[str, An
                     "minutes": round((points[-1][0] - points[0][0]) / 60, 1),
                     "first_mb": round(statistics.median(mb for _, mb in points[:5])),
                     "last_mb": round(statistics.median(mb for _, mb in points[-5:])),
-                    "mb_per_min": round(slope, 2),
+                    "mb_per_min": round(min(_slope(points[:half]), _slope(points[-half:])), 2),
                     "most": _most(lasting, found[0].used_mb[name], found[-1].used_mb[name], commands),
                 }
             )
     return rows
+
+
+def _slope(points: list[tuple[float, float]]) -> float:
+    """MB/min by Theil and Sen: the median of the slopes between halves, which single peaks do not bend."""
+    half = len(points) // 2
+    pairs = zip(points[:half], points[-half:], strict=True)
+    return 60 * statistics.median((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs)
 
 
 def _most(

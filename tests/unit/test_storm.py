@@ -70,13 +70,18 @@ def test_a_step_that_is_trained_in_place_of_another_loses_one_and_repeats_one(tm
     assert (lost, repeated) == ({0: BATCH}, {0: BATCH})
 
 
-@pytest.mark.parametrize(("mb_per_min", "flat"), [(0.5, True), (20.0, False)])
-def test_memory_that_grows_is_a_problem_that_names_the_process(mb_per_min: float, flat: bool) -> None:
+@pytest.mark.parametrize(
+    ("mb_per_min", "step_mb", "flat"), [(0.5, 0, True), (20.0, 0, False), (0.5, 40, True), (20.0, 40, False)]
+)
+def test_memory_that_grows_is_a_problem_that_names_the_process(
+    mb_per_min: float, step_mb: float, flat: bool
+) -> None:
     noise = random.Random(1)
     samples = []
     for at in range(0, 900, 5):
         grown = mb_per_min * at / 60 if at > 200 else 3.0 * (at - 200)  # it loads first
-        used = {7: 900 + grown + noise.uniform(-20, 20)}
+        grown += step_mb * (at > 380)  # once, and it stays
+        used = {7: 900 + grown + noise.uniform(-5, 5)}
         if at > 400:
             used[8] = 300.0  # a process that came later is no growth
         if at > 880:
