@@ -61,12 +61,17 @@ def tell(event: str, **values: Any) -> None:
     """Your script: send an event to the run; does nothing outside a job."""
     path = os.environ.get(EVENTS_VARIABLE)
     if path:
-        line = json.dumps({"time": round(time.time(), 3), "event": event, **values}) + "\n"
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(file, line.encode())  # one write, so that lines of several processes do not interleave
-        finally:
-            os.close(file)
+        append(path, event, values)
+
+
+def append(path: str, event: str, values: Mapping[str, Any]) -> None:
+    """The script's host: write an event to the file of `EVENTS_VARIABLE`."""
+    line = json.dumps({"time": round(time.time(), 3), "event": event, **values}) + "\n"
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        os.write(file, line.encode())  # one write, so that lines of several processes do not interleave
+    finally:
+        os.close(file)
 
 
 def metrics_line(step: int, metrics: Mapping[str, float | None]) -> str:

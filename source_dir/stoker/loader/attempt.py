@@ -167,7 +167,7 @@ class LoaderAttempt:
 
     keeping = None
     all_produced = False
-    """A script may open further passes."""
+    """Whether no pass has been open for a while; a script may open further ones."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class LoaderAttempt:
         """A script begins to iterate."""
         plan = EpochPlan(seed=0, epoch=0, split=split, shuffle=False, block_records=1)
         line = Line(LoaderPass(streams), plan, None, exact=False, single=bool(streams))
-        self.lines[key] = line
+        self.lines[key], self.all_produced = line, False
         self.planner.lines.append(line)
 
     def submit(self, key: str, shards: list[tuple[int, Shard, int]], total: int | None) -> None:

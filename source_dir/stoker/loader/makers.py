@@ -14,6 +14,8 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import logging
+import os
 import queue
 import secrets
 import threading
@@ -31,8 +33,9 @@ from stoker.data.messages import Shard
 from stoker.data.transport.client import Transport
 from stoker.data.transport.packing import PAGES, SCHEMA, unpack
 from stoker.errors import where_raised
-from stoker.loader.watch import Watch, relay
+from stoker.loader.watch import Watch
 from stoker.loader.work import Failed, LoaderChain, LoaderSource, Made, opened, packed
+from stoker.session import EVENTS_VARIABLE
 
 ANSWER_S = 60.0
 """Deadline of a call to the service, which answers within seconds."""
@@ -69,12 +72,11 @@ class ClusterMaker:
     ) -> None:
         import ray
 
-        key = secrets.token_hex(8)
-        self._service, self._key, self._stall_s = service, key, stall_s
-        context = ray.get_runtime_context()
+        self._service, self._key, self._stall_s = service, (key := secrets.token_hex(8)), stall_s
+        context, told = ray.get_runtime_context(), os.environ.get(EVENTS_VARIABLE, "")
         node, job = context.get_node_id(), context.get_job_id()
         split = f"{name}/{key}" if fresh else name
-        ray.get(service.open.remote(service, key, split, streams, node, job), timeout=ANSWER_S)
+        ray.get(service.open.remote(service, key, split, streams, node, job, told), timeout=ANSWER_S)
         self._puller = Puller(service, key, pinned, watch)
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
@@ -236,8 +238,9 @@ class Puller:
         if time.monotonic() > self._figures_due:
             self._figures_due = time.monotonic() + FIGURES_EVERY_S
             told = self._service.state.remote(self._key, self._watch.progress)
-            self.slots, events = ray.get(told, timeout=ANSWER_S)
-            relay(events)
+            self.slots, notes = ray.get(told, timeout=ANSWER_S)
+            for note in notes:
+                logging.getLogger("stoker").warning("stoker.DataLoader: %s", note)
 
 
 _PULLERS: weakref.WeakSet[Puller] = weakref.WeakSet()

@@ -26,7 +26,7 @@ from stoker.data.messages import BlockReport, Origin, Server, Shard, Told
 from stoker.data.transport.agents import Agents
 from stoker.loader.attempt import STREAM_AHEAD, LoaderAttempt, LoaderPass, LoaderSettings, Place
 from stoker.loader.watch import Progress
-from stoker.session import CPU_HOSTS_VARIABLE
+from stoker.session import CPU_HOSTS_VARIABLE, append
 
 ANSWER_S = 5.0
 """A call returns nothing after this time, so that the script can check its own deadline."""
@@ -37,6 +37,8 @@ IDLE_S = 15.0
 LINGER = 256
 """How many of the small blocks that scripts have taken outlast it, for the reason of `LINGER_STEPS`."""
 JOBS_EVERY_S, ENDS_WITHIN_S = 5.0, 30.0
+RECENT_S = 10.0
+"""A pass of which no batch was taken for so long does not count as training."""
 
 
 class Taken:
@@ -53,6 +55,7 @@ class LoaderService(Production):
         budget_bytes: bytes of batches to hold ready.
         stall_s: work fails after this long without a result.
         scaler: decides how many CPU hosts to request; None: their number is fixed.
+        node: the Ray node where it runs.
     """
 
     def __init__(
@@ -61,21 +64,24 @@ class LoaderService(Production):
         budget_bytes: int,
         stall_s: float,
         scaler: Scaling | None = None,
+        node: str = "",
     ) -> None:
         self.passes: Any
         self.attempt: Any = None
         """A LoaderAttempt."""
         settings: Any = LoaderSettings(stall_s)
         super().__init__(settings, {}, hosts)
-        self.budget_bytes = budget_bytes
-        self.events: list[tuple[str, dict[str, Any]]] = []
-        """For the scripts, which log notes and send the rest to the run."""
+        self.budget_bytes, self._node = budget_bytes, node
+        self.notes: list[str] = []
+        """For the scripts, which log them."""
+        self._events = ""
+        """The file through which a script on this host sends events to the run; empty: outside a job."""
         self.costs = ChainCosts()
         scaled = Scaled(scaler, HostRequest(scaler.options.resource), {"": self.costs}) if scaler else None
         self.elastic = Elastic(lambda event, **values: self.log(event, values), scaled)
-        self._progress: dict[str, Progress] = {}
-        """By pass, as last reported."""
-        self.agents = Agents(lambda used: None, note=self._note, emptied=self._emptied)
+        self._progress: dict[str, tuple[float, Progress]] = {}
+        """By pass: when a script last took batches of it, and how many."""
+        self.agents = Agents(lambda used: None, note=self.notes.append, emptied=self._emptied)
 
         self._busy = time.monotonic()
         """When a pass was last open."""
@@ -90,7 +96,10 @@ class LoaderService(Production):
         """Stop chain workers between passes: others may need the CPUs."""
         if self.attempt.lines:
             self._busy = now
-        return now - self._busy > IDLE_S
+        idle, known = now - self._busy > IDLE_S, self.attempt.all_produced
+        self.attempt.all_produced = idle
+        # Requested hosts are let go first.
+        return idle and known and not self.elastic.closing & self.pool.staffed
 
     def _run_engine(self, me: Any) -> None:
         super()._run_engine(me)
@@ -106,10 +115,11 @@ class LoaderService(Production):
     def log(self, event: str, values: dict[str, Any]) -> None:
         """Called by scripts: log a line about the transport."""
         with self.changed:
-            self.events.append((event, values))
-
-    def _note(self, text: str) -> None:
-        self.log("note", {"text": text})
+            if event == "note":
+                self.notes.append(values["text"])
+            elif self._events:
+                with contextlib.suppress(OSError):  # that script has ended
+                    append(self._events, event, values)
 
     def knows(self, name: str) -> bool:
         """Called by scripts: whether a loader with this content is registered."""
@@ -152,7 +162,7 @@ class LoaderService(Production):
                 threading.Thread(target=self._watch_jobs, args=(me,), daemon=True).start()
             self._jobs.add(job)
 
-    def open(self, me: Any, key: str, name: str, streams: int, node: str, job: str) -> None:
+    def open(self, me: Any, key: str, name: str, streams: int, node: str, job: str, told: str) -> None:
         """Called by scripts: open a pass.
 
         Args:
@@ -162,8 +172,11 @@ class LoaderService(Production):
             streams: see LoaderPass.
             node: Ray node of the script.
             job: Ray job of the script.
+            told: the file through which the script sends events to the run; empty: outside a job.
         """
         with self.changed:
+            if node == self._node:
+                self._events = told
             if self._over:
                 time.sleep(ENDS_WITHIN_S)  # until it is killed: the script then starts another one
             self._job_of[key] = job
@@ -172,7 +185,7 @@ class LoaderService(Production):
                 number = attempt.number + 1 if attempt else 0
                 attempt = LoaderAttempt(
                     number, self.passes, self.pool, self.budget_bytes, self.ticket_numbers,
-                    self.changed, self.ready, self._note,
+                    self.changed, self.ready, self.notes.append,
                 )  # fmt: skip
                 self.attempt = attempt
             self.training[len(self.training)] = node
@@ -242,7 +255,7 @@ class LoaderService(Production):
                 break
         return given
 
-    def state(self, key: str, progress: Progress) -> tuple[int, list[tuple[str, dict[str, Any]]]]:
+    def state(self, key: str, progress: Progress) -> tuple[int, list[str]]:
         """Called by scripts every two seconds.
 
         Args:
@@ -250,18 +263,20 @@ class LoaderService(Production):
             progress: of training on it so far.
 
         Returns:
-            The number of chain workers, and events since the last call.
+            The number of chain workers, and notes since the last call.
         """
+        now = time.monotonic()
         with self.changed:
-            before = self._progress.get(key, Progress())
-            self._progress[key] = progress
+            before = self._progress.get(key, (now, Progress()))[1]
             batches, seconds, late_s = (a - b for a, b in zip(progress, before, strict=True))
-            if batches > 0:
-                # Each rank reports its own: together they are as many times as fast.
-                ranks = sum(each.batches > 0 for each in self._progress.values())
-                self.elastic.trained(batches * ranks, seconds, late_s)
-            events, self.events = self.events, []
-            return self.pool.slots, events
+            if batches > 0 and key in self._job_of:
+                self._progress[key] = now, progress
+                # Passes of several ranks, or of loaders within each other, run at the same time.
+                at_once = sum(now - at < RECENT_S for at, _ in self._progress.values())
+                self.elastic.trained(batches, seconds / at_once, late_s / at_once)
+            notes = list(self.notes)
+            self.notes.clear()
+            return self.pool.slots, notes
 
     def close(self, key: str) -> None:
         """Called by scripts: close a pass."""
@@ -330,6 +345,6 @@ def service_of(group: str, stall_s: float) -> Any:
     options = CpuHostsConfig.model_validate_json(os.environ.get(CPU_HOSTS_VARIABLE, "{}"))
     config = Config(cluster=ClusterConfig(cpu_hosts=options))
     scaler = Scaler(options) if options.max else None
-    service = actor.remote(Hosts(config, node), budget, stall_s, scaler)
+    service = actor.remote(Hosts(config, node), budget, stall_s, scaler, node)
     service.enter.remote(service, ray.get_runtime_context().get_job_id())
     return service

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import time
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from stoker import session
 
@@ -85,12 +83,3 @@ class Watch:
                 # What the script does after the last batch may have nothing to do with it.
                 elapsed_s=round(self._latest - self._first, 4),
             )
-
-
-def relay(events: Iterable[tuple[str, dict[str, Any]]]) -> None:
-    """Script: log the notes of the head, and send its other events to the run."""
-    for event, values in events:
-        if event == "note":
-            logging.getLogger("stoker").warning("stoker.DataLoader: %s", values["text"])
-        else:
-            session.tell(event, **values)

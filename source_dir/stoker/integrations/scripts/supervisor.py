@@ -90,11 +90,11 @@ class Supervisor:
         self.exits.append(end)
         if end.failed and not stopped:
             self.failed_at = min(self.failed_at, time.monotonic())
-        if len(self.exits) == self.workers and self.unfed:
-            why = "the script did not train on a stoker.DataLoader"
-            self.log("note", {"text": f"cluster.cpu_hosts had no effect: {why}"})
         if len(self.exits) == self.workers and all(e.code == 0 and not e.asked for e in self.exits):
             self.log("complete", {})
+            if self.unfed:
+                why = "the script did not train on a stoker.DataLoader"
+                self.log("note", {"text": f"cluster.cpu_hosts had no effect: {why}"})
 
     def _order(self) -> Order:
         over = len(self.exits) == self.workers
