@@ -6,7 +6,7 @@ again, those beyond it are still ready.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from stoker.data.engine.items import Held, Item, Line, ReadyBlock, Ticket
@@ -37,10 +37,13 @@ class Inheritance:
     """
 
     def __init__(self, before: Planner | None) -> None:
-        self._passes: dict[tuple[str, int], Legacy] = dict(before.inheritance._passes) if before else {}
-        for stream in before.attempt.open_streams() if before else ():
+        self._passes: dict[tuple[str, int], Legacy] = {}
+        if before is None:
+            return
+        self._passes |= before.inheritance._passes
+        for stream in before.attempt.open_streams():
             split, epoch = stream.account.split, stream.account.epoch
-            if before and before.passes.has_shards(split):
+            if before.passes.has_shards(split):
                 early = [block for line in before.lines if line.stream is stream for block in line.early()]
                 for block in (*stream.blocks.values(), *early):
                     self._take((split, epoch), block, before.tickets[block.ticket])
@@ -53,15 +56,7 @@ class Inheritance:
         legacy.shards.setdefault(block.report.shard, {})[block.report.nth] = block
         if block.ticket not in legacy.tickets:
             item = Item(legacy.line, made_by.item.name, [], [])
-            legacy.tickets[block.ticket] = Ticket(
-                item,
-                made_by.shards,
-                made_by.store,
-                made_by.claims,
-                made_by.made,
-                made_by.made,
-                inherited=True,
-            )
+            legacy.tickets[block.ticket] = replace(made_by, item=item, limit=made_by.made, inherited=True)
 
     @property
     def tickets(self) -> dict[int, Ticket]:
