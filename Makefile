@@ -31,7 +31,7 @@ demo: $(READY)  ## train a model on real images on this machine
 check: setup lint types unit  ## lint, types and unit tests before every commit, under a minute
 
 test: setup  ## all tests except `make soak`; continues after a failed part
-	@bash scripts/test.sh lint types unit slow
+	@bash scripts/test.sh lint types unit long slow
 
 soak: setup  ## slow tests and a storm before a release; MINUTES=60 SEED=7; writes docs/soak.md
 	@bash scripts/soak.sh
@@ -56,9 +56,8 @@ SLOW := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder -
 integration rehearsal e2e: setup
 	@$(SLOW) tests/$@
 
-# Long unit tests come last: they fill what the longer ones leave.
 slow: setup
-	@$(SLOW) -m "long or not unit" tests/e2e tests/rehearsal tests/integration tests/unit
+	@$(SLOW) tests/e2e tests/rehearsal tests/integration
 
 bench: setup  ## benchmarks against peers; writes benchmarks/results/latest.json
 	@$(BIN)/python -m benchmarks
