@@ -31,7 +31,7 @@ from tests.fakes.ray_nodes import RayNodes  # noqa: E402
 
 SEED = 3
 HOST = "stoker.host"
-LOST_RECORDS, DRAINED_RECORDS, FULL_RECORDS = 3000, 24_000, 8000
+LOST_RECORDS, DRAINED_RECORDS, FULL_RECORDS = 3000, 24_000, 10_000
 
 
 def job(
@@ -257,7 +257,7 @@ def lost_while_full(nodes: RayNodes) -> dict[str, Any]:
     """A host is lost in the middle of long shards, while no more blocks may be made, in both orders."""
     number = nodes.start("full")
     name = f"full-{number}"
-    params = {"records": FULL_RECORDS, "ms": 1, "kb": 64, "shard": 400}
+    params = {"records": FULL_RECORDS, "ms": 1, "kb": 32, "shard": 400}
     trains = [
         Train(job(params, batch=20, recipe="timed:Long", preprocess_on=["cpu", "full"], order=order))
         for order in ("any", "exact")

@@ -84,11 +84,11 @@ def test_a_host_that_is_lost_in_the_middle_of_long_shards_blocks_nothing_while_n
     seen: dict[str, Any],
 ) -> None:
     lost = seen["lost_while_full"]
-    assert all(lost["full"]) and max(lost["made"]) < 0.8 * 800, (
+    assert all(lost["full"]) and max(lost["made"]) < 0.8 * 1000, (
         "shards of 40 blocks, and room for some of them"
     )
     assert all(lost["each_once"])
-    assert all(books["read"] == books["trained"] == 8000 for books in lost["books"])
+    assert all(books["read"] == books["trained"] == 10_000 for books in lost["books"])
 
 
 def test_a_late_host_is_used_and_groups_are_a_restriction(seen: dict[str, Any]) -> None:
