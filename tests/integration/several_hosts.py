@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -254,13 +255,18 @@ def drained(nodes: RayNodes) -> dict[str, Any]:
 
 
 def lost_while_full(nodes: RayNodes) -> dict[str, Any]:
-    """A host is lost in the middle of long shards, while no more blocks may be made, in both orders."""
+    """A host is lost in the middle of long shards, while no more blocks may be made, in both orders.
+
+    What is read after that cannot be read at first.
+    """
     number = nodes.start("full")
     name = f"full-{number}"
     params = {"records": FULL_RECORDS, "ms": 1, "kb": 32, "shard": 400}
+    kinds: dict[str, Any] = {"batch": 20, "recipe": "timed:Long", "preprocess_on": ["cpu", "full"]}
+    failed = [Path(tempfile.mkdtemp()) / "failed" for _ in range(2)]
     trains = [
-        Train(job(params, batch=20, recipe="timed:Long", preprocess_on=["cpu", "full"], order=order))
-        for order in ("any", "exact")
+        Train(job(params | {"failed": str(folder)}, order=order, **kinds))
+        for order, folder in zip(("any", "exact"), failed, strict=True)
     ]
 
     def is_full(train: Train) -> bool:
@@ -270,16 +276,20 @@ def lost_while_full(nodes: RayNodes) -> dict[str, Any]:
 
     full = [bool(until(lambda train=train: is_full(train))) for train in trains]
     made = [sum(made_by(train).values()) for train in trains]
+    for folder in failed:
+        folder.mkdir()
     nodes.lose(number)
-    found: dict[str, Any] = {"full": full, "made": made, "books": [], "each_once": []}
-    for train in trains:
+    found: dict[str, Any] = {"full": full, "made": made, "books": [], "each_once": [], "notes": []}
+    for train, folder in zip(trains, failed, strict=True):
         ids: list[int] = []
         for step in train.steps("train", 0):
             ids += step
             train.portions.clear()
         found["books"].append(train.reconcile("train", 0, ids))
         found["each_once"].append(len(ids) == len(set(ids)) == FULL_RECORDS)
+        found["notes"].append([event["text"] for event in train.events("note")])
         train.close()
+        shutil.rmtree(folder.parent)
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -59,12 +61,12 @@ class Timed(Recipe):
 
 
 class Range(Source):
-    """Numbered records in shards of so many."""
+    """Numbered records in shards of so many; from some moment on each shard cannot be read once."""
 
     random = False
 
-    def __init__(self, records: int, shard: int) -> None:
-        self.records, self.shard = records, shard
+    def __init__(self, records: int, shard: int, failed: str) -> None:
+        self.records, self.shard, self.failed = records, shard, failed
 
     def count(self) -> int:
         return self.records
@@ -73,6 +75,10 @@ class Range(Source):
         return cut_indices(self.records, self.shard, order)
 
     def read(self, shard: Shard, order: Any) -> Any:
+        failed = Path(self.failed) / str(shard.items[0])
+        if self.failed and failed.parent.exists() and not failed.exists():
+            failed.touch()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         for index in shard.items:
             yield {"key": str(index), "index": index}
 
@@ -80,6 +86,8 @@ class Range(Source):
 class Long(Timed):
     shard: int
     """Records of a shard, which may be several blocks."""
+    failed: str = ""
+    """A folder; once it exists, each shard cannot be read once."""
 
     def read(self, split: str) -> Any:
-        return Range(self.records, self.shard) if split == "train" else None
+        return Range(self.records, self.shard, self.failed) if split == "train" else None

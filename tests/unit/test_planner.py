@@ -27,6 +27,7 @@ from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import ChainHost, Pool
 from stoker.data.engine.suspects import Suspects
 from stoker.data.messages import BlockReport, Claim, DataCursor, Failure, Told
+from stoker.errors import DataError
 from stoker.schema import Config
 
 PROCESSES = count()
@@ -220,7 +221,9 @@ def test_every_block_once_and_in_order(
             if kind == "dies":  # Ray starts its ticket again, from the beginning
                 workers.append(Worker(head, worker.ticket, worker.node, worker.process))
             elif kind == "fails" and worker.claim:
-                head.planner.failed(worker.ticket, Failure("cannot be read", True, tries=9))
+                failure = Failure("cannot be read", True, tries=9)
+                if head.planner.failed(worker.ticket, failure, worker.made):
+                    workers.append(worker)
             elif kind == "hangs" and worker.ticket in head.planner.active:
                 # It is taken back, and what it makes later comes besides.
                 head.planner.active[worker.ticket].quiet_since = -1e9
@@ -380,6 +383,24 @@ def test_blocks_that_come_after_their_work_was_taken_back_are_made_again_with_th
     slow.step(under_way), slow.step(under_way)
     again = Worker(head, tickets[0], "h0")
     assert again.claim is not None and again.claim.blocks == 3
+
+
+def test_lost_blocks_that_cannot_be_read_again_are_retried_where_ray_makes_them_and_then_end_the_run() -> (
+    None
+):
+    head = Head([3], "any", 1, 10_000)
+    while not (tickets := head.planner.issue()):
+        head.planner.look(time.monotonic())
+    first = Worker(head, tickets[0], "h0")
+    while first.step([]):
+        pass
+    again, failure = Worker(head, tickets[0], "h0"), Failure("OSError: Input/output error", True, tries=3)
+    again.step([])
+    waits = [head.planner.failed(again.ticket, failure, again.made) for _ in range(3)]
+    assert waits == [1.0, 4.0, 16.0]
+    assert not head.planner.again, "the work itself is done"
+    with pytest.raises(DataError, match="train shard s0: failed 4 times, on h0: OSError: Input/output error"):
+        head.planner.failed(again.ticket, failure, again.made)
 
 
 def test_a_ticket_with_a_block_without_rows_is_repeated_to_its_last_block() -> None:

@@ -126,11 +126,13 @@ class Production:
             if planner := self._planner():
                 planner.ended(ticket)
 
-    def item_failed(self, ticket: int, failure: Failure) -> None:
-        """Chain worker's call: its work failed."""
+    def item_failed(self, ticket: int, failure: Failure, made: int) -> float:
+        """Chain worker's call: its work failed after so many blocks; how long to wait before the same worker
+        tries again, 0: it must not."""
         with self.changed, self._ends_the_attempt():
             if planner := self._planner():
-                planner.failed(ticket, failure)
+                return planner.failed(ticket, failure, made)
+        return 0.0
 
     def _planner(self) -> Planner | None:
         attempt = self.attempt

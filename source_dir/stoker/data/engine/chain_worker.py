@@ -49,24 +49,34 @@ class ChainWorker:
         import ray
 
         ticket, task = int(row["ticket"][0].as_py()), ray.get_runtime_context().get_task_id() or ""
-        try:
-            claim: Claim | None = self._ask("claim", ticket, self._node, self._process, self._ended)
-            if claim is None:
-                time.sleep(IDLE_S)
+        claim: Claim | None = None
+        made, wait_s = 0, 0.0
+        while True:
+            try:
+                if claim is None:
+                    claim = self._ask("claim", ticket, self._node, self._process, self._ended)
+                if claim is None:
+                    time.sleep(IDLE_S)
+                    return
+                time.sleep(wait_s or claim.wait_s)
+                for block in self._blocks(ticket, claim, task, made):
+                    yield block
+                    made += 1
+                # Not waited for: the next ticket is ready, and its claim says it again.
+                self._ended = ticket
+                self._coordinator.item_ended.remote(ticket)
                 return
-            time.sleep(claim.wait_s)
-            yield from self._blocks(ticket, claim, task)
-            # Not waited for: the next ticket is ready, and its claim says it again.
-            self._ended = ticket
-            self._coordinator.item_ended.remote(ticket)
-        except OverError:
-            return
-        except Exception as error:
-            if isinstance(root_cause(error), ray.exceptions.RayActorError):
-                return  # the run is over
-            self._ask("item_failed", ticket, failure_of(error))
+            except OverError:
+                return
+            except Exception as error:
+                if isinstance(root_cause(error), ray.exceptions.RayActorError):
+                    return  # the run is over
+                wait_s = self._ask("item_failed", ticket, failure_of(error), made)
+                if not wait_s:
+                    return
 
-    def _blocks(self, ticket: int, claim: Claim, task: str) -> Iterator[Any]:
+    def _blocks(self, ticket: int, claim: Claim, task: str, skip: int) -> Iterator[Any]:
+        """The blocks of a ticket after the first `skip`, which this call has yielded before it failed."""
         split, care = claim.plan.split, claim.care
         loaded = self._loaded.pop(split, None) or self._load(split)
         self._loaded[split] = loaded
@@ -87,7 +97,8 @@ class ChainWorker:
                 told = Told(self._node, loaded.cache.usage if loaded.cache else None)
                 go_on = self._ask("block_made", ticket, report, (task, made), told)
                 if columns:
-                    yield to_table(columns)
+                    if made >= skip:
+                        yield to_table(columns)
                     made += 1
                 if not go_on:
                     return

@@ -108,10 +108,14 @@ class Ticket:
     store: list[bool]
     claims: int = 0
     """How often it was claimed; each claim after the first means a dead process or lost blocks."""
+    node: str = ""
+    """Where it was claimed last."""
     made: int = 0
     """Number of reported non-empty blocks."""
     limit: int | None = None
     """Maximum number of blocks to make; the rest went to another ticket."""
+    failures: int = 0
+    """How often its lost blocks could not be made again."""
     inherited: bool = False
     """Whether it is of a replaced attempt: its blocks can be made again, but none is new."""
 

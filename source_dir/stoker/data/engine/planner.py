@@ -19,7 +19,7 @@ from stoker.data.engine.inheritance import Inheritance
 from stoker.data.engine.items import Held, Item, Line, Numbered, ReadyBlock, Ticket
 from stoker.data.engine.listing import Lister
 from stoker.data.engine.passes import pack_work
-from stoker.data.engine.pool import Pool
+from stoker.data.engine.pool import Pool, is_hungry
 from stoker.data.engine.preparing import Preparing
 from stoker.data.engine.recovery import Recovery
 from stoker.data.messages import BlockReport, Care, Claim, Failure, Origin, Shard, Told
@@ -29,9 +29,6 @@ OPEN_PER_SLOT = 3
 """Tickets per slot: one in progress, the others hide the scheduler's round."""
 LOST_TICKET_S = 20.0
 """An unclaimed ticket this old waits for a process that no longer exists; it is replaced."""
-HUNGRY_STEPS, STARVED_STEPS = 8, 2
-"""With fewer ready steps than this, training hosts help to preprocess: the first if there is room for more
-blocks, the second in any case."""
 OVERFULL = 1.25
 """Above this multiple of the budget, work in progress ends after its next block."""
 
@@ -159,7 +156,7 @@ class Planner:
             return None
         split, wait_s = item.line.plan.split, 0.0
         names = self.recovery.names_records(item, node)
-        before, ticket.claims = ticket.claims, ticket.claims + 1
+        before, ticket.claims, ticket.node = ticket.claims, ticket.claims + 1, node
         if before or names:
             start = self.attempt.task_starts(split, item.name, before)
             if start is None:
@@ -230,12 +227,8 @@ class Planner:
     @property
     def hungry(self) -> bool:
         """Whether so little is ready that training hosts must help."""
-        ready = 0.0 if self.lines else HUNGRY_STEPS
-        for stream in self.attempt.open_streams():
-            ready += stream.rows_ahead / stream.step_rows
-            if not stream.ended:
-                break  # ready data of later passes does not help while this one is short
-        return ready < STARVED_STEPS or (ready < HUNGRY_STEPS and self._held_bytes() < self.budget_bytes / 2)
+        room = self._held_bytes() < self.budget_bytes / 2
+        return bool(self.lines) and is_hungry(self.attempt.open_streams(), room)
 
     def _held_bytes(self) -> int:
         return items.in_budget(
@@ -333,14 +326,20 @@ class Planner:
         self.shard_s[split] = max(0.8 * self.shard_s.get(split, seconds) + 0.2 * seconds, 1e-6)
         self.attempt.suspects.ended(item.name)
 
-    def failed(self, number: int, failure: Failure) -> None:
-        """A chain worker failed at its work.
+    def failed(self, number: int, failure: Failure, made: int) -> float:
+        """A chain worker failed at its work after so many blocks; how long to wait before it tries again.
+
+        It does so only if Ray has it make lost blocks again: no other call can. 0: the work was requeued.
 
         Raises:
             DataError: it has failed for good.
         """
-        if (item := self.active.get(number)) is not None:
-            self._take_back(number, self.recovery.failed(item, failure))
+        ticket = self.tickets.get(number)
+        if ticket is not None and made < ticket.made:
+            return self.recovery.failed_again(ticket, failure)
+        if number in self.active:
+            self._take_back(number, self.recovery.failed(self.active[number], failure))
+        return 0.0
 
     def _take_back(self, number: int, wait_s: float) -> None:
         """Requeue the undelivered part of a ticket."""

@@ -16,6 +16,9 @@ from stoker.data.engine.deadlines import others
 GROW_AFTER_S, SHRINK_AFTER_S = 2.0, 20.0
 """How long too little, or enough, must be ready before chain workers start, or end, on training hosts:
 starting a process takes seconds."""
+HUNGRY_STEPS, STARVED_STEPS = 8, 2
+"""With fewer ready steps than this, training hosts help to preprocess: the first if there is room for more
+blocks, the second in any case."""
 MOVE_EVERY_S = 60.0
 """Minimum interval between moves: a worker without room where it belongs starts elsewhere again."""
 
@@ -129,6 +132,21 @@ class Pool:
         """Name of a host for messages."""
         host = self.hosts.get(node)
         return host.name if host and host.name else node[:8]
+
+
+def is_hungry(streams: Iterable[Any], room: bool) -> bool:
+    """Head: whether so little is ready that training hosts must help.
+
+    Args:
+        streams: passes not yet consumed, in order.
+        room: whether more blocks fit.
+    """
+    ready = 0.0
+    for stream in streams:
+        ready += stream.rows_ahead / stream.step_rows
+        if not stream.ended:
+            break  # ready data of later passes does not help while this one is short
+    return ready < STARVED_STEPS or (ready < HUNGRY_STEPS and room)
 
 
 def chain_hosts(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoker.data.engine.deadlines import Patience, others
-from stoker.data.engine.items import Item, Numbered
+from stoker.data.engine.items import Item, Numbered, Ticket
 from stoker.data.engine.pool import Pool
 from stoker.data.messages import Failure
 from stoker.data.sources.rereading import reread_wait_s
@@ -53,16 +53,28 @@ class Recovery:
         Raises:
             DataError: it has failed for good.
         """
-        if not failure.may_pass:
-            raise DataError(failure.text)
         item.failures += 1
         what = self.what(item.line.plan.split, item.shards)
-        if item.failures > failure.tries:
-            hosts = ", ".join(sorted({self.pool.name(node) for node in {*item.tried, item.node}}))
-            raise DataError(f"{what}: failed {item.failures} times, on {hosts}: {failure.text}")
-        wait_s = reread_wait_s(OSError(), item.failures - 1) or 0.0
-        host = self.pool.name(item.node)
-        self.attempt.note(f"host {host}: {what}: {failure.text}; {self._elsewhere(item)} in {wait_s:.0f} s")
+        hosts = {*item.tried, item.node}
+        return self._retry(what, item.node, hosts, item.failures, failure, self._elsewhere(item))
+
+    def failed_again(self, ticket: Ticket, failure: Failure) -> float:
+        """The same for one that makes lost blocks again, which no other can do in its place."""
+        ticket.failures += 1
+        what = self.what(ticket.item.line.plan.split, ticket.shards)
+        how = "making its lost blocks again"
+        return self._retry(what, ticket.node, {ticket.node}, ticket.failures, failure, how)
+
+    def _retry(
+        self, what: str, node: str, hosts: set[str], failures: int, failure: Failure, how: str
+    ) -> float:
+        if not failure.may_pass:
+            raise DataError(failure.text)
+        if failures > failure.tries:
+            names = ", ".join(sorted(map(self.pool.name, hosts)))
+            raise DataError(f"{what}: failed {failures} times, on {names}: {failure.text}")
+        wait_s = reread_wait_s(OSError(), failures - 1) or 0.0
+        self.attempt.note(f"host {self.pool.name(node)}: {what}: {failure.text}; {how} in {wait_s:.0f} s")
         return wait_s
 
     def overdue(
