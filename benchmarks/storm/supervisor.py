@@ -139,6 +139,7 @@ class Storm:
                         due.popleft()
                         break
                     due.rotate(-1)
+            self.watch.in_hurry = True
             self.job.hurry()
             self._until(lambda: self.over, FINISH_S, "the end of the job after the storm")
             self._ended()

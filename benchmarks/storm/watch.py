@@ -42,6 +42,8 @@ class Watch:
     memory: list[Sample] = field(default_factory=list)
     commands: dict[int, str] = field(default_factory=dict)
     """The last command line of each process, shortened: this process's memory is watched, too."""
+    in_hurry: bool = False
+    """The storm is over and the rest of the job runs many times faster, so growth per minute would mean little."""
     error: BaseException | None = None
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
@@ -76,7 +78,7 @@ class Watch:
                 step, now = self.trace.step(), time.monotonic()
                 if step > self.step:
                     self.steps.append((now, step))
-                if now - measured < HOSTS_EVERY_S:
+                if self.in_hurry or now - measured < HOSTS_EVERY_S:
                     continue
                 measured = now
                 live = self.hosts.refresh()
