@@ -26,6 +26,7 @@ ALL = (
     "s3",
     "checkpointing",
     "cache",
+    "sharing",
 )
 
 if __name__ == "__main__":

@@ -139,12 +139,12 @@ def write(folder: Path, images: list[bytes]) -> None:
         path.write_bytes(content)
 
 
-def epochs(folder: str, kind: str, **data: Any) -> tuple[list[float], list[float]]:
+def epochs(folder: str, kind: str, **data: Any) -> tuple[list[float], list[float], float]:
     """A job whose train worker consumes batches as fast as they arrive.
 
     Returns:
         Images/s of the first epoch and of the later ones, which overlap; share of each epoch's records that
-        were found in a cache.
+        were found in a cache; CPU seconds of preprocessing.
     """
     import ray
 
@@ -193,6 +193,8 @@ def epochs(folder: str, kind: str, **data: Any) -> tuple[list[float], list[float
         (begun, _), (warm, images), *_, (end, _) = ends
         events = [e for e in ray.get(coordinator.drain.remote(), timeout=60) if e["event"] == "cache"]
         found = [event["found"] / event["records"] for event in events]
-        return [images / (warm - begun), count * (EPOCHS - 1) / (end - warm)], found
+        _, operators = ray.get(coordinator.ray_data_stats.remote(), timeout=60)
+        spent = sum(each["cpu_s"] for each in operators if "ChainWorker" in each["name"])
+        return [images / (warm - begun), count * (EPOCHS - 1) / (end - warm)], found, spent
     finally:
         ray.kill(coordinator)

@@ -88,6 +88,12 @@ class DataConfig(Section):
     cache_folder: str | None = Field(
         None, description="absolute path for cache: disk on each host; null: Ray's temporary folder"
     )
+    share: str | None = Field(
+        None,
+        pattern=r"^[\w.-]+$",
+        description="name shared by runs with the same data, chain and seed on one Ray cluster: each block is"
+        " preprocessed once for all of them",
+    )
     max_pixels: int = Field(
         100_000_000,
         ge=1,
@@ -103,6 +109,8 @@ class DataConfig(Section):
             raise ValueError("cache_gb requires cache: memory or cache: disk")
         if self.cache_folder is not None and (self.cache != "disk" or self.cache_folder[:1] != "/"):
             raise ValueError("cache_folder requires cache: disk and an absolute path")
+        if self.share is not None and self.cache != "none":
+            raise ValueError("share requires cache: none; runs share what a cache would hold, and more")
         return self
 
 

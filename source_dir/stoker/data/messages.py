@@ -223,6 +223,8 @@ class BlockReport:
     kept: int = 0
     """Records written to the host's cache."""
     kept_bytes: int = 0
+    shared: bool = False
+    """Whether another run made it."""
 
 
 Origin = tuple[str, int]
@@ -322,7 +324,6 @@ class Plan(BaseModel):
     unstable: str = ""
     """Why the fingerprint cannot identify the records; empty: it can."""
     homes: int = 0
-    """Number of parts that the records are divided into and permuted within."""
     bucket_by: str | None = None
     """Column whose length orders the rows of a block."""
 
@@ -347,8 +348,7 @@ class DataCursor(BaseModel):
     """The position cannot be restored: the epoch restarts from its beginning."""
     books: CarriedAccount = CarriedAccount()
     deadly: dict[str, str] = {}
-    """Training records quarantined because they killed their process: key → reason. A resumed run skips
-    them too, so blocks keep their rows."""
+    """Records that killed their process: key → reason. A resumed run skips them: blocks stay equal."""
     unvalidated: int | None = None
     """Epoch that was trained but not validated: its validation runs first."""
 

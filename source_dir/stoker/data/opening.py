@@ -287,13 +287,14 @@ def start_coordinator(
         scaler: decides how many CPU hosts to request; None: their number is fixed.
 
     Raises:
-        UsageError: the data or its order differ from those of the position.
+        UsageError: the data or its order differ from those of the position, or of the runs that share blocks.
     """
     import ray
 
     from stoker.data.coordinator.actor import Coordinator
     from stoker.data.coordinator.cursor import refuse_other_data
     from stoker.data.coordinator.elastic import Hosts
+    from stoker.data.engine.joining import depends_on, join
     from stoker.data.engine.passes import Passes
 
     chains = {split: ray.cloudpickle.dumps(chain) for split, chain in data.chains.items()}
@@ -303,13 +304,19 @@ def start_coordinator(
         if chain.prefix
     }
     schemas = {split: chain.schemas for split, chain in data.chains.items()}
-    passes = Passes(config, data.sources, chains, _cache(config) if kept else None, kept, schemas)
+    resources = ray.cluster_resources()
+    store_bytes = resources.get("object_store_memory", 0)
+    share = None
+    if config.data.share is not None:
+        fingerprints = {split: data.identity(split).text for split in data.sources}
+        own = depends_on(config, data.sources, data.chains, fingerprints)
+        share = join(config, own, store_bytes)
+    passes = Passes(config, data.sources, chains, _cache(config) if kept else None, kept, schemas, share)
     identity = data.identity("train")
     plan = passes.identity(identity.text, identity.unstable)
     if position is not None:
         refuse_other_data(DataCursor.model_validate(position), plan)
     node = ray.get_runtime_context().get_node_id()
-    resources = ray.cluster_resources()
     actor = ray.remote(Coordinator).options(
         num_cpus=0,
         max_concurrency=2 * workers + int(resources.get("CPU", 1)) + 16,
@@ -320,7 +327,7 @@ def start_coordinator(
         data.totals,
         Hosts(config, node),
         plan,
-        max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0))),
+        max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * store_bytes)),
         config.data.transport == "direct",
         scaler,
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.data.cache.affinity import CacheAffinity
-from stoker.data.coordinator.accounting import ChainCosts
+from stoker.data.coordinator.accounting import ChainCosts, shared_part
 from stoker.data.coordinator.attempt import Attempt, Beginning
 from stoker.data.coordinator.cursor import about, fresh, start_at
 from stoker.data.coordinator.elastic import Elastic, Scaled, Scaling
@@ -344,6 +344,7 @@ class Coordinator(Production):
                 "chain": self.chain["train"].stages(),
                 "bytes_per_sample": self.chain["train"].bytes_out / max(self.chain["train"].records, 1),
                 "tasks_by_node": dict(self.chain["train"].tasks_by_node + self.chain["val"].tasks_by_node),
+                "share": shared_part(self.passes.config.data.share, self.chain.values()),
                 "open": [
                     s.account.counts() | {"split": s.account.split}
                     for s in (self.attempt.streams.values() if self.attempt else ())

@@ -156,7 +156,8 @@ class Production:
                 self.pool.update(self.hosts(Counter()), False, time.monotonic())
                 self.setups |= {split: ray.put(self.passes.setup(split)) for split in self.totals}
                 head = ray.get_runtime_context().get_node_id()
-                self.engine = engine = Engine(me, self.pool, head)
+                shares = self.passes.config.data.share is not None
+                self.engine = engine = Engine(me, self.pool, head, shares)
                 threading.Thread(target=self._look, args=(engine,), name="look", daemon=True).start()
                 engine.run(self._arrived)
             finally:

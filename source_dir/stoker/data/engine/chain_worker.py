@@ -9,10 +9,9 @@ from typing import Any
 
 from stoker.data.engine import ray_internals
 from stoker.data.engine.recovery import failure_of
-from stoker.data.engine.shards import Loaded, blocks_of, load, refuse_flaky
+from stoker.data.engine.shards import Loaded, load, refuse_flaky, tables_of
 from stoker.data.engine.witness import Guard, Witness
 from stoker.data.messages import Claim, Told, Work
-from stoker.data.preprocessing.blocks import to_table
 from stoker.data.sources.base import Source
 from stoker.errors import OverError, root_cause
 
@@ -85,9 +84,13 @@ class ChainWorker:
         witness = Witness(self._coordinator, care, split) if care.names else None
         guard = Guard(care.known, witness) if care.known or witness else None
         made = 0
-        far = getattr(loaded.source, "far", False) and not loaded.cache and not guard
+        far = getattr(loaded.source, "far", False) and not (loaded.cache or loaded.share or guard)
         for number, item in enumerate(claim.work, 1):
-            for nth, (columns, report) in enumerate(blocks_of(loaded, claim.plan, item, guard)):
+            if loaded.share and not guard:
+                blocks = loaded.share.blocks(loaded, claim.plan, item, task)
+            else:
+                blocks = tables_of(loaded, claim.plan, item, guard)
+            for nth, (table, report) in enumerate(blocks):
                 if far and nth == 0:
                     self._prepare(loaded.source, ticket, claim.work[number:])
                 if claim.blocks is not None and made >= claim.blocks:
@@ -96,9 +99,9 @@ class ChainWorker:
                     refuse_flaky(report)
                 told = Told(self._node, loaded.cache.usage if loaded.cache else None)
                 go_on = self._ask("block_made", ticket, report, (task, made), told)
-                if columns:
+                if table is not None:
                     if made >= skip:
-                        yield to_table(columns)
+                        yield table
                     made += 1
                 if not go_on:
                     return

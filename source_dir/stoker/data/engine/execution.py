@@ -26,9 +26,9 @@ IN_FLIGHT = 4
 BUFFERED_BLOCKS = 16
 """Blocks that a task may buffer before the executor takes the first; the executor polls every 0.1 s."""
 TICKETS_S = 60.0
-CPUS = 0.5
+CPUS, SHARING_CPUS = 0.5, 0.1
 """CPUs that a chain worker requests from Ray. Less than 1, so that a host can also take the workers of a lost
-host; `Pool` decides how many run."""
+host; `Pool` decides how many run. With `data.share`, most workers wait for another run's."""
 
 
 class Engine:
@@ -38,10 +38,11 @@ class Engine:
         coordinator: its handle.
         pool: the hosts.
         head: this host's Ray node.
+        shares: whether other runs make some of the blocks.
     """
 
-    def __init__(self, coordinator: Any, pool: Pool, head: str) -> None:
-        self._pool = pool
+    def __init__(self, coordinator: Any, pool: Pool, head: str, shares: bool = False) -> None:
+        self._pool, self._cpus = pool, SHARING_CPUS if shares else CPUS
         self.ended = False
         """Whether it was stopped on purpose."""
         self._placed: list[str] = []
@@ -75,7 +76,7 @@ class Engine:
                 compute=ActorPoolStrategy(
                     min_size=size, max_size=size, max_tasks_in_flight_per_actor=IN_FLIGHT
                 ),
-                num_cpus=CPUS,
+                num_cpus=self._cpus,
                 ray_remote_args_fn=self._place,
             )
 

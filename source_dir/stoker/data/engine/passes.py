@@ -10,6 +10,7 @@ from stoker.data.cache.reading import homes_of
 from stoker.data.cache.store import CacheSpec
 from stoker.data.engine.datasets import DatasetSource
 from stoker.data.engine.shards import Setup, order_of
+from stoker.data.engine.sharing import Share
 from stoker.data.messages import DataCursor, EpochPlan, Plan, Schema, Shard, Work
 from stoker.data.sources.base import IndexedSource
 from stoker.errors import SchemaError
@@ -27,9 +28,10 @@ class Passes:
         cache: CacheSpec | None = None,
         kept: dict[str, str] | None = None,
         schemas: dict[str, tuple[Schema, ...]] | None = None,
+        share: Share | None = None,
     ) -> None:
         self.config, self.sources, self.chains = config, sources, chains
-        self.cache = cache
+        self.cache, self.share = cache, share
         self.kept = kept or {}
         """Splits cached across epochs → cache key of their results."""
         self.schemas = {split: found for split, found in (schemas or {}).items() if found}
@@ -81,7 +83,8 @@ class Passes:
     def setup(self, split: str) -> Setup:
         """What all chain tasks of a split share."""
         cache = self.cache if split in self.kept else None
-        return Setup(self.sources[split].for_workers(), self.chains[split], cache, self.kept.get(split, ""))
+        key, source = self.kept.get(split, ""), self.sources[split].for_workers()
+        return Setup(source, self.chains[split], cache, key, self.share)
 
     def plan(self, split: str, epoch: int, start: DataCursor | None) -> EpochPlan:
         """The parameters that define a pass."""

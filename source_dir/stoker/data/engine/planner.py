@@ -251,7 +251,8 @@ class Planner:
         item, line = ticket.item, ticket.item.line
         if self.affinity is not None:
             self.affinity.used(told.node, told.usage)
-        self.recovery.patience.took(line.plan.split, told.node, report.seconds)
+        if not report.shared:
+            self.recovery.patience.took(line.plan.split, told.node, report.seconds)
         new = line.report(block := ReadyBlock(report, told.node, ticket=number))
         if report.rows and (new or number in self.active):
             ticket.reported(origin[1])

@@ -14,6 +14,7 @@ from stoker.data.cache.reading import CachedReader
 from stoker.data.cache.store import CacheSpec, HostCache
 from stoker.data.engine.witness import Guard
 from stoker.data.messages import BadRecord, BlockReport, EpochPlan, Record, Shard, Work
+from stoker.data.preprocessing.blocks import to_table
 from stoker.data.preprocessing.chain import Chain, use_one_thread
 from stoker.data.sources.base import Source, listing_of, record_id
 from stoker.data.sources.seeding import seeded
@@ -30,6 +31,8 @@ class Setup(NamedTuple):
     cache: CacheSpec | None = None
     key: str = ""
     """Cache key of this split."""
+    share: Any = None
+    """With `data.share`: the `Share` of this run."""
 
 
 class Loaded(NamedTuple):
@@ -38,6 +41,7 @@ class Loaded(NamedTuple):
     source: Any
     chain: Chain
     cache: HostCache | None = None
+    share: Any = None
 
 
 def refuse_flaky(report: BlockReport) -> None:
@@ -61,7 +65,7 @@ def load(setup: Any) -> Loaded:
 
     content: Setup = ray.get(setup)
     chain = pickle.loads(content.chain)  # noqa: S301 - written by the head
-    return Loaded(content.source, chain, _cache_of(content))
+    return Loaded(content.source, chain, _cache_of(content), content.share)
 
 
 def _cache_of(setup: Setup) -> HostCache | None:
@@ -120,6 +124,14 @@ def blocks_of(
         nth += 1
     if reading:
         reading.finished(whole=not bad and not work.skip)
+
+
+def tables_of(
+    loaded: Loaded, plan: EpochPlan, work: Work, guard: Guard | None = None
+) -> Iterator[tuple[Any, BlockReport]]:
+    """Chain worker: `blocks_of` as tables; None in place of one without rows."""
+    for columns, report in blocks_of(loaded, plan, work, guard):
+        yield to_table(columns) if columns else None, report
 
 
 def order_within(plan: EpochPlan, shard: Shard) -> Any:

@@ -1,0 +1,102 @@
+"""Head: lets a run share its preprocessed blocks with others (`data.share`)."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from stoker.data.engine.datasets import DatasetSource
+from stoker.data.engine.sharing import Share, WindowActor
+from stoker.data.sources.base import digest
+from stoker.errors import UsageError
+from stoker.recipe import SOURCE_FOLDER
+from stoker.schema import Config
+
+WINDOW_SHARE = 0.1
+"""Kept for runs that are behind, as a share of the cluster's object stores."""
+LEAST_WINDOW_BYTES = 64 * 2**20
+ANSWER_S = 120.0
+
+
+def depends_on(
+    config: Config, sources: dict[str, Any], chains: dict[str, Any], fingerprints: dict[str, str]
+) -> dict[str, str]:
+    """Head: everything that decides what the blocks of a run hold, by its name in messages.
+
+    Args:
+        config: the job.
+        sources: of its splits.
+        chains: of its splits.
+        fingerprints: of their records.
+
+    Raises:
+        UsageError: the blocks of a split depend on more than that.
+    """
+    from ray import cloudpickle
+
+    found = {
+        "seed": str(config.seed),
+        "data.shuffle": str(config.data.shuffle),
+        "data.block_records": str(config.data.block_records),
+        "splits": ", ".join(sources),
+    }
+    for split, source in sources.items():
+        if isinstance(source, DatasetSource):
+            raise UsageError(
+                f"data.share: {config.recipe}.read({split!r}) returns a ray.data.Dataset, whose blocks two"
+                " runs divide differently; return a Source from stoker.data, or set data.share=null"
+            )
+        chain = chains[split]
+        settings = (
+            chain.seed, chain.with_keys, chain.max_pixels, sorted(chain.pads.items()), chain.bucket_by,
+            chain.max_tokens, chain.collate is not None,
+        )  # fmt: skip
+        found[f"{split} data"] = fingerprints[split]
+        found[f"{split} chain"] = digest(settings, cloudpickle.dumps(chain.stages))
+    return found | {"code": digest(_code(SOURCE_FOLDER))}
+
+
+def _code(folder: Path) -> list[tuple[str, str]]:
+    """Digests of the files beside the job's configuration: code, and what transforms read."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts and path.name != "job.yaml":
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "blake2b").hexdigest()
+            found.append((path.relative_to(folder).as_posix(), content))
+    return found
+
+
+def join(config: Config, own: dict[str, str], store_bytes: float) -> Share:
+    """Head: enter the run among those that share its blocks.
+
+    Args:
+        config: the job.
+        own: result of `depends_on`.
+        store_bytes: size of the cluster's object stores.
+
+    Raises:
+        UsageError: runs of this name have other data, another chain or another seed.
+    """
+    import ray
+
+    name = config.data.share
+    run = f"{ray.get_runtime_context().get_job_id()}/{id(own)}"
+    actor: Any = ray.remote(WindowActor).options(
+        name=f"stoker-share-{name}", namespace="stoker", get_if_exists=True, lifetime="detached", num_cpus=0
+    )
+    for last_try in (False, True):
+        window = actor.remote(max(LEAST_WINDOW_BYTES, int(WINDOW_SHARE * store_bytes)))
+        try:
+            differs = ray.get(window.join.remote(window, run, own), timeout=ANSWER_S)
+            break
+        except ray.exceptions.RayActorError:  # it ends with its last run, which was just over
+            if last_try:
+                raise
+    if differs:
+        raise UsageError(
+            f"data.share: the runs named {name!r} differ from this one in: {differs}; only runs with the same"
+            " data, chain, code and seed can share blocks, so choose another name"
+        )
+    return Share(window, run)
