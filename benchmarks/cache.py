@@ -139,12 +139,14 @@ def write(folder: Path, images: list[bytes]) -> None:
         path.write_bytes(content)
 
 
-def epochs(folder: str, kind: str, **data: Any) -> tuple[list[float], list[float], float]:
+def epochs(
+    folder: str, kind: str, passes: int = EPOCHS, **data: Any
+) -> tuple[list[float], list[float], float]:
     """A job whose train worker consumes batches as fast as they arrive.
 
     Returns:
         Images/s of the first epoch and of the later ones, which overlap; share of each epoch's records that
-        were found in a cache; CPU seconds of preprocessing.
+        were found in a cache; CPU seconds of preprocessing per image after the first epoch.
     """
     import ray
 
@@ -158,17 +160,19 @@ def epochs(folder: str, kind: str, **data: Any) -> tuple[list[float], list[float
         "recipe": "ImageClassification",
         "params": {"data": folder, "num_classes": 2},
         "data": {"cache": kind, "block_records": 50, **data},
-        "train": {"epochs": EPOCHS, "batch_size": 50},
+        "train": {"epochs": passes, "batch_size": 50},
     }
     config = Config.model_validate(settings)
     coordinator = start_coordinator(config, open_data(config), workers=1)
     ends: list[tuple[float, int]] = []
     """The times of the first batch and of each epoch's last one, and the images in between."""
+    made: list[tuple[float, int]] = []
+    """CPU time and rows of the chain workers at the end of each epoch."""
     try:
         ray.get(coordinator.begin.remote(coordinator, 0, 1, 0), timeout=60)
         device = torch.device("cpu")
         transport = open_transport(coordinator, config.data, device)
-        for epoch in range(EPOCHS):
+        for epoch in range(passes):
             stream = EpochFeed(
                 coordinator=coordinator,
                 attempt=0,
@@ -188,13 +192,15 @@ def epochs(folder: str, kind: str, **data: Any) -> tuple[list[float], list[float
             ends.append((time.perf_counter(), count - first))
             if stream.rows != count:
                 raise RuntimeError(f"epoch {epoch}: got {stream.rows} of {count} images")
+            _, operators = ray.get(coordinator.ray_data_stats.remote(), timeout=60)
+            made += [(each["cpu_s"], each["rows"]) for each in operators if "ChainWorker" in each["name"]]
             used = (stream.rows, stream.id_sum, 0)
             ray.get(coordinator.epoch_done.remote(0, "train", epoch, 0, used), timeout=60)
         (begun, _), (warm, images), *_, (end, _) = ends
         events = [e for e in ray.get(coordinator.drain.remote(), timeout=60) if e["event"] == "cache"]
         found = [event["found"] / event["records"] for event in events]
-        _, operators = ray.get(coordinator.ray_data_stats.remote(), timeout=60)
-        spent = sum(each["cpu_s"] for each in operators if "ChainWorker" in each["name"])
-        return [images / (warm - begun), count * (EPOCHS - 1) / (end - warm)], found, spent
+        (cpu_s, rows), (whole_cpu_s, all_rows) = made[0], made[-1]
+        spent = (whole_cpu_s - cpu_s) / (all_rows - rows)
+        return [images / (warm - begun), count * (passes - 1) / (end - warm)], found, spent
     finally:
         ray.kill(coordinator)

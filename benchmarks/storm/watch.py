@@ -43,7 +43,7 @@ class Watch:
     commands: dict[int, str] = field(default_factory=dict)
     """The last command line of each process, shortened: this process's memory is watched, too."""
     in_hurry: bool = False
-    """The storm is over and the rest of the job runs many times faster, so growth per minute would mean little."""
+    """The storm is over; the rest of the job runs many times faster, and growth per minute means little."""
     error: BaseException | None = None
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None

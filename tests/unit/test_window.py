@@ -43,12 +43,13 @@ def test_another_takes_over_from_a_maker_that_stops_or_falls_silent() -> None:
     window = Window(1000)
     window.take("one", "s", 0, "a", 0.0)
     window.offer("s", block(0), 0.1)
-    window.left("s", "somebody else")
-    assert window.take("two", "s", 1, "b", 0.2) == "wait"
-    window.left("s", "a")
-    assert window.take("two", "s", 1, "b", 0.3) == "make"
-    assert window.take("one", "s", 1, "a", 5.2) == "wait"
-    assert window.take("one", "s", 1, "a", 5.4) == "make", "it was silent for five seconds"
+    window.left("s", "somebody else", 0.2)
+    assert window.take("two", "s", 1, "b", 1.0) == "wait"
+    window.left("s", "a", 1.0)
+    assert window.take("two", "s", 1, "b", 1.4) == "wait", "its last block may be on its way"
+    assert window.take("two", "s", 1, "b", 1.5) == "make"
+    assert window.take("one", "s", 1, "a", 6.4) == "wait"
+    assert window.take("one", "s", 1, "a", 6.6) == "make", "it was silent for five seconds"
 
 
 def test_slow_blocks_are_waited_for_but_never_as_long_as_work_may_take() -> None:

@@ -116,9 +116,7 @@ class BadRecord(NamedTuple):
     """Whether the failure may be transient; the record counts as bad only after retries elsewhere."""
 
 
-ID_COLUMN = "__id"
-
-KEY_COLUMN = "__key"
+ID_COLUMN, KEY_COLUMN = "__id", "__key"
 
 HWC_SUFFIX = "__hwc"
 """Marks an image column packed height × width × channels; the feed turns it into CHW without a copy."""
@@ -126,9 +124,7 @@ HWC_SUFFIX = "__hwc"
 RECORD_COLUMN = "__record"
 """Whole records as bytes, for a recipe's `collate`."""
 
-TEXT = "text"
-
-OBJECT = "object"
+TEXT, OBJECT = "text", "object"
 
 
 class Column(NamedTuple):
@@ -223,6 +219,8 @@ class BlockReport:
     kept: int = 0
     """Records written to the host's cache."""
     kept_bytes: int = 0
+    place: str = ""
+    """With `data.share`: identifies the shard for other runs; empty: the block is not for them."""
     shared: bool = False
     """Whether another run made it."""
 

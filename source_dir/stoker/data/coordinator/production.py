@@ -115,6 +115,8 @@ class Production:
 
     def block_made(self, ticket: int, report: BlockReport, origin: Origin, told: Told) -> bool:
         """Chain worker's call: a block will arrive; whether to continue."""
+        if not report.rows:  # nothing will arrive
+            self._offer(report)
         with self.changed, self._ends_the_attempt():
             planner = self._planner()
             return planner.reported(ticket, report, origin, told) if planner else False
@@ -167,11 +169,18 @@ class Production:
 
     def _arrived(self, origin: Origin, reference: Any) -> None:
         """Engine's thread: a block has arrived."""
+        block = None
         with self.changed, self._ends_the_attempt():
             planner = self._planner()
             block = planner.arrived(origin, reference) if planner else None
             if block is not None and not block.is_small:
                 self.blocks.add(block)
+        if block is not None:
+            self._offer(block.report, reference)
+
+    def _offer(self, report: BlockReport, reference: Any = None) -> None:
+        if report.place and self.passes.share is not None:
+            self.passes.share.offer(report, reference)
 
     def holding(self) -> set[str]:
         """Nodes that hold blocks which are still needed."""

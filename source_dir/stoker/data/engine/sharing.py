@@ -4,8 +4,8 @@ A block depends on the records, the chain, the seed and the epoch alone, so whic
 it for all. Each run has its own planner, order, data cursor and accounting; only its chain workers, before
 they make a block, ask for it here:
 
-    chain worker  →  take(place, nth)  →  the block  |  "make"  |  "wait", another one is making it
-    its maker     →  offer(place, nth, block)
+    chain worker                →  take(place, nth)  →  the block  |  "make"  |  "wait": it is being made
+    coordinator of its maker    →  offer(place, block)
 
 Recent blocks are kept for runs that are behind, as many as fit. What a run does not find here, it makes
 itself, so the worst that a lost block, host or run can cost is repeated work. A run that is a little further
@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 from stoker.data.engine import ray_internals
 from stoker.data.engine.shards import Loaded, tables_of
-from stoker.data.messages import BlockReport, EpochPlan, Work
+from stoker.data.messages import SERVED_FROM_BYTES, BlockReport, EpochPlan, Work
 from stoker.data.sources.base import digest
 from stoker.data.sources.identity import agree
 
@@ -35,6 +35,8 @@ CATCH_UP_S = 30.0
 """A run that makes what another had so recently gets the CPUs first. Shorter than any deadline for work."""
 LEAST_PATIENCE_S, TIMES_TYPICAL = 5.0, 4.0
 """A maker that is silent for so long, or for this multiple of the longest recent block, does not count."""
+LEFT_S = 0.5
+"""How long others wait for the last blocks of a maker that has stopped: Ray Data takes them every 0.1 s."""
 ANSWER_S, FETCH_S = 10.0, 5.0
 AWAY_S = 30.0
 """How long a chain worker makes everything itself after a call without an answer."""
@@ -109,9 +111,12 @@ class Window:
         self._passes(run, place, now)
         return "make"
 
-    def _is_alive(self, at: Making, now: float) -> bool:
+    def _patience_s(self) -> float:
         longest_s = max(self.recent_s, default=0.0)
-        return now - at.since < min(max(LEAST_PATIENCE_S, TIMES_TYPICAL * longest_s), CATCH_UP_S)
+        return min(max(LEAST_PATIENCE_S, TIMES_TYPICAL * longest_s), CATCH_UP_S)
+
+    def _is_alive(self, at: Making, now: float) -> bool:
+        return now - at.since < self._patience_s()
 
     def _passes(self, run: str, place: str, now: float) -> None:
         passed = self.passed.setdefault(run, {})
@@ -142,10 +147,10 @@ class Window:
         while self.bytes > self.most_bytes and self.blocks:
             self._drop(next(iter(self.blocks)))
 
-    def left(self, place: str, maker: str) -> None:
-        """A maker stops before the end of its shard."""
+    def left(self, place: str, maker: str, now: float) -> None:
+        """A maker stops before the end of its shard; its last blocks are on their way."""
         if (at := self.making.get(place)) is not None and at.maker == maker:
-            del self.making[place]
+            at.since = now - self._patience_s() + LEFT_S
 
     def _drop(self, which: tuple[str, int]) -> None:
         self.bytes -= self.blocks.pop(which).report.bytes_out
@@ -204,14 +209,13 @@ class WindowActor:
                 await asyncio.wait_for(news.wait(), LOOK_AGAIN_S)
 
     async def offer(self, place: str, block: Shared) -> None:
-        """Chain worker's call: see `Window.offer`."""
+        """Coordinator's call: see `Window.offer`."""
         self._window.offer(place, block, time.monotonic())
         self._tell(place)
 
     async def left(self, place: str, maker: str) -> None:
         """Chain worker's call: see `Window.left`."""
-        self._window.left(place, maker)
-        self._tell(place)
+        self._window.left(place, maker, time.monotonic())
 
     async def lost(self, run: str) -> None:
         """Chain worker's call: see `Window.lost`."""
@@ -237,7 +241,7 @@ class WindowActor:
 
 
 class Share:
-    """Chain worker: this run's side of the window; travels in its Setup.
+    """Coordinator and chain worker: this run's side of the window; travels in its Setup.
 
     Args:
         window: handle of the actor.
@@ -282,7 +286,7 @@ class Share:
                 self._ask("lost", found.run)
                 continue
             seconds = time.perf_counter() - started
-            yield table, replace(found.report, seconds=seconds, costs={}, shared=True)
+            yield table, replace(found.report, seconds=seconds, costs={}, place="", shared=True)
             if found.report.last:
                 return
             nth += 1
@@ -290,20 +294,26 @@ class Share:
     def _made(
         self, loaded: Loaded, plan: EpochPlan, work: Work, place: str, maker: str
     ) -> Iterator[tuple[Any, BlockReport]]:
-        import ray
-
-        offered_all = False
+        whole = False
         try:
             for table, report in tables_of(loaded, plan, work):
                 # What cannot be read here and now may be readable elsewhere.
-                if not self._is_away and not any(bad.passing for bad in report.bad):
-                    kept = [] if table is None else [ray.put(table)]
-                    self._window.offer.remote(place, Shared(kept, report, self._run))
-                    offered_all = report.last
+                if not any(bad.passing for bad in report.bad):
+                    report.place, whole = place, report.last
                 yield table, report
         finally:
-            if not offered_all and not self._is_away:
+            if not whole and not self._is_away:
                 self._window.left.remote(place, maker)
+
+    def offer(self, report: BlockReport, reference: Any) -> None:
+        """Coordinator: a block that was made here has arrived, or has no rows."""
+        import ray
+
+        if 0 < report.bytes_out < SERVED_FROM_BYTES:
+            # Ray would keep the value of such an object if this process drops it before the window does.
+            reference = ray.put(ray.get(reference))
+        kept = [reference] if report.rows else []
+        self._window.offer.remote(report.place, Shared(kept, report, self._run))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """The window's answer; "make" if there is none."""
