@@ -222,7 +222,7 @@ class BlockReport:
     place: str = ""
     """With `data.share`: identifies the shard for other runs; empty: the block is not for them."""
     shared: bool = False
-    """Whether another run made it."""
+    """Whether it had been made before, mostly by another run."""
 
 
 Origin = tuple[str, int]

@@ -263,10 +263,7 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         rows.append(("cache", text))
     if share := summary.share:
         rows.append(
-            (
-                "shared",
-                f"{share['pct']:.0f} % of the records were preprocessed by other runs of {share['name']}",
-            )
+            ("shared", f"{share['pct']:.0f} % of the records came from blocks that exist for {share['name']}")
         )
     if summary.script is None:
         rows.append(("records", books_text(records, repeats_text(Path(run_dir), records))))

@@ -175,7 +175,7 @@ class Summary(BaseModel):
     """Cache across epochs: kind; hit_pct of the last training pass; per host: host, bytes, limit_bytes and
     hit_pct of that pass. None without data.cache, or before the end of the first pass."""
     share: dict[str, Any] | None = None
-    """With data.share: its name, and pct of the records that other runs preprocessed."""
+    """With data.share: its name, and pct of the records in blocks that existed already."""
     cost: dict[str, Any] | None = None
     model: str | None = None
     tracking: dict[str, Any] = {}

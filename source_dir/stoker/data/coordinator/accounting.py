@@ -179,7 +179,7 @@ class ChainCosts:
     costs: dict[str, StageCost] = field(default_factory=dict)
     tasks_by_node: Counter[str] = field(default_factory=Counter)
     shared: int = 0
-    """Records that other runs preprocessed; they cost nothing here and are not in `records`."""
+    """Records in blocks that had been made before; they cost nothing here and are not in `records`."""
 
     def take(self, report: BlockReport, node: str) -> None:
         """Add one block."""
@@ -209,7 +209,7 @@ class ChainCosts:
 
 
 def shared_part(name: str | None, chains: Collection[ChainCosts]) -> dict[str, Any] | None:
-    """Head: `data.share`, and the percentage of the run's records that other runs preprocessed."""
+    """Head: `data.share`, and the percentage of the run's records in blocks that had been made before."""
     if name is None:
         return None
     own, shared = (sum(getattr(chain, part) for chain in chains) for part in ("records", "shared"))
