@@ -91,8 +91,8 @@ class DataConfig(Section):
     share: str | None = Field(
         None,
         pattern=r"^[\w.-]+$",
-        description="name of letters, digits, - _ and . for runs with the same data, chain and seed on one Ray"
-        " cluster: each block is preprocessed once for all of them",
+        description="name of letters, digits, - _ and . for runs with the same data, chain and seed on one"
+        " Ray cluster: each block is preprocessed once for all of them",
     )
     max_pixels: int = Field(
         100_000_000,

@@ -34,7 +34,11 @@ CASES = {
         [],
         "share requires cache: none; runs share what a cache would hold",
     ),
-    "a name that no actor can have": ("data: {share: a b}", [], "data.share: has the wrong form: name of letters, digits, - _ and ."),
+    "a name that no actor can have": (
+        "data: {share: a b}",
+        [],
+        "data.share: has the wrong form: name of letters, digits, - _ and .",
+    ),
     "bad name": ("name: 'two words'", [], "job.yaml: name: "),
     "twice the same key": ("seed: 1\nseed: 2", [], "the key 'seed' stands twice"),
     "no YAML": ("train: [1, 2", [], "job.yaml: not valid YAML: line "),
