@@ -308,8 +308,11 @@ def start_coordinator(
     store_bytes = resources.get("object_store_memory", 0)
     share = None
     if config.data.share is not None:
-        fingerprints = {split: data.identity(split).text for split in data.sources}
-        own = depends_on(config, data.sources, data.chains, fingerprints)
+        known = {split: data.identity(split) for split in data.sources}
+        texts, unstable = (
+            {split: getattr(each, part) for split, each in known.items()} for part in ("text", "unstable")
+        )
+        own = depends_on(config, data.sources, data.chains, texts, unstable)
         share = join(config, own, store_bytes)
     passes = Passes(config, data.sources, chains, _cache(config) if kept else None, kept, schemas, share)
     identity = data.identity("train")

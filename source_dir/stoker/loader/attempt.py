@@ -58,6 +58,11 @@ class LoaderPass:
         return Held(sum(block.report.bytes_out for block in self.ready.values()))
 
     @property
+    def blocks(self) -> dict[Place, ReadyBlock]:
+        """Ready blocks, as a recipe's pass has them."""
+        return self.ready
+
+    @property
     def rows_ahead(self) -> int:
         """Number of consecutive ready blocks, starting with the next one."""
         if self.streams:

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import hashlib
+import uuid
 from pathlib import Path
 from typing import Any
 
+from stoker.bootstrap.topology import NODE_LABEL
+from stoker.config import SECRETS_FILE
+from stoker.costs.prices import STAGED_FILE
 from stoker.data.engine.datasets import DatasetSource
-from stoker.data.engine.sharing import Share, WindowActor
+from stoker.data.engine.sharing import Share, WindowActor, patience_s
 from stoker.data.sources.base import digest
 from stoker.errors import UsageError
+from stoker.place import COMMIT_FILE, TOKEN_FILE
 from stoker.recipe import SOURCE_FOLDER
 from stoker.schema import Config
 
 WINDOW_SHARE = 0.1
 """Kept for runs that are behind, as a share of the cluster's object stores."""
 LEAST_WINDOW_BYTES = 64 * 2**20
+MOST_CALLS = 10_000
+"""Chain workers that wait at once."""
 ANSWER_S = 120.0
+OF_THE_JOB = ("job.yaml", "job.origins.json", SECRETS_FILE, COMMIT_FILE, TOKEN_FILE, STAGED_FILE.name)
+"""Files that differ between jobs with the same code."""
 
 
 def depends_on(
-    config: Config, sources: dict[str, Any], chains: dict[str, Any], fingerprints: dict[str, str]
+    config: Config,
+    sources: dict[str, Any],
+    chains: dict[str, Any],
+    fingerprints: dict[str, str],
+    unstable: dict[str, str],
 ) -> dict[str, str]:
     """Head: everything that decides what the blocks of a run hold, by its name in messages.
 
@@ -29,12 +42,11 @@ def depends_on(
         sources: of its splits.
         chains: of its splits.
         fingerprints: of their records.
+        unstable: why records of a split cannot be reproduced; empty: they can.
 
     Raises:
         UsageError: the blocks of a split depend on more than that.
     """
-    from ray import cloudpickle
-
     found = {
         "seed": str(config.seed),
         "data.shuffle": str(config.data.shuffle),
@@ -42,6 +54,8 @@ def depends_on(
         "splits": ", ".join(sources),
     }
     for split, source in sources.items():
+        if why := unstable.get(split):
+            raise UsageError(f"data.share: {why}, so another run would make other blocks")
         if isinstance(source, DatasetSource):
             raise UsageError(
                 f"data.share: {config.recipe}.read({split!r}) returns a ray.data.Dataset, whose blocks two"
@@ -53,18 +67,29 @@ def depends_on(
             chain.max_tokens, chain.collate is not None,
         )  # fmt: skip
         found[f"{split} data"] = fingerprints[split]
-        found[f"{split} chain"] = digest(settings, cloudpickle.dumps(chain.stages))
+        if source.random or not source.fingerprint():
+            # A fingerprint of samples does not see everything that a dataset's own code depends on.
+            found[f"{split} source"] = _pickled(source.for_workers())
+        found[f"{split} chain"] = digest(settings, _pickled(chain.stages))
     return found | {"code": digest(_code(SOURCE_FOLDER))}
+
+
+def _pickled(value: Any) -> str:
+    """Digest of an object with all that it holds, wherever this job's code is staged."""
+    from ray import cloudpickle
+
+    here = str(SOURCE_FOLDER).encode()
+    return hashlib.blake2b(cloudpickle.dumps(value).replace(here, b""), digest_size=16).hexdigest()
 
 
 def _code(folder: Path) -> list[tuple[str, str]]:
     """Digests of the files beside the job's configuration: code, and what transforms read."""
     found = []
     for path in sorted(folder.rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts and path.name != "job.yaml":
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and "__pycache__" not in path.parts and name not in OF_THE_JOB:
             with path.open("rb") as file:
-                content = hashlib.file_digest(file, "blake2b").hexdigest()
-            found.append((path.relative_to(folder).as_posix(), content))
+                found.append((name, hashlib.file_digest(file, "blake2b").hexdigest()))
     return found
 
 
@@ -82,10 +107,12 @@ def join(config: Config, own: dict[str, str], store_bytes: float) -> Share:
     import ray
 
     name = config.data.share
-    run = f"{ray.get_runtime_context().get_job_id()}/{id(own)}"
+    context = ray.get_runtime_context()
+    run = f"{context.get_job_id()}/{uuid.uuid4().hex}"
     actor: Any = ray.remote(WindowActor).options(
-        name=f"stoker-share-{name}", namespace="stoker", get_if_exists=True, lifetime="detached", num_cpus=0
-    )
+        name=f"stoker-share-{name}", namespace="stoker", get_if_exists=True, lifetime="detached", num_cpus=0,
+        max_concurrency=MOST_CALLS, label_selector={NODE_LABEL: context.get_node_id()},
+    )  # fmt: skip
     for last_try in (False, True):
         window = actor.remote(max(LEAST_WINDOW_BYTES, int(WINDOW_SHARE * store_bytes)))
         try:
@@ -99,4 +126,4 @@ def join(config: Config, own: dict[str, str], store_bytes: float) -> Share:
             f"data.share: the runs named {name!r} differ from this one in: {differs}; only runs with the same"
             " data, chain, code and seed can share blocks, so choose another name"
         )
-    return Share(window, run)
+    return Share(window, run, patience_s(config.data.stall_timeout_s))

@@ -121,8 +121,7 @@ class Planner:
         for line in self.startable():
             if found >= most:
                 break
-            left = len(line.work)
-            found += -(-left // self._most(line, left)) if left else 0
+            found += -(-len(line.work) // self._most(line, len(line.work))) if line.work else 0
         return found
 
     def claim(self, number: int, node: str, process: str) -> Claim | None:
@@ -172,8 +171,8 @@ class Planner:
         item, line = self.active.get(number), next(self.startable(), None)
         if item is None or line is None or not line.work or self.affinity is not None:
             return None
-        same = line.plan.split == item.line.plan.split
-        return self._preparing.announce(line.work, process)[1] if same else None
+        other = line.plan.split != item.line.plan.split
+        return None if other else self._preparing.announce(line.work, process)[1]
 
     def _next(self, node: str, process: str) -> Item | None:
         """The next item for a chain worker."""
@@ -220,9 +219,8 @@ class Planner:
 
     def _wanted(self, line: Line) -> bool:
         stream, under_way = line.stream, line.shards_under_way * line.plan.block_records
-        if stream.rows_ahead + under_way < 2 * stream.step_rows:
-            return True
-        return self._held_bytes() < self.budget_bytes
+        short = stream.rows_ahead + under_way < 2 * stream.step_rows
+        return short or self._held_bytes() < self.budget_bytes
 
     @property
     def hungry(self) -> bool:
@@ -251,8 +249,7 @@ class Planner:
         item, line = ticket.item, ticket.item.line
         if self.affinity is not None:
             self.affinity.used(told.node, told.usage)
-        if not report.shared:
-            self.recovery.patience.took(line.plan.split, told.node, report.seconds)
+        self.recovery.took(line.plan.split, told.node, report)
         new = line.report(block := ReadyBlock(report, told.node, ticket=number))
         if report.rows and (new or number in self.active):
             ticket.reported(origin[1])
@@ -329,14 +326,17 @@ class Planner:
 
     def failed(self, number: int, failure: Failure, made: int) -> float:
         """A chain worker failed at its work after so many blocks; how long to wait before it tries again.
-
-        It does so only if Ray has it make lost blocks again: no other call can. 0: the work was requeued.
+        Only if Ray has it make lost blocks again, which no other call can; 0: the work was requeued.
 
         Raises:
             DataError: it has failed for good.
         """
         ticket = self.tickets.get(number)
-        if ticket is not None and made < ticket.made:
+        if (
+            ticket is not None
+            and made < ticket.made
+            and self.recovery.misses(number, self.coming, self.lines)
+        ):
             return self.recovery.failed_again(ticket, failure)
         if number in self.active:
             self._take_back(number, self.recovery.failed(self.active[number], failure))

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoker.data.engine.deadlines import Patience, others
-from stoker.data.engine.items import Item, Numbered, Ticket
+from stoker.data.engine.items import Item, Line, Numbered, ReadyBlock, Ticket
 from stoker.data.engine.pool import Pool
-from stoker.data.messages import Failure
+from stoker.data.messages import BlockReport, Failure, Origin
 from stoker.data.sources.rereading import reread_wait_s
 from stoker.errors import STATED, DataError, root_cause, where_raised
 
@@ -57,6 +57,24 @@ class Recovery:
         what = self.what(item.line.plan.split, item.shards)
         hosts = {*item.tried, item.node}
         return self._retry(what, item.node, hosts, item.failures, failure, self._elsewhere(item))
+
+    def took(self, split: str, node: str, report: BlockReport) -> None:
+        """Learn how long a block takes to make."""
+        if not report.shared:
+            self.patience.took(split, node, report.seconds)
+
+    def misses(
+        self, number: int, coming: Mapping[Origin, tuple[Line, ReadyBlock]], lines: list[Line]
+    ) -> bool:
+        """Whether a block of a ticket that is needed has not arrived, or was on a host that is gone.
+
+        Otherwise Ray repeats its call in vain, because the process ended and not its blocks.
+        """
+        if any(block.ticket == number for _, block in coming.values()):
+            return True
+        early = (block for line in lines for block in line.early())
+        ready = (block for stream in self.attempt.open_streams() for block in stream.blocks.values())
+        return any(b.ticket == number and b.node not in self.pool.hosts for b in (*early, *ready))
 
     def failed_again(self, ticket: Ticket, failure: Failure) -> float:
         """The same for one that makes lost blocks again, which no other can do in its place."""

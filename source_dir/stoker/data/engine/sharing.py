@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from stoker.data.engine import ray_internals
+from stoker.data.engine.deadlines import LEAST_S, LEAST_SHARE
 from stoker.data.engine.shards import Loaded, tables_of
 from stoker.data.messages import SERVED_FROM_BYTES, BlockReport, EpochPlan, Work
 from stoker.data.sources.base import digest
@@ -32,9 +33,11 @@ from stoker.data.sources.identity import agree
 WAIT_S, LOOK_AGAIN_S = 2.0, 0.5
 """How long one call waits for a block that is being made, and how often it looks."""
 CATCH_UP_S = 30.0
-"""A run that makes what another had so recently gets the CPUs first. Shorter than any deadline for work."""
+"""A run that makes what another had so recently gets the CPUs first, for so long in all."""
 LEAST_PATIENCE_S, TIMES_TYPICAL = 5.0, 4.0
 """A maker that is silent for so long, or for this multiple of the longest recent block, does not count."""
+MOST_BLOCKS = 10_000
+"""Blocks that are kept, however small."""
 LEFT_S = 0.5
 """How long others wait for the last blocks of a maker that has stopped: Ray Data takes them every 0.1 s."""
 ANSWER_S, FETCH_S = 10.0, 5.0
@@ -85,6 +88,8 @@ class Window:
     """By place."""
     passed: dict[str, dict[str, float]] = field(default_factory=dict)
     """Places that each run has recently come to, oldest first, and when."""
+    waited: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """How long each run has waited until others caught up, and when it last did."""
     bytes: int = 0
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=101))
     """Durations of recent blocks."""
@@ -100,11 +105,16 @@ class Window:
 
     def take(self, run: str, place: str, nth: int, maker: str, now: float) -> Answer:
         """The block at a place, or who makes it."""
+        if run not in self.runs:  # the actor was started again
+            return "make"
         if (found := self.blocks.get((place, nth))) is not None:
             self._passes(run, place, now)
             return found
         at = self.making.get(place)
-        is_coming = at is not None and at.maker != maker and at.nth <= nth and self._is_alive(at, now)
+        # One that has far to go is not worth waiting for.
+        is_coming = (
+            at is not None and at.maker != maker and 0 <= nth - at.nth <= 1 and self._is_alive(at, now)
+        )
         if is_coming or self._is_awaited(run, now):
             return "wait"
         self.making[place] = Making(run, maker, nth, now)
@@ -126,16 +136,21 @@ class Window:
 
     def _is_awaited(self, run: str, now: float) -> bool:
         """Whether another run makes what this one had a moment ago, and so can catch up."""
+        self.making = {place: at for place, at in self.making.items() if self._is_alive(at, now)}
         passed = self.passed.get(run, {})
-        return any(
-            now - passed.get(place, now - CATCH_UP_S) < CATCH_UP_S and self._is_alive(at, now)
-            for place, at in self.making.items()
-            if at.run != run
-        )
+        behind = (place for place, at in self.making.items() if at.run != run)
+        waited, last = self.waited.get(run, (0.0, now))
+        if waited > CATCH_UP_S or not any(now - passed.get(p, now - CATCH_UP_S) < CATCH_UP_S for p in behind):
+            return False
+        # Its chain workers ask again and again while they wait.
+        self.waited[run] = (waited + min(now - last, 2 * LOOK_AGAIN_S), now)
+        return True
 
     def offer(self, place: str, block: Shared, now: float) -> None:
         """A block was made; the oldest ones give way."""
         report = block.report
+        if block.run not in self.runs:  # it has just ended
+            return
         self.recent_s.append(report.seconds)
         if report.last:
             self.making.pop(place, None)
@@ -144,7 +159,7 @@ class Window:
         if (place, report.nth) not in self.blocks:
             self.blocks[place, report.nth] = block
             self.bytes += report.bytes_out
-        while self.bytes > self.most_bytes and self.blocks:
+        while self.blocks and (self.bytes > self.most_bytes or len(self.blocks) > MOST_BLOCKS):
             self._drop(next(iter(self.blocks)))
 
     def left(self, place: str, maker: str, now: float) -> None:
@@ -155,17 +170,28 @@ class Window:
     def _drop(self, which: tuple[str, int]) -> None:
         self.bytes -= self.blocks.pop(which).report.bytes_out
 
-    def lost(self, run: str) -> None:
-        """A block of this run cannot be fetched: it has ended, and if not, others may be gone as well."""
-        for which in [which for which, block in self.blocks.items() if block.run == run]:
+    def lost(self, place: str, nth: int, run: str) -> None:
+        """A block cannot be fetched; `run`: nor can the others of its run, which has ended."""
+        for which in [
+            which for which, block in self.blocks.items() if which == (place, nth) or block.run == run
+        ]:
             self._drop(which)
-        self.making = {place: at for place, at in self.making.items() if at.run != run}
 
     def ended(self, run: str) -> None:
         """Forget a run that is over."""
-        self.lost(run)
-        self.runs.pop(run, None)
-        self.passed.pop(run, None)
+        self.lost("", 0, run)
+        for each in (self.runs, self.passed, self.waited):
+            each.pop(run, None)
+        self.making = {place: at for place, at in self.making.items() if at.run != run}
+
+
+def patience_s(stall_s: float) -> float:
+    """Head: how long a chain worker may wait for another run without being late itself.
+
+    Args:
+        stall_s: `data.stall_timeout_s`.
+    """
+    return min(max(LEAST_SHARE * stall_s, LEAST_S) / 2, CATCH_UP_S)
 
 
 class WindowActor:
@@ -204,9 +230,11 @@ class WindowActor:
             found = self._window.take(run, place, nth, maker, now)
             if found != "wait" or now > until:
                 return found
-            with contextlib.suppress(TimeoutError):
-                news = self._news.setdefault(place, asyncio.Event())
+            news = self._news.setdefault(place, asyncio.Event())
+            try:
                 await asyncio.wait_for(news.wait(), LOOK_AGAIN_S)
+            except TimeoutError:
+                self._news.pop(place, None)
 
     async def offer(self, place: str, block: Shared) -> None:
         """Coordinator's call: see `Window.offer`."""
@@ -217,9 +245,9 @@ class WindowActor:
         """Chain worker's call: see `Window.left`."""
         self._window.left(place, maker, time.monotonic())
 
-    async def lost(self, run: str) -> None:
+    async def lost(self, place: str, nth: int, run: str) -> None:
         """Chain worker's call: see `Window.lost`."""
-        self._window.lost(run)
+        self._window.lost(place, nth, run)
 
     def _tell(self, place: str) -> None:
         if (news := self._news.pop(place, None)) is not None:
@@ -246,10 +274,11 @@ class Share:
     Args:
         window: handle of the actor.
         run: as it joined.
+        patience_s: how long a chain worker waits for one block before it makes the block itself.
     """
 
-    def __init__(self, window: Any, run: str) -> None:
-        self._window, self._run = window, run
+    def __init__(self, window: Any, run: str, patience_s: float) -> None:
+        self._window, self._run, self._patience_s = window, run, patience_s
         self._away_until = 0.0
 
     @property
@@ -272,24 +301,25 @@ class Share:
         shard, nth = work.shard, work.skip
         # Runs may find the same files at different paths.
         place = digest(plan, work.number, shard.called, shard.start, shard.stop, shard.rows, shard.items)
+        started = time.perf_counter()
         while True:
-            started = time.perf_counter()
             found: Any = "make" if self._is_away else self._ask("take", self._run, place, nth, maker)
-            if found == "make":
+            if found == "make" or (found == "wait" and time.perf_counter() - started > self._patience_s):
                 yield from self._made(loaded, plan, work._replace(skip=nth), place, maker)
                 return
             if found == "wait":
                 continue
             try:
                 table = ray.get(found.table[0], timeout=FETCH_S) if found.table else None
-            except ray.exceptions.RayError:  # its run or its host has ended
-                self._ask("lost", found.run)
+            except ray.exceptions.RayError as error:
+                gone = isinstance(error, ray.exceptions.OwnerDiedError)
+                self._ask("lost", place, nth, found.run if gone else "")
                 continue
             seconds = time.perf_counter() - started
             yield table, replace(found.report, seconds=seconds, costs={}, place="", shared=True)
             if found.report.last:
                 return
-            nth += 1
+            nth, started = nth + 1, time.perf_counter()
 
     def _made(
         self, loaded: Loaded, plan: EpochPlan, work: Work, place: str, maker: str
@@ -311,7 +341,10 @@ class Share:
 
         if 0 < report.bytes_out < SERVED_FROM_BYTES:
             # Ray would keep the value of such an object if this process drops it before the window does.
-            reference = ray.put(ray.get(reference))
+            try:
+                reference = ray.put(ray.get(reference, timeout=FETCH_S))
+            except ray.exceptions.RayError:
+                return
         kept = [reference] if report.rows else []
         self._window.offer.remote(report.place, Shared(kept, report, self._run))
 

@@ -15,7 +15,7 @@ from stoker.data.messages import ID_COLUMN as ID_COLUMN
 from stoker.data.messages import KEY_COLUMN as KEY_COLUMN
 from stoker.data.messages import BadRecord, BlockReport, Pad, Record, Schema, StageCost
 from stoker.data.preprocessing.collating import CollateFn, as_rows
-from stoker.data.preprocessing.columns import Packed, leave, pack, schema_of
+from stoker.data.preprocessing.columns import Packed, leave, pack, schema_of, size_of
 from stoker.data.preprocessing.decode import sized
 from stoker.data.preprocessing.fusion import fuse
 from stoker.data.preprocessing.pixels import MOST, limit_pixels
@@ -142,7 +142,7 @@ class Chain:
             packed = packed._replace(columns=as_rows(packed.records))
         columns = leave(packed, record_id, self.with_keys)
         report.rows = len(packed.records)
-        report.bytes_out += sum(column.nbytes for column in packed.columns.values())
+        report.bytes_out += sum(map(size_of, packed.columns.values()))
         report.schemas = (*stages, schema_of(columns, packed.schema.record, self.pads))
         return columns
 

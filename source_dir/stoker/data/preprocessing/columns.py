@@ -271,6 +271,12 @@ def _differs(name: str, key: str, found: Column, wanted: Column, origin: str) ->
     return f"column {name!r} is {found} in record {key}, {wanted} in record {origin}; convert it in the chain"
 
 
+def size_of(column: Any) -> int:
+    """Chain worker: bytes of a column in a block; NumPy counts only the references to strings."""
+    texts = column.dtype == object
+    return sum(len(text) for text in column if text) + 8 * len(column) if texts else int(column.nbytes)
+
+
 def leave(packed: Packed, ids: Callable[[str], int], with_keys: bool) -> dict[str, Any]:
     """Chain worker: packed columns as they leave it: images marked by their layout, plus row ids.
 
