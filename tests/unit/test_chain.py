@@ -44,6 +44,11 @@ def test_where_a_record_is_processed_does_not_change_it() -> None:
         assert np.array_equal(alone[IMAGE][0], together[IMAGE][i])
 
 
+def test_text_counts_with_its_length_in_the_size_of_a_block() -> None:
+    _, report = Chain([], 0).run([{"key": str(i), "text": "x" * 1000} for i in range(8)], epoch=0)
+    assert 8_000 <= report.bytes_out < 9_000
+
+
 def test_another_epoch_and_another_seed_change_it() -> None:
     first, _ = random_chain().run(records(4), epoch=0)
     second, _ = random_chain().run(records(4), epoch=1)
