@@ -403,6 +403,19 @@ def test_lost_blocks_that_cannot_be_read_again_are_retried_where_ray_makes_them_
         head.planner.failed(again.ticket, failure, again.made)
 
 
+def test_a_call_that_ray_repeats_although_its_blocks_are_there_does_not_end_the_run() -> None:
+    head = Head([3], "any", 1, 10_000)
+    while not (tickets := head.planner.issue()):
+        head.planner.look(time.monotonic())
+    first, under_way = Worker(head, tickets[0], "h0"), list[Any]()
+    while first.step(under_way):
+        pass
+    for block in under_way:
+        head.planner.arrived(*block)
+    again, failure = Worker(head, tickets[0], "h0"), Failure("OSError: Stale file handle", True, tries=3)
+    assert [head.planner.failed(again.ticket, failure, 0) for _ in range(4)] == [1.0, 4.0, 16.0, 0.0]
+
+
 def test_a_ticket_with_a_block_without_rows_is_repeated_to_its_last_block() -> None:
     head = Head([3], "exact", 1, 10_000)
     while not (tickets := head.planner.issue()):

@@ -331,16 +331,12 @@ class Planner:
         Raises:
             DataError: it has failed for good.
         """
-        ticket = self.tickets.get(number)
-        if (
-            ticket is not None
-            and made < ticket.made
-            and self.recovery.misses(number, self.coming, self.lines)
-        ):
-            return self.recovery.failed_again(ticket, failure)
-        if number in self.active:
+        ticket, wait_s = self.tickets.get(number), 0.0
+        if ticket is not None and made < ticket.made:
+            wait_s = self.recovery.failed_again(number, ticket, failure, self.coming, self.lines)
+        if number in self.active and not wait_s:
             self._take_back(number, self.recovery.failed(self.active[number], failure))
-        return 0.0
+        return wait_s
 
     def _take_back(self, number: int, wait_s: float) -> None:
         """Requeue the undelivered part of a ticket."""

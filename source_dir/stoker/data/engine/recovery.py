@@ -63,25 +63,34 @@ class Recovery:
         if not report.shared:
             self.patience.took(split, node, report.seconds)
 
-    def misses(
+    def failed_again(
+        self,
+        number: int,
+        ticket: Ticket,
+        failure: Failure,
+        coming: Mapping[Origin, tuple[Line, ReadyBlock]],
+        lines: list[Line],
+    ) -> float:
+        """The same for one that makes blocks of a ticket again, which no other can do in its place.
+
+        In the end it gives up, with 0, if none is needed: Ray also repeats calls whose process has ended.
+        """
+        ticket.failures += 1
+        if ticket.failures > failure.tries and not self._misses(number, coming, lines):
+            return 0.0
+        what = self.what(ticket.item.line.plan.split, ticket.shards)
+        how = "making its lost blocks again"
+        return self._retry(what, ticket.node, {ticket.node}, ticket.failures, failure, how)
+
+    def _misses(
         self, number: int, coming: Mapping[Origin, tuple[Line, ReadyBlock]], lines: list[Line]
     ) -> bool:
-        """Whether a block of a ticket that is needed has not arrived, or was on a host that is gone.
-
-        Otherwise Ray repeats its call in vain, because the process ended and not its blocks.
-        """
+        """Whether a block that is needed has not arrived, or was on a host that is known to be gone."""
         if any(block.ticket == number for _, block in coming.values()):
             return True
         early = (block for line in lines for block in line.early())
         ready = (block for stream in self.attempt.open_streams() for block in stream.blocks.values())
         return any(b.ticket == number and b.node not in self.pool.hosts for b in (*early, *ready))
-
-    def failed_again(self, ticket: Ticket, failure: Failure) -> float:
-        """The same for one that makes lost blocks again, which no other can do in its place."""
-        ticket.failures += 1
-        what = self.what(ticket.item.line.plan.split, ticket.shards)
-        how = "making its lost blocks again"
-        return self._retry(what, ticket.node, {ticket.node}, ticket.failures, failure, how)
 
     def _retry(
         self, what: str, node: str, hosts: set[str], failures: int, failure: Failure, how: str
