@@ -339,7 +339,7 @@ class Share:
         """Coordinator: a block that was made here has arrived, or has no rows."""
         import ray
 
-        if 0 < report.bytes_out < SERVED_FROM_BYTES:
+        if report.rows and report.bytes_out < SERVED_FROM_BYTES:
             # Ray would keep the value of such an object if this process drops it before the window does.
             try:
                 reference = ray.put(ray.get(reference, timeout=FETCH_S))
