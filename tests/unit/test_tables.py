@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from stoker.data import read_any, read_delta, read_parquet
@@ -50,21 +54,22 @@ def test_either_of_two_filters(table: Path) -> None:
     assert sorted(row["x"] for row in found) == [0, 1, 2, 999]
 
 
-def test_columns_and_row_groups_that_are_not_wanted_are_not_read(
-    table: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[tuple[tuple[int, ...], tuple[str, ...] | None]] = []
-    real = parquet.ParquetFile.read_row_groups
-
-    def spy(self: Any, groups: list[int], columns: list[str] | None = None, **others: Any) -> Any:
-        read.append((tuple(groups), tuple(columns) if columns is not None else None))
-        return real(self, groups, columns=columns, **others)
-
-    monkeypatch.setattr(parquet.ParquetFile, "read_row_groups", spy)
+def test_columns_and_row_groups_that_are_not_wanted_are_not_read(table: Path) -> None:
+    path = table / "train" / "0.parquet"
+    about = parquet.ParquetFile(path).metadata
+    content = bytearray(path.read_bytes())
+    for group in range(about.num_row_groups):
+        for number in range(3):
+            chunk = about.row_group(group).column(number)
+            if group > 1 or number == 2:  # statistics rule the other groups out
+                start = chunk.dictionary_page_offset or chunk.data_page_offset
+                content[start : start + chunk.total_compressed_size] = b"?" * chunk.total_compressed_size
+    path.write_bytes(content)
     source = read_parquet(str(table), "train", columns=["y"], filters=[("x", "<", 150)])
-    assert {tuple(row) for row in rows_of(source)} == {("key", "y")}
-    assert {group for groups, _ in read for group in groups} == {0, 1}, "statistics rule the others out"
-    assert all(columns in (("x",), ("y",)) for _, columns in read), "the images stay on disk"
+    rows = sorted((int(row["key"].split(":")[1]), row["y"]) for row in rows_of(source))
+    assert rows == [(x, x % 7) for x in range(150)]
+    with pytest.raises(OSError, match="damaged"):
+        rows_of(read_parquet(str(table), "train", columns=["y"]))
 
 
 @pytest.mark.parametrize(
@@ -150,3 +155,88 @@ def test_tables_named_train_and_val(tmp_path: Path) -> None:
         deltalake.write_deltalake(tmp_path / split, pa.table({"x": range(n)}))
     assert len(rows_of(read_delta(str(tmp_path), "val"))) == 4
     assert len(rows_of(read_any(str(tmp_path), "train"))) == 8
+
+
+KINDS: dict[str, tuple[Any, Callable[[int], Any]]] = {
+    "int": (pa.int64(), lambda i: i % 3),
+    "small": (pa.int16(), lambda i: 100 + i),
+    "float": (pa.float32(), lambda i: i / 4),
+    "text": (pa.string(), lambda i: f"t{i}"),
+    "bytes": (pa.binary(), lambda i: b"b%d" % i),
+    "image": (
+        pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
+        lambda i: {"bytes": b"i%d" % i, "path": f"{i}.jpg"},
+    ),
+    "struct": (
+        pa.struct([("b", pa.int64()), ("c", pa.struct([("d", pa.string())]))]),
+        lambda i: {"b": -i, "c": {"d": f"d{i}"}},
+    ),
+    "list": (pa.list_(pa.float32()), lambda i: [i / 2] * (i % 3 + 1)),
+    "boxes": (pa.list_(pa.struct([("x", pa.int64())])), lambda i: [{"x": i}, {"x": i + 1}]),
+    "map": (pa.map_(pa.string(), pa.int64()), lambda i: [("k", i), ("l", 2 * i)]),
+}
+NAMES = ["a", "a.b", "b", "a.b.c", "image", "image.bytes", "label", "x.list.element", "bytes"]
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[pa.Table, dict[str, str]]:
+    """A table of 7 rows, and the kind of each column; one is a small integer, for labels and filters."""
+    names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=6, unique=True))
+    kinds = {name: draw(st.sampled_from([*KINDS])) for name in names}
+    kinds[draw(st.sampled_from(names))] = "int"
+    columns = {n: pa.array([KINDS[k][1](i) for i in range(7)], KINDS[k][0]) for n, k in kinds.items()}
+    return pa.table(columns), kinds
+
+
+def what_a_record_holds(kind: str, i: int) -> Any:
+    value = KINDS[kind][1](i)
+    return value["bytes"] if kind == "image" else value
+
+
+def check_whatever_stands_beside_a_column(
+    made: tuple[pa.Table, dict[str, str]], data: st.DataObject, read: Callable[..., Any]
+) -> None:
+    _, kinds = made
+    whole = data.draw(st.booleans())
+    columns = None if whole else data.draw(st.lists(st.sampled_from([*kinds]), min_size=1, unique=True))
+    numbers = [name for name, kind in kinds.items() if kind == "int"]
+    by, value = data.draw(st.sampled_from(numbers)), data.draw(st.sampled_from([None, 0, 1, 2]))
+    source = read(columns=columns, filters=None if value is None else [(by, "==", value)])
+    rows = sorted(rows_of(source, records=2), key=lambda row: int(row["key"].split(":")[-1]))
+    assert [int(row["key"].split(":")[-1]) for row in rows] == [i for i in range(7) if value in (None, i % 3)]
+    for row in rows:
+        assert row.keys() - {"key"} == {*(columns or kinds)}
+        for name in columns or kinds:
+            kind, i = kinds[name], int(row["key"].split(":")[-1])
+            found, expected = row[name], what_a_record_holds(kind, i)
+            if kind in ("list", "boxes"):
+                assert found.dtype == (np.float32 if kind == "list" else object)
+                found = found.tolist()
+            assert type(found) is type(expected) and found == expected, (name, kind)
+    labels = {name: source.label_values(name) for name in numbers}
+    assert labels == dict.fromkeys(numbers, {0, 1, 2} if value is None else {value})
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(made=tables(), data=st.data(), group=st.sampled_from([2, 7]), statistics=st.booleans())
+def test_a_column_is_its_own_whatever_stands_beside_it(
+    tmp_path_factory: pytest.TempPathFactory,
+    made: tuple[pa.Table, dict[str, str]],
+    data: st.DataObject,
+    group: int,
+    statistics: bool,
+) -> None:
+    folder = tmp_path_factory.mktemp("rows")
+    parquet.write_table(made[0], folder / "train.parquet", row_group_size=group, write_statistics=statistics)
+    check_whatever_stands_beside_a_column(made, data, partial(read_parquet, str(folder), "train"))
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(made=tables(), data=st.data())
+def test_a_delta_column_is_its_own_whatever_stands_beside_it(
+    tmp_path_factory: pytest.TempPathFactory, made: tuple[pa.Table, dict[str, str]], data: st.DataObject
+) -> None:
+    deltalake = pytest.importorskip("deltalake")
+    folder = str(tmp_path_factory.mktemp("delta"))
+    deltalake.write_deltalake(folder, made[0])
+    check_whatever_stands_beside_a_column(made, data, partial(read_delta, folder))

@@ -40,15 +40,22 @@ class Found:
     unclear_bytes: int = 0
 
 
-def in_statistics(metadata: Any, columns: Sequence[str], groups: Sequence[int]) -> dict[str, Found]:
-    """Head: columns that hold NULLs, or may, by the statistics of some row groups."""
+def in_statistics(
+    metadata: Any, paths: list[list[str]], columns: Sequence[str], groups: Sequence[int]
+) -> dict[str, Found]:
+    """Head: columns that hold NULLs, or may, by the statistics of some row groups.
+
+    Args:
+        metadata: of the file.
+        paths: of its leaves; each begins with the name of its column.
+        columns: to look at.
+        groups: their numbers.
+    """
     leaves: dict[int, str] = {}
-    paths = [metadata.schema.column(number).path for number in range(metadata.num_columns)]
     for number, path in enumerate(paths):
-        name = next((c for c in columns if path == c or path.startswith(f"{c}.")), None)
         # Of {bytes, path} structs, only the bytes are read.
-        if name is not None and not (path == f"{name}.path" and f"{name}.bytes" in paths):
-            leaves[number] = path if path == name else name + "."
+        if path[0] in columns and not (path[1:] == ["path"] and [path[0], "bytes"] in paths):
+            leaves[number] = path[0]
     found: dict[str, Found] = {}
     for group in groups:
         row_group = metadata.row_group(group)
@@ -56,13 +63,14 @@ def in_statistics(metadata: Any, columns: Sequence[str], groups: Sequence[int]) 
             chunk = row_group.column(number)
             if chunk.physical_type != metadata.schema.column(number).physical_type:
                 # Arrow would end the process at the statistics of such a column.
-                raise ValueError(f"its row group {group} has another type of {paths[number]} than its schema")
+                leaf = ".".join(paths[number])
+                raise ValueError(f"its row group {group} has another type of {leaf} than its schema")
             statistics = chunk.statistics if chunk.is_stats_set else None
             nulls = statistics.null_count if statistics is not None and statistics.has_null_count else None
             if nulls == 0:
                 continue
-            column = found.setdefault(name.removesuffix("."), Found())
-            if nulls is None or name.endswith("."):  # for lists, statistics count empty ones too
+            column = found.setdefault(name, Found())
+            if nulls is None or paths[number] != [name]:  # for lists, statistics count empty ones too
                 if group not in column.unclear:
                     column.unclear.append(group)
                 column.unclear_bytes += chunk.total_compressed_size

@@ -132,16 +132,16 @@ class ParquetSource(StreamedSource):
                 self.footers = list(pool.map(self._footer, self.paths))
 
     def _footer(self, path: str) -> Footer:
-        from pyarrow import dataset
+        from pyarrow import parquet
 
         try:
-            fragment = dataset.ParquetFileFormat().make_fragment(path, self.filesystem)
-            metadata = fragment.metadata
+            with self.filesystem.open_input_file(path) as file:
+                reader = parquet.ParquetFile(file)
+                metadata, schema, leaves = reader.metadata, reader.schema_arrow, reader.reader.column_paths
             sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-            schema = fragment.physical_schema
             if metadata.num_rows != sum(sizes):
                 raise ValueError(f"its footer lists {metadata.num_rows} rows, its row groups {sum(sizes)}")
-            nulls = in_statistics(metadata, self.columns or schema.names, range(len(sizes)))
+            nulls = in_statistics(metadata, leaves, self.columns or schema.names, range(len(sizes)))
         except Exception as error:
             text = " ".join(str(error).split())
             raise UsageError(f"{path}: not a whole Parquet file: {text[:200]}") from None

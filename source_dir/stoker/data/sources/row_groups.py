@@ -30,13 +30,15 @@ def read_groups(filesystem: Any, path: str, groups: list[Group], columns: list[s
     try:
         with filesystem.open_input_file(path) as file:
             reader = parquet.ParquetFile(file, page_checksum_verification=True)
-            leaves = [reader.metadata.schema.column(i).path for i in range(reader.metadata.num_columns)]
-            one = columns[0] if columns and len(columns) == 1 else None
-            if one in leaves and len(groups) == reader.num_row_groups:
+            # A leaf's path begins with its field's name, which may have dots itself.
+            names = [leaf[0] for leaf in reader.reader.column_paths]
+            if columns and len(columns) == 1 and len(groups) == reader.num_row_groups:
                 # Starts none of Arrow's threads: the driver reads labels before it forks.
-                table = pa.table({one: reader.reader.read_column(leaves.index(one))})
+                field = [*dict.fromkeys(names)].index(columns[0])
+                table = pa.table({columns[0]: reader.reader.read_column(field)})
             else:
-                table = reader.read_row_groups([g.number for g in groups], columns=columns)
+                leaves = None if columns is None else [i for i, name in enumerate(names) if name in columns]
+                table = reader.reader.read_row_groups([g.number for g in groups], leaves)
     except (OSError, pa.ArrowException) as error:
         kind = OSError if isinstance(error, OSError) else UsageError
         raise kind(f"{path}: damaged, or cannot be read: {' '.join(str(error).split())[:200]}") from None
