@@ -6,7 +6,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from PIL import Image
@@ -29,7 +28,9 @@ PNGS = [png(colour) for colour in COLOURS]
 STRUCTS = pa.array([{"bytes": content, "path": f"{i}.png"} for i, content in enumerate(PNGS)])
 
 
-def write(root: Path, table: pa.Table, name: str = "0.parquet", splits: tuple[str, ...] = ("train", "val")) -> str:
+def write(
+    root: Path, table: pa.Table, name: str = "0.parquet", splits: tuple[str, ...] = ("train", "val")
+) -> str:
     for split in splits:
         (root / split).mkdir(parents=True, exist_ok=True)
         parquet.write_table(table, root / split / name)
