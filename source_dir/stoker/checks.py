@@ -17,6 +17,7 @@ from stoker.data.opening import Data, discover, open_data, open_sources
 from stoker.errors import Problems, UsageError
 from stoker.extras import refuse_missing
 from stoker.integrations.scripts.checks import SCRIPT_FOLDER, find_script, refuse_foreign_keys
+from stoker.place import local_place
 from stoker.recipe import SOURCE_FOLDER, Recipe, load_object, load_recipe
 from stoker.schema import Config
 from stoker.tracking.sinks import Sink
@@ -90,6 +91,8 @@ def check_recipe(resolved: Resolved) -> None:
     recipe = load_recipe(resolved.config.recipe, resolved.config.params, SOURCE_FOLDER)
     with problems:
         recipe.check(resolved)
+    with problems:
+        resuming.refuse_resuming(resolved.config, recipe, local_place())
     with problems:
         if type(recipe).model is Recipe.model and not recipe.own_loop:
             raise UsageError(f"recipe: {type(recipe).__name__} does not say what to train: define model()")

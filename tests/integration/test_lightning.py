@@ -1,4 +1,4 @@
-"""A LightningModule trains unchanged on Stoker's data, and goes on where it was interrupted."""
+"""A LightningModule trains unchanged on Stoker's data; a run of it cannot be resumed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 from running import Outcome, run_job
+from test_stop_in_validation import when
+
+from stoker import driver
 
 pytest.importorskip("lightning")
 
 
-def lit_job(folder: Path, digits: Path, *overrides: str, **train: Any) -> Outcome:
+def lit_job(
+    folder: Path, digits: Path, *overrides: str, run_dir: Path | None = None, **train: Any
+) -> Outcome:
     folder.mkdir()
     return run_job(
         folder,
         *overrides,
+        run_dir=run_dir,
         recipe="stoker.integrations.lightning:LightningRecipe",
         params={
             "data": str(digits / "webdataset"),
@@ -37,34 +43,43 @@ def trained_ids(outcome: Outcome, epoch: int) -> Counter[str]:
     return Counter(line for file in files for line in file.read_text().split())
 
 
-def test_it_trains_and_goes_on_within_an_epoch(ray_cluster: None, digits: Path, tmp_path: Path) -> None:
-    """Two jobs whose two train workers import Lightning each: a part of a run, and its rest."""
-    part = lit_job(tmp_path / "part", digits, max_steps=28)  # of 23 steps in an epoch
-    assert part.code == 0, part.summary.error
-    rest = lit_job(tmp_path / "rest", digits, f"checkpoint.resume={part.run_dir}")
-    assert rest.code == 0, rest.summary.error
-    assert rest.summary.steps == 3 * 23
-    for epoch in (1, 2):
-        ids = trained_ids(rest, epoch)  # of 1437 one remains over
-        assert len(ids) == sum(ids.values()) == 1436, "what was trained before the stop counts"
-    metrics = rest.summary.metrics
+def test_it_trains_and_a_run_that_has_begun_is_never_continued(
+    ray_cluster: None, digits: Path, tmp_path: Path
+) -> None:
+    """A job whose two train workers import Lightning each."""
+    whole = lit_job(tmp_path / "whole", digits)
+    assert whole.code == 0, whole.summary.error
+    assert whole.summary.steps == 3 * 23
+    for epoch in range(3):
+        ids = trained_ids(whole, epoch)  # of 1437 one remains over
+        assert len(ids) == sum(ids.values()) == 1436
+    metrics = whole.summary.metrics
     assert metrics.best["val/acc1"] > 0.85
     assert metrics.last["val/callback"] == 2, "the module's own callback"
     assert metrics.last["lr"] == pytest.approx(3e-3 / 8), "the module's own schedule"
-    assert rest.summary.records.validated == 3 * rest.summary.records.epochs[1]["validated"]
+    for folder, words in (
+        ("named", [f"checkpoint.resume={whole.run_dir}"]),
+        ("kept", [f"checkpoint.dir={whole.run_dir}/checkpoints"]),
+    ):
+        again = lit_job(tmp_path / folder, digits, *words)
+        assert again.code == 2 and "stoker.DataLoader" in (again.summary.error or ""), again.summary.error
+        assert not again.run_dir.exists(), "refused before a cluster forms"
+    # The run's own folder, which services name only with the cluster.
+    again = lit_job(tmp_path / "again", digits, run_dir=whole.run_dir)
+    assert again.code == 2 and "LitDigits" not in (again.summary.error or "")
+    assert "checkpoint.resume: LightningRecipe cannot" in (again.summary.error or "")
 
 
-@pytest.mark.soak
-def test_what_goes_on_ends_like_a_whole_run(ray_cluster: None, digits: Path, tmp_path: Path) -> None:
-    whole = lit_job(tmp_path / "whole", digits)
-    assert whole.code == 0, whole.summary.error
-    part = lit_job(tmp_path / "part", digits, max_steps=whole.summary.steps // 3 + 5)
-    rest = lit_job(tmp_path / "rest", digits, f"checkpoint.resume={part.run_dir}")
-    assert rest.summary.steps == whole.summary.steps
-    assert trained_ids(rest, 1) == trained_ids(whole, 1)
-    assert rest.summary.metrics.last["val/loss"] == pytest.approx(
-        whole.summary.metrics.last["val/loss"], abs=1e-4
-    )
+def test_a_stopped_run_does_not_end_as_if_it_were_complete(
+    ray_cluster: None, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_stop_reason", "")
+    events = tmp_path / "job/run/events.jsonl"
+    stepped = lambda: events.is_file() and '"event": "step"' in events.read_text()  # noqa: E731
+    with when(stepped, lambda: driver.request_stop("SIGTERM")):
+        stopped = lit_job(tmp_path / "job", digits, epochs=500)
+    assert (stopped.code, stopped.summary.status) == (143, "interrupted"), stopped.summary.error
+    assert stopped.summary.epochs < 500
 
 
 @pytest.mark.parametrize(
@@ -73,6 +88,9 @@ def test_what_goes_on_ends_like_a_whole_run(ray_cluster: None, digits: Path, tmp
         (["train.lr=0.1"], "train.lr: has no effect with LightningRecipe"),
         (["params.trainer.max_epochs=3"], "params.trainer.max_epochs: is set by train.epochs"),
         (["params.trainer.gradient_clip=3"], "lightning.Trainer has no such argument"),
+        (["checkpoint.every_steps=5"], "checkpoint.every_steps: not with LightningRecipe"),
+        (["checkpoint.every_minutes=5"], "checkpoint.every_minutes: not with LightningRecipe"),
+        (["train.max_failures=1"], "train.max_failures: not with LightningRecipe"),
         (["params.module=lit:Counter"], "is not a LightningModule class"),
         (["params.module=lit:LitDigit"], "did you mean LitDigits"),
     ],

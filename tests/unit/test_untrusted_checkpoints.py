@@ -6,18 +6,14 @@ import ast
 import json
 import os
 import pickle
-from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content
-from stoker.errors import UsageError
-from stoker.integrations.lightning_state import pack, plain_state, unpack
 from stoker.storage.checkpoint_store import MANIFEST, open_store, sha256, verify
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,33 +77,6 @@ def test_a_plain_pickle_in_its_place_is_refused_too(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="could run code"):
         checkpoint.load(saved)
     assert not mark.exists()
-
-
-def test_lightnings_state_becomes_plain_and_what_cannot_is_said() -> None:
-    said: list[str] = []
-    dumped = {
-        "epoch": 3,
-        "loops": OrderedDict(fit=Counter(steps=7)),
-        "state_dict": {"w": torch.zeros(9)},
-        "hyper_parameters": {"anything": object()},
-        "optimizer_states": [
-            {"state": {0: {"step": torch.tensor(4.0)}}, "groups": [{"lr": np.float64(0.1)}]}
-        ],
-        "lr_schedulers": [{"last_epoch": np.int64(3), "betas": (0.9, 0.99)}],
-        "callbacks": {"EarlyStopping": {"best": torch.tensor(0.5)}, "Own": {"seen": object()}},
-    }
-    state = unpack(pack(plain_state(dumped, said.append)).numpy().tobytes(), "here")
-    assert state == {
-        "epoch": 3,
-        "loops": {"fit": {"steps": 7}},
-        "optimizer_states": [{"state": {0: {"step": torch.tensor(4.0)}}, "groups": [{"lr": 0.1}]}],
-        "lr_schedulers": [{"last_epoch": 3, "betas": (0.9, 0.99)}],
-        "callbacks": {"EarlyStopping": {"best": torch.tensor(0.5)}},
-    }
-    assert len(said) == 1 and "callback Own['seen'] is a builtins.object" in said[0]
-    dumped["lr_schedulers"] = [{"anneal": len}]
-    with pytest.raises(UsageError, match=r"lr_schedulers\[0\]\['anneal'\] is a builtins.builtin_function"):
-        plain_state(dumped, said.append)
 
 
 def unsafe_reads(path: Path) -> list[str]:

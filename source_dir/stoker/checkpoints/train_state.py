@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,7 +183,6 @@ def content_of(
     copies = copier.copy(live)
     state = {
         "optimizer": copies["optimizer"],
-        "scheduler": copy.deepcopy(worker.scheduler.state_dict()) if worker.scheduler else None,
         "scaler": copies["scaler"],
         "ranks": parts,
     }
@@ -211,8 +209,6 @@ def put_back(worker: Worker, content: Content | None) -> list[dict[str, Any]]:
         # A checkpoint without averaged weights: averaging starts from its weights.
         strategies.load_full_state(worker.ema.module, None, averaged or weights, None)
     small = from_rank_0(worker, small)
-    if worker.scheduler and small["scheduler"]:
-        worker.scheduler.load_state_dict(small["scheduler"])
     if worker.scaler is not None and small["scaler"]:
         worker.scaler.load_state_dict(small["scaler"])
     ranks: list[dict[str, Any]] = small["ranks"]

@@ -105,6 +105,12 @@ class LightningRecipe(ImageClassification):
             if key not in known
         ]
         problems += [
+            f"{key}: not with LightningRecipe, which cannot resume; leave it out, or train the module in a"
+            " script with stoker.DataLoader (docs/migrate.md)"
+            for key in ("checkpoint.every_steps", "checkpoint.every_minutes", "train.max_failures")
+            if key in resolved.origins
+        ]
+        problems += [
             f"train.{key}: has no effect with LightningRecipe, which uses DDP and the module's own"
             " optimisers; set it in the module or in params.trainer"
             for key in UNUSED

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -23,17 +21,14 @@ from ray.train.lightning import (
 from stoker.checkpoints.manager import CheckpointManager
 from stoker.checkpoints.train_state import Progress
 from stoker.data.feed.feed import EpochFeed
-from stoker.integrations.lightning_state import pack, plain_state, unpack
 from stoker.training.export import keep_example
 from stoker.training.loop import log_pass, log_step, open_pass
-from stoker.training.starting import nothing_left
 from stoker.training.worker import Worker, check_finite, count_records, mean_over_ranks, reconcile
 
 
 def build(worker: Worker) -> None:
     """Train worker: set up the unwrapped module; the trainer wraps it in DDP."""
     worker.model = worker.recipe.model().to(worker.device)
-    worker.scheduler = TrainerState(lambda text: worker.log("note", text=text))
 
 
 def run_epochs(
@@ -44,19 +39,14 @@ def run_epochs(
     Args:
         worker: its model is the LightningModule.
         keeper: the run's checkpoints.
-        first: the first epoch.
-        carried: progress in it before this start.
+        first, carried: unused; a resumed run is refused before it starts.
         has_val: whether there is a validation split.
 
     Returns:
         Whether a stop was requested.
     """
-    stop = nothing_left(worker, keeper, first)
-    if stop:
-        worker.log("stopped", reason=stop)
-        return False
     config, module = worker.config, worker.model
-    reports = Reports(worker, keeper, carried)
+    reports = Reports(worker, keeper)
     recipe: Any = worker.recipe
     trainer = pl.Trainer(
         max_epochs=config.train.epochs,
@@ -75,72 +65,12 @@ def run_epochs(
         **{"enable_progress_bar": False, "enable_model_summary": False} | recipe.trainer,
     )
     reports.trainer = trainer = prepare_trainer(trainer)
-    state: TrainerState = worker.scheduler
-    state.trainer = trainer
-    val = [ValBatches(reports)] if has_val else None
-    with state.as_file(module) as path:
-        trainer.fit(module, TrainBatches(reports), val, ckpt_path=path, weights_only=True if path else None)
+    trainer.fit(module, TrainBatches(reports), [ValBatches(reports)] if has_val else None)
     if reports.stop:
         worker.log("stopped", reason=reports.stop)
     elif trainer.current_epoch < config.train.epochs:
         worker.log("stopped", reason="requested by the module's callbacks")
     return reports.asked
-
-
-class TrainerState:
-    """Train worker: the trainer's optimisers, schedulers, loops and callbacks, for a checkpoint."""
-
-    def __init__(self, tell: Callable[[str], Any]) -> None:
-        """Args: tell: called once per line about state that checkpoints omit."""
-        self.trainer: pl.Trainer | None = None
-        self.loaded: bytes = b""
-        self._tell, self._told = tell, set[str]()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The trainer's checkpoint without weights, as bytes in a tensor."""
-        return {"lightning": pack(self.state())} if self.trainer is not None else {}
-
-    def state(self) -> dict[str, Any]:
-        """The trainer's checkpoint without weights, as plain values and tensors.
-
-        Raises:
-            UsageError: state that is required to resume is not plain.
-        """
-        assert self.trainer is not None  # noqa: S101 - set before fit
-        return plain_state(self.trainer._checkpoint_connector.dump_checkpoint(), self._once)
-
-    def _once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            self._tell(text)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "lightning" in state:
-            self.loaded = state["lightning"].numpy().tobytes()
-
-    def as_file(self, module: Any) -> Any:
-        """Context manager with the checkpoint path for `Trainer.fit`, or None."""
-        return _CheckpointFile(self.loaded, module)
-
-
-class _CheckpointFile:
-    def __init__(self, content: bytes, module: Any) -> None:
-        self.content, self.module = content, module
-        self.folder: tempfile.TemporaryDirectory[str] | None = None
-
-    def __enter__(self) -> str | None:
-        if not self.content:
-            return None
-        state = unpack(self.content, "the checkpoint's state of the Lightning trainer")
-        self.folder = tempfile.TemporaryDirectory()
-        state["state_dict"] = self.module.state_dict()
-        path = Path(self.folder.name) / "resume.ckpt"
-        torch.save(state, path)
-        return str(path)
-
-    def __exit__(self, *_: object) -> None:
-        if self.folder is not None:
-            self.folder.cleanup()
 
 
 class Given(NamedTuple):
@@ -196,9 +126,9 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
     Like Ray's callback, it reports every epoch to Ray Train; checkpoints go to the job's checkpoint folder.
     """
 
-    def __init__(self, worker: Worker, keeper: CheckpointManager, carried: Progress | None) -> None:
+    def __init__(self, worker: Worker, keeper: CheckpointManager) -> None:
         super().__init__()
-        self.worker, self.keeper, self.carried = worker, keeper, carried
+        self.worker, self.keeper = worker, keeper
         self.trainer: pl.Trainer | None = None
         self.progress = Progress(0)
         self.train: EpochFeed | None = None
@@ -220,24 +150,17 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         return recipe.batch_of(self.worker.modules[split](columns))
 
     def open_epoch(self) -> EpochFeed:
-        """Open the feed of the next epoch, or of the rest of an interrupted one."""
+        """Open the feed of the next epoch."""
         assert self.trainer is not None  # noqa: S101 - set before fit
         epoch = self.trainer.current_epoch
-        carried, self.carried = self.carried, None
-        self.progress = carried if carried and carried.epoch == epoch else Progress(epoch)
-        if self.progress.loss_sum is None:
-            self.progress.loss_sum = torch.zeros((), dtype=torch.float64, device=self.worker.device)
+        self.progress = Progress(epoch)
+        self.progress.loss_sum = torch.zeros((), dtype=torch.float64, device=self.worker.device)
         self.train, self.val = open_pass(self.worker, "train", epoch), None
-        self.train.keys += self.progress.carried_keys
         self.given.clear()
         self.worker.feed_step = self.rows = 0
         self.exhausted, self.books = False, []
         self.started = time.perf_counter()
         return self.train
-
-    def on_train_start(self, trainer: pl.Trainer, module: Any) -> None:
-        if self.worker.rank == 0:
-            self.worker.scheduler.state()  # reject state that checkpoints cannot hold before the first step
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
         worker, progress, given = self.worker, self.progress, self.given.popleft()
@@ -245,7 +168,7 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         progress.feed = given
         progress.steps += 1
         worker.feed_step += 1
-        progress.samples = progress.carried_samples + (given.rows - given.padded) * worker.world_size
+        progress.samples = (given.rows - given.padded) * worker.world_size
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         rows, self.rows = given.rows - self.rows, given.rows
         if loss is not None:  # None with manual optimisation
@@ -266,8 +189,6 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
             self.stop = given.stop if self.asked else f"train.max_steps reached at step {worker.step}"
             trainer.should_stop = True
             self.keeper.take(progress, {})
-        elif worker.step != limit:
-            self.keeper.after_step(progress)
 
     def on_validation_start(self, trainer: pl.Trainer, module: Any) -> None:
         self._reconcile_train()
@@ -292,7 +213,7 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         check_finite(loss, worker, progress.epoch)
         assert self.train is not None  # noqa: S101 - set before fit
         metrics = {"train/loss": loss, "lr": learning_rate(trainer)} | metrics
-        metrics["perf/samples_per_s"] = (progress.samples - progress.carried_samples) / self.elapsed
+        metrics["perf/samples_per_s"] = progress.samples / self.elapsed
         metrics["perf/input_wait_pct"] = 100 * self.train.times.wait_s / self.elapsed
         worker.log("epoch", epoch=progress.epoch, step=worker.step, metrics=metrics)
         worker.samples += progress.samples
@@ -315,8 +236,7 @@ class Reports(RayTrainReportCallback):  # type: ignore[misc]
         self.keeper.before_settling()
         self.books.append(reconcile(self.worker, self.train))
         progress = self.progress
-        samples, steps = progress.samples - progress.carried_samples, progress.steps - progress.carried_steps
-        log_pass(self.worker, self.train, samples, self.elapsed, steps)
+        log_pass(self.worker, self.train, progress.samples, self.elapsed, progress.steps)
 
 
 def conventional(name: str) -> str:

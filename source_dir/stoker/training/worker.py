@@ -32,8 +32,6 @@ class Worker:
     schedule: Any = None
     """The learning rate schedule (`stoker.training.optimizers.Schedule`); None if the recipe's own optimiser
     keeps its rate, and in loops other than Stoker's."""
-    scheduler: Any = None
-    """State of another loop to include in checkpoints; has state_dict and load_state_dict."""
     ema: Any = None
     """The averaged model (timm's ModelEmaV3); None without `train.ema_decay`."""
     scaler: Any = None
