@@ -42,6 +42,10 @@ class Data:
     """The recipe that opened them, which may hold what `read` has found."""
     _identities: dict[str, Identity] = field(default_factory=dict)
 
+    def notes(self) -> list[str]:
+        """Head: lines on what lies beside the records and is not read."""
+        return [note for source in self.sources.values() for note in getattr(source, "notes", ())]
+
     def identity(self, split: str) -> Identity:
         """Head: identity of a split's records; computed once."""
         if split not in self._identities:

@@ -101,6 +101,8 @@ class Look:
     """Why a run with this data would be rejected or fail."""
     moved: list[tuple[str, bool]] = field(default_factory=list)
     """A line per stage that moves the image without its masks, and whether that ends a run."""
+    notes: list[str] = field(default_factory=list)
+    """What lies beside the records and is not read."""
     path_of: Callable[[str], str] = str
     """Key → where a user finds the record."""
     ms: float | None = None
@@ -152,7 +154,7 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
     source, chain = data.sources[split], data.chains[split]
     use_one_thread()
     name = "a ray.data.Dataset" if isinstance(source, DatasetSource) else type(source).__name__
-    seen = Look(split, name, data.totals, [Place("read")], [], path_of=source.path_of)
+    seen = Look(split, name, data.totals, [Place("read")], [], notes=data.notes(), path_of=source.path_of)
     try:
         fix_schemas({split: source}, {split: chain}, config.data.block_records)
         refuse_absent_pads(chain.pads, [chain.schemas])

@@ -50,7 +50,7 @@ def problems_of(look: Look, config: Config, recipe: Recipe) -> list[Problem]:
         found += _values(name, column, classes_of(recipe), _ignores(recipe))
         if made is not read and not (name in read.columns and read.columns[name].nulls):
             found += _holes(name, column, f" after {made.name}")
-    found += _shown(look)
+    found += [*_shown(look), *(Problem("warning", note) for note in look.notes)]
     return sorted(dict.fromkeys(found), key=lambda problem: problem.level)
 
 

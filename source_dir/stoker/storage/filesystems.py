@@ -15,7 +15,13 @@ OBJECT_MOUNTS = ("/Volumes/", "/dbfs/", "/gcs/")
 """Where Databricks and Vertex AI mount object storage."""
 OBJECT_FUSE = ("gcsfuse", "mountpoint-s3", "s3fs", "goofys", "blobfuse", "rclone")
 """What mounts object storage elsewhere: begins the subtype or, without one, the source of a mount."""
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif")
+IMAGE_SUFFIXES = (
+    *(".jpg", ".png", ".jpeg", ".jpe", ".jfif", ".mpo", ".apng", ".webp", ".bmp", ".dib", ".tif", ".tiff"),
+    *(".gif", ".avif", ".jp2", ".j2k", ".j2c", ".jpc", ".jpx", ".ppm", ".pgm", ".pbm", ".pnm", ".tga"),
+    *(".pcx", ".qoi"),
+)
+"""What the decoder reads."""
+_OF_SYSTEMS = ("@eadir", "#recycle", "__macosx", "$recycle.bin", "system volume information", "lost+found")
 
 
 def filesystem_of(uri: str) -> tuple[Any, str]:
@@ -75,8 +81,13 @@ def takes_whole_files(folder: Path, mounts: Path = Path("/proc/self/mountinfo"))
     return kind.startswith("fuse") and name.startswith(OBJECT_FUSE)
 
 
-def list_files(uri: str, suffixes: tuple[str, ...] = ()) -> list[Any]:
+def list_files(uri: str, suffixes: tuple[str, ...] = (), underscored: bool = False) -> list[Any]:
     """Head: the files below `uri` (pyarrow FileInfo, sorted by path), without hidden ones.
+
+    Args:
+        uri: a path or URI.
+        suffixes: of the files; default: any.
+        underscored: include names that begin with an underscore.
 
     Raises:
         UsageError: nothing there, no file with one of the suffixes, a folder that cannot be listed, a link
@@ -92,21 +103,22 @@ def list_files(uri: str, suffixes: tuple[str, ...] = ()) -> list[Any]:
         return [info]
     local = isinstance(filesystem, fs.LocalFileSystem)
     found = _walk(filesystem, path) if local else _entries(filesystem, path, recursive=True)
-    files = [f for f in found if f.type == fs.FileType.File and not is_hidden(f.path[len(path) :])]
+    files = [f for f in found if f.is_file and not is_hidden(f.path[len(path) :], underscored)]
     wanted = [f for f in files if not suffixes or f.path.lower().endswith(suffixes)]
     if not wanted:
-        kinds = f" {' or '.join(suffixes)}" if suffixes else ""
+        kinds = f" {' or '.join(suffixes[:2])}" if suffixes else ""
         raise UsageError(f"{uri}: the folder holds no{kinds} file (found {len(files)} others)")
     return sorted(wanted, key=lambda f: f.path)
 
 
-def is_hidden(relative: str) -> bool:
+def is_hidden(relative: str, underscored: bool = False) -> bool:
     """Head: whether a file below a data root is none of its records.
 
     Spark and Delta name their own files with an underscore; cameras name photos so, too: `_DSC0001.JPG`.
     """
-    marks = (".",) if relative.lower().endswith(IMAGE_SUFFIXES) else (".", "_")
-    return any(part.startswith(marks) for part in relative.split("/"))
+    relative = relative.lower()
+    marks = (".",) if underscored or relative.endswith(IMAGE_SUFFIXES) else (".", "_")
+    return any(part.startswith(marks) or part in _OF_SYSTEMS for part in relative.split("/"))
 
 
 def _walk(filesystem: Any, root: str) -> list[Any]:
@@ -186,16 +198,16 @@ def child_folders(uri: str, hidden: bool = False) -> list[str]:
         uri: a path or URI.
         hidden: include names that begin with a dot or an underscore.
     """
+    return [f.base_name for f in children(uri) if not f.is_file and (hidden or f.base_name[:1] not in "._")]
+
+
+def children(uri: str) -> list[Any]:
+    """Head: what lies directly below `uri` (pyarrow FileInfo, sorted by path); nothing if it is no folder."""
     from pyarrow import fs
 
     filesystem, path = filesystem_of(uri)
-    if _info(filesystem, path, uri).type != fs.FileType.Directory:
-        return []
-    return sorted(
-        f.base_name
-        for f in _entries(filesystem, path)
-        if f.type == fs.FileType.Directory and (hidden or f.base_name[:1] not in "._")
-    )
+    folder = _info(filesystem, path, uri).type == fs.FileType.Directory
+    return sorted(_entries(filesystem, path), key=lambda f: f.path) if folder else []
 
 
 def join(uri: str, *parts: str) -> str:

@@ -86,7 +86,7 @@ class RecipeWork:
     def notes(self) -> list[str]:
         config, data = self.config, self.data
         found = blocks_note(config, data, self.workers), cache_note(config), exact_note(config, data)
-        return [*filter(None, found)]
+        return [*filter(None, found), *data.notes()]
 
     def settings(self) -> dict[str, Any]:
         return {

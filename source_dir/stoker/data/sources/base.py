@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from stoker.data.messages import BadRecord, Record, Shard
 from stoker.errors import DataError
@@ -26,6 +26,14 @@ class Source(ABC):
     random: bool = True
     """False: reading draws no random numbers. Otherwise the global generators (`random`, `numpy.random`,
     torch) are seeded for each record, by (seed, epoch, key) if keys are known before (`IndexedSource`)."""
+
+    notes: tuple[str, ...] = ()
+    """Lines on what lies beside the records and is not read, for the screen and `peek`."""
+
+    def noting(self, *notes: str) -> Self:
+        """Head: this source with more notes."""
+        self.notes += notes
+        return self
 
     def check(self) -> None:  # noqa: B027 - nothing to check is a good answer
         """Head: check the data as far as possible before training.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from stoker.data.sources.base import Source
 from stoker.data.sources.delta import read_delta, refuse_catalog_name
 from stoker.data.sources.files import (
@@ -10,12 +12,13 @@ from stoker.data.sources.files import (
     TAR_SUFFIXES,
     files_of,
     is_delta_table,
+    kinds_of,
 )
 from stoker.data.sources.images import read_images
 from stoker.data.sources.parquet import read_parquet
 from stoker.data.sources.webdataset import read_webdataset
 from stoker.errors import UsageError
-from stoker.storage.filesystems import join, list_files
+from stoker.storage.filesystems import filesystem_of, is_hidden, join, list_files
 
 
 def read_any(root: str, split: str, columns: list[str] | None = None) -> Source | None:
@@ -32,15 +35,20 @@ def read_any(root: str, split: str, columns: list[str] | None = None) -> Source 
     refuse_catalog_name(root)
     if is_delta_table(root) or is_delta_table(join(root, split)):
         return read_delta(root, split, columns)
-    mine = files_of(root, split)
+    mine = files_of(root, split, underscored=True)
     if not mine and split == "val":
         return None
     files = mine or list_files(root)
-    first = {
-        suffixes: next((f for f in files if f.path.lower().endswith(suffixes)), None)
+    top = len(filesystem_of(root)[1])
+    first: dict[tuple[str, ...], Any] = {
+        suffixes: next(
+            (f for f in files if f.path.lower().endswith(suffixes) and not is_hidden(f.path[top:])), None
+        )
         for suffixes in (TAR_SUFFIXES, PARQUET_SUFFIXES, IMAGE_SUFFIXES)
     }
     kinds = {suffixes: f.base_name for suffixes, f in first.items() if f is not None}
+    if not kinds:
+        kinds = {kind: f.base_name for f, kind in kinds_of(files) if kind}
     if len(kinds) > 1 and mine:
         raise UsageError(
             f"{root}: the {split} split mixes formats ({' and '.join(kinds.values())}); move one elsewhere,"

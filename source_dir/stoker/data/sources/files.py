@@ -1,27 +1,66 @@
-"""Head: finds the files of a split."""
+"""Head: finds the files of a split, and sorts out those that are none of its records."""
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from stoker.errors import UsageError, nearest
+from stoker.figures import count_of
 from stoker.storage.filesystems import IMAGE_SUFFIXES as IMAGE_SUFFIXES
-from stoker.storage.filesystems import child_folders, join, list_files
+from stoker.storage.filesystems import (
+    child_folders,
+    children,
+    filesystem_of,
+    filesystem_of_files,
+    is_hidden,
+    join,
+    list_files,
+)
 
-SPLIT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation", "test")}
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation", "dev", "eval", "test", "testing"),
+}
+_LAST = ("test", "testing")
+"""Read for validation if there is nothing else."""
 PARQUET_SUFFIXES = (".parquet", ".pq")
 TAR_SUFFIXES = (".tar",)
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _UNREAD: dict[tuple[str, ...], tuple[str, ...]] = {
     IMAGE_SUFFIXES: (
-        *(".heic", ".heif", ".avif", ".jxl", ".jp2", ".jfif", ".jpe", ".ppm", ".pgm", ".svg"),
-        *(".dcm", ".dng", ".cr2", ".nef", ".arw"),
+        *(".heic", ".heif", ".jxl", ".jxr", ".svg", ".svgz", ".dcm", ".exr", ".dng", ".cr2", ".cr3", ".nef"),
+        *(".arw", ".orf", ".raf", ".rw2", ".pef", ".srw"),
     ),
-    **{
-        data: tuple(suffix + packed for suffix in data for packed in (".gz", ".bz2", ".xz", ".zst", ".zip"))
-        for data in (TAR_SUFFIXES, PARQUET_SUFFIXES)
-    },
+    TAR_SUFFIXES: (".tgz", ".tbz2", ".txz", *(".tar" + packed for packed in _PACKED)),
+    PARQUET_SUFFIXES: tuple(suffix + packed for suffix in PARQUET_SUFFIXES for packed in _PACKED),
 }
 """Files of the same kind that no source reads: beside others they would be missing silently."""
+_HARMLESS = re.compile(
+    r"(readme|licen[cs]e|copying|notice|changelog|citation|authors|makefile|dockerfile|(sha|md)\d+(sums?)?)"
+    r"(\..*)?|(eh)?thumbs\.db|desktop\.ini|icon\r|.*\.(txt|md|rst|json|xml|ya?ml|toml|ini|cfg|log|py|sh"
+    r"|ipynb|url|lnk|crc|md5|sha\d+|cff|bib|lock)"
+)
+"""Names, in lower case, of what people and programs lay beside records."""
+_HEADS: dict[tuple[str, ...], re.Pattern[bytes]] = {
+    kind: re.compile(head, re.DOTALL)
+    for kind, head in {
+        IMAGE_SUFFIXES: rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|GIF8[79]a|BM....\0\0\0\0|RIFF....WEBP|qoif"
+        rb"|(II[*+]\0|MM\0[*+])(?!....CR)|\xff\x4f\xff\x51|\0\0\0\x0cjP  \r\n\x87\n|P[1-6]\s+[#\d]"
+        rb"|....ftyp(avi[fs]|mi[af][f1]....(....){0,8}?avi[fs])",
+        (): rb"....ftyp(hei|hev|mif1|msf1|crx)|\xff\x0a|\0\0\0\x0cJXL |.{128}DICM|v/1\x01|II\*\0....CR"
+        rb"|II(RO|U\0)|FUJIFILMCCD|(\xef\xbb\xbf)?\s*(<[?!][^>]*>\s*){0,4}<svg",
+        PARQUET_SUFFIXES: rb"PAR1",
+        TAR_SUFFIXES: rb".{257}ustar",
+    }.items()
+}
+"""How the files of a kind begin; (): images that no source reads."""
+_HEAD_BYTES = 512
+_kinds: dict[tuple[str, int, int], tuple[str, ...] | None] = {}
+"""(path, size, modification time) of files that this process has opened → their kind, if it is known."""
 
 
 def is_delta_table(uri: str) -> bool:
@@ -47,57 +86,128 @@ def split_folder(root: str, split: str) -> str | None:
     return None
 
 
-def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> list[Any]:
-    """Head: the files of a split: in its folder, or named with its prefix.
+def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> tuple[list[Any], tuple[str, ...]]:
+    """Head: the files of a split, in its folder or named with its prefix, and lines on what is not read.
 
     Raises:
         UsageError: the train split has no files, or the split holds compressed ones.
     """
-    files = list_files(root, suffixes)
     if root.lower().endswith(suffixes):
-        return files if split == "train" else []
+        return (list_files(root) if split == "train" else []), ()
     mine = files_of(root, split)
-    refuse_unread(mine, suffixes)
-    named = [f for f in mine if f.path.lower().endswith(suffixes)]
-    if mine and not named and (name := _folder_name(root, split)):
+    read, notes = sort_out(root, mine, suffixes)
+    if mine and not read and (name := _folder_name(root, split)):
         list_files(join(root, name), suffixes)  # says what is there instead
-    if not named and split == "train":
+    if not read and split == "train":
         raise UsageError(
             f"{root}: no train split: expected a folder train/ or files train-*{suffixes[0]}"
-            f" (found {files[0].base_name})"
+            f" (found {list_files(root, suffixes)[0].base_name})"
         )
-    return named
+    return read, (*beside(root, split), *notes)
 
 
-def files_of(root: str, split: str) -> list[Any]:
+def files_of(root: str, split: str, underscored: bool = False) -> list[Any]:
     """Head: the files of a split, of any kind: in its folder, or else named with its prefix.
+
+    Args:
+        root: folder or URI.
+        split: train or val.
+        underscored: include names that begin with an underscore.
 
     Raises:
         UsageError: several folders or prefixes name the split.
     """
     if name := _folder_name(root, split):
-        return list_files(join(root, name))
+        return list_files(join(root, name), underscored=underscored)
     files = list_files(root)
-    signs = "-_.0123456789"
     found = {
-        name: [f for f in files if f.base_name.startswith(tuple(name + sign for sign in signs))]
-        for name in SPLIT_NAMES[split]
+        name: [f for f in files if f.base_name.startswith(_prefixes((name,)))] for name in SPLIT_NAMES[split]
     }
     return found.get(_only(root, split, [name for name in found if found[name]]), [])
 
 
-def refuse_unread(files: list[Any], suffixes: tuple[str, ...]) -> None:
-    """Head: refuse data files that the reader of these suffixes does not read.
+def sort_out(folder: str, files: list[Any], suffixes: tuple[str, ...]) -> tuple[list[Any], tuple[str, ...]]:
+    """Head: of the files of a split those of one kind, and a line that counts what is not read.
+
+    Only files whose suffix is unknown are opened.
 
     Raises:
-        UsageError: names the first one.
+        UsageError: names the first file of this kind that the reader does not read.
     """
-    unread = [f.path for f in files if f.path.lower().endswith(_UNREAD[suffixes])]
+    read, unread, unknown = [], [], []
+    for file in files:
+        name = file.path.lower()
+        if name.endswith(suffixes):
+            read.append(file)
+        elif name.endswith(_UNREAD[suffixes]):
+            unread.append(file)
+        else:
+            unknown.append(file)
+    left = []
+    for file, kind in kinds_of(unknown):
+        if kind == suffixes:
+            read.append(file)
+        elif kind == () and suffixes == IMAGE_SUFFIXES:
+            unread.append(file)
+        elif not is_hidden(file.path.rpartition("/")[2]):
+            left.append(file)
     if unread:
         raise UsageError(
-            f"{unread[0]}: files of this kind are not read ({len(unread)} of {len(files)}); convert or"
-            f" decompress them to {' or '.join(suffixes)}, or move them elsewhere"
+            f"{unread[0].path}: files of this kind are not read ({len(unread)} of {len(files)}); convert or"
+            f" decompress them to {' or '.join(suffixes[:2])}, or move them elsewhere"
         )
+    top = len(filesystem_of(folder)[1])
+    return sorted(read, key=lambda f: f.path), not_read(folder, [f.path[top:].strip("/") for f in left])
+
+
+def kinds_of(files: list[Any]) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
+    """Head: the files that are not known to be harmless, with their kind as their first bytes tell it."""
+    files = [f for f in files if not _HARMLESS.fullmatch(f.base_name.lower())]
+    filesystem: Any = filesystem_of_files(files) if files else None
+
+    def kind(file: Any) -> tuple[str, ...] | None:
+        key = file.path, file.size, file.mtime_ns
+        if key not in _kinds:
+            try:
+                with filesystem.open_input_file(file.path) as stream:
+                    head = stream.read(_HEAD_BYTES)
+            except OSError as error:
+                text = " ".join(str(error).split())[:200]
+                raise UsageError(f"{file.path}: cannot be read: {text}") from None
+            _kinds[key] = next((kind for kind, start in _HEADS.items() if start.match(head)), None)
+        return _kinds[key]
+
+    with ThreadPoolExecutor(16) as pool:
+        yield from zip(files, pool.map(kind, files), strict=True)
+
+
+def not_read(folder: str, paths: list[str]) -> tuple[str, ...]:
+    """Head: a line that counts files by suffix, with the first of each; none without files."""
+    found = defaultdict(list)
+    for path in paths:
+        _, sign, suffix = path.rpartition("/")[2].rpartition(".")
+        found[f".{suffix}" if sign and len(suffix) < 9 else "without a suffix"].append(path)
+    texts = [f"{len(those)} {kind} ({those[0]}{', …' * (len(those) > 1)})" for kind, those in found.items()]
+    what = f"{count_of(len(paths), 'file')} not read"
+    return (f"{folder}: {what}: {', '.join(texts[:4])}{', …' * (len(texts) > 4)}",) if paths else ()
+
+
+def beside(root: str, split: str) -> tuple[str, ...]:
+    """Head: a line on folders and files that lie beside the splits, told once, with the training split."""
+    names = sum(SPLIT_NAMES.values(), ())
+    there = children(root) if split == "train" else []
+    if any(f.base_name in names for f in there):
+        found = [f.base_name + "/" * (not f.is_file) for f in there if f.base_name not in names]
+    else:
+        prefixed = [f.base_name for f in list_files(root)] if there else []
+        found = [name for name in prefixed if not name.startswith(_prefixes(names))]
+    found = [n for n in found if not (is_hidden(n) or n.startswith("_") or _HARMLESS.fullmatch(n.lower()))]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return (f"{root}: {', '.join(found[:3])}{more} not read: in no split",) if found else ()
+
+
+def _prefixes(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name + sign for name in names for sign in "-_.0123456789")
 
 
 def _folder_name(root: str, split: str) -> str:
@@ -107,16 +217,16 @@ def _folder_name(root: str, split: str) -> str:
     if not name and split == "val" and {*there} & {*SPLIT_NAMES["train"]}:
         # A run without validation would be the only sign of a misspelt name.
         for other in there:
-            if nearest(other.lower(), SPLIT_NAMES["val"][:3], cutoff=0.8):
+            if nearest(other.lower(), SPLIT_NAMES["val"], cutoff=0.8):
                 raise UsageError(f"{root}: {other}/ is no split; rename it to val/, or move it elsewhere")
     return name
 
 
 def _only(root: str, split: str, names: list[str]) -> str:
     """The name to read; a test split is read if there is no other for validation."""
-    certain = [name for name in names if name != "test"]
-    if len(certain) > 1:
+    found = [name for name in names if name not in _LAST] or names
+    if len(found) > 1:
         raise UsageError(
-            f"{root}: {certain[0]} and {certain[1]} both name the {split} split; merge or rename one"
+            f"{root}: {found[0]} and {found[1]} both name the {split} split; merge or rename one"
         )
-    return names[0] if names else ""
+    return found[0] if found else ""

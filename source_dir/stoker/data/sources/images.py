@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from stoker.data.messages import BadRecord, Record, Shard
 from stoker.data.sources import checksums
 from stoker.data.sources.base import IndexedSource, Source, cut_indices
-from stoker.data.sources.files import IMAGE_SUFFIXES, SPLIT_NAMES, refuse_unread, split_folder
+from stoker.data.sources.files import IMAGE_SUFFIXES, SPLIT_NAMES, beside, sort_out, split_folder
 from stoker.data.sources.identity import fingerprint_of_files
 from stoker.data.sources.rereading import read_again
 from stoker.errors import UsageError
@@ -40,9 +40,7 @@ class ImageFolderSource(IndexedSource):
     def __init__(self, folder: str, data: str | None = None, classes: list[str] | None = None) -> None:
         self.folder = folder
         _, root = filesystem_of(folder)
-        everything = list_files(folder)
-        refuse_unread(everything, IMAGE_SUFFIXES)
-        files = [f for f in everything if f.path.lower().endswith(IMAGE_SUFFIXES)]
+        files, self.notes = sort_out(folder, list_files(folder, underscored=True), IMAGE_SUFFIXES)
         if not files:
             list_files(folder, IMAGE_SUFFIXES)  # says what is there instead
         relative = [f.path[len(root) :].strip("/") for f in files]
@@ -52,6 +50,8 @@ class ImageFolderSource(IndexedSource):
                 f"{folder}: {loose[0]} lies outside any class folder; expected {folder}/<class>/file.jpg"
             )
         found = sorted({path.split("/")[0] for path in relative})
+        if empty := [f"{name}/" for name in child_folders(folder) if name not in found]:
+            self.noting(f"{folder}: {', '.join(empty)} holds no image and is no class")
         self.names = found if classes is None else classes
         if unknown := [name for name in found if name not in self.names]:
             raise UsageError(
@@ -134,6 +134,5 @@ def read_images(root: str, split: str) -> Source | None:
     if folder is None:
         return None
     training = [join(root, name) for name in SPLIT_NAMES["train"] if name in child_folders(root)]
-    # Folders without images are no classes.
     classes = ImageFolderSource(training[0]).names if training and split != "train" else None
-    return ImageFolderSource(folder, root, classes)
+    return ImageFolderSource(folder, root, classes).noting(*beside(root, split))

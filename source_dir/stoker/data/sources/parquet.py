@@ -355,6 +355,6 @@ def read_parquet(
     """
     if is_delta_table(root):
         raise UsageError(f"{root}: is a Delta table, so some files may be outdated; read it with read_delta")
-    files = split_files(root, split, PARQUET_SUFFIXES)
+    files, notes = split_files(root, split, PARQUET_SUFFIXES)
     sums = sums_of(root, files, PARQUET_SUFFIXES) if files else None
-    return ParquetSource(files, columns, filters, nulls=nulls, sums=sums) if files else None
+    return ParquetSource(files, columns, filters, nulls=nulls, sums=sums).noting(*notes) if files else None

@@ -281,5 +281,7 @@ def read_webdataset(
     """
     if root.startswith("pipe:"):
         raise UsageError(f"{root}: pipe: addresses run commands and are refused; use a path or s3://")
-    files = split_files(root, split, TAR_SUFFIXES)
-    return WebDatasetSource(files, sums_of(root, files, TAR_SUFFIXES), columns, strict) if files else None
+    files, notes = split_files(root, split, TAR_SUFFIXES)
+    if not files:
+        return None
+    return WebDatasetSource(files, sums_of(root, files, TAR_SUFFIXES), columns, strict).noting(*notes)

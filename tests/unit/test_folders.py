@@ -1,0 +1,230 @@
+"""Folders of files: every file is read, refused or named, whatever lies there and however it is called."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import type_command
+from damage import keys, records, tar_of
+from hypothesis import given
+from hypothesis import strategies as st
+from spoilt import JPG, PHOTO, PNG, both, encoded, images, table, written
+
+from stoker.data import DecodeImage, read_any, read_images
+from stoker.errors import UsageError
+
+HEIC = b"\0\0\0\x18ftypheic" + bytes(20)
+SMALL = PHOTO.crop((0, 0, 16, 16))
+FORMS = {
+    ".jfif": "JPEG",
+    ".jpe": "JPEG",
+    ".ppm": "PPM",
+    ".pgm": "PPM",
+    ".pbm": "PPM",
+    ".avif": "AVIF",
+    ".jp2": "JPEG2000",
+    ".j2k": "JPEG2000",
+    ".tga": "TGA",
+    ".pcx": "PCX",
+    ".dib": "DIB",
+    ".qoi": "QOI",
+    ".apng": "PNG",
+    ".mpo": "MPO",
+    ".tiff": "TIFF",
+    ".webp": "WEBP",
+    ".gif": "GIF",
+    ".bmp": "BMP",
+}
+MODES = {".pgm": "L", ".pbm": "1", ".gif": "P"}
+
+
+def form_of(suffix: str) -> bytes:
+    image = SMALL.convert(MODES.get(suffix, "RGB"))
+    more: dict[str, Any] = {"no_jp2": True} if suffix == ".j2k" else {}
+    return encoded(FORMS[suffix], image, **more)
+
+
+def pixels(root: Path, split: str = "train") -> dict[str, tuple[int, ...]]:
+    """Key → shape of each decoded image of a split."""
+    found = {}
+    for record in records(root, split):
+        found[record["key"]] = DecodeImage()(record, None)["image"].shape  # type: ignore[arg-type]
+    return found
+
+
+def test_what_the_decoder_reads_is_read_by_its_suffix_in_any_case(tmp_path: Path) -> None:
+    files = [(f"train/{name}/0{s}", form_of(s)) for s in FORMS for name in ("cat", "dog")]
+    files += [(f"train/cat/1{s.upper()}", form_of(s)) for s in FORMS]
+    images(*files, splits="val")(tmp_path)
+    assert pixels(tmp_path) == {name.removeprefix("train/"): (16, 16, 3) for name, _ in files}
+
+
+def test_images_without_a_known_suffix_are_read_by_their_content(tmp_path: Path) -> None:
+    """Crawlers, wget and browsers name them so: a whole class may have no suffix at all."""
+    names = ("photo.jpg?w=640", "x.jpg.1", "y.jpeg_large", "latest", "z.jpg~", "image.php", "1.5", "_a")
+    plain = [(f"train/cat/{name}", JPG) for name in names]
+    odd = [(f"train/eel/{s[1:]}", form_of(s)) for s in FORMS if s not in (".tga", ".pcx", ".dib")]
+    images(*plain, *odd, ("val/_eel/3", PNG), ("train/_eel/3", PNG))(tmp_path)
+    found = keys(records(tmp_path))
+    own = [f"{c}/{i}.jpg" for c in ("cat", "dog") for i in "01"]
+    assert sorted(found) == sorted(
+        [*own, *(name.removeprefix("train/") for name, _ in (*plain, *odd)), "_eel/3"]
+    )
+    assert set(pixels(tmp_path).values()) == {(30, 40, 3), (16, 16, 3)}
+    source = read_any(str(tmp_path), "val")
+    assert source is not None and source.count() == 1
+    assert source.classes() == ["_eel", "cat", "dog", "eel"]
+
+
+def test_a_folder_of_nothing_but_images_without_a_suffix_is_one(tmp_path: Path) -> None:
+    for name in ("train/cat/0", "train/dog/0", "val/cat/0", "val/dog/0"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(PNG)
+    assert keys(records(tmp_path)) == keys(records(tmp_path, "val")) == ["cat/0", "dog/0"]
+
+
+@pytest.mark.parametrize("name", ["x", "x.bin", "x.jpg?heic", "x.HEIC", "_x"])
+def test_images_that_no_decoder_reads_are_refused_by_content_too(name: str, tmp_path: Path) -> None:
+    images((f"train/cat/{name}", HEIC))(tmp_path)
+    with pytest.raises(UsageError, match=r"files of this kind are not read \(1 of 5\); convert"):
+        read_any(str(tmp_path), "train")
+
+
+UNREAD = {
+    "train/cat/a.npy": b"\x93NUMPY",
+    "train/dog/clip.mp4": b"\0\0\0\x18ftypmp42",
+    "train/dog/page.html": b"<html>404</html>",
+    "train/dog/error": b"<html>404</html>",
+    "train/dog/empty": b"",
+    "train/more.zip": b"PK",
+}
+HARMLESS = (
+    *("train/cat/Thumbs.db", "train/.DS_Store", "train/cat/._0.jpg", "README", "LICENSE.txt", "train/a.json"),
+    *("train/cat/0.xml", "train/cat/@eaDir/0.jpg", "__MACOSX/train/0.jpg", "train/desktop.ini"),
+)
+
+
+def test_what_is_neither_read_nor_known_is_named_with_its_count_on_the_screen_and_in_peek(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "data"
+    images(
+        *UNREAD.items(), *((name, b"x") for name in HARMLESS), ("val/cat/x.raw", b"x"), splits="train val"
+    )(root)
+    (root / "train/eel").mkdir()
+    (root / "holdout").mkdir()
+    for name in ("flowers.zip", "train.csv"):
+        (root / name).write_bytes(b"PK")
+    source = read_any(str(root), "train")
+    assert source is not None and source.count() == 4
+    files, empty, beside = source.notes
+    assert "flowers.zip, holdout/, train.csv not read" in beside
+    assert "6 files not read" in files and "2 without a suffix" in files and "a.npy" in files
+    assert "eel/ holds no image" in empty
+    job = tmp_path / "job.yaml"
+    job.write_text(f"params: {{data: {root}, image_size: 32}}\ntrain: {{batch_size: 2}}\n")
+    code, _, shown = type_command(["peek", str(job), "--out", str(tmp_path / "page.html")], capsys)
+    text = " ".join(shown.split())
+    assert code == 0 and "no problems found" not in text, shown
+    for note in (*source.notes, f"{root}/val: 1 file not read"):
+        assert " ".join(note.split()) in text
+
+
+def test_files_beside_tables_and_shards_are_named_too(tmp_path: Path) -> None:
+    both(table(), table("val-0.parquet"), table("extra.parquet"), written("train-1.orc", b"ORC"))(tmp_path)
+    source = read_any(str(tmp_path), "train")
+    assert source is not None and source.count() == 3
+    assert any("extra.parquet not read" in note for note in source.notes)
+    assert any("1 file not read" in note and "train-1.orc" in note for note in source.notes)
+    shards = tmp_path / "shards" / "train"
+    shards.mkdir(parents=True)
+    for name, content in {
+        "0.tar": tar_of([("0.jpg", JPG)]),
+        "1": tar_of([("1.jpg", JPG)]),
+        "2": b"x",
+    }.items():
+        (shards / name).write_bytes(content)
+    source = read_any(str(shards.parent), "train")
+    assert source is not None and len(source.shards(1, None)) == 2
+    assert ["1 file not read" in note for note in source.notes] == [True]
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation", "dev", "eval", "test", "testing"])
+def test_any_usual_name_of_a_split_is_validated_on(name: str, tmp_path: Path) -> None:
+    images(splits=f"train {name}")(tmp_path)
+    assert len(records(tmp_path, "val")) == 4
+    tables = tmp_path / "tables"
+    tables.mkdir()
+    both(table(), table(f"{name}-0.parquet"))(tables)
+    assert len(records(tables, "val")) == 3
+
+
+@pytest.mark.parametrize("names", ["val dev", "dev eval", "test testing", "train training"])
+def test_two_names_of_one_split_are_refused(names: str, tmp_path: Path) -> None:
+    first, second = names.split()
+    images(splits=f"train {names}")(tmp_path)
+    with pytest.raises(UsageError, match=rf"{first} and {second} both name the"):
+        read_any(str(tmp_path), "train" if "train" in names else "val")
+
+
+STEMS, SUFFIXES = (
+    ("a", "B b", "_c", ".d", "é#"),
+    ("", ".jpg", ".JPE", ".1", ".jpg?w=1", ".txt", ".npy", ".x.y"),
+)
+CONTENTS = {
+    "jpeg": JPG,
+    "png": PNG,
+    "gif": encoded("GIF"),
+    "webp": encoded("WEBP"),
+    "heic": HEIC,
+    "nothing": b"",
+    "text": b"BMP1 P5 is text",
+    "svg": b'<?xml version="1.0"?>\n<svg/>',
+    "numbers": bytes(600),
+}
+PLACES = (
+    "train/cat",
+    "train/dog",
+    "train",
+    "val/cat",
+    "val/.hid",
+    "dev/cat",
+    "other",
+    "train/cat/deep/er",
+    "",
+)
+name = st.builds("{}/{}{}".format, st.sampled_from(PLACES), st.sampled_from(STEMS), st.sampled_from(SUFFIXES))
+
+
+@given(st.dictionaries(name, st.sampled_from(sorted(CONTENTS)), max_size=12))
+def test_every_file_of_a_random_folder_is_read_or_refused_or_named(files: dict[str, str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        images(splits="train")(root)
+        for path, kind in files.items():
+            (root / path.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
+            (root / path.lstrip("/")).write_bytes(CONTENTS[kind])
+        try:
+            sources = [source for split in ("train", "val") if (source := read_images(folder, split))]
+        except UsageError:
+            return
+        read = {source.path_of(key) for source in sources for key, _ in listed(source)}
+        notes = " ".join(note for source in sources for note in source.notes)
+        named = sum(int(count) for count in re.findall(r"(\d+) files? not read", notes))
+        lost = [path for path in files if f"{folder}/{path.lstrip('/')}" not in read]
+        in_splits = [path for path in lost if path.startswith(("train/", "val/", "dev/"))]
+        unknown = [p for p in in_splits if not p.lower().endswith(".txt") and "/." not in p]
+        unknown = [p for p in unknown if "/_" not in p or CONTENTS[files[p]] in (JPG, PNG)]
+        assert [p for p in unknown if CONTENTS[files[p]] in (JPG, PNG)] == []
+        assert named == len(unknown)
+        for path in {*lost} - {*in_splits}:
+            top = path.lstrip("/").partition("/")[0]
+            assert top in notes or top.startswith((".", "_")) or top.endswith(".txt")
+
+
+def listed(source: Any) -> list[Any]:
+    return [each for shard in source.shards(100, None) for each in source.listing(shard)]
