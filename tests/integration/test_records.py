@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import pytest
 from rebuilding import rebuilt_as_recorded
 from running import Outcome, run_job
 from streaming import Train
 
 from stoker.schema import Config
+from stoker.tracking.console import books_text
+from stoker.tracking.summary import Summary
 
 
 def ids(outcome: Outcome, split: str, epoch: int) -> Counter[str]:
@@ -93,6 +98,64 @@ def test_a_ray_dataset_of_the_recipes_own_is_accounted_for_and_padding_repeats_i
         assert len(trained) == 103
         assert sorted(trained.values())[-2:] == [1, 2], "one of 103 is given to both workers"
     assert [books["padded"] for books in outcome.summary.records.epochs] == [1, 1]
+
+
+def booked(summary: Summary) -> list[tuple[int, int, int, int]]:
+    """Read, trained, quarantined and remaining: of each training pass, then of the run."""
+    passes = [books for books in summary.records.epochs if books["split"] == "train"]
+    names = ("read", "trained", "quarantined", "remainder")
+    total = summary.records.model_dump()
+    return [tuple(int(books[name]) for name in names) for books in [*passes, total]]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("source", "records"),
+    [
+        ({"recipe": "rows:Counting", "params": {"train_records": 203, "bad": [5], "shard": 50}}, 203),
+        ({"recipe": "rows:FromRay"}, 103),
+        ({"recipe": "endless:Unknown", "params": {"train_records": 203, "first_bad": 0}}, None),
+    ],
+)
+def test_an_epoch_that_max_steps_ends_is_booked_like_any_other(
+    source: dict[str, Any], records: int | None, ray_cluster: None, tmp_path: Path
+) -> None:
+    """Within the first epoch, started again with nothing left, on within the next one, and to its end."""
+
+    def job(steps: int) -> Outcome:
+        more = {
+            "data": {"order": "exact", "bad_record_budget": 0.1, "block_records": 16},
+            "export": ["safetensors"],
+        }
+        train = {"epochs": 3, "batch_size": 8, "lr": 0.001, "max_steps": steps}
+        outcome = run_job(tmp_path, run_dir=tmp_path / "run", train=train, **source, **more)
+        assert outcome.code == 0, outcome.summary.error
+        said = (outcome.run_dir / "logs/console.log").read_text()
+        row = re.findall(r"records: (.*)|records +(\d.*)", said)[-1]
+        assert "".join(row).startswith(books_text(outcome.summary.records).split(" (")[0]), said
+        return outcome
+
+    first_start = job(5).summary
+    begun = booked(first_start)
+    (read, trained, bad, left), total = begun
+    assert trained == 40 and read == 40 + bad + left and left > 0
+    assert read <= (records or 203)
+    assert total == begun[0]
+
+    again = job(5).summary
+    assert booked(again) == begun and again.records.validated == first_start.records.validated
+    assert again.epochs == 1 and "train/loss" in again.metrics.last
+
+    whole = (records or 203) - bool(source.get("params", {}).get("bad"))
+    per_epoch = -(-whole // 8)
+    further = job(per_epoch + 4).summary
+    first, second, total = booked(further)
+    assert first == (records or 203, whole, (records or 203) - whole, 0)
+    assert second[1] == 32 and second[0] == 32 + second[2] + second[3] and second[3] > 0
+    assert total == tuple(map(sum, zip(first, second, strict=True)))
+    assert further.records.verb == "planned"
+
+    # A limit that is the end of an epoch leaves nothing of it.
+    assert booked(job(2 * per_epoch).summary) == [first, first, tuple(2 * count for count in first)]
 
 
 def test_a_source_can_be_handed_to_a_pipeline_of_ray_data(ray_cluster: None, digits: Path) -> None:

@@ -1,4 +1,4 @@
-"""A stop within a long validation: the run ends at once, and goes on by validating first."""
+"""A stop within an epoch or a long validation: the run ends at once, its books say what is left."""
 
 from __future__ import annotations
 
@@ -81,3 +81,37 @@ def test_a_stop_in_a_long_validation_costs_no_training(
     assert json.loads((run_dir / "model/model.json").read_text())["metrics"]["val/loss"] == pytest.approx(
         loss.item(), rel=1e-5
     )
+
+
+def test_a_stop_within_an_epoch_is_booked_also_by_a_start_with_nothing_left(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_stop_reason", "")
+    run_dir = tmp_path / "run"
+    job: dict[str, Any] = {
+        "recipe": "interrupted:Interrupted",
+        "params": {"train_records": 203, "val_records": 4, "trace": str(tmp_path), "pause_s": 0.05},
+        "train": {"epochs": 1, "batch_size": 1, "lr": 0.01, "threads": 1},
+    }
+    events = run_dir / "events.jsonl"
+    with when(
+        lambda: events.exists() and '"event": "step"' in events.read_text(),
+        lambda: driver.request_stop("SIGTERM"),
+    ):
+        stopped = run_job(tmp_path, run_dir=run_dir, **job)
+    assert stopped.code == 143, stopped.summary.error
+    records, steps = (
+        stopped.summary.records,
+        checkpoint.newest_valid(open_store(str(run_dir / "checkpoints"))),
+    )
+    assert steps is not None and 0 < steps.meta["step"] < 203
+    assert (records.read, records.trained, records.remainder) == (
+        203,
+        steps.meta["step"],
+        203 - records.trained,
+    )
+
+    monkeypatch.setattr(driver, "_stop_reason", "")
+    rest = run_job(tmp_path, f"train.max_steps={steps.meta['step']}", run_dir=run_dir, **job)
+    assert rest.code == 0, rest.summary.error
+    assert rest.summary.records.model_dump() == records.model_dump()

@@ -121,7 +121,8 @@ def start(folder: Path, data: Data, recipe: Any = None, has_val: bool = True, **
     def reconcile(_: Worker, feed: Batches) -> dict[str, Any]:
         records = sum(len(batch["y"]) for batch in data(feed.split, feed.epoch).batches)
         used = {"train": "trained", "val": "validated"}[feed.split]
-        return {"split": feed.split, "epoch": feed.epoch, "read": records, used: records}
+        whole = feed.rows == sum(len(batch["y"]) for batch in feed.batches)
+        return {"split": feed.split, "epoch": feed.epoch, "read": records, used: records, "whole": whole}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "open_pass", open_pass)

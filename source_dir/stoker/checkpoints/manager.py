@@ -35,7 +35,8 @@ class CheckpointManager:
         self.every_s = 60 * config.checkpoint.every_minutes if config.checkpoint.every_minutes else None
         self.early_stopping = EarlyStopping.of(config.train.early_stopping)
         self.history: list[dict[str, Any]] = []
-        """Finished epochs (epoch, step, metrics, books), for the summary of a resumed run."""
+        """Epochs (epoch, step, metrics, books), for the summary of a resumed run; one that `train.max_steps`
+        has cut short stands there again once it is complete."""
         self.resumed: Checkpoint | None = None
         self.pending: dict[str, Any] | None = None
         """The epoch still to be validated, according to the last checkpoint taken or resumed from."""
@@ -89,13 +90,12 @@ class CheckpointManager:
             Why training should stop, or "".
         """
         reason = ""
-        if progress is None:
-            if self.early_stopping:
-                self.early_stopping.update(metrics)
-                # Figures such as samples/s differ between ranks: rank 0 decides.
-                reason = snapshot.from_rank_0(self.worker, self.early_stopping.reason)
-                self.early_stopping.reason = reason
-            self.add_epoch(epoch, metrics, books)
+        if progress is None and self.early_stopping:
+            self.early_stopping.update(metrics)
+            # Figures such as samples/s differ between ranks: rank 0 decides.
+            reason = snapshot.from_rank_0(self.worker, self.early_stopping.reason)
+            self.early_stopping.reason = reason
+        self.add_epoch(epoch, metrics, books)
         if self.pending is not None and self._completes:
             self.pending = None
             if self.worker.rank == 0:
@@ -107,7 +107,7 @@ class CheckpointManager:
         return reason
 
     def add_epoch(self, epoch: int, metrics: dict[str, float], books: list[dict[str, Any]]) -> None:
-        """Record a finished epoch; later checkpoints include it."""
+        """Record an epoch that was trained and validated; later checkpoints include it."""
         entry = {"epoch": epoch, "step": self.worker.step, "metrics": finite(metrics), "books": books}
         self.history.append(entry)
 

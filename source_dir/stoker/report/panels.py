@@ -187,12 +187,12 @@ def records(run: RunData) -> Panel | None:
     if not found.read:
         return None
     rows = [
-        Bar("read", found.read),
+        Bar(found.verb, found.read),
         Bar("trained", found.trained, f"{found.repeated:,} repeated" if found.repeated else "", strong=True),
         Bar("quarantined", found.quarantined),
-        Bar("left over at the ends of epochs", found.remainder),
+        Bar("left over", found.remainder),
     ]
-    text = f"{found.read:,} read = {found.trained:,} trained + {found.quarantined:,} quarantined"
+    text = f"{found.read:,} {found.verb} = {found.trained:,} trained + {found.quarantined:,} quarantined"
     text += repeats_text(run.run_dir, found)
     text += f" + {found.remainder:,} left over."
     return panel(

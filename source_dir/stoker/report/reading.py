@@ -221,7 +221,8 @@ def _take_step(
 
 def _epoch_mark(event: dict[str, Any], at: float) -> Mark:
     epoch = number(event.get("epoch"))
-    return Mark(at, "epoch", "epoch done" if epoch is None else f"epoch {epoch + 1:.0f} done")
+    done = "done" if event.get("whole", True) else "in part"
+    return Mark(at, "epoch", f"epoch {done}" if epoch is None else f"epoch {epoch + 1:.0f} {done}")
 
 
 def _take_metrics(run: RunData, event: dict[str, Any]) -> None:

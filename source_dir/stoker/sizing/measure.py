@@ -117,7 +117,8 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float]) -> Measured:
         raise UsageError(f"--from {run}: its summary.json has no cost of the chain")
     found = dict(rates) or rate_of_run(summary)
     scale = speed.bytes_per_sample / RECEIVE_BYTES
-    passes = max(len([e for e in summary.records.epochs if "trained" in e]), 1)
+    records = summary.records
+    passes = max(len([e for e in records.epochs if "trained" in e]), 1)
     note = "samples/s of the GPU: from --gpu-samples-per-s"
     if not rates and found:
         note = "samples/s of the GPU: from the run, without its waiting"
@@ -132,7 +133,7 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float]) -> Measured:
         gpu_samples_per_s=found,
         gpu_spread=0.0 if rates else RUN_SPREAD,
         stages=list(summary.chain),
-        samples=job_samples(config, round(summary.records.trained / passes) or None),
+        samples=job_samples(config, round((records.read - records.quarantined) / passes) or None),
         notes=[
             f"chain and bytes: from the run {run} on its hosts; correct for other CPUs with --cpu-speed",
             f"receiving: assumed {1000 * (RECEIVE_S + FEED_S) * scale:.2f} ms of CPU per sample ± 50 %;"
@@ -161,7 +162,7 @@ def job_samples(config: Config, records: int | None) -> int | None:
     """Laptop: samples of the whole job; None if unknown."""
     limit = config.train.max_steps
     if limit is not None:
-        limit *= config.train.batch_size * (config.train.workers or 1)
+        limit *= config.train.batch_size * config.train.accumulate_steps * (config.train.workers or 1)
     if records is None:
         return limit
     whole = records * config.train.epochs

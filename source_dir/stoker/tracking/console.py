@@ -88,7 +88,8 @@ class PlainConsole(Sink):
             self.step(event)
         elif kind == "epoch":
             self.show_quarantined()
-            self.line(f"epoch {event['epoch'] + 1}/{self.epochs} done: {metrics_text(event['metrics'])}")
+            done = "done" if event.get("whole", True) else f"up to step {event['step']}"
+            self.line(f"epoch {event['epoch'] + 1}/{self.epochs} {done}: {metrics_text(event['metrics'])}")
         elif kind == "metrics":
             self.metrics(event)
         elif kind == "output":
@@ -310,8 +311,8 @@ def restarts_text(summary: Summary) -> str:
 def books_text(records: Records, repeats: str = "") -> str:
     """Head: the training records of all epochs, by outcome."""
     text = (
-        f"{records.read} read = {records.trained} trained + {records.quarantined} quarantined{repeats}"
-        f" + {records.remainder} remaining"
+        f"{records.read} {records.verb} = {records.trained} trained"
+        f" + {records.quarantined} quarantined{repeats} + {records.remainder} remaining"
     )
     return f"{text}; {records.repeated} repeated" if records.repeated else text
 

@@ -73,8 +73,6 @@ class Recorder(Sink):
         self.loaders: dict[int, Counter[str]] = {}
         """Sums of each pass over a script's loader."""
         self.running_epoch = 0
-        self.last_pass = -1
-        """The last epoch from which training took records."""
         self.pass_from = self.told_step = 0
         """The global steps before the current pass, and at its last logged step."""
         self.worker_nodes: dict[int, str] = {}
@@ -197,7 +195,6 @@ class Recorder(Sink):
     def _on_pass(self, event: dict[str, Any]) -> None:
         if event["split"] != "train":
             return
-        self.last_pass = event["epoch"]
         self.step_ms += event["step_ms"]
         self.running.clear()
         self.told_step = self.pass_from = self.pass_from + event["steps"]
@@ -257,11 +254,11 @@ class Recorder(Sink):
             self.summary.operators = figures.get("operators", [])
             tasks = figures["tasks_by_node"]
             self.summary.chain_tasks_by_host = {self.summary.host_of(n): count for n, count in tasks.items()}
-            # Records read ahead when early stopping ended the run belong to none of its epochs.
-            done = self.summary.status == "succeeded"
-            self.summary.records.epochs += [
-                books for books in figures["open"] if not done or books["epoch"] <= self.last_pass
-            ]
+            records = self.summary.records
+            for books in figures["open"]:
+                same = {key: books.get(key) for key in ("split", "epoch", "trained")}.items()
+                if not any(same <= booked.items() for booked in records.epochs):
+                    records.add(books)
         self.summary.host_cpu = self.load.rows(self.summary.cluster.hosts)
         self._fill_speed()
         self._fill_seconds()

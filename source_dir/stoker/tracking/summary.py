@@ -53,6 +53,7 @@ class Cluster(Part):
 
 class Records(Part):
     read: int = 0
+    """Of the passes that were begun; with what is left where a limit or an interruption ends one."""
     trained: int = 0
     quarantined: int = 0
     remainder: int = 0
@@ -72,16 +73,28 @@ class Records(Part):
             if counts["split"] == "train" or name == "validated":
                 setattr(self, name, getattr(self, name) + counts.get(name, 0))
 
+    @property
+    def verb(self) -> str:
+        """What all of them were: read; or only planned, if a pass ended early."""
+        return "read" if all(counts.get("whole", True) for counts in self.epochs) else "planned"
+
     def rewind(self, epoch: int, validate: int | None = None) -> None:
         """Drop the passes from an epoch on, because training restarts from a checkpoint before them.
+
+        An epoch that ended early stays until its end is trained: the checkpoint is that of its last step.
 
         Args:
             epoch: the first to be trained again.
             validate: an earlier epoch that is only validated again.
         """
+        early = {counts["epoch"] for counts in self.epochs if not counts.get("whole", True)}
         self._forget(
             {("val", validate)}
-            | {(counts["split"], counts["epoch"]) for counts in self.epochs if counts["epoch"] >= epoch}
+            | {
+                (counts["split"], counts["epoch"])
+                for counts in self.epochs
+                if counts["epoch"] >= epoch and counts["epoch"] not in early
+            }
         )
 
     def _forget(self, passes: set[tuple[str, int | None]]) -> None:

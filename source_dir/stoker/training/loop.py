@@ -136,9 +136,9 @@ def run_epochs(
         if asked:
             keeper.take(progress, {})
             break
-        trained = {"epoch": epoch, "metrics": metrics, "books": books, "whole": not stop}
+        trained = {"epoch": epoch, "metrics": metrics, "books": books, "whole": books[0]["whole"]}
         if has_val:
-            keeper.take(progress if stop else Progress(epoch + 1), {}, pending=trained)
+            keeper.take(Progress(epoch + 1) if trained["whole"] else progress, {}, pending=trained)
         later, asked = close_epoch(worker, keeper, trained, progress, has_val)
         stop = later or stop
         ray.train.report(metrics)
@@ -172,7 +172,7 @@ def close_epoch(
         if stop:
             return stop, True
         metrics, books = metrics | more, [*books, counts]
-    worker.log("epoch", epoch=epoch, step=worker.step, metrics=metrics)
+    worker.log("epoch", epoch=epoch, step=worker.step, metrics=metrics, whole=trained["whole"])
     return keeper.after_epoch(epoch, metrics, books, None if trained["whole"] else progress), False
 
 
@@ -229,10 +229,10 @@ def train_epoch(
     samples = progress.samples - progress.carried_samples
     stop = f"train.max_steps reached at step {worker.step}" if reached(worker) else feed.stop
     books = []
-    if keeper and not stop:
+    if keeper and (reached(worker) or not stop):
         keeper.before_settling()
         books = [reconcile(worker, feed)]
-        worker.samples += books[0]["trained"]
+        worker.samples += books[0]["trained"] if books[0]["whole"] else 0
     log_pass(worker, feed, samples, elapsed, progress.steps - progress.carried_steps)
     mean_loss = mean_over_ranks(worker, progress.loss_sum / max(progress.loss_rows, 1))
     check_finite(mean_loss, worker, epoch)

@@ -84,14 +84,20 @@ class Worker:
 
 
 def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
-    """Train worker: report this rank's count and ids, get the books; raises if records were lost."""
+    """Train worker: report this rank's count and ids, get the books; raises if records were lost.
+
+    `whole` in the books of training is whether `train.max_steps` leaves nothing of the pass.
+    """
     import ray
 
     if worker.config.tracking.record_ids:
         ids = {"split": feed.split, "epoch": feed.epoch, "rank": feed.rank, "keys": feed.keys}
         worker.log("record_ids", every_rank=True, **ids)
     used = (feed.rows, feed.id_sum, feed.padded)
-    call = worker.coordinator.epoch_done.remote(worker.attempt, feed.split, feed.epoch, worker.rank, used)
+    steps = worker.feed_step if feed.split == "train" and reached(worker) else None
+    call = worker.coordinator.epoch_done.remote(
+        worker.attempt, feed.split, feed.epoch, worker.rank, used, steps
+    )
     answer = ray.get(call, timeout=worker.config.data.stall_timeout_s)
     if isinstance(answer, str):
         raise DataError(answer)

@@ -39,6 +39,8 @@ class EpochAccount:
     """Counts of this epoch from the run that it was resumed from."""
     by_node: dict[str, Counter[str]] = field(default_factory=dict)
     """Records from each node and, of these, those its cache held or stores from now on."""
+    whole: bool = False
+    """Whether the pass was used to its end and reconciled."""
     blocks: set[tuple[int, int]] = field(default_factory=set)
     """(shard, block index in it) of each block counted."""
 
@@ -100,7 +102,7 @@ class EpochAccount:
         of = f"{self.read} {self.split} records read so far" if total is None else known
         refuse_over_budget(self.bad, whole, of, budget, self.first_bad)
 
-    def reconcile(self, total: int | None = None) -> dict[str, int]:
+    def reconcile(self, total: int | None = None) -> dict[str, Any]:
         """Close the epoch.
 
         Args:
@@ -126,19 +128,26 @@ class EpochAccount:
                 f"{self.split} epoch {self.epoch + 1}: the counts agree but the record ids do not: some"
                 f" records came twice and others are missing{changed}"
             )
-        return self.counts()
+        self.whole = True
+        return self.counts(total)
 
-    def counts(self) -> dict[str, int]:
-        """The figures of this pass for summary.json."""
+    def counts(self, total: int | None = None) -> dict[str, Any]:
+        """The figures of this pass for summary.json; `read` and `remainder` include what it leaves unread.
+
+        Args:
+            total: records that the source counted; None: unknown, so only those read count.
+        """
         used = "trained" if self.split == "train" else "validated"
+        planned = self.read if total is None else total
         return {
             "epoch": self.epoch,
-            "read": self.read,
+            "read": planned,
             used: self.trained,
             "quarantined": self.bad,
-            "remainder": self.remainder,
+            "remainder": planned - self.trained - self.bad,
             "padded": self.padded,
             "repeated": self.repeated,
+            "whole": self.whole,
         }
 
 

@@ -19,7 +19,7 @@ from stoker.data.coordinator.attempt import Attempt, Beginning
 from stoker.data.coordinator.cursor import about, fresh, start_at
 from stoker.data.coordinator.elastic import Elastic, Scaled, Scaling
 from stoker.data.coordinator.production import Production
-from stoker.data.coordinator.streams import Stream, ids_of
+from stoker.data.coordinator.streams import Stream, Used, ids_of
 from stoker.data.engine.passes import Passes
 from stoker.data.engine.pool import ChainHost
 from stoker.data.engine.ray_internals import HostRequest
@@ -237,7 +237,7 @@ class Coordinator(Production):
             return place.model_copy(update={"deadly": deadly}).model_dump(mode="json")
 
     def epoch_done(
-        self, attempt: int, split: str, epoch: int, rank: int, used: tuple[int, int, int]
+        self, attempt: int, split: str, epoch: int, rank: int, used: Used, steps: int | None = None
     ) -> dict[str, Any] | str:
         """Train worker's call at the end of a pass: waits for all ranks, then reconciles the account.
 
@@ -246,7 +246,8 @@ class Coordinator(Production):
             split: train or val.
             epoch: which pass.
             rank: the caller's rank.
-            used: rows (including padded ones), sum of their ids, number of padded rows.
+            used: what the caller took of it.
+            steps: if a limit ends training here: the steps of this attempt's pass that were used.
 
         Returns:
             The counts, or a text if records were lost.
@@ -256,19 +257,24 @@ class Coordinator(Production):
             if current is None:
                 return self._why_over(attempt)
             stream = current.streams[split, epoch]
+            while steps is not None and not stream.splitter.ready(steps):
+                if current.over:
+                    return current.why_over
+                self.ready.wait(1.0)
+            cut_at = None if steps is None or stream.splitter.share(steps, 0) is None else steps
             stream.finished[rank] = used
             last = len(stream.finished) == current.workers
-            unused = stream.unused() if last else []
+            unused = stream.unused() if last and cut_at is None else []
         if last:
-            self._reconcile(current, stream, unused)
+            self._reconcile(current, stream, unused, cut_at)
         with self.changed:
             while not stream.reconciled:
                 if current.over:
                     return current.why_over
                 self.ready.wait(1.0)
-            return stream.account.counts()
+            return stream.account.counts(stream.total)
 
-    def _reconcile(self, attempt: Attempt, stream: Stream, unused: list[BlockSlice]) -> None:
+    def _reconcile(self, attempt: Attempt, stream: Stream, unused: list[BlockSlice], cut_at: Any) -> None:
         """Close the account; fetch unused rows first, while no lock is held."""
         try:
             remaining = ids_of(unused)
@@ -277,7 +283,7 @@ class Coordinator(Production):
             return
         with self.changed:
             if not attempt.over:
-                attempt.reconcile(stream, remaining)
+                attempt.reconcile(stream, remaining, cut_at)
                 self.changed.notify_all()
                 self.ready.notify_all()
 
@@ -346,8 +352,8 @@ class Coordinator(Production):
                 "tasks_by_node": dict(self.chain["train"].tasks_by_node + self.chain["val"].tasks_by_node),
                 "share": shared_part(self.passes.config.data.share, self.chain.values()),
                 "open": [
-                    s.account.counts() | {"split": s.account.split}
+                    s.account.counts(s.total) | {"split": s.account.split}
                     for s in (self.attempt.streams.values() if self.attempt else ())
-                    if s.account.read
+                    if (s.steps or s.account.carried.trained) and not s.reconciled
                 ],
             }

@@ -148,18 +148,21 @@ class Attempt:
                 return
             self.streams[stream.account.split, stream.account.epoch] = stream
 
-    def reconcile(self, stream: Stream, remaining: list[int]) -> None:
+    def reconcile(self, stream: Stream, remaining: list[int], cut_at: int | None = None) -> None:
         """Close the account of a pass and move to the next.
 
         Args:
             stream: every rank has reported what it used of it.
             remaining: ids of the rows that no worker took.
+            cut_at: the steps after which a limit ends the pass and the training; None: it is complete.
         """
         which = (stream.account.split, stream.account.epoch)
         try:
-            self.event("records", **stream.reconcile(remaining))
+            self.event("records", **stream.reconcile(remaining) if cut_at is None else stream.cut(cut_at))
         except DataError as error:
             self.fail(str(error))
+            return
+        if cut_at is not None:
             return
         if self.keeping is not None:
             figures = self.keeping.figures(*which, stream.account.by_node)

@@ -25,6 +25,8 @@ LINGER_STEPS = 16
 """How long small blocks outlast their use. Their values are in the memory of their owner, the coordinator.
 Ray 2.60 never frees such a value if its owner drops the reference before a borrower, so the coordinator waits
 until train workers have dropped theirs: they have when they request steps for the second time after."""
+Used = tuple[int, int, int]
+"""Of one rank: rows (including padded ones), sum of their ids, number of padded rows."""
 UNUSED_ROWS_S = 120.0
 """Deadline for fetching the few unused rows; Ray may have to recompute their block."""
 
@@ -46,7 +48,7 @@ class Stream:
     """Small blocks that every rank has taken, and by which step."""
     steps: dict[int, int] = field(default_factory=dict)
     """Next step of each rank."""
-    finished: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    finished: dict[int, Used] = field(default_factory=dict)
     reconciled: bool = False
     held: Held = field(default_factory=Held)
     """The blocks still needed."""
@@ -153,6 +155,21 @@ class Stream:
         self.blocks.clear()
         self.held = Held()
         return {"split": self.account.split, "remainder_ids": remaining, **counts}
+
+    def cut(self, steps: int) -> dict[str, Any]:
+        """Book a training pass that a limit ends after these steps of this attempt; its place stays.
+
+        Raises:
+            DataError: the train workers used other rows than they were given.
+        """
+        used = sum(rows - padded for rows, _, padded in self.finished.values())
+        given = self.position(steps, 0).books.trained - self.account.carried.trained
+        if used != given:
+            raise DataError(
+                f"train epoch {self.account.epoch + 1}: {given} records were given out, but {used} trained"
+            )
+        self.reconciled = True
+        return {"split": "train", **self.account.counts(self.total)}
 
 
 def ids_of(rows: list[BlockSlice]) -> list[int]:
