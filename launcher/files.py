@@ -1,14 +1,10 @@
-"""Laptop: walk files, expand the paths that somebody typed, and format tables."""
+"""Laptop: walk files and format tables."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-
-from stoker.errors import UsageError
-from stoker.values import expanded
 
 
 def files_below(source: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
@@ -22,23 +18,6 @@ def files_below(source: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
             path = Path(folder) / name
             if path.is_file():  # not a broken link, a socket or a pipe
                 yield path.relative_to(source).as_posix(), path, path.stat()
-
-
-def expanded_words(words: list[str]) -> list[str]:
-    """Laptop: expand `~` and `$VARIABLES` in paths that the shell left alone, as in `--source-dir=~/x`.
-
-    Raises:
-        UsageError: a path that cannot be expanded.
-    """
-    end = words.index("--") if "--" in words else len(words)
-    found = []
-    for word in words[:end]:
-        option, path = re.fullmatch(r"(--[\w-]+=)?(.*)", word, re.DOTALL).groups("")  # type: ignore[union-attr]
-        try:
-            found.append(option + expanded(path) if path[:1] in ("~", "$") else word)
-        except ValueError as error:
-            raise UsageError(f"{word}: {error}") from None
-    return [*found, *words[end:]]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -5,21 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    StringConstraints,
     ValidationInfo,
     field_validator,
     model_validator,
 )
-
-from stoker.values import expanded
-
-Folder = Annotated[str, StringConstraints(min_length=1), AfterValidator(expanded)]
-"""A path or URI, in which `~` and `$VARIABLES` are expanded."""
 
 
 class Section(BaseModel):
@@ -30,7 +23,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _none_is_a_choice(cls, values: Any) -> Any:
-        """Where `none` is a choice, null means it, too."""
+        """YAML and the command line parse `none` as null; keep it where `none` is a choice."""
         if not isinstance(values, dict):
             return values
         choices = {name for name, field in cls.model_fields.items() if "none" in get_args(field.annotation)}
@@ -289,8 +282,8 @@ class SlurmConfig(Section):
     container: Literal["none", "pyxis", "apptainer"] = Field(
         "none", description="what runs the image: Pyxis (srun --container-image) or Apptainer"
     )
-    image: Folder | None = Field(None, description="container image with the job's requirements")
-    mounts: list[Folder] = Field(
+    image: str | None = Field(None, description="container image with the job's requirements")
+    mounts: list[str] = Field(
         [], description="folders that the container sees besides the run directory, /path or /path:/inside"
     )
 

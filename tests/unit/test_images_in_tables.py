@@ -6,13 +6,18 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
 
 from stoker.checks import open_all
 from stoker.config import load
+from stoker.data import read_parquet
+from stoker.errors import UsageError
 
 COLOURS = [(40 * i, 255 - 30 * i, 10 * i) for i in range(6)]
 LABELS = [i % 2 for i in range(6)]
@@ -35,6 +40,13 @@ def write(
         (root / split).mkdir(parents=True, exist_ok=True)
         parquet.write_table(table, root / split / name)
     return str(root)
+
+
+def rows_of(root: Any, columns: list[str] | None = None) -> list[Any]:
+    source = read_parquet(str(root), "train", columns)
+    assert source is not None
+    source.check()
+    return [row for shard in source.shards(9, None) for row in source.read(shard, None)]
 
 
 def opened(root: Any, **params: Any) -> tuple[dict[str, Any], Any]:
@@ -67,3 +79,163 @@ def test_a_hugging_face_image_before_the_label(others: tuple[str, ...], tmp_path
     params, data = opened(write(tmp_path, pa.table({"image": STRUCTS, "label": LABELS, **sizes})))
     assert params["num_classes"] == 2
     assert trained(data) == trained(data, "val") == WHOLE
+
+
+def test_files_without_a_suffix_are_read_and_those_of_spark_are_no_records(tmp_path: Path) -> None:
+    table = pa.table({"image": PNGS, "label": LABELS})
+    root = write(tmp_path / "athena", table, "20240101_000001_00001_abcde")
+    assert trained(opened(root)[1], "val") == WHOLE
+    for name in ("part-00000", "extra.parquet"):
+        write(tmp_path / "athena", table, name)
+    for name in ("_SUCCESS", "_metadata", ".part-00000.crc", "README.md"):
+        (tmp_path / "athena/train" / name).write_bytes(b"?")
+    _, data = opened(root)
+    assert trained(data) == 3 * WHOLE
+    assert not data.notes()
+
+
+FILES = [
+    *("0.parquet", "1.pq", "2.PARQUET", "part-00000", "sub/20240101_00001_abcde", "part-00001.c000"),
+    *("_SUCCESS", "_common_metadata", ".0.parquet.crc", "README.md", "dataset_info.json"),
+    *("0.csv", "1.orc", "part-00002", "2.parquet.gz", "3.parquet.tmp"),
+]
+TABLES = FILES[:6]
+HARMLESS = FILES[6:11]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(names=st.sets(st.sampled_from(FILES), min_size=1))
+def test_each_file_of_a_folder_of_tables_is_read_refused_or_named(
+    tmp_path_factory: pytest.TempPathFactory, names: set[str]
+) -> None:
+    root = tmp_path_factory.mktemp("tables")
+    for number, name in enumerate(sorted(names)):
+        path = root / "train" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name in TABLES:
+            parquet.write_table(pa.table({"x": [number]}), path)
+        else:
+            path.write_bytes(b"a,b")
+    there = [number for number, name in enumerate(sorted(names)) if name in TABLES]
+    others = [name for name in names if name not in TABLES and name not in HARMLESS]
+    try:
+        source = read_parquet(str(root), "train")
+        assert source is not None
+        found = [row["x"] for shard in source.shards(9, None) for row in source.read(shard, None)]
+    except UsageError as error:
+        assert not there or "2.parquet.gz" in str(error)
+        return
+    assert sorted(found) == there and "2.parquet.gz" not in names
+    assert all(name in "".join(source.notes) for name in others)
+
+
+def test_types_of_several_writers_are_one(tmp_path: Path) -> None:
+    images = [PNGS, pa.array(PNGS, pa.large_binary()), pa.array(PNGS).dictionary_encode(), PNGS]
+    labels = [LABELS, pa.array(LABELS, pa.int32()), pa.array(LABELS, pa.uint8()), LABELS]
+    for number, (image, label) in enumerate(zip(images, labels, strict=True)):
+        write(tmp_path, pa.table({"image": image, "label": label}), f"{number}.parquet")
+    nothing = pa.table({"image": pa.nulls(0), "label": pa.nulls(0)})
+    root = write(tmp_path, nothing, "00.parquet")
+    params, data = opened(root)
+    assert params["num_classes"] == 2
+    assert trained(data) == 4 * WHOLE
+    write(tmp_path, pa.table({"image": PNGS, "label": [float(n) for n in LABELS]}), "9.parquet")
+    with pytest.raises(UsageError, match=r"9.parquet: column label is double, in .*0.parquet it is int64"):
+        opened(root)
+
+
+def test_a_column_of_one_type_stays_so_in_all_files(tmp_path: Path) -> None:
+    """Lists become arrays of their own type, so two types would be two types of a batch's column."""
+    kinds = [pa.list_(pa.int32()), pa.large_list(pa.int32()), pa.list_(pa.int32(), 1)]
+    for name, kind in enumerate(kinds):
+        write(tmp_path, pa.table({"x": pa.array([[1]], kind)}), f"{name}.parquet")
+    rows = [row["x"] for row in rows_of(tmp_path)]
+    assert [(row.dtype, row.tolist()) for row in rows] == [(np.int32, [1])] * 3
+    write(tmp_path, pa.table({"x": pa.array([[1]], pa.list_(pa.int64()))}), "3.parquet")
+    with pytest.raises(UsageError, match=r"3.parquet: column x is list"):
+        rows_of(tmp_path)
+
+
+def test_a_file_without_a_column_or_with_one_more_is_named(tmp_path: Path) -> None:
+    write(tmp_path, pa.table({"x": [1], "y": [2]}), "0.parquet")
+    write(tmp_path, pa.table({"x": [1], "z": [2]}), "1.parquet")
+    for columns in (["y"], None):
+        with pytest.raises(UsageError, match=r"1.parquet: lacks the column y that .*0.parquet has"):
+            source = read_parquet(str(tmp_path), "train", columns)
+            assert source is not None
+            source.check()
+    write(tmp_path, pa.table({"x": [1], "y": [2], "z": [2]}), "1.parquet")
+    with pytest.raises(UsageError, match=r"0.parquet: lacks the column z that .*1.parquet has"):
+        rows_of(tmp_path)
+
+
+def test_a_column_named_key_is_refused_unless_it_is_left_out(tmp_path: Path) -> None:
+    root = write(tmp_path, pa.table({"key": [7, 7], "x": [1, 2]}))
+    with pytest.raises(UsageError, match=r"0.parquet: has a column key.*columns=\[…\], or rename it"):
+        rows_of(root)
+    rows = rows_of(root, ["x"])
+    assert rows == [{"key": "0.parquet:0", "x": 1}, {"key": "0.parquet:1", "x": 2}]
+
+
+def spark(pixels: Any, mode: int | None = None, data: bytes | None = None) -> dict[str, Any]:
+    """An image as `spark.read.format("image")` gives it: OpenCV's order of channels."""
+    height, width, channels = pixels.shape
+    stored = pixels[..., [2, 1, 0, 3][:channels] if channels > 1 else [0]]
+    mode, data = 8 * (channels - 1) if mode is None else mode, stored.tobytes() if data is None else data
+    size = {"height": height, "width": width, "nChannels": channels}
+    return {"origin": "f", **size, "mode": mode, "data": data}
+
+
+def test_the_image_struct_of_spark_is_the_picture(tmp_path: Path) -> None:
+    images = [spark(np.full((8, 9, 3), colour, np.uint8)) for colour in COLOURS]
+    _, data = opened(write(tmp_path, pa.table({"image": images, "label": LABELS})))
+    assert trained(data) == WHOLE
+
+
+def test_the_image_struct_of_spark_has_its_channels_or_is_quarantined(tmp_path: Path) -> None:
+    grey, colour = (np.arange(6 * n, dtype=np.uint8).reshape(2, 3, n) for n in (1, 4))
+    undefined, short = spark(grey, mode=-1, data=b""), spark(grey, data=b"12345")
+    images = [spark(grey), spark(colour), undefined, short, spark(grey, mode=5)]
+    found = rows_of(write(tmp_path, pa.table({"picture": images})))
+    assert found[0]["picture"].tolist() == grey.tolist()
+    assert found[1]["picture"].tolist() == colour.tolist()
+    assert ["mode -1" in found[2].reason, "size 5" in found[3].reason, "mode 5" in found[4].reason] == [
+        True
+    ] * 3
+
+
+def test_nested_lists_are_arrays(tmp_path: Path) -> None:
+    pixels = [np.full((8, 8, 3), colour, np.uint8).tolist() for colour in COLOURS]
+    kind = pa.list_(pa.list_(pa.list_(pa.uint8())))
+    _, data = opened(write(tmp_path, pa.table({"image": pa.array(pixels, kind), "label": LABELS})))
+    assert trained(data) == WHOLE
+
+
+def test_a_struct_that_is_no_image_keeps_its_fields(tmp_path: Path) -> None:
+    """Only the bytes of {bytes, path} are a value: of other structs, nothing may be left out."""
+    structs = [{"bytes": 12, "path": "a"}, {"bytes": 13, "path": "b"}]
+    captions = [{"bytes": b"1", "caption": "a"}, {"bytes": b"2", "caption": "b"}]
+    found = rows_of(write(tmp_path, pa.table({"x": structs, "y": captions})))
+    assert [(row["x"], row["y"]) for row in found] == list(zip(structs, captions, strict=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("struct", [False, True])
+def test_a_row_group_of_more_than_2_gb_is_read_in_batches(struct: bool, tmp_path: Path) -> None:
+    big, rows, step = bytes(range(256)) * 4096, 2100, 300
+    part: Any = pa.array([big, big[::-1]] * (step // 2), pa.binary())
+    if struct:
+        part = pa.StructArray.from_arrays([part, pa.array(["x"] * step)], names=["bytes", "path"])
+    image = pa.chunked_array([part] * (rows // step))
+    table = pa.table({"label": [i % 2 for i in range(rows)], "image": image})
+    parquet.write_table(
+        table, tmp_path / "train.parquet", row_group_size=rows, dictionary_pagesize_limit=1 << 27
+    )
+    source = read_parquet(str(tmp_path), "train")
+    assert source is not None
+    source.check()
+    (shard,) = source.shards(10, None)
+    count = 0
+    for count, row in enumerate(source.read(shard, None), start=1):
+        assert row["image"] == (big, big[::-1])[row["label"]] and row["key"] == f"train.parquet:{count - 1}"
+    assert count == rows

@@ -11,8 +11,9 @@ from urllib.parse import unquote
 from stoker.data.sources.base import Source
 from stoker.data.sources.checksums import sums_of
 from stoker.data.sources.files import PARQUET_SUFFIXES, is_delta_table, split_folder
+from stoker.data.sources.filters import Filters
 from stoker.data.sources.nulls import Nulls
-from stoker.data.sources.parquet import Filters, ParquetSource
+from stoker.data.sources.parquet import ParquetSource
 from stoker.errors import UsageError
 from stoker.storage.filesystems import filesystem_of, join
 

@@ -94,8 +94,7 @@ def check_nulls(source: ParquetSource, columns: list[str]) -> None:
     rows = {path: footer.matching for path, footer in files}
     for column in columns:
         if column in source.nulls:
-            kinds = [f.schema.field(column).type for _, f in files if column in f.schema.names]
-            check_rule(column, source.nulls[column], kinds[0] if kinds else source.types[column])
+            check_rule(column, source.nulls[column], source.types[column])
             if column + VALID_SUFFIX in columns:
                 problems.append(f"nulls: column {column} and {column}{VALID_SUFFIX}: rename the latter")
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.data.messages import BadRecord, Record, Shard
 from stoker.data.sources import checksums
-from stoker.data.sources.arrow import mask_of, values_of
+from stoker.data.sources.arrow import mask_of, same_values, values_of
 from stoker.data.sources.base import Source, StreamedSource
 from stoker.data.sources.checksums import sums_of
 from stoker.data.sources.files import PARQUET_SUFFIXES, is_delta_table, split_files
+from stoker.data.sources.filters import Filters, expression, filter_columns, without
 from stoker.data.sources.identity import fingerprint_of_files
 from stoker.data.sources.nulls import Found, Nulls, Rules, check_nulls, in_statistics
 from stoker.data.sources.row_groups import Group, read_groups
@@ -24,16 +25,13 @@ from stoker.storage.filesystems import common_folder, filesystem_of_files, is_lo
 if TYPE_CHECKING:
     import numpy as np
 
-Filters = list[tuple[str, str, Any]] | list[list[tuple[str, str, Any]]]
-"""As in pandas and pyarrow: [("label", "<", 5), ("split", "==", "train")] is joined by AND; a list of such
-lists by OR. Operators: == != < > <= >= in, not in."""
-
 
 @dataclass(frozen=True)
 class Footer:
     """Head: contents of a Parquet file's footer."""
 
     schema: Any
+    rows: int
     groups: list[Group]
     matching: int
     """Rows that match the filters; all rows without filters."""
@@ -72,7 +70,7 @@ class ParquetSource(StreamedSource):
         self.columns, self.filters = columns, filters
         self.constants, self.nulls, self.sums = constants or {}, nulls or {}, sums or {}
         self.types: dict[str, Any] = {}
-        """Arrow types of columns that files may lack."""
+        """Arrow types of columns, which files may lack or hold only as NULLs."""
         self.sizes = [f.size for f in files]
         self.folder = common_folder(files)
         self.filesystem = filesystem_of_files(files)
@@ -83,35 +81,41 @@ class ParquetSource(StreamedSource):
             # Shared storage is verified once, here; each host may have its own copy of local files.
             with ThreadPoolExecutor(16) as pool:
                 list(pool.map(self._verify, self.paths))
-        schema, named = self._named_columns()
-        wanted = named if self.columns else [*schema]
-        for path, footer in zip(self.paths, self.footers, strict=True):
-            other = self._whole_schema(path, footer.schema)
-            absent = [c for c in wanted if c not in other]
-            if absent:
-                raise UsageError(f"{path}: lacks the column {', '.join(absent)} that {self.paths[0]} has")
-            for column in wanted:
-                kinds = schema[column], other[column]
-                if None not in kinds and kinds[0] != kinds[1]:
-                    raise UsageError(
-                        f"{path}: column {column} is {kinds[1]}, in {self.paths[0]} it is {kinds[0]}"
-                    )
+        schema = self._check_schemas()
         check_nulls(self, [*(self.columns or schema)])
         if self.count() == 0:
             why = f" that matches {self.filters}" if self.filters else ""
             raise UsageError(f"{self.paths[0]}: the Parquet files hold no row{why}")
 
-    def _named_columns(self) -> tuple[dict[str, Any], list[str]]:
-        """Column → type in the first file; the columns that are asked for, which it has."""
+    def _check_schemas(self) -> dict[str, Any]:
+        """Column → its type in the first file, which those of the others must match."""
+        import pyarrow as pa
+
         self._ensure_footers()
-        schema = self._whole_schema(self.paths[0], self.footers[0].schema)
-        named = dict.fromkeys([*(self.columns or []), *self._filter_columns(), *self.nulls])
-        missing = [c for c in named if c not in schema]
-        if missing:
+        first = self.paths[0]
+        schema = self._whole_schema(first, self.footers[0].schema)
+        named = dict.fromkeys([*(self.columns or []), *filter_columns(self.filters), *self.nulls])
+        if missing := [c for c in named if c not in schema]:
+            raise UsageError(f"{first}: has no column {', '.join(missing)}; it has {', '.join(schema)}")
+        wanted = [*named] if self.columns else [*schema]
+        if "key" in (self.columns or schema):
             raise UsageError(
-                f"{self.paths[0]}: has no column {', '.join(missing)}; it has {', '.join(schema)}"
+                f"{first}: has a column key, which names a record (its file and row); leave it out with"
+                " columns=[…], or rename it"
             )
-        return schema, [*named]
+        for path, footer in zip(self.paths, self.footers, strict=True):
+            other = self._whole_schema(path, footer.schema)
+            if absent := [c for c in wanted if c not in other]:
+                raise UsageError(f"{path}: lacks the column {', '.join(absent)} that {first} has")
+            if not self.columns and (more := [c for c in other if c not in schema]):
+                raise UsageError(f"{first}: lacks the column {', '.join(more)} that {path} has")
+            for column in wanted:
+                kinds = schema[column], other[column]
+                if None not in kinds and not same_values(*kinds):
+                    raise UsageError(f"{path}: column {column} is {kinds[1]}, in {first} it is {kinds[0]}")
+                if self.types.get(column) in (None, pa.null()):
+                    self.types[column] = other[column]
+        return schema
 
     def count_nulls(self, path: str, column: str, groups: list[Group]) -> int:
         """Head: number of NULLs of a column in rows that match the filters, found by reading it."""
@@ -130,6 +134,10 @@ class ParquetSource(StreamedSource):
         if not self.footers:
             with ThreadPoolExecutor(16) as pool:
                 self.footers = list(pool.map(self._footer, self.paths))
+            # Writers leave files without rows, whose types may be none.
+            kept = [i for i, footer in enumerate(self.footers) if footer.rows] or [0]
+            self.paths, self.sizes = [self.paths[i] for i in kept], [self.sizes[i] for i in kept]
+            self.footers = [self.footers[i] for i in kept]
 
     def _footer(self, path: str) -> Footer:
         from pyarrow import parquet
@@ -153,8 +161,8 @@ class ParquetSource(StreamedSource):
             groups.append(Group(number, row, size))
             row += size
         if not self.filters:
-            return Footer(schema, [g for g in groups if g.rows], row, nulls)
-        return Footer(schema, *self._matching(path, schema, groups), nulls)
+            return Footer(schema, row, [g for g in groups if g.rows], row, nulls)
+        return Footer(schema, row, *self._matching(path, schema, groups), nulls)
 
     def complete(self, path: str, schema: Any) -> None:
         """Head: add to `constants` what a file of this schema lacks; no-op here."""
@@ -166,18 +174,18 @@ class ParquetSource(StreamedSource):
 
     def _matching(self, path: str, schema: Any, groups: list[Group]) -> tuple[list[Group], int]:
         """The row groups with matching rows, and the total number of matching rows."""
-        from pyarrow import dataset, parquet
+        from pyarrow import dataset
 
         constants = self.constants.get(path, {})
         known = {*schema.names, *constants}
-        if not known.issuperset(self._filter_columns()):
+        if not known.issuperset(filter_columns(self.filters)):
             return groups, sum(g.rows for g in groups)  # check() reports the column
         fragment = dataset.ParquetFileFormat().make_fragment(path, self.filesystem)
         possible = {g.number for g in groups}
         own = without(self.filters, constants)
         if own:
             # Statistics rule out most row groups that cannot match, without reading them.
-            kept = fragment.split_by_row_group(parquet.filters_to_expression(own), schema)
+            kept = fragment.split_by_row_group(expression(own), schema)
             possible = {info.id for part in kept for info in part.row_groups}
         found = []
         matching = 0
@@ -188,25 +196,6 @@ class ParquetSource(StreamedSource):
                 matching += rows
         return found, matching
 
-    def _filter_columns(self) -> list[str]:
-        if not self.filters:
-            return []
-        try:
-            flat = [term for part in self.filters for term in (part if isinstance(part, list) else [part])]
-            columns = [column for column, _, _ in flat]
-            self._expression()
-        except Exception as error:
-            raise UsageError(
-                f"filters={self.filters!r}: write [(column, operator, value), …] with one of == != < > <= >="
-                f" in, not in ({' '.join(str(error).split())[:120]})"
-            ) from None
-        return list(dict.fromkeys(columns))
-
-    def _expression(self) -> Any:
-        from pyarrow import parquet
-
-        return parquet.filters_to_expression(self.filters)
-
     def _rows(self, path: str, groups: list[Group]) -> np.ndarray[Any, Any]:
         """Every host: positions of the rows to keep within these concatenated row groups."""
         import numpy as np
@@ -216,14 +205,14 @@ class ParquetSource(StreamedSource):
         if not self.filters:
             return np.arange(rows)
         constants = self.constants.get(path, {})
-        names = self._filter_columns()
+        names = filter_columns(self.filters)
         own = [name for name in names if name not in constants]
         table = read_groups(self.filesystem, path, groups, own) if own else pa.table({"": pa.nulls(rows)})
         for name in names:
             if name in constants:
                 table = table.append_column(name, pa.array([constants[name]] * rows))
         table = table.append_column("__row", pa.array(np.arange(rows)))
-        kept: np.ndarray[Any, Any] = table.filter(self._expression())["__row"].to_numpy()
+        kept: np.ndarray[Any, Any] = table.filter(expression(self.filters))["__row"].to_numpy()
         return kept
 
     def count(self) -> int:
@@ -273,7 +262,8 @@ class ParquetSource(StreamedSource):
         columns: dict[str, Callable[[int], Any]] = {}
         for column in table.column_names:
             array = table[column]
-            columns |= rules.apply(column, array.type, mask_of(array, kept), values_of(array))
+            kind = self.types.get(column, array.type)
+            columns |= rules.apply(column, kind, mask_of(array, kept), values_of(array))
         for column, constant in constants.items():
             if self.columns is None or column in self.columns:
                 mask = np.ones(table.num_rows, bool) if constant is None else None
@@ -301,11 +291,13 @@ class ParquetSource(StreamedSource):
         """
         from pyarrow import compute
 
-        self._named_columns()
+        self._check_schemas()
         found: set[Any] = set()
         for path, footer in zip(self.paths, self.footers, strict=True):
             if column in self.constants.get(path, {}):
                 found.add(self.constants[path][column])
+                continue
+            if not footer.groups:
                 continue
             table = read_groups(self.filesystem, path, footer.groups, [column])
             if (kind := table[column].type).num_fields:
@@ -317,19 +309,6 @@ class ParquetSource(StreamedSource):
 
 def _same(value: Any, row: int) -> Any:
     return value
-
-
-def without(filters: Filters | None, columns: Iterable[str]) -> Filters | None:
-    """Head: the part of the filters that concerns other columns; it keeps at least the same rows.
-
-    Returns:
-        None if that is every row.
-    """
-    if not filters:
-        return None
-    either: list[Any] = filters if isinstance(filters[0], list) else [filters]
-    left = [[term for term in part if term[0] not in columns] for part in either]
-    return left if all(left) else None
 
 
 def read_parquet(

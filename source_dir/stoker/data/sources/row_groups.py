@@ -7,6 +7,10 @@ from typing import Any, NamedTuple
 from stoker.data.sources.arrow import refuse_code
 from stoker.errors import UsageError
 
+BATCH_ROWS = (0, 256, 16, 1)
+"""Rows to read at once: 0, all of the row groups, unless Arrow refuses more than 2 GB of nested values; then
+fewer and fewer."""
+
 
 class Group(NamedTuple):
     """Head: a row group that may hold rows of the split."""
@@ -30,15 +34,7 @@ def read_groups(filesystem: Any, path: str, groups: list[Group], columns: list[s
     try:
         with filesystem.open_input_file(path) as file:
             reader = parquet.ParquetFile(file, page_checksum_verification=True)
-            # A leaf's path begins with its field's name, which may have dots itself.
-            names = [leaf[0] for leaf in reader.reader.column_paths]
-            if columns and len(columns) == 1 and len(groups) == reader.num_row_groups:
-                # Starts none of Arrow's threads: the driver reads labels before it forks.
-                field = [*dict.fromkeys(names)].index(columns[0])
-                table = pa.table({columns[0]: reader.reader.read_column(field)})
-            else:
-                leaves = None if columns is None else [i for i, name in enumerate(names) if name in columns]
-                table = reader.reader.read_row_groups([g.number for g in groups], leaves)
+            table = _read(reader, [g.number for g in groups], columns)
     except (OSError, pa.ArrowException) as error:
         kind = OSError if isinstance(error, OSError) else UsageError
         raise kind(f"{path}: damaged, or cannot be read: {' '.join(str(error).split())[:200]}") from None
@@ -46,3 +42,24 @@ def read_groups(filesystem: Any, path: str, groups: list[Group], columns: list[s
         raise UsageError(f"{path}: damaged: its row groups list {rows} rows but hold {table.num_rows}")
     refuse_code(table.schema, path)
     return table
+
+
+def _read(reader: Any, groups: list[int], columns: list[str] | None) -> Any:
+    import pyarrow as pa
+
+    # A leaf's path begins with its field's name, which may have dots itself.
+    names = [leaf[0] for leaf in reader.reader.column_paths]
+    leaves = None if columns is None else [i for i, name in enumerate(names) if name in columns]
+    for rows in BATCH_ROWS:
+        try:
+            if rows:
+                return pa.Table.from_batches([*reader.reader.iter_batches(rows, groups, leaves)])
+            if columns and len(columns) == 1 and len(groups) == reader.num_row_groups:
+                # Starts none of Arrow's threads: the driver reads labels before it forks.
+                field = [*dict.fromkeys(names)].index(columns[0])
+                return pa.table({columns[0]: reader.reader.read_column(field)})
+            return reader.reader.read_row_groups(groups, leaves)
+        except pa.ArrowNotImplementedError:
+            if rows == BATCH_ROWS[-1]:
+                raise
+    raise AssertionError
