@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from stoker.storage.filesystems import Entry, walk
 
-def files_below(source: Path) -> Iterator[tuple[str, Path, os.stat_result]]:
-    """Laptop: yield (name relative to `source`, path, stat) for a file or every file in a folder."""
+
+def files_below(source: Path) -> list[tuple[str, Path, Entry]]:
+    """Laptop: (name relative to `source`, path, size and time) of a file, or of every file in a folder.
+
+    Raises:
+        UsageError: a folder cannot be listed, or a link leads nowhere or to a folder above it.
+    """
     if source.is_file():
-        yield source.name, source, source.stat()
-        return
-    for folder, subfolders, names in os.walk(source):
-        subfolders.sort()
-        for name in sorted(names):
-            path = Path(folder) / name
-            if path.is_file():  # not a broken link, a socket or a pipe
-                yield path.relative_to(source).as_posix(), path, path.stat()
+        about = source.stat()
+        return [
+            (source.name, source, Entry(str(source), source.name, True, about.st_size, about.st_mtime_ns))
+        ]
+    below = [entry for entry in walk(str(source), hidden=True) if entry.is_file]
+    return sorted((Path(e.path).relative_to(source).as_posix(), Path(e.path), e) for e in below)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -235,7 +235,4 @@ def prepare_data(resolved: Resolved, source_dir: Path | None) -> None:
 
 
 def _names_local_data(value: Any) -> bool:
-    if not isinstance(value, str) or "://" in value or not value.strip():
-        return False
-    looks_like_path = "/" in value or value.startswith(".") or Path(value).is_dir()
-    return looks_like_path and Path(value).exists()
+    return isinstance(value, str) and "://" not in value and bool(value.strip()) and Path(value).exists()

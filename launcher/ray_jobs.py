@@ -106,9 +106,9 @@ def package(folder: Path) -> bytes:
     """Laptop: zip a staged folder, with the same bytes for the same content."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, path, stat in files_below(folder):
+        for name, path, _ in files_below(folder):
             entry = zipfile.ZipInfo(name)
-            entry.external_attr = (stat.st_mode & 0xFFFF) << 16
+            entry.external_attr = (path.stat().st_mode & 0xFFFF) << 16
             entry.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(entry, path.read_bytes())
     return buffer.getvalue()

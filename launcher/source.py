@@ -41,10 +41,10 @@ def find_data_uploads(data: Mapping[str, str], uri: str) -> tuple[DataUpload, ..
     found = []
     for parameter, text in sorted(data.items()):
         source = Path(text)
-        files = list(files_below(source))
-        lines = [f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, _, stat in files]
+        files = files_below(source)
+        lines = [f"{name}\0{about.size}\0{about.mtime_ns}" for name, _, about in files]
         fingerprint = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:20]
-        size = sum(stat.st_size for _, _, stat in files)
+        size = sum(about.size for _, _, about in files)
         found.append(DataUpload(parameter, source, f"{uri}/data/{fingerprint}/", len(files), size))
     return tuple(found)
 
@@ -63,27 +63,31 @@ def pack(folder: Path, archive: Path) -> None:
             tar.add(path, arcname=name)
 
 
-def measure(job: Job, data_at: dict[str, str], instead: str) -> tuple[int, int, list[str]]:
+def measure(
+    job: Job, data_at: dict[str, str], instead: str, limit: int = LIMIT_BYTES
+) -> tuple[int, int, list[str]]:
     """Laptop: stage the source once; number of files and bytes to upload, and what speaks against it.
 
     Args:
         job: its source.
         data_at: recipe parameter → path of its data on the hosts.
         instead: where data belongs that is too large for the source, for the message.
+        limit: bytes that the service accepts.
     """
-    problems = []
     with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
         folder = Path(scratch) / "code"
         job.stage(folder, data_at)
-        found = list(files_below(folder))
-    for name, path, _ in found:
-        if any(fnmatch.fnmatch(path.name, pattern) for pattern in PRIVATE_FILES):
-            problems.append(f"--source-dir: {name} looks private and would be uploaded; move it elsewhere")
-    size = sum(stat.st_size for _, _, stat in found)
-    if size > LIMIT_BYTES:
-        largest = max(found, key=lambda item: item[2].st_size)[0]
+        found = files_below(folder)
+    problems = [
+        f"--source-dir: {name} looks private and would be uploaded; move it elsewhere"
+        for name, path, _ in found
+        if any(fnmatch.fnmatch(path.name, pattern) for pattern in PRIVATE_FILES)
+    ]
+    size = sum(about.size for _, _, about in found)
+    if size > limit:
+        largest = max(found, key=lambda item: item[2].size)[0]
         problems.append(
-            f"--source-dir: {figures.size(size)} of source (largest: {largest});"
-            f" move data out and name it in {instead}"
+            f"--source-dir: {figures.size(size)} of source (largest: {largest}), more than"
+            f" {figures.size(limit)}; move data out and name it in {instead}"
         )
-    return len(found) + 1, size, problems  # the Ray token is written at submission
+    return len(found), size, problems

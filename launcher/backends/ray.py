@@ -23,10 +23,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from launcher import files, ray_jobs
+from launcher import ray_jobs
 from launcher.backends.base import Backend
 from launcher.job import COMMAND, Job
 from launcher.ray_jobs import JobServer
+from launcher.source import measure
 from stoker import figures
 from stoker.errors import UsageError
 from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE
@@ -194,12 +195,11 @@ def plan(job: Job, *, address: str | None = None, offline: bool = False, install
             f"output_dir: must be an absolute folder that all hosts of the cluster share (got {output!r});"
             " a relative one is deleted with the job's working directory"
         )
-    count, size, pip = _measure(job, install)
-    if size > ray_jobs.PACKAGE_LIMIT_BYTES:
-        problems.append(
-            f"--source-dir: {figures.size(size)} of source, but Ray accepts at most 100 MB;"
-            " move data to storage that the hosts share"
-        )
+    count, size, refused = measure(
+        job, {}, "params, on storage that the hosts share", ray_jobs.PACKAGE_LIMIT_BYTES
+    )
+    problems += refused
+    pip = _pip(job) if install else ()
     server, versions, warnings = _server(address, offline, problems)
     if problems or server is None:
         raise UsageError(*problems)
@@ -288,16 +288,14 @@ def _server(
     return server, f"Ray {ray}, Python {python or 'unknown'}", warnings
 
 
-def _measure(job: Job, install: bool) -> tuple[int, int, tuple[str, ...]]:
+def _pip(job: Job) -> tuple[str, ...]:
     with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
         folder = Path(scratch) / "code"
         job.stage(folder)
-        found = list(files.files_below(folder))
-        lines = (folder / "requirements.txt").read_text().splitlines() if install else []
-    pip = tuple(
+        lines = (folder / "requirements.txt").read_text().splitlines()
+    return tuple(
         line.strip()
         for line in lines
         # Keep the cluster's Ray: another version could not join it.
         if line.strip() and not line.lstrip().startswith(("#", "ray[", "ray="))
     )
-    return len(found), sum(stat.st_size for _, _, stat in found), pip

@@ -150,13 +150,14 @@ def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
     stamp = f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     wanted = draft(job, job_name(job.name, stamp), region, s3_uri)
     problems += checks.problems(wanted)
-    count, size, private = measure(job, wanted.data_at, "params or sagemaker.channels")
-    problems += private
+    count, size, refused = measure(job, wanted.data_at, "params or sagemaker.channels")
+    problems += refused
     if not offline and not any(problem.startswith("AWS") for problem in problems) and known:
         problems += _collected(problems, lambda: list(aws.existence_problems(wanted)), [])
     if problems:
         raise UsageError(*dict.fromkeys(problems))
-    return SageMakerRequest(wanted, count, size, tuple(checks.warnings(wanted)))
+    # The hosts' token comes with the source when it is staged to be sent.
+    return SageMakerRequest(wanted, count + 1, size, tuple(checks.warnings(wanted)))
 
 
 def submit(request: SageMakerRequest, tell: Callable[[str], None] | None = None) -> SageMakerRun:

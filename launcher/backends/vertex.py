@@ -82,7 +82,12 @@ class VertexRequest:
         wanted = self.draft
 
         def copy(source: Path, target: str) -> list[str]:
-            how = ["rsync", "-r"] if source.is_dir() else ["cp"]
+            # It follows links to files when told so, and never those to folders.
+            if link := next(
+                (path for path in source.rglob("*") if path.is_symlink() and path.is_dir()), None
+            ):
+                raise UsageError(f"--request: {link} is a link to a folder, which gcloud leaves out; copy it")
+            how = ["rsync", "-r", "--no-ignore-symlinks"] if source.is_dir() else ["cp"]
             return ["gcloud", "storage", *how, str(source), target]
 
         commands = [copy(item.source, item.uri) for item in wanted.data]
@@ -130,13 +135,14 @@ def plan(job: Job, *, offline: bool = False) -> VertexRequest:
         found += error.problems
     # Missing credentials also explain why no project is known.
     problems += [line for line in found if not (problems and line.startswith("vertex.project: not set"))]
-    count, size, private = measure(job, wanted.data_at, "params")
-    problems += private
+    count, size, refused = measure(job, wanted.data_at, "params")
+    problems += refused
     if not offline and not problems:
         problems += upload.refuse_bucket(uri)
     if problems:
         raise UsageError(*dict.fromkeys(problems))
-    return VertexRequest(wanted, count, size, tuple(checks.warnings(wanted)))
+    # The hosts' token comes with the source when it is staged to be sent.
+    return VertexRequest(wanted, count + 1, size, tuple(checks.warnings(wanted)))
 
 
 def submit(request: VertexRequest, tell: Callable[[str], None] | None = None) -> VertexRun:

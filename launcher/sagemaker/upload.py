@@ -36,8 +36,7 @@ def upload_data(s3: Any, item: DataUpload, kms_key: str | None) -> bool:
     manifest = prefix.rstrip("/") + ".json"
     if s3.list_objects_v2(Bucket=bucket, Prefix=manifest, MaxKeys=1).get("KeyCount"):
         return False
-    files = list(files_below(item.source))
-    _send_all(s3, [(path, name) for name, path, _ in files], item.uri, kms_key)
+    _send_all(s3, [(path, name) for name, path, _ in files_below(item.source)], item.uri, kms_key)
     content = {"source": str(item.source), "files": item.files, "bytes": item.bytes}
     s3.put_object(Bucket=bucket, Key=manifest, Body=json.dumps(content).encode(), **_encryption(kms_key))
     return True

@@ -73,6 +73,9 @@ def quiet(line: str) -> None:
 def test_what_is_submitted_is_what_was_planned(tmp_path: Path) -> None:
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "0.tar").write_bytes(b"x" * 100)
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "1.tar").write_bytes(b"x" * 100)
+    (tmp_path / "shards" / "linked").symlink_to(tmp_path / "far")
     job = make_job({"params.data": str(tmp_path / "shards"), "sagemaker.max_retries": "2"})
     request = backend.plan(job)
     submitted = backend.submit(request, quiet)
@@ -102,7 +105,8 @@ def test_what_is_submitted_is_what_was_planned(tmp_path: Path) -> None:
     token = boto3.client("s3").get_object(Bucket=BUCKET, Key=f"{code}.ray-token")["Body"].read().decode()
     assert len(token) == 64
     assert token not in json.dumps(described, default=str)
-    assert keys_below(request.draft.data[0].uri.removeprefix(f"s3://{BUCKET}/"))
+    data = request.draft.data[0].uri.removeprefix(f"s3://{BUCKET}/")
+    assert [key.removeprefix(data) for key in keys_below(data)] == ["0.tar", "linked/1.tar"]
 
 
 def test_unchanged_data_is_uploaded_once_and_a_broken_upload_again(tmp_path: Path) -> None:

@@ -82,7 +82,9 @@ def write(uri: str, text: str) -> None:
 
 def test_the_job_is_created_after_its_code_and_data(service: JobService, tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
-    (tmp_path / "images" / "a.jpg").write_bytes(b"jpeg")
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "a.jpg").write_bytes(b"jpeg")
+    (tmp_path / "images" / "linked").symlink_to(tmp_path / "far")
     run = submit(data=tmp_path / "images")
     assert run.id == "vertex:projects/my-project/locations/us-central1/customJobs/1000"
     job = service.jobs[run.name]
@@ -96,7 +98,7 @@ def test_the_job_is_created_after_its_code_and_data(service: JobService, tmp_pat
         staged = tar.extractfile("job.yaml")
         assert staged is not None
         assert f"data: /gcs/{BUCKET}/stoker/data/" in staged.read().decode()
-    (image,) = [file for file in list_files(f"{ROOT}/data") if file.path.endswith("a.jpg")]
+    (image,) = [file for file in list_files(f"{ROOT}/data") if file.path.endswith("/linked/a.jpg")]
     assert image.size == 4
     told: list[str] = []
     backend.submit(backend.plan(make_job(data=tmp_path / "images")), tell=told.append)

@@ -14,6 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from spoilt import JPG, PHOTO, PNG, both, encoded, images, table, written
 
+from launcher.job import open_job
+from stoker import figures
+from stoker.config import load
 from stoker.data import DecodeImage, read_any, read_images
 from stoker.errors import UsageError
 
@@ -108,6 +111,7 @@ HARMLESS = (
 )
 
 
+@pytest.mark.long
 def test_what_is_neither_read_nor_known_is_named_with_its_count_on_the_screen_and_in_peek(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +173,73 @@ def test_two_names_of_one_split_are_refused(names: str, tmp_path: Path) -> None:
     images(splits=f"train {names}")(tmp_path)
     with pytest.raises(UsageError, match=rf"{first} and {second} both name the"):
         read_any(str(tmp_path), "train" if "train" in names else "val")
+
+
+def with_links(root: Path) -> None:
+    """Class folders, one of which is a link to a folder elsewhere, and a photo that is a link."""
+    images(splits="data/train")(root)
+    (root / "far/deep").mkdir(parents=True)
+    for number in range(3):
+        (root / f"far/deep/{number}.png").write_bytes(PNG)
+    (root / "data/train/eel").symlink_to(root / "far")
+    (root / "data/train/cat/x.jpg").symlink_to(root / "data/train/dog/0.jpg")
+
+
+PLANNED = {
+    "sagemaker": (
+        "sagemaker.region=us-east-1",
+        "sagemaker.s3_uri=s3://bucket/stoker",
+        "sagemaker.gpu.type=ml.g5.2xlarge",
+    ),
+    "vertex": (
+        "vertex.project=my-project",
+        "vertex.gcs_uri=gs://bucket/stoker",
+        "vertex.gpu.machine_type=g2-standard-8",
+    ),
+}
+MORE = {
+    "sagemaker": "sagemaker.role=arn:aws:iam::123456789012:role/Job",
+    "vertex": "vertex.image=us-docker.pkg.dev/my-project/i/i:1",
+}
+
+
+@pytest.mark.parametrize("place", PLANNED)
+def test_what_is_uploaded_is_what_is_read_here_links_included(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said() -> str:
+        (tmp_path / "job.yaml").write_text(f"name: flowers\nparams: {{data: {tmp_path}/data}}\n")
+        words = [*PLANNED[place], MORE[place], "--on", place, "--offline", "--dry-run"]
+        code, errors, shown = type_command([str(tmp_path / "job.yaml"), *words], capsys)
+        return "\n".join(errors) if code else next(x for x in shown.splitlines() if x.startswith("data  "))
+
+    with_links(tmp_path)
+    assert len(records(tmp_path / "data")) == 8
+    line = said()
+    assert line.split()[:4] == ["data", "8", *figures.size(5 * len(JPG) + 3 * len(PNG)).split()], line
+    (tmp_path / "far/deep/1.png").write_bytes(JPG + bytes(len(PNG) - len(JPG)))
+    assert said().split()[:4] == line.split()[:4] and said() != line
+    for name, target, expected in (
+        ("gone", "/nowhere", "eel/gone: is a link to /nowhere, which is not there"),
+        ("up", tmp_path / "data", ": is a link to a folder above it; remove it"),
+    ):
+        (tmp_path / "far" / name).symlink_to(target)
+        with pytest.raises(UsageError, match=expected):
+            records(tmp_path / "data")
+        assert expected in said()
+        (tmp_path / "far" / name).unlink()
+
+
+def test_a_file_named_in_params_becomes_absolute_like_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words").write_bytes(b"a")
+    (tmp_path / "rows.parquet").write_bytes(b"a")
+    job = open_job(
+        load(None, ["params.data=rows.parquet", "params.vocabulary=words", "params.model=resnet18"])
+    )
+    assert job.data == {"data": str(tmp_path / "rows.parquet"), "vocabulary": str(tmp_path / "words")}
 
 
 STEMS, SUFFIXES = (

@@ -66,3 +66,16 @@ def test_run_ids_lead_to_their_backend() -> None:
     assert found.id == "sagemaker:eu-west-1/probe-1"
     with pytest.raises(UsageError, match="write ray:"):
         attach("ray:probe")
+
+
+def test_private_files_are_not_uploaded(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    for name in ("recipe.py", ".env", "key.pem"):
+        (tmp_path / "code" / name).write_text("")
+    job = open_job(load(None, ["name=probe", "output_dir=/mnt/shared/runs"]), tmp_path / "code")
+    with pytest.raises(UsageError) as refused:
+        ray_backend.plan(job, address=ADDRESS, offline=True)
+    assert [line.partition(" looks private")[0] for line in refused.value.problems] == [
+        "--source-dir: .env",
+        "--source-dir: key.pem",
+    ]

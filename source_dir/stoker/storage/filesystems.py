@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from stoker.errors import UsageError
 from stoker.place import LAUNCH_DIR_VARIABLE
@@ -21,7 +23,10 @@ IMAGE_SUFFIXES = (
     *(".pcx", ".qoi"),
 )
 """What the decoder reads."""
-_OF_SYSTEMS = ("@eadir", "#recycle", "__macosx", "$recycle.bin", "system volume information", "lost+found")
+_HIDDEN = re.compile(
+    r"(^|/)(\.|(@eadir|#recycle|__macosx|\$recycle\.bin|system volume information|lost\+found)(/|$))", re.I
+)
+"""Dot files, and folders that systems lay beside the users' own."""
 
 
 def filesystem_of(uri: str) -> tuple[Any, str]:
@@ -82,7 +87,7 @@ def takes_whole_files(folder: Path, mounts: Path = Path("/proc/self/mountinfo"))
 
 
 def list_files(uri: str, suffixes: tuple[str, ...] = (), underscored: bool = False) -> list[Any]:
-    """Head: the files below `uri` (pyarrow FileInfo, sorted by path), without hidden ones.
+    """Head: the files below `uri` (Entry or pyarrow's FileInfo, sorted by path), without hidden ones.
 
     Args:
         uri: a path or URI.
@@ -101,8 +106,7 @@ def list_files(uri: str, suffixes: tuple[str, ...] = (), underscored: bool = Fal
         raise UsageError(f"{uri}: no such file or folder{deepest_there(uri)}")
     if info.type == fs.FileType.File:
         return [info]
-    local = isinstance(filesystem, fs.LocalFileSystem)
-    found = _walk(filesystem, path) if local else _entries(filesystem, path, recursive=True)
+    found = _below(filesystem, path, recursive=True)
     files = [f for f in found if f.is_file and not is_hidden(f.path[len(path) :], underscored)]
     wanted = [f for f in files if not suffixes or f.path.lower().endswith(suffixes)]
     if not wanted:
@@ -116,16 +120,34 @@ def is_hidden(relative: str, underscored: bool = False) -> bool:
 
     Spark and Delta name their own files with an underscore; cameras name photos so, too: `_DSC0001.JPG`.
     """
-    relative = relative.lower()
-    marks = (".",) if underscored or relative.endswith(IMAGE_SUFFIXES) else (".", "_")
-    return any(part.startswith(marks) or part in _OF_SYSTEMS for part in relative.split("/"))
+    if _HIDDEN.search(relative):
+        return True
+    return not underscored and "/_" in f"/{relative}" and not relative.lower().endswith(IMAGE_SUFFIXES)
 
 
-def _walk(filesystem: Any, root: str) -> list[Any]:
-    """The files and folders below a local folder; pyarrow follows a link to a folder above it 40 times."""
-    from pyarrow import fs
+class Entry(NamedTuple):
+    """Every host: a local file or folder, in the words of pyarrow's FileInfo."""
 
-    found: list[Any] = []
+    path: str
+    base_name: str
+    is_file: bool
+    size: int
+    mtime_ns: int
+
+
+def walk(root: str, hidden: bool = False) -> list[Entry]:
+    """Anywhere: the files and folders below a local folder, through links.
+
+    Reading, counting, fingerprints and uploads all go this way, so that they agree.
+
+    Args:
+        root: the folder.
+        hidden: also look into folders whose names begin with a dot.
+
+    Raises:
+        UsageError: a folder cannot be listed, or a link leads nowhere or to a folder above it.
+    """
+    found: list[Entry] = []
     pending: list[tuple[str, tuple[Any, ...]]] = [(root, ())]
     while pending:
         folder, above = pending.pop()
@@ -133,43 +155,62 @@ def _walk(filesystem: Any, root: str) -> list[Any]:
         here = about.st_dev, about.st_ino
         if here in above:
             raise UsageError(f"{folder}: is a link to a folder above it; remove it")
-        infos = _entries(filesystem, folder)
-        found += infos
+        entries = _entries(folder)
+        found += entries
         pending += [
-            (info.path, (*above, here))
-            for info in infos
-            if info.type == fs.FileType.Directory and not info.base_name.startswith(".")
+            (entry.path, (*above, here))
+            for entry in entries
+            if not entry.is_file and (hidden or not entry.base_name.startswith("."))
         ]
     return found
 
 
-def _entries(filesystem: Any, folder: str, recursive: bool = False) -> list[Any]:
-    """What is in a folder. Pyarrow omits links that lead nowhere, which would be records without a trace.
+def _entries(folder: str) -> list[Entry]:
+    """The files and folders in a local folder, without sockets and the like.
 
     Raises:
-        UsageError: it cannot be listed, or holds such a link or a name that is not UTF-8.
+        UsageError: it cannot be listed, or holds a link that leads nowhere or a name that is not UTF-8.
     """
-    from pyarrow import fs
-
+    found = []
     try:
-        names = os.listdir(folder) if isinstance(filesystem, fs.LocalFileSystem) else []  # noqa: PTH208
-        for name in names:
-            name.encode()
-        infos: list[Any] = filesystem.get_file_info(fs.FileSelector(folder, recursive=recursive))
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                entry.name.encode()
+                try:
+                    about = entry.stat()
+                except OSError:
+                    if not entry.is_symlink():
+                        continue  # it has gone meanwhile
+                    if not entry.name.startswith("."):
+                        where = Path(entry).readlink()
+                        raise UsageError(
+                            f"{entry.path}: is a link to {where}, which is not there; restore or remove it"
+                        ) from None
+                    continue
+                is_file = stat.S_ISREG(about.st_mode)
+                if is_file or stat.S_ISDIR(about.st_mode):
+                    found.append(Entry(entry.path, entry.name, is_file, about.st_size, about.st_mtime_ns))
     except UnicodeEncodeError as error:
         raise UsageError(
             f"{folder}: the name {os.fsencode(error.object)!r} is not UTF-8; rename it"
         ) from None
     except OSError as error:
+        raise UsageError(f"{folder}: cannot be listed: {error.strerror}; check its permissions") from None
+    return found
+
+
+def _below(filesystem: Any, folder: str, recursive: bool) -> list[Any]:
+    """What is in a folder, and if `recursive` below it: Entry of local ones, pyarrow's FileInfo of others."""
+    from pyarrow import fs
+
+    if isinstance(filesystem, fs.LocalFileSystem):
+        return walk(folder) if recursive else _entries(folder)
+    try:
+        found: list[Any] = filesystem.get_file_info(fs.FileSelector(folder, recursive=recursive))
+    except OSError as error:
         text = error.strerror or " ".join(str(error).split())[:300]
         raise UsageError(f"{folder}: cannot be listed: {text}; check its permissions") from None
-    lost = {*names} - {info.base_name for info in infos} if len(names) > len(infos) else set()
-    for path in (Path(folder, name) for name in sorted(lost) if not name.startswith(".")):
-        if path.is_symlink():
-            raise UsageError(
-                f"{path}: is a link to {path.readlink()}, which is not there; restore or remove it"
-            )
-    return infos
+    return found
 
 
 def filesystem_of_files(files: list[Any]) -> Any:
@@ -202,12 +243,12 @@ def child_folders(uri: str, hidden: bool = False) -> list[str]:
 
 
 def children(uri: str) -> list[Any]:
-    """Head: what lies directly below `uri` (pyarrow FileInfo, sorted by path); nothing if it is no folder."""
+    """Head: what lies directly below `uri`, as in `list_files`, sorted; nothing if it is no folder."""
     from pyarrow import fs
 
     filesystem, path = filesystem_of(uri)
     folder = _info(filesystem, path, uri).type == fs.FileType.Directory
-    return sorted(_entries(filesystem, path), key=lambda f: f.path) if folder else []
+    return sorted(_below(filesystem, path, recursive=False), key=lambda f: f.path) if folder else []
 
 
 def join(uri: str, *parts: str) -> str:

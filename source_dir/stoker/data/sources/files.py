@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -160,25 +159,24 @@ def sort_out(folder: str, files: list[Any], suffixes: tuple[str, ...]) -> tuple[
     return sorted(read, key=lambda f: f.path), not_read(folder, [f.path[top:].strip("/") for f in left])
 
 
-def kinds_of(files: list[Any]) -> Iterator[tuple[Any, tuple[str, ...] | None]]:
+def kinds_of(files: list[Any]) -> list[tuple[Any, tuple[str, ...] | None]]:
     """Head: the files that are not known to be harmless, with their kind as their first bytes tell it."""
     files = [f for f in files if not _HARMLESS.fullmatch(f.base_name.lower())]
     filesystem: Any = filesystem_of_files(files) if files else None
 
-    def kind(file: Any) -> tuple[str, ...] | None:
-        key = file.path, file.size, file.mtime_ns
-        if key not in _kinds:
-            try:
-                with filesystem.open_input_file(file.path) as stream:
-                    head = stream.read(_HEAD_BYTES)
-            except OSError as error:
-                text = " ".join(str(error).split())[:200]
-                raise UsageError(f"{file.path}: cannot be read: {text}") from None
-            _kinds[key] = next((kind for kind, start in _HEADS.items() if start.match(head)), None)
-        return _kinds[key]
+    def look(file: Any) -> None:
+        try:
+            with filesystem.open_input_file(file.path) as stream:
+                head = stream.read(_HEAD_BYTES)
+        except OSError as error:
+            text = " ".join(str(error).split())[:200]
+            raise UsageError(f"{file.path}: cannot be read: {text}") from None
+        found = next((kind for kind, start in _HEADS.items() if start.match(head)), None)
+        _kinds[file.path, file.size, file.mtime_ns] = found
 
     with ThreadPoolExecutor(16) as pool:
-        yield from zip(files, pool.map(kind, files), strict=True)
+        list(pool.map(look, [f for f in files if (f.path, f.size, f.mtime_ns) not in _kinds]))
+    return [(f, _kinds[f.path, f.size, f.mtime_ns]) for f in files]
 
 
 def not_read(folder: str, paths: list[str]) -> tuple[str, ...]:
