@@ -1,11 +1,14 @@
-"""Laptop: walk files and format tables."""
+"""Laptop: walk files, expand the paths that somebody typed, and format tables."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from stoker.errors import UsageError
 from stoker.storage.filesystems import Entry, walk
+from stoker.values import expanded
 
 
 def files_below(source: Path) -> list[tuple[str, Path, Entry]]:
@@ -21,6 +24,23 @@ def files_below(source: Path) -> list[tuple[str, Path, Entry]]:
         ]
     below = [entry for entry in walk(str(source), hidden=True) if entry.is_file]
     return sorted((Path(e.path).relative_to(source).as_posix(), Path(e.path), e) for e in below)
+
+
+def expanded_words(words: list[str]) -> list[str]:
+    """Laptop: expand `~` and `$VARIABLES` in paths that the shell left alone, as in `--source-dir=~/x`.
+
+    Raises:
+        UsageError: a path that cannot be expanded.
+    """
+    end = words.index("--") if "--" in words else len(words)
+    found = []
+    for word in words[:end]:
+        option, path = re.fullmatch(r"(--[\w-]+=)?(.*)", word, re.DOTALL).groups("")  # type: ignore[union-attr]
+        try:
+            found.append(option + expanded(path) if path[:1] in ("~", "$") else word)
+        except ValueError as error:
+            raise UsageError(f"{word}: {error}") from None
+    return [*found, *words[end:]]
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

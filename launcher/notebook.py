@@ -108,7 +108,8 @@ def plan(
     """Notebook: check the job and find the cluster; starts nothing. Arguments and errors as `run`."""
     cluster = cluster_at(address)
     place = backend("ray" if cluster else "local")
-    given, own, folder = described(config, arguments, Path(source_dir) if source_dir else None)
+    given, own, folder = described(config, arguments, Path(source_dir).expanduser() if source_dir else None)
+    resume = str(Path(resume).expanduser()) if resume and resume[0] == "~" else resume
     words = [*own, *overrides]
     found = resolve(resume, place, load(given, words, ORIGIN).config)
     resolved, tracked = with_mlflow(given, [*words, *found.overrides()])
@@ -172,7 +173,7 @@ def described(
             source_dir = Path.cwd()
         _, own = as_overrides(None, arguments)
         return config, own, source_dir
-    path = Path(example_file(str(config)) if str(config).startswith("example:") else config)
+    path = Path(example_file(str(config)) if str(config).startswith("example:") else config).expanduser()
     file, own = as_overrides(path, arguments)
     return file, own, source_dir
 

@@ -36,7 +36,7 @@ def as_overrides(path: Path | None, arguments: list[str] | None) -> tuple[Path |
     if path is None or path.suffix != ".py":
         return path, words
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", path.stem).lstrip("_.-")[:63] or "job"
-    return None, [f"name={name}", f"script={json.dumps(str(path))}", *words]
+    return None, [f"name={name}", f"script={path}", *words]
 
 
 def located(resolved: Resolved, source_dir: Path | None) -> tuple[Resolved, Path]:

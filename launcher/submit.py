@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
 import stoker
+from launcher.files import expanded_words
 from stoker.errors import UsageError, nearest
 from stoker.redaction import scrub
 
@@ -51,6 +52,7 @@ class DefaultsToRun(TyperGroup):
 
             args = [example_file(word) if word.startswith("example:") else word for word in args]
         args = [*args[1:], "--help"] if args[:1] == ["help"] else args
+        args = expanded_words(args)
         own = {option for param in self.get_params(ctx) for option in param.opts}
         if args and args[0].split("=")[0] not in (*self.commands, *own):
             if not ctx.resilient_parsing:

@@ -7,11 +7,12 @@ Reports all problems at once, each on one line with its origin, the value and a 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import inspect
 import json
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
@@ -24,8 +25,10 @@ from pydantic_core import ErrorDetails
 from stoker import redaction
 from stoker.errors import UsageError
 from stoker.schema import SCRIPT_KEYS, Config, for_scripts
+from stoker.values import Text, expanded_data, read_yaml, typed_at
 
-NULLS = {"", "null", "none", "~"}
+TYPED = ("command line", "stoker.run", "arguments")
+"""Origins of values that were given as text."""
 SECRETS_FILE = "job.secrets.json"
 """Next to a staged `job.yaml`: the values redacted there. Readable by the owner only."""
 
@@ -44,13 +47,17 @@ def load(
     path: str | Path | Mapping[str, Any] | None,
     overrides: Iterable[str] = (),
     origin: str = "command line",
+    passed: Mapping[str, str] | None = None,
+    texts: Iterable[str] = (),
 ) -> Resolved:
     """Anywhere: load and validate a file with overrides.
 
     Args:
         path: YAML file, its content as a mapping, or None for defaults only.
-        overrides: `section.key=value`; values are parsed as YAML.
+        overrides: `section.key=value`; the type of the key says what a value means.
         origin: recorded for the overridden keys.
+        passed: values by key that a service passes: as overrides, or text that is quoted as JSON.
+        texts: keys of `params` in the file that were given as text.
 
     Raises:
         UsageError: lists every problem, one per line.
@@ -63,20 +70,32 @@ def load(
     where = str(path) if path else "configuration"
     if path and (secrets := Path(path).with_name(SECRETS_FILE)).is_file():
         tree = _overlaid(tree, json.loads(secrets.read_text(encoding="utf-8")))
-    origins = {key: where for key, _ in _leaves(tree)}
+    leaves = dict(_leaves(tree))
+    origins = dict.fromkeys(leaves, where)
+    for key in texts:
+        if isinstance(leaves.get(key), str):
+            _put(tree, key, Text(leaves[key]))
+    given = [(key, unquoted(value)) for key, value in (passed or {}).items()]
     problems: list[str] = []
     for text in overrides:
         key, sign, value = text.partition("=")
-        if not sign:
+        if sign:
+            given.append((key.strip(), Text(value)))
+        else:
             problems.append(f"{origin}: {text!r} is not of the form key=value")
-            continue
+    for key, value in given:
         try:
-            _put(tree, key.strip(), parse_value(value))
+            # Only the recipe's class says what its parameters are: `typed_params`.
+            _put(tree, key, value if key.startswith("params.") else typed_at(value, Config, key.split(".")))
         except ValueError as error:
-            problems.append(
-                f"{origin}: {key or repr(text)}: {redaction.REDACTED if redaction.is_secret(key) else error}"
-            )
-        origins[key.strip()] = origin
+            problems.append(f"{origin}: {key or repr('=' + value)}: {error}")
+        origins[key] = origin
+    params: Any = tree.get("params")
+    for name, value in params.items() if isinstance(params, dict) else ():
+        try:
+            params[name] = expanded_data(value, name == "data" or bool(tree.get("script")))
+        except ValueError as error:
+            problems.append(f"{origins.get(f'params.{name}', where)}: params.{name}: {error}")
     for keys in redaction.redacted_at(tree):
         problems.append(
             f"{where}: {'.'.join(keys)}: is {redaction.REDACTED}, because runs do not store secrets;"
@@ -94,14 +113,12 @@ def load(
     return Resolved(config, origins, Path(path) if path else None)
 
 
-def parse_value(text: str) -> Any:
-    """Anywhere: parse a command-line value as YAML, except that 1e-3 is a number and None is null."""
-    if text.strip().lower() in NULLS:
-        return None
-    try:
-        return yaml.load(text, Loader=_UniqueKeys)  # noqa: S506 - derived from SafeLoader
-    except yaml.YAMLError as error:
-        raise ValueError(f"cannot read the value {text!r}: {_yaml_problem(error)}") from None
+def unquoted(text: str) -> str:
+    """Anywhere: a hyperparameter as its producer meant it: text, or (some SDKs) text as a JSON string."""
+    with contextlib.suppress(ValueError):
+        if isinstance(found := json.loads(text), str):
+            return found
+    return Text(text)
 
 
 def hyperparameter_overrides(arguments: Iterable[str]) -> list[str]:
@@ -266,23 +283,6 @@ def _section_at(model: type[BaseModel], loc: list[str]) -> type[BaseModel]:
     return model
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """Rejects duplicate keys, which PyYAML silently overwrites, and parses 1e-3 as a number."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -308,9 +308,9 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
         UsageError: it is not YAML, or not keys and values.
     """
     try:
-        tree = yaml.load(text, Loader=_UniqueKeys)  # noqa: S506 - derived from SafeLoader
-    except yaml.YAMLError as error:
-        raise UsageError(f"{where}: not valid YAML: {_yaml_problem(error)}") from None
+        tree = read_yaml(text)
+    except ValueError as error:
+        raise UsageError(f"{where}: not valid YAML: {error}") from None
     if tree is None:
         raise UsageError(f"{where}: the file is empty; `--show-config` lists every key")
     if not isinstance(tree, dict):
@@ -331,9 +331,3 @@ _SECTIONS = {
     for name, info in Config.model_fields.items()
     if name == "params" or (isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel))
 }
-
-
-def _yaml_problem(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    return f"{place}{getattr(error, 'problem', None) or error}"

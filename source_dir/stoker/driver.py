@@ -9,6 +9,7 @@ import contextlib
 import logging
 import time
 import traceback
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from stoker.fit import Fit
 from stoker.hosts import host_changes, hosts
 from stoker.logs import open_log
 from stoker.place import Outcome, Place
+from stoker.recipe import with_types
 from stoker.schema import Config
 from stoker.schema_places import CpuHostsConfig
 from stoker.storage.checkpoint_store import open_store
@@ -70,6 +72,7 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
     Returns:
         The outcome with its exit code: 0 done, 1 failed, 2 wrong usage, 130 or 143 stopped by request.
     """
+    resolved = replace(resolved, config=with_types(resolved.config))
     config = resolved.config
     redaction.learn_job(config.model_dump(mode="json"))
     log = open_log(place.run_dir)

@@ -23,6 +23,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from stoker.config import Resolved, describe
 from stoker.errors import UsageError, nearest, where_raised
+from stoker.schema import Config
+from stoker.values import expanded_data, has_text, is_path, typed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -229,13 +231,38 @@ def load_recipe(path: str, params: dict[str, Any], source: Path) -> Recipe:
     if not (inspect.isclass(cls) and issubclass(cls, Recipe)):
         raise UsageError(f"recipe: {path} is not a Recipe class; derive it from stoker.recipe.Recipe")
     try:
-        return cls(**params)
+        return cls(**typed_params(cls, params))
     except ValidationError as error:
         raise UsageError(*(describe_param(detail, cls) for detail in error.errors())) from None
     except UsageError:
         raise
     except Exception as error:
         raise UsageError(f"recipe: cannot create {path}: {where_raised(error)}") from error
+
+
+def typed_params(cls: type[Recipe], params: dict[str, Any]) -> dict[str, Any]:
+    """Every host: a recipe's parameters, in which texts have become what its fields say, with paths expanded.
+
+    Raises:
+        UsageError: a path that cannot be expanded.
+    """
+    fields = {info.alias or name: info.annotation for name, info in cls.model_fields.items()}
+    found: dict[str, Any] = {}
+    for name, value in params.items():
+        kind = fields.get(name) or getattr(cls.model_fields.get(name), "annotation", Any)
+        try:
+            found[name] = expanded_data(typed(value, kind), name == "data" or is_path(kind))
+        except ValueError as error:
+            raise UsageError(f"params.{name}: {error}") from None
+    return found
+
+
+def with_types(config: Config) -> Config:
+    """Head: the job with `typed_params` of its recipe; without texts, as it is."""
+    if config.script is not None or not has_text(config.params):
+        return config
+    cls = load_object(ALIASES.get(config.recipe, config.recipe), SOURCE_FOLDER, "recipe", offers=Recipe)
+    return config.model_copy(update={"params": typed_params(cls, config.params)})
 
 
 def describe_param(detail: Any, cls: type[Recipe]) -> str:

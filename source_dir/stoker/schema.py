@@ -19,6 +19,7 @@ from pydantic import (
 
 from stoker.schema_places import (
     CpuHostsConfig,
+    Folder,
     RehearsalConfig,
     SageMakerConfig,
     Section,
@@ -85,7 +86,7 @@ class DataConfig(Section):
     cache_gb: float | None = Field(
         None, gt=0, description="cache size per host, GB; null: half of the free space"
     )
-    cache_folder: str | None = Field(
+    cache_folder: Folder | None = Field(
         None, description="absolute path for cache: disk on each host; null: Ray's temporary folder"
     )
     share: str | None = Field(
@@ -228,12 +229,11 @@ class ClusterConfig(Section):
 
 
 class CheckpointConfig(Section):
-    dir: str | None = Field(
+    dir: Folder | None = Field(
         None,
-        min_length=1,
         description="folder, s3:// or gs:// prefix for checkpoints; default: checkpoints/ of the run",
     )
-    resume: str = Field(
+    resume: Folder = Field(
         "auto",
         description="auto: the newest complete checkpoint in dir; never; or a path, s3:// or gs:// prefix",
     )
@@ -294,15 +294,14 @@ class Config(Section):
         description="name of the job and prefix of its run directory: up to 63 letters, digits, - _ and .,"
         " beginning with a letter or digit",
     )
-    output_dir: str = Field("runs", min_length=1, description="parent folder of run directories")
+    output_dir: Folder = Field("runs", description="parent folder of run directories")
     seed: int = Field(0, ge=0, description="seed of weights, order and augmentation")
     recipe: str = Field(
         "stoker.image_classification:ImageClassification",
         description="import path of the recipe, package.module:Class",
     )
-    script: str | None = Field(
+    script: Folder | None = Field(
         None,
-        min_length=1,
         description="your own training script, run unchanged on every train worker instead of a recipe",
     )
     args: list[str] = Field([], description="arguments of the script; on the command line, after --")

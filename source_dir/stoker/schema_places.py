@@ -5,14 +5,21 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    StringConstraints,
     ValidationInfo,
     field_validator,
     model_validator,
 )
+
+from stoker.values import expanded
+
+Folder = Annotated[str, StringConstraints(min_length=1), AfterValidator(expanded)]
+"""A path or URI, in which `~` and `$VARIABLES` are expanded."""
 
 
 class Section(BaseModel):
@@ -23,7 +30,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _none_is_a_choice(cls, values: Any) -> Any:
-        """YAML and the command line parse `none` as null; keep it where `none` is a choice."""
+        """Where `none` is a choice, null means it, too."""
         if not isinstance(values, dict):
             return values
         choices = {name for name, field in cls.model_fields.items() if "none" in get_args(field.annotation)}
@@ -282,8 +289,8 @@ class SlurmConfig(Section):
     container: Literal["none", "pyxis", "apptainer"] = Field(
         "none", description="what runs the image: Pyxis (srun --container-image) or Apptainer"
     )
-    image: str | None = Field(None, description="container image with the job's requirements")
-    mounts: list[str] = Field(
+    image: Folder | None = Field(None, description="container image with the job's requirements")
+    mounts: list[Folder] = Field(
         [], description="folders that the container sees besides the run directory, /path or /path:/inside"
     )
 

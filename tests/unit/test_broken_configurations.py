@@ -42,6 +42,44 @@ CASES = {
     "bad name": ("name: 'two words'", [], "job.yaml: name: "),
     "twice the same key": ("seed: 1\nseed: 2", [], "the key 'seed' stands twice"),
     "no YAML": ("train: [1, 2", [], "job.yaml: not valid YAML: line "),
+    "an alias of itself": ("args: &a [*a]", [], "job.yaml: not valid YAML: an alias refers to itself"),
+    "an alias of what holds it": (
+        "train: &t {epochs: 3, early_stopping: *t}",
+        [],
+        "an alias refers to itself",
+    ),
+    "a merge with itself": ("params: {a: &a {b: {<<: *a}}}", [], "an alias refers to itself"),
+    "aliases that grow": (
+        "params:\n  a: &a [x,x,x,x,x,x,x,x,x,x]\n"
+        + "".join(
+            f"  {n}: &{n} [{','.join(['*' + p] * 10)}]\n" for p, n in ("ab", "bc", "cd", "de", "ef", "fg")
+        ),
+        [],
+        "or it holds more than 1,000,000 values",
+    ),
+    "an alias of itself in params": ("params: {a: &a {b: *a}}", [], "an alias refers to itself"),
+    "an unknown alias": ("params: {a: *b}", [], "not valid YAML: line 1, column 13: found undefined alias"),
+    "too deep": ("params: " + "[" * 3000 + "]" * 3000, [], "or it holds more than"),
+    "no such day": ("params: {day: 2024-02-30}", [], "job.yaml: not valid YAML: "),
+    "no such number": ("params: {x: !!int ''}", [], "job.yaml: not valid YAML: "),
+    "an object in params": (
+        "params: {x: !!python/object:os.system {}}",
+        [],
+        "could not determine a constructor for the tag",
+    ),
+    "keys that are no text": ("1: x", [], "job.yaml: "),
+    "an alias of itself on the command line": ("seed: 1", ["export=[&a [*a]]"], "export: must be a list"),
+    "a variable that is not set": ("output_dir: $NO_SUCH/x", [], "output_dir: $NO_SUCH is not set"),
+    "a folder of nobody": (
+        "params: {data: ~nobody-here/x}",
+        [],
+        "params.data: ~nobody-here is no user's home",
+    ),
+    "an option with a variable": (
+        "seed: 1",
+        ["--source-dir=$NO_SUCH"],
+        "--source-dir=$NO_SUCH: $NO_SUCH is not",
+    ),
     "a list": ("- train", [], "holds a list, not keys and values"),
     "an override without a value": (
         "seed: 1",

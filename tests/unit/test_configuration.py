@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.config import hyperparameter_overrides, load, parse_value, resolved_yaml, schema_rows
+from stoker.config import hyperparameter_overrides, load, resolved_yaml, schema_rows
 from stoker.errors import UsageError
 from stoker.schema import Config
 
@@ -53,10 +53,10 @@ def test_a_flag_without_a_value_is_refused() -> None:
         hyperparameter_overrides(["--train.lr"])
 
 
-def test_values_mean_what_people_mean() -> None:
-    assert parse_value("1e-3") in (1e-3, "1e-3")
-    assert parse_value("null") is None
-    assert parse_value("[a, 2]") == ["a", 2]
+def test_anchors_and_merges_are_read_as_yaml_has_them(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("params: {a: &a {x: 1, y: 2}, b: {<<: *a, y: 3}, c: *a}\n")
+    params = load(tmp_path / "job.yaml").config.params
+    assert params == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}, "c": {"x": 1, "y": 2}}
 
 
 def test_every_key_has_a_meaning_to_show() -> None:

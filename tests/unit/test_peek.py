@@ -312,3 +312,27 @@ def test_recipes_of_ray_data_and_scripts_are_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print(1)\n")
     result = CliRunner().invoke(app, ["peek", str(tmp_path / "train.py")])
     assert "a script reads its own" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    ["{here}/my set #2", "~/my set #2", "$HOME/my set #2", "${{HOME}}/my set #2", "[my] {{set}}: 010"],
+)
+def test_a_folder_named_on_the_command_line_is_the_one_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str
+) -> None:
+    """Other folders lie where a part of the text would lead."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name, classes, each in (("my set", 2, 3), ("my set #2", 3, 5), ("[my] {set}: 010", 3, 5)):
+        for number in range(classes * each):
+            file = tmp_path / name / "train" / f"class {number % classes}" / f"{number}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (40, 40), (number, 0, 0)).save(file)
+    data = typed.format(here=tmp_path)
+    words = [f"params.data={data}", "params.augment=none", "params.image_size=032", "params.model=resnet18"]
+    result, _ = peek(tmp_path, *words, recipe="ImageClassification")
+    assert "look: 15 train records from" in result.output
+    assert re.search(r"label +int64 +0 +0 … 2", result.output), result.output
+    assert re.search(r"CenterCrop +image +uint8 +32×32×3", result.output), result.output
+    assert "RandomResizedCrop" not in result.output  # augment=none means a centre crop

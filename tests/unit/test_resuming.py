@@ -110,8 +110,8 @@ def test_what_cannot_be_gone_on_from_is_refused_in_one_line(tmp_path: Path, valu
     ("override", "refused", "said"),
     [
         ("seed=1", "seed: 1 here, 0 in step-00000005", ""),
-        ("params.width=8", "params.width: 8 here, 4 in step-00000005", ""),
-        ("params.depth=2", "params.depth: 2 here, None in step-00000005", ""),
+        ("params.width=8", "params.width: '8' here, '4' in step-00000005", ""),
+        ("params.depth=2", "params.depth: '2' here, None in step-00000005", ""),
         ("train.optimizer=adamw", "train.optimizer: 'adamw' here, 'sgd' in", ""),
         ("recipe=a:B", "recipe: 'a:B' here", ""),
         ("params.data=/mnt/b", "", "params.data: '/mnt/b' here, '/mnt/a' in step-00000005; the records are"),

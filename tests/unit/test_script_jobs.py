@@ -201,7 +201,7 @@ def test_params_of_a_script_name_its_data_and_nothing_else(project: Path) -> Non
     (project / "flowers").mkdir()
     job = open_job(job_of("train.py", "params.train=./flowers"))
     assert job.data == {"train": str(project / "flowers")}
-    with pytest.raises(UsageError, match=r"params.lr: no such file or folder here \(got 0.1\)"):
+    with pytest.raises(UsageError, match=r"params.lr: no such file or folder here \(got '0.1'\)"):
         open_job(job_of("train.py", "params.lr=0.1"))
 
 

@@ -210,7 +210,7 @@ def read_configuration(arguments: list[str], passed: Mapping[str, str]) -> Resol
         UsageError: lists every problem found.
     """
     from stoker import redaction
-    from stoker.config import SECRETS_FILE, Resolved, hyperparameter_overrides, load
+    from stoker.config import SECRETS_FILE, TYPED, Resolved, hyperparameter_overrides, load
 
     parser = argparse.ArgumentParser(description="Run one Stoker job on this host.")
     parser.add_argument("--config", type=Path)
@@ -219,19 +219,22 @@ def read_configuration(arguments: list[str], passed: Mapping[str, str]) -> Resol
     path = known.config or Path(_plain(given.pop("config", "job.yaml")))
     if not path.is_absolute() and not path.exists():
         path = CODE / path
-    overrides = [f"{key.replace('__', '.')}={value}" for key, value in given.items() if key != "config"]
-    if not _copied_by_toolkit(arguments):
-        overrides += hyperparameter_overrides(rest)
-    resolved = load(path, overrides, origin="arguments")
+    # Values that the launcher resolved from file and command line keep their original origin.
+    origins = {}
+    with contextlib.suppress(OSError, ValueError):
+        origins = json.loads(path.with_name("job.origins.json").read_text())
+    resolved = load(
+        path,
+        [] if _copied_by_toolkit(arguments) else hyperparameter_overrides(rest),
+        origin="arguments",
+        passed={key.replace("__", "."): value for key, value in given.items()},
+        texts=[key for key, origin in origins.items() if origin in TYPED and key.startswith("params.")],
+    )
     redaction.learn_job(resolved.config.model_dump(mode="json"))
     if os.environ.get(BACKEND_VARIABLE) == "local":
         # The staged copy is in the run directory, which users keep and share.
         with contextlib.suppress(OSError):
             path.with_name(SECRETS_FILE).unlink(missing_ok=True)
-    # Values that the launcher resolved from file and command line keep their original origin.
-    origins = {}
-    with contextlib.suppress(OSError, ValueError):
-        origins = json.loads(path.with_name("job.origins.json").read_text())
     later = {key: origin for key, origin in resolved.origins.items() if origin == "arguments"}
     return Resolved(resolved.config, {**(origins or resolved.origins), **later})
 

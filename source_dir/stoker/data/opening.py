@@ -20,7 +20,7 @@ from stoker.data.sources.base import Source
 from stoker.data.sources.identity import Identity, identity_of
 from stoker.data.sources.seeding import drawing
 from stoker.errors import UsageError, where_raised
-from stoker.recipe import SOURCE_FOLDER, Recipe, from_recipe, load_recipe
+from stoker.recipe import SOURCE_FOLDER, Recipe, from_recipe, load_recipe, with_types
 from stoker.schema import Config
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def discover(resolved: Resolved) -> Config:
     Raises:
         UsageError: the recipe cannot derive them.
     """
-    config = resolved.config
+    config = with_types(resolved.config)
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     with drawing(f"{config.seed}/recipe"):
         found = from_recipe(recipe, "discover")

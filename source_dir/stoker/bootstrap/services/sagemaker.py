@@ -49,7 +49,7 @@ def folders() -> Folders:
 def hyperparameters() -> dict[str, str]:
     """Every host: hyperparameters.json without SageMaker's own keys; not every entry passes it as arguments.
 
-    Values are strings, or JSON if an SDK wrote them; both parse as YAML later.
+    Values are text, or JSON if an SDK wrote them; `stoker.config.unquoted` reads both.
     """
     file = base_folder() / "input" / "config" / "hyperparameters.json"
     try:

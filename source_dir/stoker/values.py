@@ -1,0 +1,286 @@
+"""Anywhere: what a value given as text means (its field's type decides), and what YAML and paths mean.
+
+    typed(Text("010"), str)  →  "010"        typed(Text("[1, 2]"), list[int])  →  [1, 2]
+
+A text is a number, a boolean, null, a list or a mapping only where the type has one and the whole text reads
+as one. Imports neither ray nor torch.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import contextlib
+import enum
+import inspect
+import json
+import os
+import re
+import typing
+from collections.abc import Hashable, Iterator, Mapping
+from pathlib import Path, PurePath
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+
+NULLS = {"", "null", "none", "~"}
+BOOLEANS = {"true": True, "false": False}
+SWITCHES = BOOLEANS | dict.fromkeys(("yes", "on", "1"), True) | dict.fromkeys(("no", "off", "0"), False)
+MOST_VALUES = 1_000_000
+_INT, _FLOAT = re.compile(r"-?(0|[1-9]\d*)"), re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
+_ANYTHING = [NoneType, bool, int, float, list, dict, str]
+
+
+class Text(str):
+    """A value given as text whose field's type is not known yet, such as a recipe's parameter."""
+
+    __slots__ = ()
+
+
+def typed(value: Any, kind: Any) -> Any:
+    """Anywhere: a value, in which each `Text` has become what the type says; all else is left as it is.
+
+    Args:
+        value: a text, or a mapping or list with texts in it.
+        kind: the type of its field.
+    """
+    return _typed(value, list(_members(kind)), inside=False)
+
+
+def _typed(value: Any, kinds: list[Any], inside: bool) -> Any:
+    """`inside`: the value stands in the text of a list or mapping: YAML reads what may be anything."""
+    if isinstance(value, Text):
+        return _read(value, kinds, inside)
+    if isinstance(value, dict):
+        return {
+            _typed(key, _part(kinds, None), inside): _typed(below, _part(kinds, str(key)), inside)
+            for key, below in value.items()
+        }
+    if isinstance(value, list):
+        return [_typed(item, _item(kinds, at), inside) for at, item in enumerate(value)]
+    return value
+
+
+def typed_at(value: Any, model: type[BaseModel], path: list[str]) -> Any:
+    """Anywhere: as `typed`, for the field at a path of keys."""
+    kinds: list[Any] = [model]
+    for part in path:
+        kinds = _part(kinds, part)
+    return _typed(value, kinds, inside=False)
+
+
+def has_text(value: Any) -> bool:
+    """Anywhere: whether there are texts in a value."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, Text) or any(map(has_text, parts))
+
+
+def is_path(kind: Any) -> bool:
+    """Anywhere: whether a field's type says that it names a file or folder."""
+    return any(inspect.isclass(one) and issubclass(one, PurePath) for one in _members(kind))
+
+
+def expanded(path: str) -> str:
+    """Anywhere: a path or URI with `~` and `$VARIABLES` replaced.
+
+    Raises:
+        ValueError: a variable is not set, or there is no such user.
+    """
+    found = os.path.expanduser(path)  # noqa: PTH111 - Path would shorten s3://
+    unset = [name for name in map("".join, _VARIABLE.findall(found)) if not os.environ.get(name)]
+    if (unset or found.startswith("~")) and os.path.lexists(path):
+        return path
+    if unset:
+        raise ValueError(f"${unset[0]} is not set; set it, or write the whole path")
+    if found.startswith("~"):
+        raise ValueError(f"{found.partition('/')[0]} is no user's home folder; write the whole path")
+    return _VARIABLE.sub(lambda match: os.environ[match[1] or match[2]], found)
+
+
+def expanded_data(value: Any, certain: bool) -> Any:
+    """Anywhere: a recipe's parameter with its paths expanded.
+
+    Args:
+        value: text, or a list of texts; others are left as they are.
+        certain: whether the field is one of paths; if not, only a path that then exists is one.
+
+    Raises:
+        ValueError: as `expanded`.
+    """
+    if isinstance(value, list):
+        return [expanded_data(item, certain) for item in value]
+    if not isinstance(value, str) or not (certain or value[:1] in ("~", "$")):
+        return value
+    if certain and not (isinstance(value, Text) and value[:1] == "["):
+        return type(value)(expanded(value))
+    with contextlib.suppress(ValueError, OSError):
+        return type(value)(path) if Path(path := expanded(value)).exists() else value
+    return value
+
+
+def read_yaml(text: str, loader: Any = None) -> Any:
+    """Anywhere: parse YAML.
+
+    Raises:
+        ValueError: it is not YAML, or without end, in one line.
+    """
+    try:
+        tree = yaml.load(text, Loader=loader or UniqueKeys)  # noqa: S506 - derived from SafeLoader
+        left = [tree]
+        for _ in range(MOST_VALUES):
+            if not left:
+                return tree
+            value = left.pop()
+            left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ValueError(f"{place}{getattr(error, 'problem', None) or error}") from None
+    except RecursionError:
+        pass
+    except Exception as error:  # PyYAML's, on values such as the 30th of February
+        raise ValueError(f"a value cannot be read: {error}") from None
+    raise ValueError(f"an alias refers to itself, or it holds more than {MOST_VALUES:,} values or levels")
+
+
+class _Unique(yaml.constructor.BaseConstructor):
+    """Rejects duplicate keys, which PyYAML silently overwrites, and joins JSON's pairs of `\\u` escapes."""
+
+    def construct_scalar(self, node: Any) -> Any:
+        found = super().construct_scalar(node)
+        return found.encode("utf-16", "surrogatepass").decode("utf-16") if node.style == '"' else found
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be text", key_node.start_mark)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
+            seen.add(key)
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
+
+
+class UniqueKeys(_Unique, yaml.SafeLoader):
+    """YAML of a file."""
+
+
+class Texts(_Unique, yaml.BaseLoader):
+    """YAML whose plain scalars are texts, for `typed`, and whose quoted ones are strings."""
+
+    def construct_scalar(self, node: Any) -> Any:
+        found = super().construct_scalar(node)
+        return found if node.style else Text(found)
+
+
+def _read(text: Text, kinds: list[Any], inside: bool) -> Any:
+    """The text as the first of these types that it reads as; itself if it may be, or if it is none."""
+    if Any in kinds or object in kinds:
+        kinds = _ANYTHING if inside else [str]
+    choices = [choice for kind in kinds for choice in _choices(kind)]
+    for choice in choices:
+        if text in (str(choice), json.dumps(choice, default=str)):
+            return choice
+    free = not all(kind in _ANYTHING[:-1] or _choices(kind) or _is_collection(kind) for kind in kinds)
+    lower = text.lower()
+    if NoneType in kinds and (text == "null" or (lower in NULLS and not free)):
+        return None
+    words = BOOLEANS if free or int in kinds or float in kinds else SWITCHES
+    if bool in kinds and lower in words:
+        return words[lower]
+    with contextlib.suppress(ValueError):
+        plain = _FLOAT.fullmatch(text) or not (free or "_" in text or text != text.strip())
+        if int in kinds and plain and (_INT.fullmatch(text) or not free):
+            return int(text)
+    with contextlib.suppress(ValueError):
+        if float in kinds and plain:
+            return float(text)
+    collection = text[:1] + text[-1:] in ("[]", "{}") and any(map(_is_collection, kinds))
+    with contextlib.suppress(ValueError):
+        if collection and isinstance(found := read_yaml(text, Texts), list | dict):
+            mapping = isinstance(found, dict)
+            if any(_is_collection(kind) and _is_mapping(kind) == mapping for kind in kinds):
+                return _typed(found, kinds, inside=True)
+    if free:
+        return str(text)
+    if "none" in choices and lower in NULLS:
+        return "none"
+    if text[:1] in ("'", '"'):
+        with contextlib.suppress(ValueError):
+            quoted = read_yaml(text, Texts)
+            if isinstance(quoted, str) and not isinstance(quoted, Text):
+                return _read(Text(quoted), kinds, inside)
+    return str(text)
+
+
+def _members(kind: Any) -> Iterator[Any]:
+    """The types of a union; a type without its annotations."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is typing.Annotated:
+        yield from _members(args[0])
+    elif origin in (Union, UnionType):
+        for one in args:
+            yield from _members(one)
+    elif hasattr(kind, "__value__"):  # type Name = …
+        yield from _members(kind.__value__)
+    elif hasattr(kind, "__supertype__"):  # NewType
+        yield from _members(kind.__supertype__)
+    else:
+        yield NoneType if kind is None else kind
+
+
+def _choices(kind: Any) -> list[Any]:
+    if get_origin(kind) is Literal:
+        return [one.value if isinstance(one, enum.Enum) else one for one in get_args(kind)]
+    return [one.value for one in kind] if inspect.isclass(kind) and issubclass(kind, enum.Enum) else []
+
+
+def _is_collection(kind: Any) -> bool:
+    origin = get_origin(kind) or kind
+    if not inspect.isclass(origin) or issubclass(origin, str | bytes):
+        return False
+    return _is_mapping(kind) or issubclass(origin, collections.abc.Iterable)
+
+
+def _is_mapping(kind: Any) -> bool:
+    origin = get_origin(kind) or kind
+    return inspect.isclass(origin) and (
+        issubclass(origin, Mapping | BaseModel) or hasattr(origin, "__dataclass_fields__")
+    )
+
+
+def _part(kinds: list[Any], key: str | None) -> list[Any]:
+    """The types of what these types have at a key; None: of their keys."""
+    found: list[Any] = []
+    for kind in filter(_is_mapping, kinds):
+        origin, args = get_origin(kind) or kind, get_args(kind)
+        if len(args) == 2:
+            found.append(args[key is not None])
+            continue
+        if issubclass(origin, BaseModel):
+            fields = {info.alias or name: info.annotation for name, info in origin.model_fields.items()}
+            fields |= {name: info.annotation for name, info in origin.model_fields.items()}
+        else:
+            fields = typing.get_type_hints(origin)
+        if key is None or key in fields:
+            found.append(str if key is None else fields[key])
+    return [one for kind in found for one in _members(kind)] or [Any]
+
+
+def _item(kinds: list[Any], at: int) -> list[Any]:
+    """The types of what these types have at a place."""
+    found = []
+    for kind in kinds:
+        args = get_args(kind)
+        if args and _is_collection(kind) and not _is_mapping(kind):
+            each = get_origin(kind) is tuple and args[-1] is not ...
+            found.append(args[min(at, len(args) - 1) if each else 0])
+    return [one for kind in found for one in _members(kind)] or [Any]

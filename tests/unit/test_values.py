@@ -1,0 +1,371 @@
+"""What a value given as text means: its field's type decides, for keys and for a recipe's parameters."""
+
+from __future__ import annotations
+
+import enum
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Optional
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field, PositiveInt
+
+from stoker.bootstrap import run
+from stoker.bootstrap.services import sagemaker
+from stoker.config import load, resolved_yaml
+from stoker.errors import UsageError
+from stoker.recipe import Recipe, load_recipe
+
+HERE = Path(__file__).parent
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    ONE = 1
+
+
+class Crop(BaseModel):
+    size: int = 1
+    modes: list[str] = []
+    name: str | None = None
+
+
+class Everything(Recipe):
+    """A parameter of each type."""
+
+    text: str = ""
+    maybe: str | None = "x"
+    number: int = 0
+    some: Optional[int] = 1  # noqa: UP045 - what people write
+    small: Annotated[PositiveInt, Field(lt=100)] = 1
+    rate: float = 0.0
+    flag: bool = False
+    both: bool | str = False
+    either: int | str = 0
+    any: Any = None
+    names: list[str] = Field([])
+    sizes: list[int] = Field([])
+    pair: tuple[int, str] = (0, "")
+    bag: set[str] = Field(set())
+    bare: list = Field([])  # type: ignore[type-arg]
+    rates: dict[str, float] = Field({})
+    ids: dict[int, str] = Field({})
+    options: dict[str, Any] = Field({})
+    mode: Literal["none", "flip", 2] = "none"
+    augment: Literal["none", "flip"] | None = None
+    late: float | Literal["never"] = 0.0
+    colour: Colour = Colour.RED
+    one_or_more: str | list[str] = ""
+    file: Path = Path()
+    crop: Crop = Crop()
+    shown: int = Field(0, alias="as")
+
+
+def read(*words: str, file: Any = None) -> Everything:
+    """The recipe that these overrides give, from the command line to the job's own process."""
+    config = load(file, [f"params.{word}" for word in words]).config
+    recipe = load_recipe(f"{__name__}:Everything", config.params, HERE)
+    assert isinstance(recipe, Everything)
+    return recipe
+
+
+MEANINGS: list[tuple[str, Any]] = [
+    ("text=/data/my set #2", "/data/my set #2"),
+    ("text=a: b", "a: b"),
+    ("text=010", "010"),
+    ("text=12:30:00", "12:30:00"),
+    ("text=1e-3", "1e-3"),
+    ("text=[a, b]", "[a, b]"),
+    ("text={a: b}", "{a: b}"),
+    ("text=null", "null"),
+    ("text=none", "none"),
+    ("text=yes", "yes"),
+    ("text=2024-02-30", "2024-02-30"),
+    ("text=", ""),
+    ("text=&a *b !c %d @e `f", "&a *b !c %d @e `f"),
+    ("text='quoted'", "'quoted'"),
+    ("text=a=b", "a=b"),
+    ("text=- x", "- x"),
+    ("text=cost $5 of $HOME", "cost $5 of $HOME"),
+    ("maybe=null", None),
+    ("maybe=none", "none"),
+    ("maybe=None", "None"),
+    ("maybe=", ""),
+    ("number=010", 10),
+    ("number=-3", -3),
+    ("some=null", None),
+    ("some=none", None),
+    ("some=7", 7),
+    ("small=64", 64),
+    ("rate=1e-3", 0.001),
+    ("rate=5", 5.0),
+    ("rate=.5", 0.5),
+    ("flag=True", True),
+    ("flag=off", False),
+    ("flag=0", False),
+    ("both=true", True),
+    ("both=yes", "yes"),
+    ("either=5", 5),
+    ("either=05", "05"),
+    ("either=1_000", "1_000"),
+    ("any=5", "5"),
+    ("any=no", "no"),
+    ("any=12:30", "12:30"),
+    ("names=[a, 010, 12:30:00, no, 'x, y']", ["a", "010", "12:30:00", "no", "x, y"]),
+    ('names=["a", "null"]', ["a", "null"]),
+    ("names=[]", []),
+    ("sizes=[1, 02]", [1, 2]),
+    ("pair=[1, 2]", (1, "2")),
+    ("bag=[a, a, b]", {"a", "b"}),
+    ("bare=[1, a, 010, 1.5, null, [true]]", [1, "a", "010", 1.5, None, [True]]),
+    ("rates={a: 1, b: 1e-3}", {"a": 1.0, "b": 0.001}),
+    ('rates={"a":1}', {"a": 1.0}),
+    ("rates.a=1e-3", {"a": 0.001}),
+    ("ids={1: 010}", {1: "010"}),
+    ("options={a: 1, b: [no, 2]}", {"a": 1, "b": ["no", 2]}),
+    ("options.deep.x=[1]", {"deep": {"x": "[1]"}}),
+    ("mode=none", "none"),
+    ("mode=2", 2),
+    ("augment=none", "none"),
+    ("augment=null", None),
+    ("late=never", "never"),
+    ("late=30", 30.0),
+    ("colour=red", Colour.RED),
+    ("colour=1", Colour.ONE),
+    ("one_or_more=[a, b]", ["a", "b"]),
+    ("one_or_more=[a", "[a"),
+    ("file=a #1", Path("a #1")),
+    ("crop.size=08", Crop(size=8)),
+    ("crop={size: 3, modes: [010], name: null}", Crop(size=3, modes=["010"])),
+    ("as=4", 4),
+]
+
+
+@pytest.mark.parametrize(("word", "meant"), MEANINGS, ids=[word for word, _ in MEANINGS])
+def test_the_type_of_a_parameter_says_what_a_text_means(word: str, meant: Any) -> None:
+    name = word.partition("=")[0].partition(".")[0].replace("as", "shown")
+    found = getattr(read(word), name)
+    assert (found, type(found)) == (meant, type(meant))
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        *(
+            "number=1e3",
+            "number=5 #",
+            "number=none",
+            "rate=1_0 ",
+            "flag=maybe",
+            "names=a",
+            "names=[a",
+            "mode=3",
+        ),
+        *("sizes=[1.5]", "rates={a: b}", "crop=3", "rates={a: 1, a: 2}", "sizes=[&a [*a]]"),
+    ],
+)
+def test_a_text_that_does_not_fit_is_refused_with_its_key_and_as_typed(word: str) -> None:
+    name = word.partition("=")[0]
+    with pytest.raises(UsageError, match=rf"^params\.{name}.*\(got .*\)$"):
+        read(word)
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+KEYS = st.text(st.sampled_from("abcxyz019-"), min_size=1, max_size=5)
+SCALARS: dict[str, st.SearchStrategy[Any]] = {
+    "text": TEXTS,
+    "any": TEXTS,
+    "maybe": TEXTS.filter(lambda text: text != "null") | st.none(),
+    "number": st.integers(),
+    "some": st.integers() | st.none(),
+    "rate": st.floats(allow_nan=False, allow_infinity=False),
+    "flag": st.booleans(),
+    "mode": st.sampled_from(["none", "flip", 2]),
+    "augment": st.sampled_from(["none", "flip", None]),
+    "late": st.floats(allow_nan=False, allow_infinity=False) | st.just("never"),
+}
+COLLECTIONS: dict[str, st.SearchStrategy[Any]] = {
+    "names": st.lists(TEXTS),
+    "sizes": st.lists(st.integers()),
+    "rates": st.dictionaries(KEYS, st.floats(allow_nan=False, allow_infinity=False)),
+    "options": st.dictionaries(KEYS, TEXTS | st.integers() | st.booleans() | st.none() | st.lists(TEXTS)),
+    "ids": st.dictionaries(st.integers(), TEXTS),
+}
+
+
+@given(st.one_of(*[st.tuples(st.just(name), values) for name, values in SCALARS.items()]))
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+def test_a_scalar_written_as_text_is_read_back(case: tuple[str, Any]) -> None:
+    name, value = case
+    written = value if isinstance(value, str) else json.dumps(value)
+    assert getattr(read(f"{name}={written}"), name) == value
+
+
+@given(st.one_of(*[st.tuples(st.just(name), values) for name, values in COLLECTIONS.items()]))
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+def test_a_list_or_mapping_written_as_json_or_yaml_is_read_back(case: tuple[str, Any]) -> None:
+    name, value = case
+    for written in (json.dumps(value), yaml.safe_dump(value, default_flow_style=True, width=10**6).strip()):
+        assert getattr(read(f"{name}={written}"), name) == value, written
+
+
+@given(TEXTS)
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+def test_text_stays_itself_on_the_way_through_a_staged_job(tmp_path_factory: Any, text: str) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    first = load(None, [f"params.text={text}", f"params.maybe={text}", f"tracking.mlflow.tags.x={text}"])
+    (folder / "job.yaml").write_text(resolved_yaml(first), encoding="utf-8")
+    (folder / "job.origins.json").write_text(json.dumps(first.origins))
+    again = run.read_configuration(["--config", str(folder / "job.yaml")], {}).config
+    assert again.tracking.mlflow.tags == {"x": text}
+    recipe = load_recipe(f"{__name__}:Everything", again.params, HERE)
+    assert isinstance(recipe, Everything)
+    assert (recipe.text, recipe.maybe) == (text, None if text == "null" else text)
+
+
+def test_a_file_says_with_quotes_what_is_text(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("params: {maybe: 'null', either: '5', augment: none, mode: none, some: ~, any: 5}\n")
+    recipe = read(file=job)
+    assert (recipe.maybe, recipe.either, recipe.augment, recipe.mode) == ("null", "5", "none", "none")
+    assert (recipe.some, recipe.any) == (None, 5)
+
+
+SENT: dict[str, dict[str, str]] = {
+    "the AWS CLI and boto3": {
+        "train__lr": "1e-3",
+        "train__scheduler": "cosine",
+        "data__cache": "none",
+        "params__text": "/data/my set #2",
+        "params__maybe": "none",
+        "params__some": "null",
+        "params__number": "64",
+        "params__flag": "false",
+        "params__names": '["010", "b"]',
+        "params__rates": '{"a": 1}',
+        "tracking__mlflow__experiment": "010",
+    },
+    "SageMaker's SDK 2": {
+        "train__lr": "0.001",
+        "train__scheduler": '"cosine"',
+        "data__cache": '"none"',
+        "params__text": '"/data/my set #2"',
+        "params__maybe": '"none"',
+        "params__some": "null",
+        "params__number": '"64"',
+        "params__flag": "false",
+        "params__names": '["010", "b"]',
+        "params__rates": '{"a": 1}',
+        "tracking__mlflow__experiment": '"010"',
+    },
+    "an estimator that prints Python": {
+        "train__lr": "0.001",
+        "train__scheduler": "cosine",
+        "data__cache": "none",
+        "params__text": "/data/my set #2",
+        "params__maybe": "none",
+        "params__some": "None",
+        "params__number": "64",
+        "params__flag": "False",
+        "params__names": "['010', 'b']",
+        "params__rates": "{'a': 1}",
+        "tracking__mlflow__experiment": "010",
+    },
+}
+
+
+@pytest.mark.parametrize("producer", SENT)
+@pytest.mark.parametrize("how", ["file", "arguments", "toolkit"])
+def test_a_hyperparameter_arrives_as_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, producer: str, how: str
+) -> None:
+    sent = SENT[producer]
+    (tmp_path / "input" / "config").mkdir(parents=True)
+    monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
+    (tmp_path / "job.yaml").write_text("train: {epochs: 3}\n")
+    arguments = ["--config", str(tmp_path / "job.yaml")]
+    if how == "arguments":  # as SDK 3 does for an entry script: text as it is, all else as JSON
+        decoded = {key: _json(value) for key, value in sent.items()}
+        for key, value in decoded.items():
+            arguments += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+    else:
+        written = sent | {"sagemaker_program": "train.py", "_tuning_objective_metric": "loss"}
+        (tmp_path / "input" / "config" / "hyperparameters.json").write_text(json.dumps(written))
+    if how == "toolkit":  # sagemaker-training passes Python's spelling of what it decoded, sorted
+        copied = [word for key in sorted(sent) for word in (f"--{key}", str(_json(sent[key])))]
+        monkeypatch.setenv("SM_USER_ARGS", json.dumps([*arguments, *copied]))
+        arguments += copied
+    config = run.read_configuration(arguments, sagemaker.SERVICE.given()).config
+    assert (config.train.lr, config.train.scheduler, config.train.epochs) == (0.001, "cosine", 3)
+    assert (config.data.cache, config.tracking.mlflow.experiment) == ("none", "010")
+    recipe = load_recipe(f"{__name__}:Everything", config.params, HERE)
+    assert isinstance(recipe, Everything)
+    assert (recipe.text, recipe.maybe, recipe.some) == ("/data/my set #2", "none", None)
+    assert (recipe.number, recipe.flag, recipe.names) == (64, False, ["010", "b"])
+    assert recipe.rates == {"a": 1.0}
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def test_text_that_reads_as_null_is_text_where_the_producer_quotes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "input" / "config").mkdir(parents=True)
+    monkeypatch.setenv("SAGEMAKER_BASE_DIR", str(tmp_path))
+    sent = {"params__maybe": '"null"', "params__either": '"5"'}
+    (tmp_path / "input" / "config" / "hyperparameters.json").write_text(json.dumps(sent))
+    (tmp_path / "job.yaml").write_text("train: {epochs: 3}\n")
+    params = run.read_configuration(
+        ["--config", str(tmp_path / "job.yaml")], sagemaker.SERVICE.given()
+    ).config
+    recipe = load_recipe(f"{__name__}:Everything", params.params, HERE)
+    assert isinstance(recipe, Everything)
+    assert (recipe.maybe, recipe.either) == ("null", "5")
+
+
+PATHS = ("output_dir", "checkpoint.dir", "checkpoint.resume", "params.data", "script", "slurm.image")
+
+
+@pytest.mark.parametrize("key", PATHS)
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("~/x y", "/home/me/x y"), ("$HOME/x", "/home/me/x"), ("${DISK}/a/$RUN", "/disk/a/7"), ("a$5", "a$5")],
+)
+def test_home_and_variables_are_expanded_in_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, typed: str, meant: str
+) -> None:
+    for name, value in (("HOME", "/home/me"), ("DISK", "/disk"), ("RUN", "7")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_SUCH", raising=False)
+    rest = ["slurm.container=apptainer"] if key == "slurm.image" else []
+    section, _, name = key.rpartition(".")
+    job = tmp_path / "job.yaml"
+    job.write_text(yaml.safe_dump({section: {name: typed}} if section else {name: typed}))
+    for resolved in (load(job, rest), load(None, [*rest, f"{key}={typed}"])):
+        config: Any = resolved.config.model_dump()
+        assert (config[section][name] if section else config[name]) == meant
+    for wrong in ("$NO_SUCH/x", "~no-such-user/x"):
+        with pytest.raises(UsageError, match=rf"^command line: {key}: .*{wrong[1:5]}.*write the whole path"):
+            load(None, [*rest, f"{key}={wrong}"])
+        with pytest.raises(UsageError, match=rf"{key}: .*write the whole path"):
+            job.write_text(yaml.safe_dump({section: {name: wrong}} if section else {name: wrong}))
+            load(job, rest)
+
+
+def test_a_parameter_that_is_a_path_is_expanded_and_other_text_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "labels.csv").touch()
+    recipe = read("file=~/not/there", "text=~/labels.csv", "maybe=~/not/there", "names=[$PRICE, b]")
+    assert (recipe.file, recipe.text) == (tmp_path / "not/there", str(tmp_path / "labels.csv"))
+    assert (recipe.maybe, recipe.names) == ("~/not/there", ["$PRICE", "b"])
+    assert read(file={"params": {"file": "~/f"}}).file == tmp_path / "f"
