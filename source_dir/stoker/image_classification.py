@@ -51,6 +51,12 @@ class ImageClassification(Recipe):
         " transform; makes data.cache smaller",
     )
     color: Literal["RGB", "L"] = Field("RGB", description="RGB, or L for greyscale")
+    bits: int | None = Field(
+        None,
+        ge=9,
+        le=16,
+        description="bits that the values of grey images of more than 8 bits use, such as 12; default: all",
+    )
 
     @model_validator(mode="after")
     def _crops_find_their_pixels(self) -> ImageClassification:
@@ -102,7 +108,7 @@ class ImageClassification(Recipe):
 
         from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, ShrinkLarger
 
-        chain: list[Any] = [DecodeImage(self.color)]
+        chain: list[Any] = [DecodeImage(self.color, self.bits)]
         if self.num_classes:
             chain.append(CheckLabel(self.num_classes))
         if split == "train" and self.augment == "crop":

@@ -43,8 +43,10 @@ class Data:
     _identities: dict[str, Identity] = field(default_factory=dict)
 
     def notes(self) -> list[str]:
-        """Head: lines on what lies beside the records and is not read."""
-        return [note for source in self.sources.values() for note in getattr(source, "notes", ())]
+        """Head: lines on what lies beside the records and is not read, and on what their first ones show."""
+        beside = [note for source in self.sources.values() for note in getattr(source, "notes", ())]
+        shown = [chain.note for chain in self.chains.values() if chain.note]
+        return [*beside, *dict.fromkeys(shown)]
 
     def identity(self, split: str) -> Identity:
         """Head: identity of a split's records; computed once."""

@@ -67,6 +67,8 @@ class Chain:
         self.prefix = prefix
         """Number of leading stages whose results are cached across epochs. They run separately from the
         others, so that a record is the same whether or not it was cached."""
+        self.note = ""
+        """What the first records show that a run should say."""
         self.schemas: tuple[Schema, ...] = ()
         """Schemas of the split, which every block must have; empty: each block reports its own."""
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+_ALIKE = "convert all of them to RGB in the chain, with DecodeImage() or v2.RGB()"
 BATCHABLE = frozenset(
     f"{kind}{bits}"
     for kind, widths in (
@@ -171,6 +172,8 @@ def _kind(
     if stage:
         kinds = [Column(kind.dtype, (-1,) * len(kind.shape)) for kind in kinds]
     if pad is not None:
+        if name == "image" and any(_channels(kind.shape) < 0 for kind in kinds):
+            raise SchemaError(f"column {name!r}: pad would add black channels, not rows; {_ALIKE}")
         kinds = [kind._replace(shape=(-1, *kind.shape[1:])) if kind.shape else kind for kind in kinds]
         _refuse_pad(name, keys[0], kinds[0], pad)
     wanted, origin = (wanted, origin) if wanted else (kinds[0], keys[0])
@@ -253,6 +256,9 @@ def _stack(values: list[Any], kind: Column, name: str, keys: list[str], stage: s
 def _not_batchable(name: str, key: str, value: Any) -> str:
     if isinstance(value, bytes) and name == "image":
         return f"column {name!r} is still encoded bytes; add DecodeImage() to the chain"
+    if hasattr(value, "getexif"):
+        stage = "DecodeImage() or v2.ToImage()" if name == "image" else f"DecodeMask({name!r})"
+        return f"column {name!r} is still a PIL image (record {key}); add {stage} to the chain"
     what = f"arrays of {value.dtype}" if hasattr(value, "dtype") else type(value).__name__
     return (
         f"column {name!r} holds {what} (record {key}), which a batch cannot; make it numbers, arrays or text"
@@ -262,6 +268,11 @@ def _not_batchable(name: str, key: str, value: Any) -> str:
 
 def _differs(name: str, key: str, found: Column, wanted: Column, origin: str) -> str:
     if found.dtype == wanted.dtype:
+        if name == "image" and _channels(found.shape) != _channels(wanted.shape):
+            return (
+                f"column {name!r} differs in channels between records: {found.shape} in {key}, {wanted.shape}"
+                f" in {origin}, as for grey and colour; {_ALIKE}"
+            )
         lengths = found.shape[1:] == wanted.shape[1:] and len(found.shape) == len(wanted.shape)
         pads = f", or let batches pad it: pad = {{{name!r}: 0}} in the recipe" if lengths else ""
         return (
@@ -269,6 +280,13 @@ def _differs(name: str, key: str, found: Column, wanted: Column, origin: str) ->
             f" {origin}; resize or crop in the chain{pads}"
         )
     return f"column {name!r} is {found} in record {key}, {wanted} in record {origin}; convert it in the chain"
+
+
+def _channels(shape: tuple[int, ...]) -> int:
+    """Of an image; 0 without a dimension for them, negative where they come first."""
+    from stoker.data.preprocessing.picture import is_hwc
+
+    return (shape[2] if is_hwc(shape) else -shape[0]) if len(shape) == 3 else 0
 
 
 def size_of(column: Any) -> int:

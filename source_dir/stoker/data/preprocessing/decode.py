@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from stoker.data.messages import BadRecord, Record
-from stoker.data.preprocessing import pixels
+from stoker.data.preprocessing import pixels, tiff
+from stoker.data.preprocessing.depth import PNG, depth_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,7 +33,8 @@ _KEPT_BYTES = 64 << 20
 _DAMAGE = ("premature end", "corrupt jpeg data", "inconsistent progression")
 """Warnings of libjpeg-turbo that mean wrong pixels; Pillow would ignore them."""
 _IMAGES = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
-_PNG = b"\x89PNG\r\n\x1a\n"
+_DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
+"""Modes of Pillow that keep more than 8 bits per channel."""
 
 _of_thread = threading.local()
 
@@ -149,8 +151,10 @@ def _orientation(content: bytes) -> int:
     return value if isinstance(value, int) and 2 <= value <= 8 else 1
 
 
-def decode_image(content: bytes, mode: Mode = "RGB") -> NDArray[Any]:
+def decode_image(content: bytes, mode: Mode = "RGB", bits: int | None = None) -> NDArray[Any]:
     """Chain worker: decode an image, upright, as a uint8 array, height × width × channels.
+
+    See `DecodeImage` for `bits`.
 
     Raises:
         ValueError: empty, damaged, truncated, too large or not an image.
@@ -159,7 +163,7 @@ def decode_image(content: bytes, mode: Mode = "RGB") -> NDArray[Any]:
 
     header = jpeg_header(content)
     if header is None:
-        return decode_with_pillow(content, mode)
+        return decode_with_pillow(content, mode, bits)
     buffer = np.empty(header.rows * header.columns * (1 if mode == "L" else 3), dtype=np.uint8)
     array = _decode_jpeg(content, header, mode, 1, header.rows, buffer)
     return decode_with_pillow(content, mode) if array is None else upright(array, header.orientation)
@@ -252,37 +256,69 @@ def upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
     return array[:: -1 if rows else 1, :: -1 if columns else 1].copy()
 
 
-def decode_with_pillow(content: bytes, mode: Mode) -> NDArray[Any]:
+def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> NDArray[Any]:
     """Chain worker: any image that Pillow reads, upright, as a uint8 array, height × width × channels.
 
     Raises:
-        ValueError: empty, damaged, truncated, too large or not an image.
+        ValueError: empty, damaged, truncated, too large, not an image, or of values whose range is unknown.
     """
-    import numpy as np
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
     if not content:
         raise ValueError("the image is empty (0 bytes)")
-    if content.startswith(_PNG):
+    if content.startswith(PNG):
         check_png(content)
+    layout = tiff.layout_of(content)
     try:
-        with Image.open(io.BytesIO(content)) as opened:
+        with tiff.opened(content, layout) as opened:
             pixels.check(*opened.size)
-            opened.load()
-            image = ImageOps.exif_transpose(opened)
+            if bits and opened.mode not in _DEEP and depth_of(content) > 8:
+                raise ValueError("bits is for grey images only; scale colour images to 16 bits")
+            return array_of(opened, mode, bits)
     except Image.DecompressionBombError as error:
         raise pixels.too_large(error) from None
     except UnidentifiedImageError:
+        if layout:
+            layout.check(by_libtiff=True)
+            raise layout.unread() from None
         raise ValueError(f"not an image (first bytes {content[:8]!r})") from None
     except (OSError, SyntaxError) as error:
         raise ValueError(f"cannot be decoded: {error}") from None
-    if image.mode in ("F", "I"):
+
+
+def array_of(image: Any, mode: Mode, bits: int | None = None) -> NDArray[Any]:
+    """Chain worker: a Pillow image, upright, as a uint8 array, height × width × channels.
+
+    Of more than 8 bits per channel, it keeps the upper 8.
+
+    Args:
+        image: of any mode, not loaded yet if it is an opened file.
+        mode: "RGB" or "L".
+        bits: see `DecodeImage`.
+
+    Raises:
+        ValueError: nothing tells the range of its values, or one has more bits.
+    """
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    layout = tiff.Layout.of(image.tag_v2) if hasattr(image, "tag_v2") else None
+    if layout:
+        layout.check(image.use_load_libtiff)
+    if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
         raise ValueError("32-bit pixels, whose range only you can tell; convert it to 8 or 16 bits")
+    image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         # Pillow clips 16-bit values on conversion; scaling preserves the picture.
-        image = Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).astype(np.uint8))
+        values = np.asarray(image).astype(np.uint32)
+        bits = bits or (layout.bits if layout else 16)
+        if int(values.max(initial=0)) >> bits:
+            raise ValueError(f"a value of {values.max()} has more than {bits} bits")
+        image = Image.fromarray((values >> (bits - 8)).astype(np.uint8))
+    image.info.pop("transparency", None)  # Pillow warns of it, for each image
     array = np.asarray(image.convert(mode))
-    return array[..., None] if array.ndim == 2 else array
+    array = array[..., None] if array.ndim == 2 else array
+    return 255 - array if layout and layout.inverted else array
 
 
 def check_png(content: bytes) -> None:
@@ -291,7 +327,7 @@ def check_png(content: bytes) -> None:
     Raises:
         ValueError: a CRC is wrong or missing.
     """
-    at, view = len(_PNG), memoryview(content)
+    at, view = len(PNG), memoryview(content)
     kind = b""
     while kind != b"IEND":
         end = at + 8 + int.from_bytes(content[at : at + 4])

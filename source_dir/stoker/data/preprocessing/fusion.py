@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 from stoker.data.messages import Record
 from stoker.data.preprocessing.blur import GaussianBlurs
-from stoker.data.preprocessing.picture import Picture, open_picture
+from stoker.data.preprocessing.picture import Picture, open_picture, with_channels
 from stoker.data.preprocessing.stages import RecordTransform, Stage, value_of
 from stoker.data.preprocessing.transforms import (
     CheckLabel,
     DecodeImage,
     ImageTransform,
-    refuse_pixels,
     tensor_of,
 )
 
@@ -76,8 +75,8 @@ class Fused(RecordTransform):
 
     def __init__(self, run: list[Stage]) -> None:
         first = run[0].apply
-        self.mode = first.mode if isinstance(first, DecodeImage) else None
-        parts = run[1:] if self.mode else run
+        self.decode = first if isinstance(first, DecodeImage) else None
+        parts = run[1:] if self.decode else run
         self.parts: list[tuple[str, ImageTransform]] = [(s.name, s.apply) for s in parts]  # type: ignore[misc]
         self.first = run[0].name
         self.gives_tensor = self.parts[-1][1].gives_tensor
@@ -93,11 +92,12 @@ class Fused(RecordTransform):
         name = self.first
         try:
             image = value_of(record, "image")
-            if self.mode and isinstance(image, bytes | bytearray | memoryview):
-                picture = Picture(bytes(image), self.mode)
+            decode = self.decode
+            if decode and isinstance(image, bytes | bytearray | memoryview):
+                picture = Picture(bytes(image), decode.mode, decode.bits)
             else:
-                if self.mode:
-                    refuse_pixels(image)
+                if decode:
+                    image = with_channels(image, decode.mode, decode.bits)
                 picture = open_picture(image)  # type: ignore[assignment]
             for part_name, part in self.parts:
                 name = part_name
@@ -105,7 +105,7 @@ class Fused(RecordTransform):
             pixels = picture.pixels()
         except Exception as error:
             # Pixels are decoded only when a later transform needs them.
-            late = self.mode and "cannot be decoded" in str(error)
+            late = self.decode and "cannot be decoded" in str(error)
             error.stage = self.first if late else name  # type: ignore[attr-defined]
             raise
         return {**record, "image": tensor_of(pixels) if self.gives_tensor else pixels}

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+_LOSSY = ("JPEG", "MPO", "JPEG2000")
+
+
 class DecodeMask(RecordTransform):
-    """Chain worker: an encoded mask → its class numbers, uint8, height × width.
+    """Chain worker: an encoded mask, or a Pillow image → its class numbers, uint8, height × width.
 
     Palette colours are ignored: the numbers in the file are the classes. Colour images, lossy formats and
     more than 8 bits are refused, since they hold no class numbers.
@@ -36,10 +39,17 @@ class DecodeMask(RecordTransform):
 
         found = {}
         for name in self.columns:
-            mask = Image.open(io.BytesIO(value_of(record, name)))
-            if mask.mode not in ("L", "P", "1") or mask.format == "JPEG":
-                raise ValueError(f"{name}: a {mask.format} of mode {mask.mode} holds no class numbers")
-            found[name] = np.array(mask, dtype=np.uint8)
+            value = value_of(record, name)
+            mask: Any = value if isinstance(value, Image.Image) else Image.open(io.BytesIO(value))
+            codec, _, _, args = mask.tile[0] if getattr(mask, "tile", None) else ("", 0, 0, "")
+            raw, *rest = args if isinstance(args, tuple) else (args,)
+            grey = str(raw).partition(";")[2] if mask.mode != "P" else ""
+            changed = "I" in grey or (codec.startswith("ppm") and rest != [255])
+            if mask.mode not in ("L", "P", "1") or mask.format in _LOSSY or changed:
+                how = "inverted or scaled numbers" if changed else f"mode {mask.mode}"
+                raise ValueError(f"{name}: a {mask.format} of {how} holds no class numbers")
+            # Pillow stretches 2 or 4 bits to 0 … 255.
+            found[name] = np.array(mask, dtype=np.uint8) // {"2": 85, "4": 17}.get(grey[:1], 1)
         return {**record, **found}
 
 
@@ -51,7 +61,8 @@ class Joint(RecordTransform):
 
     Args:
         transform: a v2 transform or a `v2.Compose`.
-        masks: columns of class numbers, height × width, the size of the image.
+        masks: columns of class numbers, height × width, the size of the image. Default: `mask`, which records
+            may lack if `boxes` are given.
         boxes: columns of boxes, number × 4, in pixels.
         format: of the boxes: XYXY, XYWH or CXCYWH.
     """
@@ -61,11 +72,13 @@ class Joint(RecordTransform):
     def __init__(
         self,
         transform: Any,
-        masks: Sequence[str] = ("mask",),
+        masks: Sequence[str] | None = None,
         boxes: Sequence[str] = (),
         format: str = "XYXY",
     ) -> None:
-        self.transform, self.masks, self.boxes, self.format = transform, tuple(masks), tuple(boxes), format
+        self.transform, self.boxes, self.format = transform, tuple(boxes), format
+        self.masks = ("mask",) if masks is None else tuple(masks)
+        self.needs_masks = masks is not None or not boxes
         self.random = _draws(transform)
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
@@ -74,15 +87,17 @@ class Joint(RecordTransform):
         from torchvision import tv_tensors
 
         image = value_of(record, "image")
-        if isinstance(image, bytes):
+        if not hasattr(image, "shape"):
             raise TypeError("the image is still encoded; put DecodeImage() before this stage")
         image = _tensor(image)
         image = image.permute(2, 0, 1) if is_hwc(tuple(image.shape)) else image
         size = tuple(image.shape[-2:])
         parts: dict[str, Any] = {"image": tv_tensors.Image(image)}
         for name in self.masks:
+            if name not in record and not self.needs_masks:
+                continue
             mask = value_of(record, name)
-            if isinstance(mask, bytes):
+            if not hasattr(mask, "shape"):
                 raise TypeError(f"the column {name!r} is still encoded; put DecodeMask() before this stage")
             parts[name] = tv_tensors.Mask(_tensor(mask))
             if tuple(parts[name].shape[-2:]) != size:

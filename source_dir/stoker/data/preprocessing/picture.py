@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stoker.data.preprocessing.decode import Mode, decode_image, decode_part, decode_with_pillow, jpeg_header
+from stoker.data.preprocessing.decode import (
+    Mode,
+    array_of,
+    decode_image,
+    decode_part,
+    decode_with_pillow,
+    jpeg_header,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,6 +34,48 @@ def is_hwc(shape: tuple[int, ...]) -> bool:
     return len(shape) == 3 and (shape[2] <= 4 or shape[0] > 4)
 
 
+def with_channels(image: Any, mode: Mode, bits: int | None = None) -> NDArray[Any]:
+    """Chain worker: an image that is not encoded, with the channels of a mode, as conversion by Pillow gives.
+
+    Args:
+        image: a Pillow image, or a uint8 array or tensor: height × width, alone or with 1 (grey), 2 (grey and
+            alpha), 3 (RGB) or 4 (RGBA) channels last or first.
+        mode: "RGB" or "L"; alpha is dropped.
+        bits: see `DecodeImage`.
+
+    Returns:
+        Height × width × channels.
+
+    Raises:
+        TypeError: of another type, which would be normalized as if its values were 0 to 255.
+        ValueError: its shape is none of these, or it could be two of them.
+    """
+    import numpy as np
+    from PIL import Image
+
+    if isinstance(image, Image.Image):
+        return array_of(image, mode, bits)
+    dtype = str(getattr(image, "dtype", "text" if isinstance(image, str) else f"a {type(image).__name__}"))
+    if not dtype.endswith("uint8"):
+        raise TypeError(f"column image is {dtype}, neither an encoded image nor a uint8 array")
+    array = np.asarray(image)
+    array = array[..., None] if array.ndim == 2 else array
+    first, last = (array.ndim == 3 and 1 <= array.shape[at] <= 4 for at in (0, -1))
+    if first == last:
+        shape = tuple(image.shape)
+        if first:
+            raise ValueError(f"column image has the shape {shape}: channels may be first or last; change it")
+        raise ValueError(f"column image has the shape {shape}, neither two dimensions nor 1 to 4 channels")
+    array = array.transpose(1, 2, 0) if first else array
+    array = array[..., : array.shape[2] - 1 if array.shape[2] in (2, 4) else None]
+    wanted = 3 if mode == "RGB" else 1
+    if wanted > array.shape[2]:
+        return np.repeat(array, 3, axis=2)
+    if wanted < array.shape[2]:
+        return array_of(Image.fromarray(np.ascontiguousarray(array)), mode)
+    return np.ascontiguousarray(array)
+
+
 def open_picture(image: Any) -> Picture | TensorPicture:
     """Chain worker: a record's decoded image as a picture.
 
@@ -36,6 +85,7 @@ def open_picture(image: Any) -> Picture | TensorPicture:
     import numpy as np
 
     if isinstance(image, np.ndarray):
+        image = image[..., None] if image.ndim == 2 else image
         if image.dtype == np.uint8 and is_hwc(image.shape) and image.shape[2] in (1, 3):
             return Picture(image)
         import torch
@@ -53,11 +103,12 @@ class Picture:
     Args:
         source: encoded bytes, or an array, height × width × 1 or 3.
         mode: for bytes, "RGB" or "L".
+        bits: for bytes, see `DecodeImage`.
     """
 
     __slots__ = ("array", "box", "content", "cubic", "flipped", "header", "mode", "size", "window")
 
-    def __init__(self, source: Any, mode: Mode = "RGB") -> None:
+    def __init__(self, source: Any, mode: Mode = "RGB", bits: int | None = None) -> None:
         self.mode = mode
         self.header: Any = None
         self.content = b""
@@ -65,7 +116,7 @@ class Picture:
         if isinstance(source, bytes):
             self.header = jpeg_header(source)
             if self.header is None:
-                self.array = decode_with_pillow(source, mode)
+                self.array = decode_with_pillow(source, mode, bits)
             else:
                 self.content = source
         else:

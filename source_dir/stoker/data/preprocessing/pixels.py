@@ -11,6 +11,8 @@ import sys
 import warnings
 
 MOST = 100_000_000
+MOST_TEXT_BYTES = 16 * 2**20
+"""Of a colour profile or a text in a PNG; Pillow refuses the whole image if it holds more than 1 MiB."""
 
 _of_process = {"most": MOST}
 
@@ -27,8 +29,9 @@ def limit_pixels(most: int) -> None:
     if "cv2" not in sys.modules:
         os.environ["OPENCV_IO_MAX_IMAGE_PIXELS"] = str(most)
     with contextlib.suppress(ImportError):
-        from PIL import Image
+        from PIL import Image, PngImagePlugin
 
+        PngImagePlugin.MAX_TEXT_CHUNK = MOST_TEXT_BYTES
         # Pillow warns above this number and refuses above twice this number.
         Image.MAX_IMAGE_PIXELS = (most + 1) // 2
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)

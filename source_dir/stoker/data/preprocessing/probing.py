@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sys
+from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
-from stoker.data.messages import Schema, Shard
+from stoker.data.messages import BadRecord, Schema, Shard
 from stoker.data.preprocessing.chain import Chain
 from stoker.data.preprocessing.collating import all_of, collated
+from stoker.data.preprocessing.depth import depth_of
 from stoker.data.preprocessing.geometry import MaskWatch, moved_alone
 from stoker.data.preprocessing.stages import Stage
+from stoker.data.preprocessing.transforms import DecodeImage
 from stoker.data.sources.base import Source
 from stoker.errors import SchemaError, UsageError
 
 PROBE_RECORDS = 4
 PROBE_S = 30.0
 """Deadline; after it the run starts anyway, and its first block fixes the schema."""
+FEW_LEVELS = 64
+"""So few of 256 mean that the values use only some of the bits, such as 12 of 16."""
+
+
+class Found(NamedTuple):
+    """Head: what the first records of a split show."""
+
+    schemas: tuple[Schema, ...] = ()
+    note: str = ""
+
+
+NOTHING = Found()
 
 
 def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records: int) -> None:
@@ -32,7 +48,7 @@ def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records
     """
     shards = {name: next(iter(source.shards(block_records, None)), None) for name, source in sources.items()}
     wanted = {split: source for split, source in sources.items() if shards[split] is not None}
-    found: dict[str, tuple[Schema, ...] | str]
+    found: dict[str, Found | str]
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         found = _in_tasks(wanted, chains, shards)
     else:
@@ -40,24 +56,26 @@ def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records
     for split, answer in found.items():
         if isinstance(answer, str):
             raise UsageError(f"{split}: {answer}")
-        chains[split].schemas = answer
+        chains[split].schemas, chains[split].note = answer
 
 
-def probe(source: Source, shard: Shard | None, chain: Chain) -> tuple[Schema, ...] | str:
-    """Head or a task there: the schemas of the first records of a shard; a text if they cannot be batched."""
+def probe(source: Source, shard: Shard | None, chain: Chain) -> Found | str:
+    """Head or a task there: what the first records of a shard show; a text if they cannot be batched."""
     if shard is None:
-        return ()
+        return NOTHING
     stages, watch = chain.stages, MaskWatch()
     chain = chain.of(watch.among(stages))
     try:
-        columns, report = chain.run(islice(source.read(shard, None), PROBE_RECORDS), 0)
+        records = list(islice(source.read(shard, None), PROBE_RECORDS))
+        note = scaling((r.get("image") for r in records if not isinstance(r, BadRecord)), stages)
+        columns, report = chain.run(records, 0)
         if chain.collate and report.rows:
             collated(chain.collate, all_of([(columns, 0, report.rows)])[0], "probe")
     except (SchemaError, UsageError) as error:
         return _moved(stages, watch) or str(error)
     except Exception:
-        return ()  # the run reports it where it happens
-    return _moved(stages, watch) or report.schemas
+        return NOTHING  # the run reports it where it happens
+    return _moved(stages, watch) or Found(report.schemas, note)
 
 
 def _moved(stages: list[Stage], watch: MaskWatch) -> str:
@@ -68,7 +86,7 @@ def _moved(stages: list[Stage], watch: MaskWatch) -> str:
 
 def _in_tasks(
     sources: dict[str, Source], chains: dict[str, Chain], shards: dict[str, Shard | None]
-) -> dict[str, tuple[Schema, ...] | str]:
+) -> dict[str, Found | str]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -80,16 +98,46 @@ def _in_tasks(
         split: task.remote(ray.cloudpickle.dumps((source.for_workers(), shards[split], chains[split])))
         for split, source in sources.items()
     }
-    found: dict[str, tuple[Schema, ...] | str] = {}
+    found: dict[str, Found | str] = {}
     for split, answer in asked.items():
         try:
             found[split] = ray.get(answer, timeout=PROBE_S)
         except ray.exceptions.RayError:
             # Not cancelled: where that meets the task's answer, Ray ends this process.
-            found[split] = ()
+            found[split] = NOTHING
     return found
 
 
-def _probe_packed(packed: bytes) -> tuple[Schema, ...] | str:
+def _probe_packed(packed: bytes) -> Found | str:
     """A task on the head."""
     return probe(*pickle.loads(packed))  # noqa: S301 - written by the head
+
+
+def scaling(images: Iterable[Any], stages: Sequence[Stage]) -> str:
+    """Head and laptop: a line on images of more than 8 bits among these; empty if there are none.
+
+    Args:
+        images: encoded bytes, or Pillow images; others are skipped.
+        stages: of the chain, whose DecodeImage decides.
+    """
+    decode = next((stage.apply for stage in stages if isinstance(stage.apply, DecodeImage)), None)
+    if decode is None:
+        return ""
+    rng: Any = None
+    highest, deep, count = 0, 0, 0
+    for image in images:
+        count += 1
+        if depth_of(image) > 8:
+            with contextlib.suppress(Exception):  # a bad record has a line of its own
+                highest = max(highest, int(decode({"image": image}, rng)["image"].max()))
+                deep += 1
+    if not deep:
+        return ""
+    kept = f"of {decode.bits}" if decode.bits else "of them"
+    text = f"images: {deep} of {count} have more than 8 bits per channel; decoding keeps the upper 8 {kept}"
+    if highest < FEW_LEVELS and not decode.bits:
+        text += (
+            f", which leaves {highest + 1} of 256 levels: set the bits that the values use, such as 12"
+            " (DecodeImage(bits=12), params.bits of ImageClassification), or scale them to 16 bits"
+        )
+    return text

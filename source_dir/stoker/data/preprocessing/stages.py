@@ -109,5 +109,5 @@ class ImageModule(RecordTransform):
             image = tensor.permute(2, 0, 1) if is_hwc(image.shape) else tensor
         out = self.module(image)
         if not isinstance(out, torch.Tensor):
-            out = np.asarray(out)
+            out = np.array(out)  # of a Pillow image, which nobody may write to
         return {**record, "image": out}

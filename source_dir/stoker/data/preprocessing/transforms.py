@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.data.messages import Record
 from stoker.data.preprocessing.decode import Mode, decode_image
-from stoker.data.preprocessing.picture import Picture, TensorPicture, is_hwc, open_picture
+from stoker.data.preprocessing.picture import Picture, TensorPicture, is_hwc, open_picture, with_channels
 from stoker.data.preprocessing.stages import RecordTransform, Stage, value_of
+from stoker.errors import UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,35 +45,32 @@ class DecodeImage(RecordTransform):
     """Chain worker: encoded bytes in `image` → uint8 array, height × width × channels, upright.
 
     JPEG goes through libjpeg-turbo; everything it refuses (CMYK, 16 bit, PNG, …) goes through Pillow. EXIF
-    orientation is applied. A truncated image raises, and so do text and arrays of other types.
+    orientation is applied, and alpha is dropped. Pillow images, and uint8 arrays or tensors of 1 to 4
+    channels, get the channels of `mode`. A truncated image raises, and so do text and arrays of other types.
 
     Args:
         mode: "RGB" or "L" (one channel).
+        bits: of grey images with more than 8 bits: those that the values use, such as 12; the upper 8 of them
+            are kept. Default: those of the file, usually 16.
     """
 
     random = False
     uses_random = False
 
-    def __init__(self, mode: Mode = "RGB") -> None:
-        self.mode = mode
+    def __init__(self, mode: Mode = "RGB", bits: int | None = None) -> None:
+        if bits is not None and not 8 < bits <= 16:
+            raise UsageError(f"DecodeImage(bits={bits}): must be 9 to 16")
+        self.mode, self.bits = mode, bits
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         content = value_of(record, "image")
-        if not isinstance(content, bytes | bytearray | memoryview):
-            refuse_pixels(content)
-            return record
-        return {**record, "image": decode_image(bytes(content), self.mode)}
-
-
-def refuse_pixels(image: Any) -> None:
-    """Chain worker: refuse a decoded image that would be normalized as if its values were 0 to 255.
-
-    Raises:
-        TypeError: it is text, or an array of another type than uint8.
-    """
-    kind = str(getattr(image, "dtype", "text" if isinstance(image, str) else "uint8"))
-    if not kind.endswith("uint8"):
-        raise TypeError(f"column image is {kind}, neither an encoded image nor a uint8 array")
+        encoded = isinstance(content, bytes | bytearray | memoryview)
+        image = (
+            decode_image(bytes(content), self.mode, self.bits)
+            if encoded
+            else with_channels(content, self.mode, self.bits)
+        )
+        return {**record, "image": image}
 
 
 class CheckLabel(RecordTransform):

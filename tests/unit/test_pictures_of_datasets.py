@@ -1,0 +1,105 @@
+"""Images that are no encoded bytes: right through a recipe, or refused with the line to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pictured import pixels
+from PIL import Image
+
+from stoker.config import load
+from stoker.data import DecodeImage, Joint
+from stoker.data.opening import Data, open_data
+from stoker.data.preprocessing.chain import Chain
+from stoker.data.preprocessing.entries import as_stages
+from stoker.errors import UsageError
+
+
+def opened(**params: Any) -> Data:
+    words = [f"params.{name}={value}" for name, value in params.items()]
+    return open_data(load(None, ["recipe=pictured:Pictured", "data.block_records=4", *words]).config)
+
+
+def batched(data: Data) -> Any:
+    """Every image of training, channels first."""
+    source, chain = data.sources["train"], data.chains["train"]
+    found = []
+    for shard in source.shards(4, None):
+        columns, report = chain.run(source.read(shard, None), epoch=0)
+        assert not report.bad
+        last = columns.get("image__hwc")
+        found += list(columns["image"] if last is None else last.transpose(0, 3, 1, 2))
+    return np.stack(found)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "LA", "P", "CMYK"])
+@pytest.mark.parametrize("first", ["decode", "rgb", "grey"])
+def test_pictures_of_mixed_modes_become_rgb_or_grey(mode: str, first: str) -> None:
+    expected = []
+    for number in range(8):
+        image = Image.fromarray(pixels(number)).convert(mode if number % 2 else "RGB")
+        expected.append(np.atleast_3d(np.asarray(image.convert("L" if first == "grey" else "RGB"))))
+    found = batched(opened(first=first, mode=mode))
+    assert np.array_equal(found, np.stack(expected).transpose(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "LA"])
+@pytest.mark.parametrize("first", ["decode", "resize"])
+def test_arrays_of_mixed_channels_become_rgb(mode: str, first: str) -> None:
+    found = batched(opened(first=first, mode=mode, array=True))
+    assert found.shape == (8, 3, *((16, 16) if first == "decode" else (8, 8)))
+    assert first == "resize" or np.array_equal(found[4], pixels(4).transpose(2, 0, 1))
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        (
+            {"first": "nothing"},
+            r"is still a PIL image \(record 0\); add DecodeImage\(\) or v2\.ToImage",
+        ),
+        (
+            {"first": "image", "mode": "L"},
+            r"differs in channels .*all of them to RGB in the chain, with",
+        ),
+        ({"first": "image", "mode": "L", "pads": True}, r"pad would add black channels.*DecodeImage\(\)"),
+        ({"first": "nothing", "mode": "L", "array": True}, r"differs in channels .*to RGB"),
+    ],
+)
+def test_pictures_that_no_batch_holds_are_refused_with_the_stage_to_add(
+    params: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(UsageError, match=expected) as refused:
+        opened(**params)
+    assert "pad =" not in str(refused.value)
+
+
+def test_boxes_need_no_mask_and_a_mask_beside_them_moves_along() -> None:
+    from torchvision.transforms import v2
+
+    record = {"key": "a", "image": Image.fromarray(pixels(0)), "boxes": np.array([[1, 2, 5, 6]], np.float32)}
+    flip = Joint(v2.RandomHorizontalFlip(1), boxes=["boxes"])
+    mask = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    for more in ({}, {"mask": mask}):
+        made: Any = {**record, **more}
+        for stage in (DecodeImage(), flip):
+            made = stage(made, np.random.default_rng(0))
+        assert made["boxes"].tolist() == [[11, 2, 15, 6]]
+        assert np.array_equal(made["image"].numpy(), pixels(0)[:, ::-1].transpose(2, 0, 1))
+        assert not more or np.array_equal(made["mask"].numpy(), mask[:, ::-1])
+    for lacking in (Joint(v2.Identity()), Joint(v2.Identity(), masks=["mask"], boxes=["boxes"])):
+        _, report = Chain(as_stages([DecodeImage(), lacking]), 0).run([dict(record)], 0)
+        assert "no column 'mask'" in report.bad[0].reason
+    _, report = Chain(as_stages([flip]), 0).run([dict(record)], 0)
+    assert "put DecodeImage() before" in report.bad[0].reason
+
+
+def test_tensors_of_mixed_channels_and_layouts_become_one_layout() -> None:
+    grey, colour = torch.full((1, 16, 16), 9, dtype=torch.uint8), torch.from_numpy(pixels(1)).permute(2, 0, 1)
+    records = [{"key": str(i), "image": image} for i, image in enumerate((grey, colour, pixels(2)))]
+    columns, report = Chain(as_stages([DecodeImage()]), 0).run(records, 0)
+    assert not report.bad
+    assert np.array_equal(columns["image__hwc"], np.stack([np.full((16, 16, 3), 9), pixels(1), pixels(2)]))

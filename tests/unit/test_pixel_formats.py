@@ -1,0 +1,326 @@
+"""Pixels of every kind of file and object: as numpy computes them, or refused, or named with the scaling."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from encoders import png, smooth, tiff
+from PIL import Image, ImageCms
+from PIL.PngImagePlugin import PngInfo
+from torchvision.transforms import v2
+from typer.testing import CliRunner
+
+from launcher.submit import app
+from stoker.config import load
+from stoker.data import DecodeImage, DecodeMask
+from stoker.data.messages import Record
+from stoker.data.opening import open_data
+from stoker.data.preprocessing.chain import Chain
+from stoker.data.preprocessing.entries import as_stages
+from stoker.errors import UsageError
+
+
+def saved(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    content = io.BytesIO()
+    image.save(content, form, **options)
+    return content.getvalue()
+
+
+def decoded(image: Any, mode: Any = "RGB", bits: int | None = None) -> Any:
+    return DecodeImage(mode, bits)({"key": "a", "image": image}, np.random.default_rng(0))["image"].astype(
+        int
+    )
+
+
+def same(found: Any, expected: Any, within: int = 0) -> None:
+    assert found.shape == expected.shape
+    assert np.abs(found.astype(int) - expected).max() <= within
+
+
+U16 = (smooth(4) * 65535).astype(np.uint16)
+WAYS = [
+    {"order": order, "planes": planes, "packed": packed, "tile": tile}
+    for order in "<>"
+    for planes in (False, True)
+    for packed in (False, True)
+    for tile in (0, 16)
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("channels", "extra"), [(3, ()), (4, (0,)), (4, (2,))])
+def test_a_16_bit_tiff_keeps_the_upper_8_bits_of_each_pixel(
+    way: dict[str, Any], channels: int, extra: tuple[int, ...]
+) -> None:
+    same(decoded(tiff(U16[..., :channels], extra=extra, **way)), U16[..., :3] >> 8)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_planes_of_8_bits_give_their_colours(way: dict[str, Any]) -> None:
+    pixels = (U16 >> 8).astype(np.uint8)
+    same(decoded(tiff(pixels, extra=(0,), **way)), pixels[..., :3])
+
+
+GREYS = [(1, 1), (2, 85), (4, 17), (8, 1), (12, 0), (16, 0)]
+
+
+@pytest.mark.parametrize(("bits", "step"), GREYS)
+@pytest.mark.parametrize("photometric", [0, 1])
+def test_grey_tiffs_of_any_depth_and_white_as_zero(bits: int, step: int, photometric: int) -> None:
+    values = (smooth(1) * 2**bits).astype(np.uint16 if bits > 8 else np.uint8)
+    expected = values.astype(int) >> (bits - 8) if bits > 8 else values.astype(int) * 255 // (2**bits - 1)
+    content = tiff(values, photometric=photometric, bits=bits if bits not in (8, 16) else 0)
+    if (bits, photometric) == (12, 0):
+        with pytest.raises(ValueError, match=r"1 channel of 12 bits \(unsigned\) is not supported"):
+            decoded(content)
+        return
+    same(decoded(content, "L"), 255 - expected if photometric == 0 else expected)
+
+
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "five bands": (
+        tiff(U16[..., [0, 1, 2, 3, 0]], photometric=1, extra=(0,) * 4),
+        "5 channels of 16 bits.*RGB",
+    ),
+    "five packed bands": (
+        tiff(U16[..., [0, 1, 2, 3, 0]], photometric=1, extra=(0,) * 4, planes=True, packed=True),
+        "5 channels of 16 bits, which are marked neither grey nor RGB",
+    ),
+    "three bands without colours": (tiff(U16[..., :3], photometric=1, extra=(0, 0)), "PHOTOMETRIC=RGB"),
+    "two bands": (tiff((U16[..., :2] >> 8).astype(np.uint8), extra=(0,)), "2 channels of 8 bits"),
+    "five channels": (tiff(U16[..., [0, 1, 2, 3, 0]], extra=(0, 0)), "5 channels of 16 bits"),
+    "signed bytes": (tiff(smooth(1).astype(np.int8), kind=2), "8-bit pixels, whose range only you.*signed"),
+    "signed 16 bits": (tiff(smooth(1).astype(np.int16), kind=2), "16-bit pixels, whose range.*signed"),
+    "32 bits": (tiff((smooth(1) * 2**32).astype(np.uint32)), "32-bit pixels, whose range only you can tell"),
+    "floats": (tiff(smooth(1).astype(np.float32), kind=3), "32-bit pixels, whose range.*floating"),
+    "three floats": (tiff(smooth().astype(np.float32), kind=3), "32-bit pixels, whose range.*floating"),
+    "a palette of bytes": (
+        tiff((smooth(1) * 16).astype(np.uint8), photometric=3, bits=4, palette=np.arange(48).reshape(16, 3)),
+        "has 8-bit colours, which would be black",
+    ),
+    "a PFM": (
+        b"Pf\n29 37\n-1.0\n" + smooth(1).astype("<f4").tobytes(),
+        "32-bit pixels, whose range only you",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_pixels_without_a_known_meaning_are_refused_with_what_they_are(case: str) -> None:
+    content, expected = REFUSED[case]
+    with pytest.raises(ValueError, match=expected):
+        decoded(content)
+
+
+PALETTE = np.random.default_rng(0).integers(0, 256, (16, 3))
+INDEX = (smooth(1) * 16).astype(np.uint8)
+ALPHA = np.where(smooth(1) > 0.5, 65535, 0).astype(np.uint16)
+PNGS: dict[str, tuple[bytes, Any]] = {
+    "grey of 16 bits": (png(U16[..., :1], 0, 16), U16[..., [0, 0, 0]] >> 8),
+    "grey of 4 bits": (png(INDEX, 0, 4), INDEX[..., [0, 0, 0]].astype(int) * 17),
+    "RGB of 16 bits": (png(U16[..., :3], 2, 16), U16[..., :3] >> 8),
+    "RGBA of 16 bits": (png(np.dstack([U16[..., :3], ALPHA]), 6, 16), U16[..., :3] >> 8),
+    "grey and alpha of 16 bits": (png(np.dstack([U16[..., :1], ALPHA]), 4, 16), U16[..., [0, 0, 0]] >> 8),
+    "a palette": (
+        png(INDEX, 3, 4, (b"PLTE", PALETTE.astype(np.uint8).tobytes())),
+        PALETTE[INDEX[..., 0]],
+    ),
+    "a palette with one transparent colour": (
+        png(INDEX, 3, 4, (b"PLTE", PALETTE.astype(np.uint8).tobytes()), (b"tRNS", b"\0")),
+        PALETTE[INDEX[..., 0]],
+    ),
+    "a palette with transparencies": (
+        png(INDEX, 3, 4, (b"PLTE", PALETTE.astype(np.uint8).tobytes()), (b"tRNS", bytes(range(1, 9)))),
+        PALETTE[INDEX[..., 0]],
+    ),
+    "a transparent colour": (
+        png(U16[..., :3], 2, 16, (b"tRNS", struct.pack(">HHH", *U16[0, 0, :3]))),
+        U16[..., :3] >> 8,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("case", PNGS)
+def test_a_png_gives_its_colours_whatever_its_depth_and_alpha(case: str) -> None:
+    content, expected = PNGS[case]
+    same(decoded(content), expected)
+
+
+@pytest.mark.parametrize("highest", [15, 255, 1023, 4095, 65535])
+def test_a_pgm_is_scaled_by_its_highest_value(highest: int) -> None:
+    values = (smooth(1) * highest).astype(np.uint16 if highest > 255 else np.uint8)
+    content = b"P5 29 37 %d\n" % highest + values.astype(values.dtype.newbyteorder(">")).tobytes()
+    same(decoded(content, "L"), values.astype(float) * 255 / highest, within=1)
+
+
+@pytest.mark.parametrize("way", [lambda v: png(v, 0, 16), tiff, lambda v: tiff(v, order=">")])
+def test_bits_keep_the_contrast_of_12_bits_in_16(way: Any) -> None:
+    values = (smooth(1) * 4095).astype(np.uint16)
+    same(decoded(way(values), "L", 12), values >> 4)
+    with pytest.raises(ValueError, match=r"a value of \d+ has more than 10 bits"):
+        decoded(way(values), "L", 10)
+
+
+def test_bits_that_cannot_be_used_are_refused() -> None:
+    with pytest.raises(ValueError, match="bits is for grey images only"):
+        decoded(png(U16[..., :3] >> 4, 2, 16), bits=12)
+    with pytest.raises(UsageError, match="must be 9 to 16"):
+        DecodeImage(bits=8)
+    eight = saved(Image.fromarray((U16[..., :3] >> 8).astype(np.uint8)))
+    same(decoded(eight, bits=12), U16[..., :3] >> 8)
+
+
+def text_of(size: int) -> bytes:
+    info = PngInfo()
+    info.add_text("raw", "x" * size)
+    info.add_text("packed", "x" * size, zip=True)
+    info.add_itxt("international", "x" * size, zip=True)
+    return saved(Image.fromarray((U16[..., :3] >> 8).astype(np.uint8)), pnginfo=info)
+
+
+def profile_of(size: int) -> bytes:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    image = Image.fromarray((U16[..., :3] >> 8).astype(np.uint8))
+    return saved(image, icc_profile=profile + bytes(size))
+
+
+@pytest.mark.parametrize("made", [text_of, profile_of])
+def test_a_png_with_megabytes_of_text_or_profile_is_decoded_and_a_bomb_is_not(made: Any) -> None:
+    for size in (10**6, 3 * 10**6):
+        chain = Chain(as_stages([DecodeImage()]), seed=0)
+        columns, report = chain.run([{"key": "a", "image": made(size)}], epoch=0)
+        assert not report.bad
+        same(columns["image__hwc"][0], U16[..., :3] >> 8)
+    _, report = Chain(as_stages([DecodeImage()]), 0).run([{"key": "a", "image": made(40 * 2**20)}], 0)
+    assert [bad.key for bad in report.bad] == ["a"]
+
+
+def job(folder: Path, **params: Any) -> Path:
+    values = (smooth(1) * 4095).astype(np.uint16)
+    for split, name in itertools.product(("train", "val"), ("cat", "dog")):
+        (folder / "data" / split / name).mkdir(parents=True, exist_ok=True)
+        for i in range(2):
+            (folder / "data" / split / name / f"{i}.png").write_bytes(png(values + i, 0, 16))
+    path = folder / "job.yaml"
+    params = {"data": str(folder / "data"), "model": "test_resnet", "image_size": 32, **params}
+    path.write_text(yaml.safe_dump({"name": "deep", "params": params, "train": {"batch_size": 2}}))
+    return path
+
+
+def test_peek_and_the_run_name_the_scaling_and_the_levels_that_are_left(tmp_path: Path) -> None:
+    path = job(tmp_path)
+    line = (
+        "4 of 4 have more than 8 bits per channel; decoding keeps the upper 8 of them, which leaves 15 of 256"
+    )
+    result = CliRunner().invoke(app, ["peek", str(path), "--out", str(tmp_path / "page.html")])
+    assert result.exit_code == 0
+    assert line in result.output and "params.bits" in result.output
+    [note] = open_data(load(str(path), []).config).notes()
+    assert line in note
+    path = job(tmp_path, bits=12)
+    data = open_data(load(str(path), []).config)
+    [note] = data.notes()
+    assert note.endswith("decoding keeps the upper 8 of 12")
+    stage = data.chains["train"].stages[0].apply
+    record = next(iter(data.sources["train"].read(data.sources["train"].shards(9, None)[0], None)))
+    assert stage(record, np.random.default_rng(0))["image"].max() > 200
+
+
+RGB = (U16[..., :3] >> 8).astype(np.uint8)
+GREY = RGB[..., 0]
+AS_GREY = np.asarray(Image.fromarray(RGB).convert("L"))
+FORMS: dict[str, tuple[Any, Any]] = {
+    "a picture": (Image.fromarray(RGB), RGB),
+    "an opened file": (Image.open(io.BytesIO(saved(Image.fromarray(RGB)))), RGB),
+    "grey": (Image.fromarray(GREY), GREY),
+    "black and white": (Image.fromarray(GREY > 128), (GREY > 128) * 255),
+    "16 bits": (Image.fromarray(U16[..., 0]), GREY),
+    "with alpha": (Image.fromarray(np.dstack([RGB, GREY])), RGB),
+    "grey with alpha": (Image.fromarray(np.dstack([GREY, GREY])), GREY),
+    "a palette picture": (
+        Image.open(io.BytesIO(PNGS["a palette with transparencies"][0])),
+        PALETTE[INDEX[..., 0]],
+    ),
+    "CMYK": (Image.fromarray(RGB).convert("CMYK"), RGB),
+    "rows and columns": (GREY, GREY),
+    "one channel last": (GREY[..., None], GREY),
+    "two channels last": (np.dstack([GREY, GREY]), GREY),
+    "three channels last": (RGB, RGB),
+    "four channels last": (np.dstack([RGB, GREY]), RGB),
+    "a tensor without channels": (torch.from_numpy(GREY.copy()), GREY),
+    "a tensor of one channel": (torch.from_numpy(GREY.copy())[None], GREY),
+    "a tensor of three channels": (torch.from_numpy(RGB.copy()).permute(2, 0, 1), RGB),
+    "a tensor of four channels": (torch.from_numpy(np.dstack([RGB, GREY])).permute(2, 0, 1), RGB),
+    "a tensor with channels last": (torch.from_numpy(RGB.copy()), RGB),
+    "v2.ToImage": (v2.ToImage()(Image.fromarray(RGB)), RGB),
+}
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+@pytest.mark.parametrize("case", FORMS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_a_dataset_returns_gets_the_channels_of_the_mode(case: str, mode: Any, fused: bool) -> None:
+    image, expected = FORMS[case]
+    if mode == "L" and expected.ndim == 3:
+        expected = np.asarray(Image.fromarray(expected.astype(np.uint8)).convert("L"))
+    elif mode == "RGB" and expected.ndim == 2:
+        expected = np.repeat(expected[..., None], 3, axis=2)
+    chain = [DecodeImage(mode), *([v2.CenterCrop((37, 29))] if fused else [])]
+    columns, report = Chain(as_stages(chain), seed=0).run([{"key": "a", "image": image}], epoch=0)
+    assert not report.bad
+    same(columns["image__hwc"][0], expected.reshape(37, 29, -1), within=1)
+
+
+@pytest.mark.parametrize(
+    ("image", "expected"),
+    [
+        (np.zeros((3, 40, 3), np.uint8), r"\(3, 40, 3\): channels may be first or last"),
+        (torch.zeros((1, 4, 4), dtype=torch.uint8), r"\(1, 4, 4\): channels may be first or last"),
+        (np.zeros((30, 40, 5), np.uint8), r"\(30, 40, 5\), neither two dimensions nor 1 to 4 channels"),
+        (np.zeros((2, 3, 30, 40), np.uint8), "neither two dimensions"),
+        (np.zeros((30, 40, 3), np.float32), "float32, neither an encoded image nor a uint8 array"),
+        (np.zeros((30, 40), bool), "bool, neither"),
+        (Image.fromarray(smooth(1)[..., 0].astype(np.float32)), "32-bit pixels"),
+        (Image.open(io.BytesIO(tiff(U16[..., :3], planes=True))), "separate planes"),
+        ([[1, 2], [3, 4]], "a list, neither"),
+        ({"bytes": b"", "path": ""}, "a dict, neither"),
+    ],
+)
+def test_a_form_that_could_be_misread_is_refused(image: Any, expected: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=expected):
+        decoded(image)
+
+
+@pytest.mark.parametrize(
+    ("bits", "content"),
+    [(2, png(INDEX % 4, 0, 2)), (4, png(INDEX, 0, 4)), (4, tiff(INDEX, bits=4)), (8, png(INDEX, 0, 8))],
+)
+def test_the_numbers_of_a_grey_mask_are_not_stretched(bits: int, content: bytes) -> None:
+    record: Record = {"key": "a", "mask": content}
+    rng = np.random.default_rng(0)
+    expected = INDEX[..., 0] % min(2**bits, 16)
+    same(DecodeMask()(record, rng)["mask"], expected)
+    opened = Image.open(io.BytesIO(content))
+    same(DecodeMask()({"key": "a", "mask": opened}, rng)["mask"], expected)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        tiff(INDEX, photometric=0),
+        b"P5 29 37 15\n" + INDEX.tobytes(),
+        saved(Image.fromarray(INDEX[..., 0]), "JPEG2000"),
+    ],
+)
+def test_a_mask_whose_numbers_a_decoder_changes_is_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match="holds no class numbers"):
+        DecodeMask()({"key": "a", "mask": content}, np.random.default_rng(0))
