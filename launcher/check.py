@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.sizing import DEFAULT_CPUS, DEFAULT_GPU, HostOptions
+from stoker.bootstrap.raynode import end_with_parent
 from stoker.costs.prices import price_list
 from stoker.errors import UsageError
 from stoker.integrations.check import runner
@@ -131,7 +132,12 @@ def observe(path: Path, options: CheckOptions) -> tuple[dict[str, Any], list[dic
 def started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """Laptop: start the script in its own process group and kill the group on exit."""
     process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        start_new_session=True,
+        preexec_fn=end_with_parent,
     )
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)) if in_main else None

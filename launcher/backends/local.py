@@ -20,6 +20,7 @@ from typing import Any
 from launcher import runs
 from launcher.backends.base import Backend
 from launcher.job import COMMAND, Job
+from stoker.bootstrap.raynode import end_with_parent
 from stoker.errors import UsageError
 from stoker.integrations.scripts.checks import command_line
 from stoker.place import BACKEND_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE
@@ -132,7 +133,8 @@ def submit(request: LocalRequest) -> LocalRun:
         BACKEND_VARIABLE: "local",
         LAUNCH_DIR_VARIABLE: str(Path.cwd()),
     }
-    process = subprocess.Popen(command, cwd=run_dir / "code", env=environment)
+    # A killed launcher stops its job like a SIGTERM.
+    process = subprocess.Popen(command, cwd=run_dir / "code", env=environment, preexec_fn=end_with_parent)
     (run_dir / PROCESS_FILE).write_text(str(process.pid))
     return LocalRun(run_dir, process, new, latest)
 

@@ -61,13 +61,12 @@ def failure_of(ml: Path) -> str:
 
 def keep_ray_logs(host_folder: Path, target: Path) -> None:
     """Laptop: copy a host's Ray logs; used for failed runs."""
-    logs = [path for path in (host_folder / "tmp").glob("ray/session_2*/logs") if path.is_dir()]
+    logs = [path for path in (host_folder / "tmp").glob("sray-*/s/session_2*/logs") if path.is_dir()]
     for folder in logs[-1:]:
         shutil.copytree(
             folder, target, dirs_exist_ok=True, ignore_dangling_symlinks=True, copy_function=_scrubbed
         )
-    started = host_folder / "tmp" / "stoker-ray.log"
-    if started.is_file():
+    for started in (host_folder / "tmp").glob("sray-*/ray.log"):
         target.mkdir(parents=True, exist_ok=True)
         _scrubbed(started, target / "ray-start.log")
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from launcher.job import COMMAND
-from stoker.bootstrap.cluster import LONGEST_TEMP_DIR
+from stoker.bootstrap.raynode import LONGEST_TEMP_DIR
 from stoker.config import SECRETS_FILE
 from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE, TOKEN_FILE
 from stoker.schema_places import SlurmConfig, SlurmGpuNodesConfig, SlurmNodesConfig

@@ -87,7 +87,7 @@ class DataConfig(Section):
         None, gt=0, description="cache size per host, GB; null: half of the free space"
     )
     cache_folder: Folder | None = Field(
-        None, description="absolute path for cache: disk on each host; null: Ray's temporary folder"
+        None, description="absolute path for cache: disk on each host; null: the temporary folder"
     )
     share: str | None = Field(
         None,

@@ -92,13 +92,13 @@ class RayNodes:
 
 
 @contextlib.contextmanager
-def fork_server(environment: dict[str, str]) -> Iterator[str]:
+def fork_server(environment: dict[str, str], folder: Path) -> Iterator[str]:
     """The socket of a process from which chain workers are forked, made with an environment."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(environment)
     try:
-        server = forks.started(LIBRARIES)
+        server = forks.started(LIBRARIES, folder)
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -150,7 +150,7 @@ def ray_nodes(
     stack = contextlib.ExitStack()
     try:
         if forked:
-            nodes.environment[forks.SOCKET_VARIABLE] = stack.enter_context(fork_server(environment))
+            nodes.environment[forks.SOCKET_VARIABLE] = stack.enter_context(fork_server(environment, scratch))
         for index, group in enumerate(groups):
             head = (
                 "--head", f"--port={gcs_port}",

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from stoker import checks, driver
-from stoker.bootstrap import forks
+from stoker.bootstrap import forks, raynode
 from stoker.bootstrap.raynode import MISSED_DEADLINE, STARTS
 from stoker.config import load
 from stoker.errors import UsageError
@@ -25,7 +25,8 @@ def one_cluster() -> Iterator[None]:
     """A real Ray cluster of this machine with token authentication; jobs run on it one after the other."""
     # As local runs have it.
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-    server = forks.started(forks.FOR_TRAINING)
+    folder = raynode.private_folder()
+    server = forks.started(forks.FOR_TRAINING, folder)
     assert server is not None
     os.environ[forks.SOCKET_VARIABLE] = server.socket
     forks.use_forks()
@@ -45,6 +46,7 @@ def one_cluster() -> Iterator[None]:
     finally:
         ray.shutdown()
         server.stop()
+        folder.rmdir()
 
 
 @dataclass

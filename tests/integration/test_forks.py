@@ -133,7 +133,7 @@ def test_what_is_imported_ahead_touches_no_gpu(tmp_path: Path) -> None:
 
 def test_a_forked_worker_is_a_process_like_any_other(tmp_path: Path) -> None:
     run(SCRIPT, tmp_path)
-    assert not list(tmp_path.glob("stoker-forks-*"))
+    assert not list(tmp_path.glob("sray-*"))
 
 
 def test_forking_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from unittest import mock
@@ -347,7 +348,7 @@ def test_ray_that_misses_its_own_deadline_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(raynode, "RAY", ray_that_misses(STARTS - 1, tmp_path / "starts"))
-    node = RayNode([], tmp_path / "ray.log")
+    node = RayNode([], tmp_path)
     try:
         node.wait_started()
         assert node.alive
@@ -356,15 +357,39 @@ def test_ray_that_misses_its_own_deadline_is_started_again(
     assert len((tmp_path / "starts").read_text()) == STARTS
 
 
+def test_ray_gets_a_folder_in_a_private_one_wherever_temporary_files_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray opens its own to every user of the host, and the paths of its sockets have at most 107 bytes."""
+    monkeypatch.setattr(raynode, "RAY", "import sys; print(sys.argv); sys.exit()")
+    monkeypatch.setattr("tempfile.tempdir", None)
+    short = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    made = []
+    try:
+        for variable, where in (("TMPDIR", short), ("TMPDIR", tmp_path / ("é" * 14)), ("RAY_TMPDIR", short)):
+            where.mkdir(exist_ok=True)
+            monkeypatch.setenv(variable, str(where))
+            monkeypatch.setattr("tempfile.tempdir", None)
+            made.append(raynode.private_folder())
+        assert [folder.parent for folder in made] == [short, Path("/tmp"), short]
+        node = RayNode([], made[0])
+        node._process.wait(60)
+        assert f"'--temp-dir={made[0]}/s'" in node.log.read_text()
+        assert [oct(folder.stat().st_mode & 0o777) for folder in made] == ["0o700"] * 3
+    finally:
+        for folder in (*made, short):
+            shutil.rmtree(folder)
+
+
 def test_ray_that_always_misses_it_or_fails_otherwise_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(raynode, "RAY", ray_that_misses(99, tmp_path / "starts"))
     with pytest.raises(ClusterError, match=r"Ray did not start: .*timed out during startup"):
-        RayNode([], tmp_path / "ray.log").wait_started()
+        RayNode([], tmp_path).wait_started()
     assert len((tmp_path / "starts").read_text()) == STARTS
     monkeypatch.setattr(raynode, "RAY", "import sys; open('once', 'a').write('.'); sys.exit('Error: no')")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ClusterError, match="Ray did not start: Error: no"):
-        RayNode([], tmp_path / "ray.log").wait_started()
+        RayNode([], tmp_path).wait_started()
     assert (tmp_path / "once").read_text() == "."

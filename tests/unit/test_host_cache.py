@@ -20,9 +20,8 @@ from torchvision.transforms import v2
 
 from stoker.data import read_any, read_range
 from stoker.data.cache.affinity import LOOK_AHEAD, CacheAffinity
-from stoker.data.cache.cleaning import LEFT_AFTER_S, sweep
 from stoker.data.cache.reading import homes_of
-from stoker.data.cache.store import CacheSpec, HostCache, decode, encode, room
+from stoker.data.cache.store import PREFIX, CacheSpec, HostCache, decode, encode, room
 from stoker.data.coordinator.accounting import EpochAccount
 from stoker.data.engine.passes import Passes
 from stoker.data.engine.shards import Loaded, blocks_of
@@ -36,6 +35,7 @@ from stoker.data.sources.identity import agree
 from stoker.data.sources.images import ImageFolderSource
 from stoker.errors import CacheError, UsageError
 from stoker.schema import Config, DataConfig
+from stoker.storage.cleaning import LEFT_AFTER_S, OWNER, sweep
 
 pytestmark = pytest.mark.long
 
@@ -261,8 +261,10 @@ def test_a_host_without_room_says_so_and_what_helps(root: Path) -> None:
 HOLDS_A_FOLDER = """
 import sys, time
 from pathlib import Path
-from stoker.data.cache.cleaning import Cleaner
-cleaner = Cleaner(Path(sys.argv[1]))
+from stoker.data.cache.store import PREFIX, open_root
+from stoker.storage.cleaning import Cleaner
+open_root(Path(sys.argv[1]))
+cleaner = Cleaner(Path(sys.argv[1]), PREFIX)
 (Path(sys.argv[1]) / "kept").write_bytes(b"x")
 print("ready", flush=True)
 time.sleep(60)
@@ -277,7 +279,7 @@ def test_nothing_is_left_when_the_run_is_killed(root: Path) -> None:
         assert process.stdout.readline() == b"ready\n"
         past = time.time() - 2 * LEFT_AFTER_S
         os.utime(root, (past, past))
-        sweep(root.parent)
+        sweep(root.parent, PREFIX)
         assert (root / "kept").exists(), "another run's cleaner leaves it alone while its own lives"
         os.killpg(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + 60
@@ -287,11 +289,13 @@ def test_nothing_is_left_when_the_run_is_killed(root: Path) -> None:
 
 
 def test_what_a_dead_host_has_left_the_next_run_removes(root: Path) -> None:
-    for name, age in (("old", 2 * LEFT_AFTER_S), ("new", 0.0)):
+    for name, age in (("old", 2 * LEFT_AFTER_S), ("new", 0.0), ("unlocked", 0.0)):
         folder = root.with_name(f"stoker-cache-{name}")
         (folder / "k").mkdir(parents=True)
+        if name == "unlocked":  # its owner and what waited for the owner's end were killed
+            (folder / OWNER).touch()
         os.utime(folder, (time.time() - age, time.time() - age))
-    sweep(root.parent)
+    sweep(root.parent, PREFIX)
     assert [folder.name for folder in root.parent.glob("stoker-cache-*")] == ["stoker-cache-new"]
 
 

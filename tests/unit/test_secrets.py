@@ -198,7 +198,7 @@ def test_an_emulated_host_gets_its_variables_out_of_sight_and_its_kept_logs_lose
     assert SECRET not in str(started.call_args.args)
     assert json.loads(started.call_args.kwargs["env"][SPEC_VARIABLE]) == spec
 
-    logs = tmp_path / "tmp/ray/session_2026/logs"
+    logs = tmp_path / "tmp/sray-1/s/session_2026/logs"
     logs.mkdir(parents=True)
     (logs / "worker.err").write_bytes(b"\xff 401: " + SECRET.encode())
     redaction.learn({"environment": {"HF_TOKEN": SECRET}})

@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,10 +20,10 @@ from stoker.bootstrap.raynode import ClusterError, RayNode
 from stoker.bootstrap.topology import Topology, label
 from stoker.place import BACKEND_VARIABLE, PACKAGE_VARIABLE, RUN_DIR_VARIABLE, TOKEN_FILE, local_place
 from stoker.schema import Config
+from stoker.storage.cleaning import Cleaner
 
 REPORT_EVERY_S, CONNECT_S = 5.0, 5.0
 LOOPBACK = "127.0.0.1"
-RAY_LOG = Path(tempfile.gettempdir()) / "stoker-ray.log"
 
 
 class LocalCluster:
@@ -43,8 +42,8 @@ class LocalCluster:
         self._dashboard = config.cluster.dashboard
         self._token_file = local_place().run_dir / TOKEN_FILE
         self._address = f"{LOOPBACK}:{raynode.free_port()}"
-        # Ray's own folder names the machine's current cluster, which may be the user's.
-        self._folder = Path(tempfile.mkdtemp(prefix="ray-", dir=short_folder()))
+        self._folder = raynode.private_folder()
+        self._cleaner = Cleaner(self._folder, raynode.PREFIX)
         store = raynode.size_store(config.cluster.object_store_mb)
         if store.warning:
             print(f"warning: {store.warning}", flush=True)
@@ -55,10 +54,10 @@ class LocalCluster:
             gpus=None,
             store=store,
         )
-        arguments += ["--head", f"--port={self._address.partition(':')[2]}", f"--temp-dir={self._folder}"]
+        arguments += ["--head", f"--port={self._address.partition(':')[2]}"]
         arguments += [f"--include-dashboard={str(self._dashboard).lower()}", f"--dashboard-host={LOOPBACK}"]
-        forks = ForkServer() if POSSIBLE else None
-        self._node = RayNode(arguments, self._folder / "ray.log", forks)
+        forks = ForkServer(self._folder) if POSSIBLE else None
+        self._node = RayNode(arguments, self._folder, forks)
         try:
             if forks is not None:
                 start_forks(forks)
@@ -136,17 +135,6 @@ def _runtime_env() -> dict[str, Any] | None:
     return {"working_dir": package, "env_vars": {name: os.environ[name] for name in names}}
 
 
-LONGEST_TEMP_DIR = 36
-"""Maximum length of Ray's folder: a socket path has at most 107 characters, and Ray adds about 70."""
-
-
-def short_folder() -> str:
-    """Laptop: a folder for temporary files in which a folder can be Ray's."""
-    folder = tempfile.gettempdir()
-    short = len(folder) <= LONGEST_TEMP_DIR - len("/ray-12345678")
-    return folder if short else "/tmp"  # noqa: S108 - what is created in it is private
-
-
 def set_environment(token: str, dashboard: bool = False) -> None:
     """Every host: set what all Ray processes of the job must agree on. Call it before importing ray.
 
@@ -162,8 +150,6 @@ def set_environment(token: str, dashboard: bool = False) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Otherwise a recipe that uses Ray too early would start a second cluster.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-    if len(tempfile.gettempdir()) > LONGEST_TEMP_DIR:
-        os.environ.setdefault("RAY_TMPDIR", "/tmp")  # noqa: S108 - Ray creates a private folder in it
     set_ray_train()
     os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
     # Remove a stopped host at once instead of after Ray's 30 s drain.

@@ -42,6 +42,21 @@ RAY = f"import sys; sys.modules.update(dict.fromkeys({UNUSED})); from ray.script
 """Code of the command line `ray`."""
 
 
+OPEN_FOLDER = "s"
+"""Ray's own folder, for sessions, in the private one."""
+PREFIX = "sray-"
+LONGEST_TEMP_DIR = 41 - len(f"/{PREFIX}12345678/{OPEN_FOLDER}")
+"""Maximum length of the temporary folder's path: a socket's has at most 107 bytes, and Ray adds up to 66."""
+
+
+def private_folder() -> Path:
+    """Every host: a new folder of this user alone for Ray, whose sockets need a short path."""
+    base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    if len(os.fsencode(base)) > LONGEST_TEMP_DIR or not Path(base).is_absolute():
+        base = "/tmp"  # noqa: S108 - what is created in it is private
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+
+
 class ClusterError(RuntimeError):
     """Every host: the cluster could not be formed or was lost. One line."""
 
@@ -159,14 +174,15 @@ class RayNode:
 
     Args:
         arguments: arguments of `ray start`.
-        log: file for its output.
+        folder: a folder of this user alone, for the files of Ray and the output of its start.
         forks: where Ray's workers on this host are forked; it is stopped with the node.
     """
 
-    def __init__(self, arguments: list[str], log: Path, forks: ForkServer | None = None) -> None:
-        self.log = log
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self._forks, self._arguments = forks, arguments
+    def __init__(self, arguments: list[str], folder: Path, forks: ForkServer | None = None) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.log = folder / "ray.log"
+        # Ray opens it to all users of the host, so it must be inside of a private one.
+        self._forks, self._arguments = forks, [*arguments, f"--temp-dir={folder / OPEN_FOLDER}"]
         self._process = self._launch()
 
     def _launch(self) -> subprocess.Popen[bytes]:

@@ -109,7 +109,8 @@ def run_head(
         raynode.probe_port(address, config.cluster.port, "cluster.port")
         head = ["--head", f"--port={config.cluster.port}", "--include-dashboard=false"]
         own = _shared_arguments(resolved, topology, address)
-        node = RayNode([*head, *own], cluster.RAY_LOG, forks.started(preloaded(config, trains=True)))
+        folder = raynode.private_folder()
+        node = RayNode([*head, *own], folder, forks.started(preloaded(config, trains=True), folder))
         import ray
 
         node.wait_started(stop.check)
@@ -166,6 +167,7 @@ def run_worker(
     deadline = started + config.cluster.join_timeout_s
     token = cluster.read_token(code)
     cluster.set_environment(token)
+    folder = raynode.private_folder()
     joined = 0
     try:
         while True:
@@ -185,8 +187,8 @@ def run_worker(
             own = raynode.address_of(topology.interface)
             join = [f"--address={address}:{config.cluster.port}"]
             trains = topology.group == topology.gpu_group
-            server = forks.started(preloaded(config, trains))
-            node = RayNode([*join, *_shared_arguments(resolved, topology, own)], cluster.RAY_LOG, server)
+            server = forks.started(preloaded(config, trains), folder)
+            node = RayNode([*join, *_shared_arguments(resolved, topology, own)], folder, server)
             try:
                 node.wait_started(_head_lives(lifeline, stop))
                 joined += 1

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from stoker.bootstrap.topology import NODE_LABEL
 from stoker.config import Resolved
 from stoker.data.cache.store import CacheSpec
-from stoker.data.engine import ray_internals
 from stoker.data.engine.datasets import DatasetSource
 from stoker.data.messages import DataCursor, Pad, Schema
 from stoker.data.preprocessing.collating import Collate
@@ -349,5 +348,4 @@ def _cache(config: Config) -> CacheSpec | None:
     if data.cache == "none":
         return None
     most = None if data.cache_gb is None else int(data.cache_gb * 1e9)
-    folder = data.cache_folder or ray_internals.temp_folder()
-    return CacheSpec(data.cache, secrets.token_hex(6), most, folder)
+    return CacheSpec(data.cache, secrets.token_hex(6), most, data.cache_folder)

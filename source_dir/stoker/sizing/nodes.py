@@ -6,13 +6,13 @@ import logging
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from stoker.bootstrap import cluster, forks, raynode
 from stoker.bootstrap.raynode import RayNode
+from stoker.storage.cleaning import Cleaner
 
 STORE_MB = 200
 HEAD = "127.0.1.1"
@@ -49,14 +49,14 @@ class Nodes:
             gpus=0,
             store=raynode.Store(store_mb * 2**20),
         )
-        # Nodes with a shared folder would unpack the same job over each other.
-        arguments.append(f"--temp-dir={self.scratch}/{number}")
         if number == 0:
             arguments += ["--head", f"--port={self.port}", "--include-dashboard=false"]
         else:
             arguments.append(f"--address={HEAD}:{self.port}")
         arguments.append(f"--dashboard-agent-listen-port={raynode.free_port()}")
-        node = RayNode(arguments, self.scratch / f"{number}.log", forks.started(forks.FOR_CHAINS))
+        # Nodes with a shared folder would unpack the same job over each other.
+        folder = self.scratch / str(number)
+        node = RayNode(arguments, folder, forks.started(forks.FOR_CHAINS, self.scratch))
         self.started.append(node)
         # Two nodes of one machine that start at the same time would wait for each other forever.
         node.wait_started()
@@ -79,8 +79,8 @@ def ray_nodes(head_cpus: int, store_mb: int = STORE_MB) -> Iterator[Nodes]:
     prepare()
     import ray
 
-    # Paths of Ray's sockets are limited in length.
-    nodes = Nodes(Path(tempfile.mkdtemp(prefix="sn", dir="/tmp")))
+    nodes = Nodes(raynode.private_folder())
+    cleaner = Cleaner(nodes.scratch, raynode.PREFIX)  # noqa: F841 - for as long as the nodes
     try:
         nodes.add("gpu", head_cpus, store_mb)
         ray.init(

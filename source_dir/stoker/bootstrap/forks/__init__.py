@@ -57,11 +57,11 @@ FOR_CHAINS = Imports(CHAIN)
 FOR_TRAINING = Imports(TRAINING, LATER)
 
 
-def started(imports: Imports) -> ForkServer | None:
-    """Every host: a started fork server; None on systems without."""
+def started(imports: Imports, folder: Path) -> ForkServer | None:
+    """Every host: a started fork server, its sockets in `folder`; None on systems without."""
     if not POSSIBLE:
         return None
-    server = ForkServer()
+    server = ForkServer(folder)
     server.start(imports)
     return server
 
@@ -70,10 +70,13 @@ class ForkServer:
     """Every host: the process from which Ray's workers on this host are forked.
 
     Ray's daemons get its socket in their environment and may start before it.
+
+    Args:
+        folder: a private one, for its sockets.
     """
 
-    def __init__(self) -> None:
-        self.socket = str(Path(tempfile.mkdtemp(prefix="stoker-forks-")) / "socket")
+    def __init__(self, folder: Path) -> None:
+        self.socket = str(Path(tempfile.mkdtemp(prefix="forks-", dir=folder)) / "socket")
         """Value of `SOCKET_VARIABLE` in the environment of Ray's daemons."""
         self.pid = 0
         self._process: subprocess.Popen[bytes] | None = None

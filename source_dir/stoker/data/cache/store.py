@@ -15,6 +15,7 @@ import os
 import pickle
 import shutil
 import struct
+import tempfile
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -50,15 +51,15 @@ class CacheSpec:
     """Names the run; runs share nothing."""
     most_bytes: int | None = None
     """Per host; None: half of its free space."""
-    folder: str = ""
-    """For `disk`."""
+    folder: str | None = None
+    """For `disk`; None: the host's temporary folder. Ray's own is open to all users of the host."""
 
     def root(self) -> Path:
         """A host of the cluster: the run's folder on it."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
-        parent = SHARED_MEMORY if self.kind == "memory" else Path(self.folder)
+        parent = SHARED_MEMORY if self.kind == "memory" else Path(self.folder or tempfile.gettempdir())
         # Several Ray nodes may share a machine.
         return parent / f"{PREFIX}{self.run}-{node[:12]}"
 

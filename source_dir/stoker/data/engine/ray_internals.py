@@ -40,13 +40,6 @@ def read_environment_again() -> None:
     library.AuthenticationTokenLoader.instance().reset_cache()
 
 
-def temp_folder() -> str:
-    """Head: Ray's temporary folder, the same on every host of a cluster. No public API gives it to a task."""
-    import ray
-
-    return str(ray._private.worker._global_node.get_temp_dir_path())
-
-
 def origin_of(reference: Any) -> Origin:
     """Head: the task that made a block, and the block's index within that task, from 0.
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from stoker.bootstrap.topology import NODE_LABEL
-from stoker.data.cache.cleaning import Cleaner
-from stoker.data.cache.store import CacheSpec
+from stoker.data.cache.store import PREFIX, CacheSpec, open_root
 from stoker.data.messages import Server
 from stoker.data.preprocessing.blocks import columns_of
 from stoker.data.transport.server import BlockServer
 from stoker.errors import CacheError, where_raised
+from stoker.storage.cleaning import Cleaner
 
 SAMPLE_EVERY_S = 3.0
 AGENT_START_S = 60.0
@@ -64,7 +64,8 @@ def clean_up(cache: CacheSpec | None) -> Cleaner | None:
     """Every host: remove the run's files on this host when this process ends."""
     if cache is not None:
         with contextlib.suppress(CacheError):  # the host's chain workers report it, if it has any
-            return Cleaner(cache.root())
+            open_root(root := cache.root())
+            return Cleaner(root, PREFIX)
     return None
 
 
