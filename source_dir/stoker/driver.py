@@ -33,6 +33,7 @@ from stoker.tracking.mlflow_sender import start_sender
 from stoker.tracking.recorder import Recorder
 from stoker.tracking.sinks import Sink, Tracking
 from stoker.tracking.summary import Cluster, Host, Summary
+from stoker.training.stopping import modes
 from stoker.training.work import RecipeWork, Work
 
 POLL_S = 0.2
@@ -84,6 +85,7 @@ def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outco
         backend=place.backend,
         started=datetime.now().astimezone().isoformat(timespec="seconds"),
     )
+    summary.metrics.modes = modes(config)
     summary.cluster = Cluster(hosts=hosts(config.cluster.cpu_hosts), formed_s=round(place.formed_s, 2))
     process_started = time.time() - place.formed_s
     prices = prices_of(config, summary.cluster.hosts)

@@ -250,7 +250,9 @@ class CheckpointConfig(Section):
         description="also keep the best K checkpoints by `monitor`; 0: none; -1: all with the metric",
     )
     monitor: str = Field(
-        "auto", description="metric that selects the best; auto: val/acc1, val/loss or train/loss"
+        "auto",
+        description="metric that selects the best; auto: that of early stopping, or else val/acc1, val/loss"
+        " or train/loss",
     )
     mode: Literal["auto", "min", "max"] = Field(
         "auto", description="whether lower or higher is better; auto: decide by the metric's name"

@@ -88,3 +88,35 @@ def test_an_unknown_metric_is_refused_before_training(
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith(f"{key}: ")
     assert says in caught.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["checkpoint.mode=min"], "checkpoint.mode: min needs checkpoint.monitor"),
+        (
+            ["train.early_stopping.monitor=val/loss", "train.early_stopping.mode=min", "checkpoint.mode=max"],
+            "checkpoint.mode: max contradicts train.early_stopping.mode: min",
+        ),
+        (["train.early_stopping.monitor=val/loss", "checkpoint.mode=min"], ""),
+        (["checkpoint.monitor=val/acc1", "checkpoint.mode=max"], ""),
+    ],
+)
+def test_a_direction_without_a_metric_or_both_ways_is_refused(given: list[str], says: str) -> None:
+    config = load(None, given).config
+    if not says:
+        check_monitors(config, Counting(), True)
+        return
+    with pytest.raises(UsageError, match=says):
+        check_monitors(config, Counting(), True)
+
+
+def test_the_best_value_is_told_also_if_it_improved_by_less_than_min_delta() -> None:
+    keys = ["monitor=val/loss", "patience=2", "min_delta=0.1"]
+    stopping = EarlyStopping.of(
+        load(None, [f"train.early_stopping.{key}" for key in keys]).config.train.early_stopping
+    )
+    assert stopping is not None
+    for value in (0.5, 0.45, 0.48):
+        stopping.update({"val/loss": value})
+    assert stopping.reason.endswith("best 0.45")

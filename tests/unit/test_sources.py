@@ -212,3 +212,13 @@ def test_the_pages_dataset_of_images_and_masks_in_two_folders(tmp_path: Path) ->
         {"key": f"{name}.jpg", "image": f"{name}.jpg".encode(), "mask": f"{name}.png".encode()}
         for name in ("a", "b")
     ]
+
+
+def test_a_torch_dataset_names_its_classes_also_below_a_subset() -> None:
+    class Named(list[Any]):
+        classes = ("cat", "dog")
+
+    from torch.utils.data import Subset
+
+    assert read_torch(Subset(Named([(1, 0), (2, 1)]), [0])).classes() == ["cat", "dog"]  # type: ignore[arg-type]
+    assert read_torch([(1, 0)]).classes() is None

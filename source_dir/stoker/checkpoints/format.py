@@ -258,7 +258,7 @@ class Retention:
         self.monitored[saved.name] = entry if math.isfinite(entry.get("value", math.nan)) else {}
 
     def best(self) -> list[str]:
-        """The checkpoints kept for their metric, best first, earlier ones first among equals."""
+        """The checkpoints kept for their metric, best first; of equals the lower loss, then the earlier."""
         having = [name for name, entry in self.monitored.items() if entry]
         if not having:
             return []
@@ -266,11 +266,16 @@ class Retention:
         watched = self.monitored[max(having, key=step_of)]
         sign = -1.0 if watched["mode"] == "max" else 1.0
         ranked = sorted(
-            (sign * self.monitored[name]["value"], step_of(name), name)
+            (
+                sign * entry["value"],
+                math.inf if (loss := entry.get("loss")) is None else loss,
+                step_of(name),
+                name,
+            )
             for name in having
-            if self.monitored[name]["metric"] == watched["metric"]
+            if (entry := self.monitored[name])["metric"] == watched["metric"]
         )
-        names = [name for _, _, name in ranked]
+        names = [name for *_, name in ranked]
         return names if self.top_k < 0 else names[: self.top_k]
 
     def add(self, saved: Checkpoint) -> None:

@@ -19,7 +19,7 @@ from stoker.checkpoints.writer import Writer
 from stoker.redaction import redact
 from stoker.storage.checkpoint_store import Store, name_of
 from stoker.tracking.summary import finite
-from stoker.training.stopping import EarlyStopping, monitored
+from stoker.training.stopping import EarlyStopping, monitored, monitors
 from stoker.training.worker import Worker
 
 CALL_TIMEOUT_S = 120.0
@@ -33,7 +33,7 @@ class CheckpointManager:
         config = worker.config
         self.every_steps = config.checkpoint.every_steps
         self.every_s = 60 * config.checkpoint.every_minutes if config.checkpoint.every_minutes else None
-        self.early_stopping = EarlyStopping.of(config.train.early_stopping)
+        self.early_stopping = EarlyStopping.of(monitors(config)[0])
         self.history: list[dict[str, Any]] = []
         """Epochs (epoch, step, metrics, books), for the summary of a resumed run; one that `train.max_steps`
         has cut short stands there again once it is complete."""
@@ -257,10 +257,11 @@ class CheckpointManager:
         self.writer.wait()
         whole = (name for name in self.shelf.best() if self._whole(name))
         best = next(whole, None)
+        by = self.shelf.monitored[best] if best else {}
         chosen = checkpoint.describe(self.store, best) if best else self.newest() or self.resumed
         if chosen is None:
             raise OSError(f"{self.store.where}: no complete checkpoint to take the model from")
-        write_model(self.worker, chosen, target)
+        write_model(self.worker, chosen, target, by)
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written, however the run ended."""
@@ -277,8 +278,15 @@ class CheckpointManager:
         self.worker.log("note", text=text)
 
 
-def write_model(worker: Worker, chosen: Checkpoint, target: Path) -> None:
-    """Train worker (rank 0): save a checkpoint's weights, averaged ones if present, as the model."""
+def write_model(worker: Worker, chosen: Checkpoint, target: Path, by: dict[str, Any]) -> None:
+    """Train worker (rank 0): save a checkpoint's weights, averaged ones if present, as the model.
+
+    Args:
+        worker: of the run.
+        chosen: the checkpoint.
+        target: the model's folder.
+        by: the metric, mode and value that chose it; empty: it is the newest.
+    """
     target.mkdir(parents=True, exist_ok=True)
     with chosen.store.local(chosen.name) as folder:
         averaged = (folder / checkpoint.EMA).is_file()
@@ -290,8 +298,11 @@ def write_model(worker: Worker, chosen: Checkpoint, target: Path) -> None:
         "params": redact(worker.config.params),
         "checkpoint": chosen.name,
         "weights": "ema" if averaged else "model",
-        **{key: chosen.meta[key] for key in ("epoch", "step", "samples", "metrics")},
+        "epoch": chosen.meta["epoch"] + 1,
+        **{key: chosen.meta[key] for key in ("step", "samples", "metrics")},
         **({"classes": worker.classes} if worker.classes else {}),
     }
     (target / "model.json").write_text(json.dumps(about, indent=1, default=str))
-    worker.log("model", path=str(target), checkpoint=chosen.name)
+    source_of = {key: about[key] for key in ("checkpoint", "epoch", "step")}
+    whole = chosen.meta["next_epoch"] > chosen.meta["epoch"]
+    worker.log("model", path=str(target), **source_of, whole=whole, **by)

@@ -19,10 +19,9 @@ def comparison(runs: Sequence[RunData]) -> list[Panel]:
     rows: Rows = []
     for label, run in zip(labels, runs, strict=True):
         summary, cost = run.summary, run.summary.cost or {}
-        best = next(
-            ((k, v) for k, v in summary.metrics.best.items() if k.startswith("val/") and "loss" not in k),
-            None,
-        )
+        known, chose = summary.metrics.best, (summary.model_from or {}).get("metric")
+        others = (name for name in known if name.startswith("val/") and "loss" not in name)
+        best = next(((name, known[name]) for name in (chose, *others) if name in known), None)
         usd = cost.get("usd")
         per = cost.get("usd_per_million_samples")
         rows.append(

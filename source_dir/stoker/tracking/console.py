@@ -109,6 +109,8 @@ class PlainConsole(Sink):
             done = event["epoch"] >= self.epochs
             where = "after the last epoch" if done else f"at epoch {event['epoch'] + 1}"
             self.line(f"resumed from {event['path']} {where}, step {event['step']}")
+        elif kind == "model":
+            self.line(f"exported: {model_text(event)}")
         elif kind == "export" and not event["error"]:
             self.line(export_text(event))
         elif kind == "train_worker_lost":
@@ -231,6 +233,14 @@ def metrics_text(metrics: dict[str, float]) -> str:
 def metric_text(name: str, value: float) -> str:
     """Head and laptop: a metric's value."""
     return f"{100 * value:.2f} %" if name.endswith("acc1") else f"{value:.4f}"
+
+
+def model_text(event: dict[str, Any]) -> str:
+    """Head: the checkpoint that becomes the model."""
+    where = f"epoch {event['epoch']}" + ("" if event["whole"] else f" up to step {event['step']}")
+    if "metric" not in event:
+        return f"{where}, the last checkpoint"
+    return f"{where} by {event['metric']} {metric_text(event['metric'], event['value'])}"
 
 
 def export_text(event: dict[str, Any]) -> str:

@@ -183,6 +183,11 @@ class Recorder(Sink):
         others = [done for done in self.summary.exports if done["format"] != result["format"]]
         self.summary.exports = [*others, result]
 
+    def _on_model(self, event: dict[str, Any]) -> None:
+        self.summary.model_from = {
+            k: v for k, v in event.items() if k not in ("time", "event", "path", "loss")
+        }
+
     def _on_records(self, event: dict[str, Any]) -> None:
         counts = {k: v for k, v in event.items() if k not in ("time", "event", "remainder_ids")}
         self.summary.records.add(counts)

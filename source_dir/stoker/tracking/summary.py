@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +20,15 @@ STEP_TERMS = ("wait_production", "wait_transfer", "wait_collate", "host_to_devic
 copying the batch to the device; and training."""
 
 
+LOSSES = ("loss", "error", "mae", "mse", "mape", "perplexity", "distance", "divergence", "entropy")
+RATES = {"wer", "cer", "mer", "eer", "ppl", "nll", "fid", "kid", "brier"}
+"""Words of a metric's name of which less is better: parts of it, and whole ones."""
+
+
 def less_is_better(metric: str) -> bool:
     """Anywhere: whether a metric is a loss or an error, by its conventional name."""
-    return any(word in metric.lower() for word in ("loss", "error", "mae", "mse", "perplexity"))
+    name = metric.lower()
+    return any(word in name for word in LOSSES) or not RATES.isdisjoint(re.split(r"[^a-z]+", name))
 
 
 class Part(BaseModel):
@@ -119,13 +126,16 @@ class Speed(Part):
 class Metrics(Part):
     last: dict[str, float] = {}
     best: dict[str, float] = {}
+    modes: dict[str, str] = {}
+    """min or max, for metrics of which the configuration says what is better."""
 
     def take(self, metrics: dict[str, Any]) -> None:
         """Add an epoch's metrics; values that are not finite numbers do not count."""
         self.last = finite(metrics)
         for name, value in self.last.items():
             if name.startswith(("val/", "train/")):
-                pick = min if less_is_better(name) else max
+                mode = self.modes.get(name) or ("min" if less_is_better(name) else "max")
+                pick = min if mode == "min" else max
                 self.best[name] = pick(self.best.get(name, value), value)
 
 
@@ -191,6 +201,9 @@ class Summary(BaseModel):
     """With data.share: its name, and pct of the records in blocks that existed already."""
     cost: dict[str, Any] | None = None
     model: str | None = None
+    model_from: dict[str, Any] | None = None
+    """The checkpoint that became the model: its name, epoch (from 1) and step, and the metric, mode and value
+    that chose it; without those it is the newest."""
     tracking: dict[str, Any] = {}
     """Where to find the run elsewhere: mlflow.run_id, mlflow.url, …"""
     exports: list[dict[str, Any]] = []

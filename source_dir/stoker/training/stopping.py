@@ -14,8 +14,8 @@ from typing import Any
 from stoker.errors import UsageError, nearest
 from stoker.figures import count_of
 from stoker.recipe import Recipe, metric_names
-from stoker.schema import Config, EarlyStoppingConfig
-from stoker.tracking.summary import less_is_better
+from stoker.schema import CheckpointConfig, Config, EarlyStoppingConfig
+from stoker.tracking.summary import less_is_better, number
 
 ALWAYS = ("train/loss", "lr", "perf/samples_per_s", "perf/input_wait_pct")
 """Metrics available in every epoch of every run."""
@@ -32,6 +32,9 @@ class EarlyStopping:
     patience: int
     stopping_threshold: float | None = None
     best: float | None = None
+    """The value to improve by more than `min_delta`."""
+    seen: float | None = None
+    """The best value, by whatever margin."""
     wait: int = 0
     """Epochs without improvement."""
     reason: str = ""
@@ -53,6 +56,8 @@ class EarlyStopping:
         """
         value = metrics[known(self.monitor, metrics, "train.early_stopping.monitor")]
         threshold, there = self.stopping_threshold, math.isfinite(value)
+        if there and (self.seen is None or self._better(value, self.seen)):
+            self.seen = value
         if there and threshold is not None and self._better(value, threshold):
             self.reason = f"early stopping: {self.monitor} {value:.6g} has passed {threshold:g}"
         # An improvement of exactly min_delta does not count.
@@ -61,7 +66,7 @@ class EarlyStopping:
         else:
             self.wait += 1
             if self.wait >= self.patience:
-                best = "no finite value yet" if self.best is None else f"best {self.best:.6g}"
+                best = "no finite value yet" if self.seen is None else f"best {self.seen:.6g}"
                 self.reason = (
                     f"early stopping: {self.monitor} has not improved by more than {self.min_delta:g} for"
                     f" {count_of(self.wait, 'epoch')}; {best}"
@@ -76,6 +81,7 @@ class EarlyStopping:
         if not state or (state["monitor"], state["mode"]) != (self.monitor, self.mode):
             return
         self.best, self.wait = state["best"], state["wait"]
+        self.seen = state.get("seen", self.best)
         if all(state[key] == getattr(self, key) for key in ("min_delta", "patience", "stopping_threshold")):
             self.reason = state["reason"]
 
@@ -90,8 +96,24 @@ def mode_of(metric: str, mode: str) -> str:
     return "min" if less_is_better(metric) else "max"
 
 
+def monitors(config: Config) -> tuple[EarlyStoppingConfig, CheckpointConfig]:
+    """Anywhere: what early stopping and the best checkpoint watch: one metric unless both name one."""
+    early, best = config.train.early_stopping, config.checkpoint
+    if early.monitor is not None and best.monitor == "auto":
+        best = best.model_copy(update={"monitor": early.monitor})
+    if early.monitor == best.monitor:
+        mode = {"mode": best.mode if early.mode == "auto" else early.mode}
+        early, best = early.model_copy(update=mode), best.model_copy(update=mode)
+    return early, best
+
+
+def modes(config: Config) -> dict[str, str]:
+    """Anywhere: min or max by metric, as far as the configuration says."""
+    return {str(part.monitor): part.mode for part in monitors(config) if part.mode != "auto"}
+
+
 def monitored(config: Config, metrics: dict[str, float]) -> dict[str, Any] | None:
-    """Train worker: the metric, mode and value by which a checkpoint competes for best.
+    """Train worker: the metric, mode and value by which a checkpoint competes, and the loss, for ties.
 
     Returns:
         None if the value is not finite, because it does not compare.
@@ -99,13 +121,15 @@ def monitored(config: Config, metrics: dict[str, float]) -> dict[str, Any] | Non
     Raises:
         UsageError: `checkpoint.monitor` names no metric of this run.
     """
-    name = config.checkpoint.monitor
+    best = monitors(config)[1]
+    name = best.monitor
     if name == "auto":
         name = next((n for n in ("val/acc1", "val/loss") if n in metrics), "train/loss")
     value = metrics[known(name, metrics, "checkpoint.monitor")]
     if not math.isfinite(value):
         return None
-    return {"metric": name, "mode": mode_of(name, config.checkpoint.mode), "value": value}
+    loss = metrics.get("val/loss", metrics.get("train/loss"))
+    return {"metric": name, "mode": mode_of(name, best.mode), "value": value, "loss": number(loss)}
 
 
 def known(name: str, metrics: dict[str, float], key: str) -> str:
@@ -120,11 +144,21 @@ def known(name: str, metrics: dict[str, float], key: str) -> str:
 
 
 def check_monitors(config: Config, recipe: Recipe, has_val: bool) -> None:
-    """Head: refuse, before training, to monitor a metric that the run will not have.
+    """Head: refuse, before training, to monitor a metric that the run will not have, or both ways.
 
     Raises:
         UsageError: one line per such key.
     """
+    early, best = config.train.early_stopping, config.checkpoint
+    if {early.mode, best.mode} == {"min", "max"} and best.monitor in ("auto", early.monitor):
+        raise UsageError(
+            f"checkpoint.mode: {best.mode} contradicts train.early_stopping.mode: {early.mode}, of the same"
+            " metric; remove one, or set checkpoint.monitor to another metric"
+        )
+    if best.mode != "auto" and monitors(config)[1].monitor == "auto":
+        raise UsageError(
+            f"checkpoint.mode: {best.mode} needs checkpoint.monitor, the metric that it is about"
+        )
     asked = {
         "checkpoint.monitor": config.checkpoint.monitor,
         "train.early_stopping.monitor": config.train.early_stopping.monitor,

@@ -69,6 +69,15 @@ class TorchSource(NumberedSource):
         if len(self.dataset) == 0:
             raise UsageError(f"read_torch({type(self.dataset).__name__}): the dataset is empty")
 
+    def classes(self) -> list[str] | None:
+        """The names that torchvision's datasets have as `classes`, also below a Subset."""
+        inner = self.dataset
+        while type(inner).__name__ == "Subset":
+            inner = inner.dataset
+        names = getattr(inner, "classes", None)
+        known = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+        return list(names) if known and names else None
+
     def count(self) -> int:
         return len(self.dataset)
 

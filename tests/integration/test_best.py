@@ -1,0 +1,77 @@
+"""Which epoch is the best, and what the run, its model and its readers say of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import run_job
+from safetensors.torch import load_file
+
+from stoker.report.page import write_report
+from stoker.tracking import runs_dataframe
+
+STEPS = 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "scores", "losses", "epoch", "by", "best"),
+    [
+        # Early stopping and the model follow one metric.
+        (
+            {"train": {"early_stopping": {"monitor": "val/loss", "patience": 2}}},
+            {"acc1": [1.0, 1.0, 1.0, 0.5, 0.5]},
+            [0.5, 0.4, 0.3, 0.6, 0.7],
+            3,
+            "val/loss",
+            {"val/loss": 0.3, "val/acc1": 1.0},
+        ),
+        # A mode that the metric's name does not say.
+        (
+            {"checkpoint": {"monitor": "val/score", "mode": "min"}},
+            {"score": [0.9, 0.2, 0.5]},
+            [1.0, 1.0, 1.0],
+            2,
+            "val/score",
+            {"val/score": 0.2},
+        ),
+        # Of equal values, the lower loss decides.
+        ({}, {"acc1": [0.5, 1.0, 1.0, 1.0]}, [0.1, 0.4, 0.3, 0.3], 3, "val/acc1", {"val/acc1": 1.0}),
+    ],
+)
+def test_the_screen_the_summary_the_report_and_the_model_agree_on_the_best_epoch(
+    keys: dict[str, Any],
+    scores: dict[str, list[float]],
+    losses: list[float],
+    epoch: int,
+    by: str,
+    best: dict[str, float],
+    ray_cluster: None,
+    tmp_path: Path,
+) -> None:
+    train = {"epochs": len(losses), "batch_size": 8, **keys.pop("train", {})}
+    params = {
+        "train_records": 8 * STEPS,
+        "val_records": 8,
+        "steps": STEPS,
+        "scores": scores,
+        "losses": losses,
+    }
+    outcome = run_job(tmp_path, recipe="scored:Scored", params=params, train=train, **keys)
+    assert outcome.code == 0, outcome.summary.error
+    summary, run_dir = outcome.summary, outcome.run_dir
+    assert {name: pytest.approx(summary.metrics.best[name]) for name in best} == best
+    assert summary.model_from is not None
+    assert (summary.model_from["epoch"], summary.model_from["metric"]) == (epoch, by)
+    said = (run_dir / "logs/console.log").read_text()
+    assert f"exported: epoch {epoch} by {by}" in said
+    about = json.loads((run_dir / "model/model.json").read_text())
+    assert (about["epoch"], about["step"]) == (epoch, epoch * STEPS)
+    assert about["classes"] == ["cat", "dog"]
+    assert float(load_file(run_dir / "model/model.safetensors")["bias"]) == pytest.approx(epoch * STEPS)
+    frame = runs_dataframe([run_dir])
+    assert frame[f"best/{by}"].tolist() == pytest.approx([best[by]])
+    write_report([run_dir, run_dir], tmp_path / "report.html")
+    assert f"{by} {best[by]:g}".removesuffix(".0") in (tmp_path / "report.html").read_text()
