@@ -20,6 +20,7 @@ from rows import Counting
 from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.manager import CheckpointManager
 from stoker.data.feed.step_timer import StepTimes
+from stoker.recipe import class_names_of
 from stoker.schema import Config
 from stoker.storage.checkpoint_store import open_store
 from stoker.training import loop
@@ -103,6 +104,7 @@ def start(folder: Path, data: Data, recipe: Any = None, has_val: bool = True, **
     config = Config.model_validate(sections)
     head = Head()
     worker = Worker(config, recipe or Counting(), head, 0, 0, 1, torch.device("cpu"))
+    worker.classes = class_names_of(worker.recipe, None)
     keeper = CheckpointManager(worker, open_store(str(folder)))
     run = Run(worker, keeper, head)
     found = checkpoint.newest_valid(keeper.store, lambda text: head.log.remote("note", {"text": text}))

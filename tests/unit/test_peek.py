@@ -109,6 +109,23 @@ def test_the_model_is_tried_on_a_batch(where: str, problem: str, tmp_path: Path)
         assert line in result.output
 
 
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("broken", "error Shaped.metrics: broken (Strange): TypeError"),
+        ("missing", "pycocotools"),
+        ("text", "val/text is not shown: it is a str"),
+        ("few", "metric few: cannot be computed from the first records"),
+    ],
+)
+def test_the_metrics_are_tried_too(kind: str, problem: str, tmp_path: Path) -> None:
+    result, _ = peek(tmp_path, "--model", recipe="shaped:Shaped", kinds=["confusion", kind])
+    assert result.exit_code == (2 if kind in ("broken", "missing") else 0), result.output
+    shown = result.output.replace("recipe: ", "")
+    assert problem in shown
+    assert ("confusion/cat " in shown) == (result.exit_code == 0)
+
+
 def test_problems_of_values(tmp_path: Path) -> None:
     result, _ = peek(tmp_path, chain="normalised", num_classes=10)
     problems = "\n".join(said(result))

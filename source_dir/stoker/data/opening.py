@@ -39,6 +39,8 @@ class Data:
     totals: dict[str, int | None]
     recipe: Any = None
     """The recipe that opened them, which may hold what `read` has found."""
+    samples: dict[str, Any] = field(default_factory=dict)
+    """Split → what its chain made of the first records: columns and report."""
     _identities: dict[str, Identity] = field(default_factory=dict)
 
     def notes(self) -> list[str]:
@@ -82,7 +84,7 @@ def open_data(config: Config, data: Data | None = None) -> Data:
     """
     data = open_splits(config, data)
     refuse_image_alone(data.chains.values())
-    fix_schemas(data.sources, data.chains, config.data.block_records)
+    data.samples = fix_schemas(data.sources, data.chains, config.data.block_records)
     pads = data.chains["train"].pads
     refuse_absent_pads(pads, [chain.schemas for chain in data.chains.values()])
     train, wanted = data.chains["train"], config.data.bucket_by

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import islice
 from typing import Any
 
@@ -10,9 +11,10 @@ from stoker.data.opening import Data
 from stoker.errors import UsageError, where_raised
 from stoker.peek.looking import sampled
 from stoker.peek.problems import Problem
-from stoker.recipe import Batch, Recipe
+from stoker.recipe import Batch, Recipe, Split, class_names_of
 from stoker.schema import Config
-from stoker.training.worker import at_least_float32, count_records, loss_of
+from stoker.training.evaluation import try_validation
+from stoker.training.worker import Worker, count_records, loss_of
 
 MOST = 8
 """Records of the batch; batch norm needs more than one."""
@@ -31,55 +33,56 @@ def try_model(config: Config, recipe: Recipe, data: Data) -> tuple[list[str], li
     """
     import torch
 
+    problems = list[Problem]()
     if recipe.own_loop:
         return ["the model was not tried: the recipe runs its own training loop"], []
     torch.manual_seed(config.seed)
+    worker = Worker(config, recipe, None, 0, 0, 1, torch.device("cpu"))
+    worker.classes = class_names_of(recipe, data.sources["train"].classes())
     lines, place = [], "model"
     try:
-        model = recipe.model()
-        lines.append(f"model: {sum(p.numel() for p in model.parameters()):,} parameters")
-        for place, split in (("training_step", "train"), ("validation_step", "val")):
+        worker.model = recipe.model()
+        lines.append(f"model: {sum(p.numel() for p in worker.model.parameters()):,} parameters")
+        steps: list[tuple[str, Split]] = [("training_step", "train"), ("validation_step", "val")]
+        for place, split in steps:
             if split not in data.sources:
                 continue
-            batch = _batch(config, recipe, data, split)
+            worker.modules[split] = recipe.on_device(split) or torch.nn.Identity()
+            batch, notes = _batch(config, data, split), list[str]()
             if count_records(batch) < 2:
                 lines.append(f"{place}: not tried, because fewer than two of the first records are usable")
                 continue
-            loss = _train(model, recipe, batch) if split == "train" else _validate(model, recipe, batch)
-            if not torch.isfinite(loss):
-                return lines, [Problem("error", f"{place}: the loss of the first records is {loss.item()}")]
-            lines.append(f"{place}: loss {loss.item():.4g} of {count_records(batch)} records")
+            if split == "train":
+                metrics = {"loss": _train(worker, batch)}
+            else:
+                metrics, notes = try_validation(worker, batch)
+                metrics = {name.removeprefix("val/"): value for name, value in metrics.items()}
+            if not math.isfinite(metrics.get("loss", 0.0)):
+                return lines, [
+                    Problem("error", f"{place}: the loss of the first records is {metrics['loss']}")
+                ]
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+            lines.append(f"{place}: {shown or 'no loss, no metrics'} of {count_records(batch)} records")
+            problems += [Problem("warning", f"{place}: {note}") for note in notes]
     except UsageError as error:
         return lines, [Problem("error", text) for text in error.problems]
     except Exception as error:
         return lines, [Problem("error", f"{place}: {where_raised(error)}")]
-    return lines, []
+    return lines, problems
 
 
-def _batch(config: Config, recipe: Recipe, data: Data, split: Any) -> Batch:
-    """A batch after `on_device`; empty if none of the first records can be used."""
+def _batch(config: Config, data: Data, split: Any) -> Batch:
+    """A batch as from the feed; empty if none of the first records can be used."""
     chain = data.chains[split]
     count = max(2, min(config.train.batch_size, MOST))
     columns, report = chain.run(islice(sampled(data.sources[split], config, split, count), count), 0)
-    batch = as_one_batch(chain, columns, report) if columns else {}
-    module = recipe.on_device(split) if batch else None
-    return module(batch) if module is not None else batch
+    return as_one_batch(chain.collate, columns, report) if columns else {}
 
 
-def _train(model: Any, recipe: Recipe, batch: Batch) -> Any:
-    loss = loss_of(recipe.training_step(model.train(), batch))
+def _train(worker: Worker, batch: Batch) -> float:
+    model = worker.model.train()
+    loss = loss_of(worker.recipe.training_step(model, worker.modules["train"](batch)))
     loss.backward()
     if not any(p.grad is not None for p in model.parameters()):
         raise UsageError("training_step: the loss has no gradient with respect to any parameter")
-    return loss.detach()
-
-
-def _validate(model: Any, recipe: Recipe, batch: Batch) -> Any:
-    import torch
-
-    with torch.no_grad():
-        result = recipe.validation_step(model.eval(), batch)
-    if "preds" in result and "target" in result:
-        for metric in recipe.metrics().values():
-            metric.update(at_least_float32(result["preds"]), result["target"])
-    return loss_of(result)
+    return float(loss.detach())

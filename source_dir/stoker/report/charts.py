@@ -176,7 +176,7 @@ def line_chart(
     if len(lines) > 1:
         for low, name in _apart(ends, height - BOTTOM - 4):
             body.append(f'<text class="name" x="{WIDTH - right + 5}" y="{low + 4:.1f}">{escape(name)}</text>')
-    return _svg(title, description, height, body)
+    return svg(title, description, height, body)
 
 
 def _apart(ends: list[tuple[float, str]], lowest: float, gap: float = 13.0) -> Iterator[tuple[float, str]]:
@@ -227,7 +227,7 @@ def stacked_bar(title: str, description: str, parts: Sequence[Part], unit: str) 
             )
         body.append("</g>")
         at += wide
-    return _svg(title, description, 48, body)
+    return svg(title, description, 48, body)
 
 
 def bars(title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: float = math.inf) -> str:
@@ -266,7 +266,7 @@ def bars(title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: f
         if cut:
             tip = f"{wide + 2:.1f},{top + 18} {wide + 12:.1f},{top + 25} {wide + 2:.1f},{top + 32}"
             body.append(f'<polyline class="cut" points="{tip}"/>')
-    return _svg(title, description, len(rows) * step, body)
+    return svg(title, description, len(rows) * step, body)
 
 
 def spark(title: str, description: str, points: Sequence[Point], top: float = 100.0) -> str:
@@ -288,7 +288,7 @@ def spark(title: str, description: str, points: Sequence[Point], top: float = 10
         f'<polygon class="area" points="{area}"/>',
         f'<polyline class="s1 line" points="{path}"/>',
     ]
-    return _svg(title, description, height, body, wide)
+    return svg(title, description, height, body, wide)
 
 
 def scatter(
@@ -307,13 +307,13 @@ def scatter(
             f'<circle class="s{number % 5 + 1} dot" cx="{x(a):.1f}" cy="{y(b):.1f}" r="5"/>'
             f'<text class="name" x="{x(a) + 8:.1f}" y="{y(b) + 4:.1f}">{escape(name)}</text></g>'
         )
-    return _svg(title, description, height, body)
+    return svg(title, description, height, body)
 
 
 _numbers = iter(range(1, 1 << 62))
 
 
-def _svg(title: str, description: str, height: int, body: Sequence[str], width: int = WIDTH) -> str:
+def svg(title: str, description: str, height: int, body: Sequence[str], width: int = WIDTH) -> str:
     ident = f"c{next(_numbers)}"
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-labelledby="{ident}t {ident}d">'

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from stoker.report import charts
 from stoker.report.charts import Bar, figure
-from stoker.report.panels import Panel, Rows, panel
+from stoker.report.panel import Panel, Rows, panel
 from stoker.report.reading import RunData
 from stoker.tracking.summary import number
 

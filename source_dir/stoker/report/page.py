@@ -20,6 +20,7 @@ from stoker.errors import where_raised
 from stoker.figures import count_of, duration
 from stoker.report import charts, panels
 from stoker.report.comparison import comparison
+from stoker.report.panel import Panel
 from stoker.report.reading import RunData, read_run
 from stoker.sizing.advice import Verdict, verdict
 from stoker.tracking.summary import Summary, less_is_better, number
@@ -50,7 +51,7 @@ class Page:
     verdict: Verdict
     status: str
     figures: list[Figure]
-    panels: list[panels.Panel]
+    panels: list[Panel]
     hosts: list[dict[str, Any]]
     settings: list[tuple[str, str, str]]
     """(key, value, origin) of each non-default setting."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
 from markupsafe import Markup
 
 from stoker.figures import count_of, size
 from stoker.report import charts
-from stoker.report.charts import Bar, Event, Line, Part, Point, figure
+from stoker.report.charts import Bar, Event, Line, Part, figure
+from stoker.report.metric_panels import metrics
+from stoker.report.panel import Panel, panel, table_rows
 from stoker.report.reading import RunData
 from stoker.tracking.recorder import repeats_text
-
-Rows = list[list[str]]
 
 TERMS = {
     "compute": "compute",
@@ -27,7 +24,6 @@ SHORT |= {"train_worker_lost": "T", "host_lost": "L", "host_joined": "J", "host_
 SHORT |= {"cpu_hosts": "H"}
 MOST_MARKS, MOST_OTHER_MARKS = 12, 40
 MOST_HOSTS = 48
-MOST_ROWS = 12
 
 HATCHES = (
     "<svg width='0' height='0' style='position:absolute' aria-hidden='true'><defs>"
@@ -44,27 +40,6 @@ HATCHES = (
     )
     + "</defs></svg>"
 )
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A chart, or several small ones, with a caption and a data table."""
-
-    title: str
-    svgs: list[Markup]
-    caption: str = ""
-    heads: list[str] = field(default_factory=list)
-    rows: Rows = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    """For small multiples: one per SVG."""
-    wide: bool = False
-    keys: list[tuple[int, str]] = field(default_factory=list)
-    """Legend: (colour and hatching number, text)."""
-
-
-def panel(title: str, svg: str, **more: object) -> Panel:
-    """Head and laptop: a panel with one chart."""
-    return Panel(title, [Markup(svg)], **more)  # type: ignore[arg-type]  # noqa: S704 - made by charts, escaped
 
 
 def of_run(run: RunData) -> list[Panel]:
@@ -86,11 +61,6 @@ def _events(run: RunData) -> list[Event]:
     return [Event(mark.seconds, SHORT[mark.kind], mark.text) for mark in marks]
 
 
-def _table(points: Sequence[Point]) -> Rows:
-    step = max(1, len(points) // MOST_ROWS)
-    return [[figure(x), figure(y)] for x, y in list(points)[::step]]
-
-
 SIGNS = "e: epoch end, c: checkpoint, L/J: host lost/joined, T: train worker lost, r: resumed, S: stop"
 
 
@@ -110,7 +80,9 @@ def throughput(run: RunData) -> Panel | None:
         "samples/s",
         events=_events(run),
     )
-    return panel("Throughput", svg, caption=f"{text} {SIGNS}.", heads=["s", "samples/s"], rows=_table(points))
+    return panel(
+        "Throughput", svg, caption=f"{text} {SIGNS}.", heads=["s", "samples/s"], rows=table_rows(points)
+    )
 
 
 def waiting(run: RunData) -> Panel | None:
@@ -128,7 +100,7 @@ def waiting(run: RunData) -> Panel | None:
         events=_events(run),
         y_top=100,
     )
-    return panel("Input wait", svg, caption=text, heads=["s", "% waiting"], rows=_table(points))
+    return panel("Input wait", svg, caption=text, heads=["s", "% waiting"], rows=table_rows(points))
 
 
 def step_time(run: RunData) -> Panel | None:
@@ -265,32 +237,7 @@ def loss(run: RunData) -> Panel | None:
     text = course if len(run.loss) > 1 else f"{figure(run.loss[0][1])} in the only logged step."
     svg = charts.line_chart("Loss against the global step", text, lines, "global step", "loss", height=220)
     caption = f"{text} {lines[-1].name.capitalize()} ends at {figure(last)}."
-    return panel("Loss", svg, caption=caption, heads=["step", "loss"], rows=_table(run.loss))
-
-
-def metrics(run: RunData) -> list[Panel]:
-    """One chart per validation metric except the loss, or per metric that a script logs."""
-    found, own = [], run.summary.script is not None
-    for name, points in run.metrics.items():
-        if not own and (not name.startswith("val/") or name == "val/loss"):
-            continue
-        percent = not own and all(0 <= y <= 1 for _, y in points)
-        shown = [(x, 100 * y) for x, y in points] if percent else points
-        unit = "%" if percent else ""
-        best = run.summary.metrics.best.get(name)
-        text = f"Best {figure(100 * best if percent else best, unit)}, " if best is not None else ""
-        text += f"last {figure(shown[-1][1], unit)}."
-        svg = charts.line_chart(
-            f"{name} against the global step",
-            text,
-            [Line(name, shown)],
-            "global step",
-            unit or name,
-            from_zero=False,
-            height=220,
-        )
-        found.append(panel(name, svg, caption=text, heads=["step", name], rows=_table(shown)))
-    return found[:6]
+    return panel("Loss", svg, caption=caption, heads=["step", "loss"], rows=table_rows(run.loss))
 
 
 def chain(run: RunData) -> Panel | None:

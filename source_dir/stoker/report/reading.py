@@ -52,6 +52,15 @@ class Pictures(NamedTuple):
     epoch: int | None
 
 
+class Table(NamedTuple):
+    """Head and laptop: the values of a metric that is no number."""
+
+    rows: list[str]
+    columns: list[str]
+    values: list[list[float | None]]
+    epoch: int | None
+
+
 @dataclass
 class RunData:
     """The data of one run."""
@@ -66,6 +75,8 @@ class RunData:
     """(global step, loss)."""
     metrics: dict[str, list[Point]] = field(default_factory=dict)
     """Name → (global step, value), at the end of each epoch or as a script logs it."""
+    tables: dict[str, Table] = field(default_factory=dict)
+    """Name of a metric → its last table."""
     marks: list[Mark] = field(default_factory=list)
     epochs: list[Mark] = field(default_factory=list)
     host_cpu: dict[str, list[Point]] = field(default_factory=dict)
@@ -154,6 +165,8 @@ def _read_events(run: RunData) -> None:
                     run.host_cpu.setdefault(str(host), []).append((at, value))
         elif kind == "samples" and isinstance(event.get("images"), list):
             run.pictures["val" if event.get("split") == "val" else "train"] = _pictures(event)
+        elif kind == "table" and (table := _table(event)):
+            run.tables[str(event.get("name"))] = table
         elif kind in MARKS:
             run.marks.append(Mark(at, kind, _mark_text(kind, event)))
 
@@ -189,6 +202,19 @@ def _pictures(event: dict[str, Any]) -> Pictures:
     legend = [(str(e.get("name"))[:40], e["color"]) for e in entries if COLOR.fullmatch(str(e.get("color")))]
     epoch = number(event.get("epoch"))
     return Pictures(found, legend[:MOST_CLASSES], None if epoch is None else int(epoch))
+
+
+def _table(event: dict[str, Any]) -> Table | None:
+    """A whole table; None if it is none."""
+    names = [event.get("rows"), event.get("columns")]
+    values, epoch = event.get("values"), number(event.get("epoch"))
+    if not all(isinstance(part, list) for part in (*names, values)):
+        return None
+    rows, columns = ([str(name)[:60] for name in part] for part in names if part is not None)
+    cells = [[number(cell) for cell in row] for row in values or [] if isinstance(row, list)]
+    if not rows or len(cells) != len(rows) or any(len(row) != len(columns) for row in cells):
+        return None
+    return Table(rows, columns, cells, None if epoch is None else int(epoch))
 
 
 def _is_png(text: Any) -> bool:

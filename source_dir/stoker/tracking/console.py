@@ -18,6 +18,8 @@ from stoker.tracking.sinks import Sink
 from stoker.tracking.summary import Records, Summary
 
 PLAIN_EVERY_S = 10.0
+MOST_PARTS = 6
+"""Of metrics with several values, such as one per class, on a line or in the closing table."""
 
 BINDS = {
     "gpu": "the GPUs: data is never late",
@@ -220,13 +222,18 @@ def make_console(epochs: int, log: Path | None = None) -> PlainConsole:
 def metrics_text(metrics: dict[str, float]) -> str:
     """Head: an epoch's metrics on one line."""
     parts = []
+    deep = [name for name in metrics if name.count("/") > 1]
     for name, value in metrics.items():
+        if name in deep[MOST_PARTS:]:
+            continue
         if name == "perf/samples_per_s":
             parts.append(f"{value:.0f} samples/s")
         elif name == "perf/input_wait_pct":
             parts.append(f"input wait {value:.0f} %")
         elif name != "lr":
             parts.append(f"{name} {metric_text(name, value)}")
+    if len(deep) > MOST_PARTS:
+        parts.append(f"({len(deep) - MOST_PARTS} more in the report)")
     return "  ".join(parts)
 
 
@@ -260,7 +267,8 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         rows = [(f"best {name}", f"{value:.6g}") for name, value in best.items() if value != last.get(name)]
         rows += [(name, f"{value:.6g}") for name, value in last.items()]
     else:
-        rows = [(f"best {name}", metric_text(name, value)) for name, value in best.items()]
+        deep = [name for name in best if name.count("/") > 1][MOST_PARTS:]
+        rows = [(f"best {name}", metric_text(name, best[name])) for name in best if name not in deep]
         rows.append(("samples/s", f"{speed.steady_samples_per_s:.0f}"))
         rows.append(("input wait", f"{speed.input_wait_pct:.0f} % of the training time"))
     if summary.bottleneck:

@@ -28,7 +28,9 @@ RATES = {"wer", "cer", "mer", "eer", "ppl", "nll", "fid", "kid", "brier"}
 def less_is_better(metric: str) -> bool:
     """Anywhere: whether a metric is a loss or an error, by its conventional name."""
     name = metric.lower()
-    return any(word in name for word in LOSSES) or not RATES.isdisjoint(re.split(r"[^a-z]+", name))
+    # Below a metric's own name may stand a class, such as in val/acc/maestro: whole words count there.
+    own, words = "/".join(name.split("/")[:2]), {*re.split(r"[^a-z]+", name)}
+    return any(word in own for word in LOSSES) or not words.isdisjoint({*LOSSES, *RATES, "rmse"})
 
 
 class Part(BaseModel):

@@ -155,7 +155,7 @@ def read_example(worker: Worker) -> Example | None:
     # Pickled and unpickled, as for chain workers, to import what its transforms need.
     chain = pickle.loads(pickle.dumps(data.chains[split]))  # noqa: S301 - this process wrote it
     columns, report = chain.run(itertools.islice(records, EXAMPLE_RECORDS), 0)
-    return example_of(worker.recipe, as_one_batch(chain, columns, report), split) if columns else None
+    return example_of(worker.recipe, as_one_batch(chain.collate, columns, report), split) if columns else None
 
 
 def example_of(recipe: Recipe, batch: Batch, split: Split) -> Example:

@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.checkpoints.finite import check_scale
 from stoker.checkpoints.manager import CheckpointManager
-from stoker.checkpoints.train_state import Progress, rng_state, set_rng_state
+from stoker.checkpoints.train_state import Progress
 from stoker.data.feed.feed import EpochFeed, PrefetchLimit
 from stoker.data.transport.client import open_transport
 from stoker.data.transport.collator import Collator
@@ -17,27 +17,21 @@ from stoker.errors import where_raised
 from stoker.recipe import SOURCE_FOLDER, Recipe, class_names_of, load_recipe
 from stoker.schema import Config
 from stoker.storage.checkpoint_store import open_store
-from stoker.training import strategies
 from stoker.training.build import build, own_loop
+from stoker.training.evaluation import Evaluation, carry_extremes, sample_of, tell_once, try_validation
 from stoker.training.export import export_model, keep_example
-from stoker.training.micro_batches import MicroBatches
 from stoker.training.optimizers import learning_rate
-from stoker.training.sample_images import show_predictions
 from stoker.training.starting import begin, nothing_left
-from stoker.training.step import Step, autocast, windows
+from stoker.training.step import Step, windows
 from stoker.training.worker import (
     Worker,
-    at_least_float32,
     check_finite,
-    count_records,
     finite,
     import_ahead,
-    import_quietly,
     mean_over_ranks,
     reached,
     reconcile,
     tee_prints,
-    to_device,
 )
 
 WHERE = "stoker_where"
@@ -58,8 +52,8 @@ def train(settings: dict[str, Any]) -> None:
 
     Args:
         settings: config, coordinator, checkpoints (where, synced), resume (where, synced, name) or None,
-            model_dir, mounted (so is model_dir), records (per epoch, or None), has_val, classes (their names,
-            or None).
+            model_dir, mounted (so is model_dir), records (per epoch, or None), has_val, sample (the first
+            validation records: columns and report, or None), classes (their names, or None).
     """
     import ray
     import ray.train.torch
@@ -85,10 +79,16 @@ def train(settings: dict[str, Any]) -> None:
     worker.log("train_worker", every_rank=True, rank=worker.rank, node=node)
     worker.log("phase", phase="train workers started")
     keeper = CheckpointManager(worker, open_store(*settings["checkpoints"]))
+    if settings["has_val"] and type(worker.recipe).metrics is not Recipe.metrics:
+        # Validation needs it, and importing it takes seconds.
+        import_ahead("torchmetrics.classification")
     try:
         resumed = begin(worker, keeper, settings["resume"])
         build(worker, settings["records"])
         worker.log("phase", phase="model built")
+        if resumed is None and settings["sample"] and not worker.recipe.own_loop:
+            _, notes = try_validation(worker, sample_of(config, worker.recipe, *settings["sample"]))
+            tell_once(worker, notes)
         carried = keeper.restore(resumed) if resumed else None
         first = resumed.meta["next_epoch"] if resumed else 0
         run = own_loop(worker.recipe).run_epochs if worker.recipe.own_loop else run_epochs
@@ -171,6 +171,7 @@ def close_epoch(
         more, counts, stop = validate(worker, epoch)
         if stop:
             return stop, True
+        carry_extremes(more, keeper.history)
         metrics, books = metrics | more, [*books, counts]
     worker.log("epoch", epoch=epoch, step=worker.step, metrics=metrics, whole=trained["whole"])
     return keeper.after_epoch(epoch, metrics, books, None if trained["whole"] else progress), False
@@ -203,15 +204,12 @@ def train_epoch(
     if worker.schedule is not None:
         worker.schedule.begin(epoch, progress.carried_samples, worker.step)
     started = time.perf_counter()
-    for nth, window in enumerate(windows(feed, worker.config.train.accumulate_steps)):
+    for window in windows(feed, worker.config.train.accumulate_steps):
         for batch in window:
             keep_example(worker, "train", batch)
             step.accumulate(batch)
         step.update()
 
-        if nth == 0 and type(worker.recipe).metrics is not Recipe.metrics:
-            # Validation needs it, and importing it takes seconds; before the first step it would delay that.
-            import_ahead("torchmetrics.classification")
         progress.loss_sum += step.loss * step.rows
         progress.loss_rows += step.rows
         progress.steps += 1
@@ -248,63 +246,22 @@ def train_epoch(
 def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, Any], str]:
     """Train worker: evaluate every validation record exactly once.
 
-    Random states are restored afterwards, so that validation does not affect training.
-
     Returns:
         (metrics over all ranks, books, ""); or empty dicts, and why the run should stop now.
     """
-    import torch
-    import torch.distributed as dist
-
-    model = worker.model if worker.ema is None else worker.ema.module
-    strategies.share_buffers(model)
-    model = strategies.plain(model).eval()
-    sharded, spare = strategies.is_sharded(model), None
-    if type(worker.recipe).metrics is not Recipe.metrics:
-        # Wait for the thread of `train_epoch`: importing another part of it meanwhile raises a KeyError.
-        import_quietly("torchmetrics.classification")
-    metrics = {name: metric.to(worker.device) for name, metric in worker.recipe.metrics().items()}
-    sums = torch.zeros(2, dtype=torch.float64)
-    fed, draws, micro_batches = False, rng_state(worker.device), MicroBatches(worker)
     feed = open_pass(worker, "val", epoch)
     started = time.perf_counter()
-    with torch.no_grad():
+    evaluation = Evaluation(worker, epoch)
+    with evaluation.quietly():
         for batch in feed:
             keep_example(worker, "val", batch)
-            records = count_records(batch)
-            if sharded and spare is None:
-                spare = to_device(strategies.first_record(batch), worker.device)
-            if not records:
-                if sharded:
-                    # The forward passes of other ranks need this rank's shard of the weights.
-                    with autocast(worker):
-                        worker.recipe.validation_step(model, worker.modules["val"](spare))
-                continue
-            sums[1] += records
-            for part, share in micro_batches.of(batch):
-                part = worker.modules["val"](part)
-                with autocast(worker):
-                    result = worker.recipe.validation_step(model, part)
-                sums[0] += float(result["loss"]) * records * share if share else 0.0
-                if "preds" in result and "target" in result:
-                    if not fed:
-                        show_predictions(worker, epoch, part, result, metrics)
-                    fed = True
-                    for metric in metrics.values():
-                        metric.update(at_least_float32(result["preds"]), result["target"])
-    set_rng_state(draws, worker.device)
+            evaluation.take(batch)
     if feed.stop:
         return {}, {}, feed.stop
     books = reconcile(worker, feed)
     log_pass(worker, feed, feed.rows * worker.world_size, time.perf_counter() - started, 0)
-    flags = torch.tensor([float(fed)], dtype=torch.float64)
-    if worker.world_size > 1:
-        sums, flags = sums.to(worker.device), flags.to(worker.device)
-        dist.all_reduce(sums)
-        dist.all_reduce(flags)
-    values = {"val/loss": float(sums[0] / sums[1])}
-    if float(flags[0]):
-        values |= {f"val/{name}": float(metric.compute()) for name, metric in metrics.items()}
+    values = evaluation.result()
+    evaluation.tell()
     return values, books, ""
 
 

@@ -177,7 +177,8 @@ def check_monitors(config: Config, recipe: Recipe, has_val: bool) -> None:
     problems = [
         _unknown(name, there, key) + ("" if has_val or not name.startswith("val/") else " (no validation)")
         for key, name in names.items()
-        if name is not None and name not in there
+        # Metrics of several values have a name below their own for each.
+        if name is not None and not any(f"{name}/".startswith(f"{one}/") for one in there)
     ]
     if problems:
         raise UsageError(*problems)

@@ -96,6 +96,7 @@ class RecipeWork:
             "mounted": self.place.lasting is not None,
             "records": self.data.totals["train"],
             "has_val": "val" in self.data.totals,
+            "sample": self.data.samples.get("val"),
             "classes": self.data.sources["train"].classes(),
         }
 

@@ -55,6 +55,8 @@ class Worker:
     """The last checkpoint taken or resumed from."""
     pictured: set[str] = field(default_factory=set)
     """Splits whose images the report has."""
+    noted: set[str] = field(default_factory=set)
+    """Notes on validation that were logged."""
     logged: Any = None
     """The last call of `log`."""
 

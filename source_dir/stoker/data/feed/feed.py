@@ -15,8 +15,7 @@ from stoker.data.coordinator.accounting import ID_MODULUS
 from stoker.data.feed.device import DeviceCopies
 from stoker.data.feed.step_timer import DeviceClock, HostClock, Stamps, StepTimes
 from stoker.data.messages import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN, BlockReport, StepAssignment
-from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.collating import all_of, collated
+from stoker.data.preprocessing.collating import CollateFn, all_of, collated
 from stoker.data.transport.batches import as_batch
 from stoker.data.transport.client import Fetched, Transport
 from stoker.data.transport.collator import Arrived, Collator
@@ -340,17 +339,17 @@ def as_tensors(columns: dict[str, Any]) -> tuple[Batch, Any, list[str], int]:
     return batch, ids, keys, size
 
 
-def as_one_batch(chain: Chain, columns: dict[str, Any], report: BlockReport) -> Batch:
+def as_one_batch(collate: CollateFn | None, columns: dict[str, Any], report: BlockReport) -> Batch:
     """Anywhere: a whole block as a batch on the CPU, as train workers receive batches.
 
     Args:
-        chain: the split's, which made the block.
+        collate: the recipe's, if it has one.
         columns: of at least one record.
         report: of the block.
 
     Raises:
         SchemaError: the recipe's `collate` failed.
     """
-    if chain.collate:
-        return collated(chain.collate, all_of([(columns, 0, report.rows)])[0], "one batch")
+    if collate:
+        return collated(collate, all_of([(columns, 0, report.rows)])[0], "one batch")
     return as_tensors(as_batch(columns, report.schemas[-1]))[0]

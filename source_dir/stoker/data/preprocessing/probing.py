@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from stoker.data.messages import BadRecord, Schema, Shard
+from stoker.data.messages import BadRecord, BlockReport, Schema, Shard
 from stoker.data.preprocessing.chain import Chain
 from stoker.data.preprocessing.collating import all_of, collated
 from stoker.data.preprocessing.depth import depth_of
@@ -31,17 +31,22 @@ class Found(NamedTuple):
 
     schemas: tuple[Schema, ...] = ()
     note: str = ""
+    made: tuple[dict[str, Any], BlockReport] | None = None
+    """What the chain made of them: columns and report."""
 
 
 NOTHING = Found()
 
 
-def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records: int) -> None:
+def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records: int) -> dict[str, Any]:
     """Head: set the schemas that every block of a split must have on the chains of a job.
 
     If Ray is connected, a task on this host runs the chains, since a record may crash its process; otherwise
     this process does. If that gives no schema (for example because the first records are bad or need another
     host), and for a `ray.data.Dataset`, the first block of the run fixes it.
+
+    Returns:
+        Split → what its chain made of its first records, if anything.
 
     Raises:
         UsageError: columns cannot be batched, or differ between the first records.
@@ -56,7 +61,8 @@ def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records
     for split, answer in found.items():
         if isinstance(answer, str):
             raise UsageError(f"{split}: {answer}")
-        chains[split].schemas, chains[split].note = answer
+        chains[split].schemas, chains[split].note, _ = answer
+    return {split: one.made for split, one in found.items() if isinstance(one, Found) and one.made}
 
 
 def probe(source: Source, shard: Shard | None, chain: Chain) -> Found | str:
@@ -75,7 +81,7 @@ def probe(source: Source, shard: Shard | None, chain: Chain) -> Found | str:
         return _moved(stages, watch) or str(error)
     except Exception:
         return NOTHING  # the run reports it where it happens
-    return _moved(stages, watch) or Found(report.schemas, note)
+    return _moved(stages, watch) or Found(report.schemas, note, (columns, report) if columns else None)
 
 
 def _moved(stages: list[Stage], watch: MaskWatch) -> str:

@@ -1,0 +1,262 @@
+"""Metrics that are no single numbers: by class, in tables, or named; and tried before training."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from inprocess import Batches, Run, no_cluster, start
+from recorded import record
+from shaped import Shaped
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from stoker.checkpoints.train_state import rng_state
+from stoker.errors import UsageError
+from stoker.report.page import write_report
+from stoker.tracking.tensorboard import Board
+from stoker.training.evaluation import try_validation
+
+pytestmark = pytest.mark.usefixtures("no_cluster")
+__all__ = ["no_cluster"]
+TRAIN = {"epochs": 1, "batch_size": 8, "lr": 0.001}
+
+
+def of(records: list[int]) -> dict[str, Any]:
+    x0 = torch.tensor([float(n % 7) for n in records])
+    x1 = torch.tensor([float(n % 3) for n in records])
+    return {"x0": x0, "x1": x1, "y": x0 + x1}
+
+
+def data(split: str, epoch: int) -> Batches:
+    """13 validation records, in two batches."""
+    return Batches(split, epoch, [of([*range(8)]), of([*range(8, 13)])])
+
+
+def run(folder: Path, *kinds: str, epochs: int = 1, monitor: str = "auto", **recipe: Any) -> Run:
+    checkpoint = {"monitor": monitor}
+    train = {**TRAIN, "epochs": epochs}
+    return start(folder, data, Shaped(kinds=kinds, **recipe), train=train, checkpoint=checkpoint)
+
+
+def expected() -> torch.Tensor:
+    """Counted by hand: target × prediction."""
+    found = torch.zeros(3, 3)
+    for n in range(13):
+        found[n % 3, n % 7 % 3] += 1
+    return found
+
+
+def by_class() -> dict[str, float]:
+    counts = expected()
+    shares = counts.diagonal() / counts.sum(1)
+    return dict(zip(("cat", "dog", "sea_horse"), shares.tolist(), strict=True))
+
+
+def last(made: Run) -> dict[str, float]:
+    assert made.error is None, made.error
+    return {k: v for k, v in made.metrics[-1].items() if k.startswith("val/") and k != "val/loss"}
+
+
+def test_a_vector_has_a_scalar_for_each_class(tmp_path: Path) -> None:
+    found = last(run(tmp_path, "accuracy"))
+    assert found == pytest.approx({f"val/accuracy/{name}": value for name, value in by_class().items()})
+
+
+def test_dicts_have_a_scalar_for_each_part_and_class(tmp_path: Path) -> None:
+    found = last(run(tmp_path, "classwise", "collection", "found", "single", "half"))
+    right = float(expected().diagonal().sum() / 13)
+    cat, dog, horse = by_class().values()
+    assert found == pytest.approx(
+        {
+            "val/classwise/multiclassaccuracy_cat": cat,
+            "val/classwise/multiclassaccuracy_dog": dog,
+            "val/classwise/multiclassaccuracy_horse": horse,
+            "val/collection/acc": right,
+            "val/collection/recall/cat": cat,
+            "val/collection/recall/dog": dog,
+            "val/collection/recall/sea_horse": horse,
+            "val/found/map": 0.5,
+            "val/found/map_per_class/cat": 0.75,
+            "val/found/map_per_class/sea_horse": 0.25,
+            "val/single/map_per_class/dog": 0.75,
+            "val/half/cat": 0.5,
+            "val/half/dog": 0.25,
+            "val/half/sea_horse": 0.125,
+        }
+    )
+
+
+def test_a_confusion_matrix_is_a_table_with_its_diagonal_as_scalars(tmp_path: Path) -> None:
+    made = run(tmp_path, "confusion")
+    names = ["cat", "dog", "sea/horse"]
+    diagonal = {f"val/confusion/{n.replace('/', '_')}": float(expected()[i, i]) for i, n in enumerate(names)}
+    assert last(made) == diagonal
+    (table,) = made.head.of("table")
+    assert table["rows"] == table["columns"] == names
+    assert table["values"] == expected().tolist() and table["epoch"] == 0
+
+
+def test_other_arrays_are_tables_and_few_scalars(tmp_path: Path) -> None:
+    made = run(tmp_path, "labels", "rates", "curve", "long", "flag", "one")
+    found = last(made)
+    assert found["val/labels/dog/1/0"] == 6.0 and found["val/rates/sea_horse/1"] == 5.0
+    assert (found["val/flag"], found["val/one"]) == (1.0, 0.25)
+    assert not any(name.startswith(("val/curve", "val/long")) for name in found), "no curves of curves"
+    tables = {table["name"]: table for table in made.head.of("table")}
+    assert tables["val/labels"]["rows"][:2] == ["cat / 0", "cat / 1"]
+    assert tables["val/rates"]["values"] == [[0, 1], [2, 3], [4, 5]]
+    assert [len(tables[f"val/curve/{part}"]["values"]) for part in range(2)] == [3, 3]
+    assert tables["val/long"]["values"][149] == [149]
+    assert any("val/long: 150 values, more than 100: only in" in n["text"] for n in made.head.of("note"))
+
+
+def test_what_cannot_be_shown_is_named_once_and_the_run_continues(tmp_path: Path) -> None:
+    kinds = ("text", "nothing", "empty", "complex", "huge")
+    made = run(tmp_path, *kinds, "accuracy", epochs=2)
+    assert len(last(made)) == 3
+    notes = [event["text"] for event in made.head.of("note")]
+    for kind in kinds:
+        assert sum(f"val/{kind} is not shown" in note for note in notes) == 1, notes
+
+
+@pytest.mark.parametrize("kind", ["broken", "update", "missing", "few"])
+def test_a_metric_that_fails_is_named(tmp_path: Path, kind: str) -> None:
+    error = run(tmp_path, "accuracy", kind).error
+    assert isinstance(error, UsageError) and "Shaped.metrics: " in str(error)
+    assert {"missing": "pycocotools"}.get(kind, f"{kind} (Strange)") in str(error)
+
+
+def test_without_a_loss_there_is_no_loss(tmp_path: Path) -> None:
+    made = run(tmp_path, "accuracy", loss="never")
+    assert made.error is None and "val/loss" not in made.metrics[-1]
+    error = run(tmp_path / "mixed", "accuracy", loss="sometimes").error
+    assert isinstance(error, UsageError) and "a loss for some records only (5 of 13)" in str(error)
+
+
+def test_the_extremes_of_a_metric_cover_all_epochs_of_a_resumed_run(tmp_path: Path) -> None:
+    changing = lambda split, epoch: Batches(split, epoch, [of([*range(3 * epoch, 9)]), of([2])])  # noqa: E731
+    for epochs in (2, 3):
+        made = start(tmp_path, changing, Shaped(kinds=("minmax",)), train={**TRAIN, "epochs": epochs})
+    assert made.error is None
+    entries = [entry["metrics"] for entry in made.keeper.history]
+    raw = [entry["val/minmax/raw"] for entry in entries]
+    assert len(set(raw)) > 2
+    for epoch, entry in enumerate(entries):
+        so_far = raw[: epoch + 1]
+        assert (entry["val/minmax/min"], entry["val/minmax/max"]) == (min(so_far), max(so_far))
+
+
+def test_one_class_selects_the_best_model(tmp_path: Path) -> None:
+    made = run(tmp_path, "accuracy", monitor="val/accuracy/dog")
+    assert made.error is None
+    best = json.loads((tmp_path / "best.json").read_text())
+    assert best and "val/accuracy/dog" in json.dumps(best)
+
+
+def test_scalars_and_tables_reach_report_and_tensorboard(tmp_path: Path) -> None:
+    made = run(tmp_path / "run", "accuracy", "confusion", "rates")
+    events = [
+        {"time": 99.0, **event} for event in made.head.events if event["event"] in ("epoch", "table", "note")
+    ]
+    folder = record(tmp_path / "recorded", 40, extra=tuple(events))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["metrics"]["last"]["val/accuracy/dog"] == pytest.approx(by_class()["dog"])
+    assert summary["metrics"]["best"]["val/confusion/cat"] == expected()[0, 0]
+    write_report([folder], folder / "report.html")
+    page = (folder / "report.html").read_text()
+    drawn = page[page.index("<h3>val/confusion</h3>") :]
+    drawn = drawn[: drawn.index("</figure>")]
+    assert "<svg" in drawn and f"cat as sea/horse: {expected()[0, 2]:.0f}</title>" in drawn
+    assert f"<td>dog</td><td>{expected()[1, 0]:.0f}</td><td>{expected()[1, 1]:.0f}</td>" in drawn
+    assert "<h3>val/accuracy</h3>" in page and "<h3>val/rates</h3>" in page
+    board = Board(folder)
+    for event in events:
+        board.take(event)
+    board.writer.close()
+    read = EventAccumulator(str(folder / "tensorboard"))
+    read.Reload()
+    assert read.Scalars("val/accuracy/dog")[0].value == pytest.approx(by_class()["dog"])
+
+
+# ---- the trial before the first epoch ----
+
+
+def tried(
+    folder: Path, *kinds: str, monitor: str = "auto", **recipe: Any
+) -> tuple[dict[str, float], list[str]]:
+    run_ = start(
+        folder,
+        data,
+        Shaped(kinds=(), **recipe),
+        has_val=False,
+        train=TRAIN,
+        checkpoint={"monitor": "train/loss"},
+    )
+    worker = run_.worker
+    worker.recipe = Shaped(kinds=kinds, **recipe)
+    worker.config = worker.config.model_validate({"train": TRAIN, "checkpoint": {"monitor": monitor}})
+    return try_validation(worker, of([*range(4)]))
+
+
+def test_a_trial_names_what_would_end_the_first_epoch(tmp_path: Path) -> None:
+    for kind in ("broken", "update", "missing"):
+        with pytest.raises(UsageError, match=kind if kind != "missing" else "pycocotools"):
+            tried(tmp_path / kind, kind)
+    for number, monitor in enumerate(("val/accuracy", "val/accuracy/dgo")):
+        with pytest.raises(UsageError, match="val/accuracy/dog"):
+            tried(tmp_path / str(number), "accuracy", monitor=monitor)
+    with pytest.raises(UsageError, match="val/loss"):
+        tried(tmp_path / "loss", "accuracy", monitor="val/loss", loss="never")
+
+
+def test_what_the_first_records_are_too_few_for_is_a_note(tmp_path: Path) -> None:
+    values, notes = tried(tmp_path, "few", "found", monitor="val/few")
+    assert any("metric few: cannot be computed from the first records" in note for note in notes), notes
+    values, notes = tried(tmp_path / "map", "found", monitor="val/found/map_per_class/dog")
+    assert notes == [] and "val/found/map" in values, "no dog among the first records"
+
+
+class Drawing(Shaped):
+    """Its validation draws from every generator; its model has dropout and batch norm."""
+
+    def model(self) -> Any:
+        from torch import nn
+
+        return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+
+    def validation_step(self, model: Any, batch: Any) -> Any:
+        random.random(), np.random.rand(), torch.rand(1)
+        return super().validation_step(model, batch)
+
+
+def test_a_trial_leaves_no_trace(tmp_path: Path) -> None:
+    made = start(tmp_path, data, Drawing(kinds=("accuracy",)), train={**TRAIN, "optimizer": "adamw"})
+    assert made.error is None
+    worker = made.worker
+
+    def state() -> Any:
+        parts = [worker.model.state_dict(), worker.optimizer.state_dict(), rng_state(worker.device)]
+        parts += [[p.grad for p in worker.model.parameters()], worker.step, worker.feed_step, worker.samples]
+        return copy.deepcopy([*parts, worker.example and worker.example.batch, sorted(worker.pictured)])
+
+    before, told = state(), len(made.head.events)
+    try_validation(worker, of([*range(4)]))
+    after = state()
+    flat, other = (torch.utils._pytree.tree_leaves(tree) for tree in (before, after))
+    assert len(flat) == len(other) > 20
+    assert all(torch.equal(a, b) if torch.is_tensor(a) else a == b for a, b in zip(flat, other, strict=True))
+    assert len(made.head.events) == told
+
+
+def test_metrics_that_get_nothing_are_named(tmp_path: Path) -> None:
+    values, notes = tried(tmp_path, "accuracy", "confusion", preds=False)
+    assert [*values] == ["val/loss"]
+    assert notes == [
+        "2 metrics (accuracy, confusion) not computed: validation_step returns no preds and target"
+    ]
