@@ -233,6 +233,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_hyperparameters_in_every_spelling(base: Path) -> None:
     written = {
+        "config": "job.yaml",  # which the toolkit passes as an argument, too
         "sagemaker_program": '"train.py"',
         "_tuning_objective_metric": "loss",
         "train__lr": "0.5",

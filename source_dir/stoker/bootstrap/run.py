@@ -227,7 +227,7 @@ def read_configuration(arguments: list[str], passed: Mapping[str, str]) -> Resol
         path,
         [] if _copied_by_toolkit(arguments) else hyperparameter_overrides(rest),
         origin="arguments",
-        passed={key.replace("__", "."): value for key, value in given.items()},
+        passed={key.replace("__", "."): value for key, value in given.items() if key != "config"},
         texts=[key for key, origin in origins.items() if origin in TYPED and key.startswith("params.")],
     )
     redaction.learn_job(resolved.config.model_dump(mode="json"))
