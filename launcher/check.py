@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -86,7 +87,9 @@ def existing(script: Path | None) -> Path:
     if script is None:
         raise UsageError("no script given; run: check train.py")
     if script.suffix in (".yaml", ".yml"):
-        raise UsageError(f"{script}: is a job's configuration; measure it with `size {script}`")
+        raise UsageError(
+            f"{script}: is a job's configuration; measure it with `size {shlex.quote(str(script))}`"
+        )
     if script.is_file():
         return script
     beside = [path.name for path in script.parent.glob("*.py")] if script.parent.is_dir() else []

@@ -64,6 +64,7 @@ def run(
             f"{config}: name the configuration file or script before overrides: JOB.yaml {config}"
         )
     from launcher import runs
+    from launcher.backends.local import LocalRequest
     from launcher.job import open_job
     from launcher.resuming import continuation, resolve
     from launcher.scripts import as_overrides
@@ -82,8 +83,10 @@ def run(
         print(request.write(options.request))
         return 0
     if options.dry_run:
-        print(scrub(request.render()))
-        return 0
+        code = request.check() if isinstance(request, LocalRequest) else 0
+        if code == 0:
+            print(scrub(request.render()))
+        return int(code)
     submitted = place.submit(request)
     if isinstance(submitted, RemoteRun):
         return runs.follow(submitted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -47,8 +48,8 @@ def init(folder: Path | None, kind: str | None) -> int:
     write(folder, files)
     test = next(name for name in files if name.startswith("test_"))
     print(f"wrote {', '.join(files)} into {folder}")
-    print(f"  train  stoker {folder / 'job.yaml'}")
-    print(f"  test   pytest {folder / test}")
+    print(f"  train  stoker {shlex.quote(str(folder / 'job.yaml'))}")
+    print(f"  test   pytest {shlex.quote(str(folder / test))}")
     return 0
 
 

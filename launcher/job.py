@@ -22,7 +22,7 @@ from stoker.costs import prices
 from stoker.errors import UsageError, nearest
 from stoker.extras import requirement_lines
 from stoker.integrations.scripts.checks import SCRIPT_FOLDER
-from stoker.place import COMMIT_FILE
+from stoker.place import COMMIT_FILE, ORIGINS_FILE
 
 COMMAND = ("python", "train.py", "--config", "job.yaml")
 """The command that every backend runs in the staged folder."""
@@ -83,7 +83,7 @@ class Job:
         commit = git_commit(self.source_dir or own)
         if commit:
             (folder / COMMIT_FILE).write_text(commit + "\n")
-        (folder / "job.origins.json").write_text(json.dumps(self.resolved.origins, indent=1))
+        (folder / ORIGINS_FILE).write_text(json.dumps(self.resolved.origins, indent=1))
         if prices.user_file().is_file():
             # Newer than the packaged table, so that the run's cost uses current prices.
             shutil.copy2(prices.user_file(), folder / prices.STAGED_FILE.name)

@@ -131,7 +131,9 @@ def continuation(run_dir: Path, config: Config, words: list[str]) -> str:
 def _run(run_dir: Path, backend: Backend, config: Config) -> Resume:
     run = PastRun(run_dir)
     if run.process_id() is not None:
-        raise UsageError(f"--resume: {run_dir} is still running; stop it first: stoker stop {run_dir}")
+        raise UsageError(
+            f"--resume: {run_dir} is still running; stop it first: stoker stop {shlex.quote(str(run_dir))}"
+        )
     steps = kept_in(run_dir, config)
     if backend.checkpoints == "copies":
         if not steps:

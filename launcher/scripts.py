@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import re
 import shutil
+import tarfile
+import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +19,7 @@ from typing import Any
 from stoker.config import Resolved
 from stoker.errors import UsageError
 from stoker.integrations.scripts.checks import no_such_script, refuse_foreign_keys
+from stoker.place import ORIGINS_FILE, TOKEN_FILE
 
 MOST_BYTES = 500_000_000
 MOST_FILES = 20_000
@@ -101,9 +106,24 @@ def ignoring(*paths: Path) -> Ignore:
     """Laptop: a filter of what not to stage: caches and the like, and folders of runs and staged copies."""
 
     def ignore(at: str, names: list[str]) -> set[str]:
-        return {*IGNORED(at, names), *(name for name in names if (Path(at) / name).resolve() in paths)}
+        found = ((name, Path(at) / name) for name in names)
+        return {*IGNORED(at, names), *(n for n, path in found if path.resolve() in paths or is_staged(path))}
 
     return ignore
+
+
+def is_staged(path: Path) -> bool:
+    """Laptop: whether a folder or archive is a staged copy, as `--request` writes them, with its token."""
+    if path.is_dir():
+        return (path / ORIGINS_FILE).is_file()
+    with contextlib.suppress(OSError, zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error):
+        if path.suffix == ".zip":
+            return ORIGINS_FILE in zipfile.ZipFile(path).namelist()
+        if path.name.endswith(".tar.gz"):
+            with tarfile.open(path) as archive:
+                first = archive.next()
+            return first is not None and Path(first.name).name == TOKEN_FILE
+    return False
 
 
 def refuse_unusable_params(params: dict[str, Any], data: dict[str, str]) -> None:

@@ -12,6 +12,9 @@ from typing import Annotated, Any, TypeVar
 if __package__ in (None, ""):
     # Run as a file: make the `launcher` package importable.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    from launcher.packages import refuse_absent
+
+    refuse_absent()
 
 import typer
 from typer.core import TyperGroup

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from launcher.job import COMMAND, Job
 from stoker.bootstrap.raynode import end_with_parent
 from stoker.errors import UsageError
 from stoker.integrations.scripts.checks import command_line
-from stoker.place import BACKEND_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE
+from stoker.place import BACKEND_VARIABLE, CHECK_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE
 from stoker.tracking.console import metrics_text
 from stoker.tracking.summary import finite
 
@@ -50,6 +51,18 @@ class LocalRequest:
                 f"results  {self.run_dir}",
             ]
         )
+
+    def check(self) -> int:
+        """Check the job as its run would, in a staged copy; prints what is wrong; the run's exit code."""
+        with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
+            self.job.stage(Path(scratch) / "code")
+            variables = environment(self.run_dir) | {CHECK_VARIABLE: "1"}
+            command = [sys.executable, *COMMAND[1:]]
+            done = subprocess.run(
+                command, cwd=f"{scratch}/code", env=variables, capture_output=True, text=True, check=False
+            )
+        sys.stderr.write(done.stderr)
+        return done.returncode
 
 
 class LocalRun:
@@ -128,15 +141,17 @@ def submit(request: LocalRequest) -> LocalRun:
         raise UsageError(f"output_dir: {run_dir} cannot be written: {why}") from None
     latest = runs.point_latest(run_dir)
     command = [sys.executable, *COMMAND[1:]]
-    environment = os.environ | {
-        RUN_DIR_VARIABLE: str(run_dir),
-        BACKEND_VARIABLE: "local",
-        LAUNCH_DIR_VARIABLE: str(Path.cwd()),
-    }
+    cwd, variables = run_dir / "code", environment(run_dir)
     # A killed launcher stops its job like a SIGTERM.
-    process = subprocess.Popen(command, cwd=run_dir / "code", env=environment, preexec_fn=end_with_parent)
+    process = subprocess.Popen(command, cwd=cwd, env=variables, preexec_fn=end_with_parent)
     (run_dir / PROCESS_FILE).write_text(str(process.pid))
     return LocalRun(run_dir, process, new, latest)
+
+
+def environment(run_dir: Path) -> dict[str, str]:
+    """Laptop: the environment of a job's process."""
+    place = {BACKEND_VARIABLE: "local", RUN_DIR_VARIABLE: str(run_dir), LAUNCH_DIR_VARIABLE: str(Path.cwd())}
+    return os.environ | place
 
 
 class PastRun:

@@ -170,8 +170,8 @@ class RayRun:
     def detached(self) -> str:
         """Message when the user stops watching: the job continues."""
         return (
-            f"{self.submission_id} keeps running. Watch it again: stoker logs -f {self.id};"
-            f" stop it: stoker stop {self.id}"
+            f"{self.submission_id} keeps running. Watch it again: stoker logs -f {shlex.quote(self.id)};"
+            f" stop it: stoker stop {shlex.quote(self.id)}"
         )
 
 

@@ -11,7 +11,7 @@ nodes share.
 from __future__ import annotations
 
 import contextlib
-import datetime
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +53,7 @@ class SlurmRequest:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.stage()
         path.write_text(self.script)
-        return f"sbatch {path}\n# status, logs and stop: {self.run_dir}"
+        return f"sbatch {shlex.quote(str(path))}\n# status, logs and stop: {self.run_dir}"
 
 
 def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
@@ -76,8 +76,7 @@ def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
     if problems:
         raise UsageError(*dict.fromkeys(problems))
     # Away from the cluster, this machine need not have its folders.
-    name = f"{job.name}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
-    run_dir = Path(config.output_dir) / name if offline else runs.new_run_dir(job)
+    run_dir = runs.named(job, Path(config.output_dir)) if offline else runs.new_run_dir(job)
     notes = [f"params.{name} = {path} must exist on the nodes, too" for name, path in job.data.items()]
     if config.slurm.max_runtime_s is None:
         notes.append(

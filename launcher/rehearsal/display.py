@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,7 @@ def results(run_dir: Path, succeeded: bool) -> list[str]:
     lines |= {"next": ("tensorboard --logdir ", "tensorboard")} if succeeded else {}
     lines |= {} if succeeded else {"details": ("", "logs/driver.log")}
     return [
-        f"{title}: {command}{run_dir / name}"
+        f"{title}: {command}{shlex.quote(str(run_dir / name)) if command else run_dir / name}"
         for title, (command, name) in lines.items()
         if (run_dir / name).exists()
     ]

@@ -4,52 +4,64 @@ from __future__ import annotations
 
 import filecmp
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from stoker.bootstrap.logs import FAILURE_CHARACTERS
 from stoker.redaction import scrub
 
 
-def collect(hosts: dict[str, Path], run_dir: Path) -> list[str]:
+def collect(hosts: dict[str, Path], run_dir: Path, given: Iterable[Path] = ()) -> list[str]:
     """Laptop: merge model, output and checkpoints of all hosts, as SageMaker does.
 
     Args:
         hosts: host name → the folder mounted as its `/opt/ml`.
         run_dir: the run directory on this machine.
+        given: the checkpoints that every host was given, to resume from.
 
     Returns:
         One line per file that two hosts wrote; SageMaker keeps one of them, unspecified which.
     """
     folders = {"output/data": run_dir, "model": run_dir / "model", "checkpoints": run_dir / "checkpoints"}
-    return merge(hosts, folders)
+    return merge(hosts, folders, given)
 
 
-def merge(sources: dict[str, Path], folders: dict[str, Path]) -> list[str]:
+def merge(sources: dict[str, Path], folders: dict[str, Path], given: Iterable[Path] = ()) -> list[str]:
     """Laptop: move the files below all sources to common folders.
 
     Args:
         sources: name of a host, or of what several share → its folder.
         folders: path below each source → where its files go.
+        given: files and folders that each source had in `checkpoints` from the start.
 
     Returns:
-        One line per file that two sources have.
+        One line per file that two sources wrote.
     """
     clashes: list[str] = []
+    originals = {
+        Path("checkpoints", file.relative_to(top.parent)): file
+        for top in given
+        for file in (top, *top.rglob("*"))
+    }
     for source, target in folders.items():
         writer: dict[Path, str] = {}
+        found: list[tuple[bool, str, Path, Path]] = []
         for host, base in sources.items():
             for file in sorted((base / source).rglob("*")):
-                if file.is_dir() or not (file.is_file() or file.is_symlink()):
-                    continue
-                name = file.relative_to(base / source)
-                if name in writer and filecmp.cmp(file, target / name, shallow=False):
-                    continue  # the checkpoint to resume from, which every host was given
-                if name in writer:
+                if not file.is_dir() and (file.is_file() or file.is_symlink()):
+                    name = file.relative_to(base / source)
+                    original = originals.get(Path(source, name))
+                    same = original is not None and filecmp.cmp(file, original, shallow=False)
+                    found.append((same, host, name, file))
+        # A file that a host was given and left alone gives way to one that another host wrote.
+        for same, host, name, file in sorted(found, key=lambda one: one[0]):
+            if name in writer:
+                if not same and not filecmp.cmp(file, target / name, shallow=False):
                     clashes.append(f"{source}/{name}: written by {writer[name]} and {host}")
-                    continue
-                writer[name] = host
-                (target / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.move(file, target / name)
+                continue
+            writer[name] = host
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(file, target / name)
     return clashes
 
 

@@ -174,9 +174,17 @@ def _hyperparameters(settings: SageMakerConfig, code_uri: str, keys: dict[str, s
     for key, value in settings.hyperparameters.items():
         # A dot in a key makes a ModelTrainer job fail before any user code runs; `__` is equivalent.
         name = key.replace(".", "__")
-        found[name] = value if isinstance(value, str) else json.dumps(value)
+        found[name] = value if isinstance(value, str) and not is_json(value) else json.dumps(value)
         keys[f"HyperParameters.{name}"] = f"sagemaker.hyperparameters.{key}"
     return found
+
+
+def is_json(text: str) -> bool:
+    """Laptop: whether a text reads as JSON, so that it must be quoted to stay text."""
+    with contextlib.suppress(ValueError):
+        json.loads(text)
+        return True
+    return False
 
 
 def _channels(

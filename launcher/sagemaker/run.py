@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -111,8 +112,8 @@ class SageMakerRun:
     def detached(self) -> str:
         """Message when the user stops watching: the job continues."""
         return (
-            f"{self.name} keeps running. Watch it again: stoker logs -f {self.id};"
-            f" stop it: stoker stop {self.id}"
+            f"{self.name} keeps running. Watch it again: stoker logs -f {shlex.quote(self.id)};"
+            f" stop it: stoker stop {shlex.quote(self.id)}"
         )
 
     def _events(self, start_ms: int) -> Iterator[dict[str, Any]]:

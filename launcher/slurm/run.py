@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,12 +143,12 @@ class SlurmRun(PastRun):
         status = self.status()
         lines = [f"{self.id}: {status}", f"results: {self.run_dir}"]
         if not status.startswith("succeeded") and list((self.run_dir / "checkpoints").glob("step-*")):
-            lines.append(f"continue: the same command with --resume {self.run_dir}")
+            lines.append(f"continue: the same command with --resume {shlex.quote(str(self.run_dir))}")
         return "\n".join(lines)
 
     def detached(self) -> str:
         """Message when the user stops watching: the job continues."""
         return (
-            f"{self.id} continues. Watch it again: stoker logs -f {self.run_dir};"
-            f" stop it: stoker stop {self.run_dir}"
+            f"{self.id} continues. Watch it again: stoker logs -f {shlex.quote(str(self.run_dir))};"
+            f" stop it: stoker stop {shlex.quote(str(self.run_dir))}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -127,14 +128,14 @@ class VertexRun:
                 f"cost: ${cost['usd']:.2f} (estimated, prices of {cost['prices_as_of']} in {region})"
             )
         lines.append(f"model: {base}/model/")
-        lines.append(f"results: gcloud storage cp -r {base}/{RUN_FOLDER} .")
+        lines.append(f"results: gcloud storage cp -r {shlex.quote(f'{base}/{RUN_FOLDER}')} .")
         return "\n".join(lines)
 
     def detached(self) -> str:
         """Message when the user stops watching: the job continues."""
         return (
-            f"{self.name} keeps running. Watch it again: stoker logs -f {self.id};"
-            f" stop it: stoker stop {self.id}"
+            f"{self.name} keeps running. Watch it again: stoker logs -f {shlex.quote(self.id)};"
+            f" stop it: stoker stop {shlex.quote(self.id)}"
         )
 
 

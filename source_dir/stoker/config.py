@@ -25,7 +25,7 @@ from pydantic_core import ErrorDetails
 from stoker import redaction
 from stoker.errors import UsageError
 from stoker.schema import SCRIPT_KEYS, Config, for_scripts
-from stoker.values import Text, expanded_data, read_yaml, typed_at
+from stoker.values import Quoted, Text, expanded_data, read_yaml, typed_at
 
 TYPED = ("command line", "stoker.run", "arguments")
 """Origins of values that were given as text."""
@@ -113,11 +113,11 @@ def load(
     return Resolved(config, origins, Path(path) if path else None)
 
 
-def unquoted(text: str) -> str:
+def unquoted(text: str) -> Text:
     """Anywhere: a hyperparameter as its producer meant it: text, or (some SDKs) text as a JSON string."""
     with contextlib.suppress(ValueError):
         if isinstance(found := json.loads(text), str):
-            return found
+            return Quoted(found)
     return Text(text)
 
 

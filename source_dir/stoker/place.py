@@ -10,6 +10,8 @@ RUN_DIR_VARIABLE = "STOKER_RUN_DIR"
 BACKEND_VARIABLE = "STOKER_BACKEND"
 COMMIT_FILE = "job.commit"
 """In the staged source: the git commit it was copied from, if any."""
+ORIGINS_FILE = "job.origins.json"
+"""In the staged source: the origin of each value of `job.yaml`."""
 TOKEN_FILE = ".ray-token"  # noqa: S105 - a name, not a secret
 """In the staged source: the token of the job's Ray cluster."""
 STOP_FILE = "stop.requested"
@@ -21,6 +23,9 @@ PACKAGE_VARIABLE = "STOKER_JOB_PACKAGE"
 """Ray clusters: a zip file of the staged source on the head's disk, for the workers of all hosts."""
 LAUNCH_DIR_VARIABLE = "STOKER_LAUNCH_DIR"
 """Local runs: the folder in which you ran the command; relative data paths refer to it."""
+
+CHECK_VARIABLE = "STOKER_CHECK_ONLY"
+"""Local runs: end before a cluster forms, with what the checks found (`--dry-run`)."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,12 @@ class Text(str):
     __slots__ = ()
 
 
+class Quoted(Text):
+    """One whose producer has quoted it: where its field may be text, it is."""
+
+    __slots__ = ()
+
+
 def typed(value: Any, kind: Any) -> Any:
     """Anywhere: a value, in which each `Text` has become what the type says; all else is left as it is.
 
@@ -174,11 +180,11 @@ class UniqueKeys(_Unique, yaml.SafeLoader):
 
 
 class Texts(_Unique, yaml.BaseLoader):
-    """YAML whose plain scalars are texts, for `typed`, and whose quoted ones are strings."""
+    """YAML whose scalars are texts, for `typed`."""
 
     def construct_scalar(self, node: Any) -> Any:
         found = super().construct_scalar(node)
-        return found if node.style else Text(found)
+        return Quoted(found) if node.style else Text(found)
 
 
 def _read(text: Text, kinds: list[Any], inside: bool) -> Any:
@@ -190,6 +196,8 @@ def _read(text: Text, kinds: list[Any], inside: bool) -> Any:
         if text in (str(choice), json.dumps(choice, default=str)):
             return choice
     free = not all(kind in _ANYTHING[:-1] or _choices(kind) or _is_collection(kind) for kind in kinds)
+    if free and isinstance(text, Quoted):
+        return str(text)
     lower = text.lower()
     if NoneType in kinds and (text == "null" or (lower in NULLS and not free)):
         return None
@@ -213,11 +221,9 @@ def _read(text: Text, kinds: list[Any], inside: bool) -> Any:
         return str(text)
     if "none" in choices and lower in NULLS:
         return "none"
-    if text[:1] in ("'", '"'):
+    if len(text) > 1 and text[0] == text[-1] and text[0] in ("'", '"'):
         with contextlib.suppress(ValueError):
-            quoted = read_yaml(text, Texts)
-            if isinstance(quoted, str) and not isinstance(quoted, Text):
-                return _read(Text(quoted), kinds, inside)
+            return _read(read_yaml(text, Texts), kinds, inside)
     return str(text)
 
 

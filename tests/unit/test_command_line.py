@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import stoker
+from launcher.job import open_job
+from launcher.rehearsal.display import results
+from launcher.slurm.run import SlurmRun
+from stoker.config import load
+from stoker.place import TOKEN_FILE
+from stoker.tracking import console
+from stoker.tracking.summary import Summary
 from tests.command_line import type_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,3 +100,116 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(
         f"\n  {command.callback.__name__} " in out for command in app.registered_commands if command.callback
     )
+
+
+WRONG = {
+    "a parameter": (["params.augment=flop"], ["params.augment: input should be 'none', 'flip' or 'crop'"]),
+    "a folder and a metric": (
+        ["params.data=./nowhere", "checkpoint.monitor=val/acc5", "params.model=resnet19"],
+        ["nowhere: no such file", "checkpoint.monitor: no metric 'val/acc5'", "timm has no model 'resnet19'"],
+    ),
+    "a schedule without an end": (
+        ["recipe=endless:Unknown", "params={}", "train.scheduler=cosine"],
+        ["train.scheduler: cosine needs the number of records", "set train.max_steps, or use none"],
+    ),
+    "nothing": (
+        [
+            "recipe=endless:Unknown",
+            "params={}",
+            "train.scheduler=cosine",
+            "train.max_steps=9",
+            "train.batch_size=4",
+        ],
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_dry_run_checks_what_a_run_checks_and_leaves_nothing(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words, expected = WRONG[case]
+    monkeypatch.chdir(tmp_path)
+    for number in range(8):
+        file = Path(f"data/train/{number % 2}/{number}.png")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (9, 9), (number, 0, 0)).save(file)
+    Path("job.yaml").write_text("params: {data: ./data}\ntrain: {batch_size: 4}\n")
+    before = sorted(tmp_path.rglob("*"))
+    source = ["--source-dir", str(ROOT / "tests" / "recipes")] if "endless" in str(words) else []
+    code, lines, shown = type_command(["job.yaml", *words, *source, "--dry-run"], capsys)
+    assert code == (2 if expected else 0), lines
+    assert [part for part in expected if not any(part in line for line in lines)] == []
+    assert ("python train.py --config job.yaml" in shown) == (not expected)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_interpreter_without_the_packages_is_told_in_one_line() -> None:
+    command = [sys.executable, "-S", str(ROOT / "launcher/submit.py"), "job.yaml"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={"PATH": os.environ["PATH"]}, check=False
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert "lacks typer, " in done.stderr and "make setup" in done.stderr
+
+
+PLANNED = """
+recipe: requested:Mine
+params: {data: "s3://bucket/x"}
+output_dir: RUNS
+sagemaker:
+  {gpu: {type: ml.g5.xlarge}, region: us-east-1, s3_uri: "s3://bucket/runs",
+   role: "arn:aws:iam::123456789012:role/R"}
+vertex:
+  {gpu: {machine_type: g2-standard-8}, project: my-project, gcs_uri: "gs://bucket/runs",
+   image: "us-docker.pkg.dev/my-project/stoker/train:1"}
+"""
+REQUESTS = {
+    "sagemaker": ("job.json", []),
+    "sagemaker's script mode": ("job.json", ["sagemaker.entry=script-mode"]),
+    "vertex": ("job.json", ["params.data=gs://bucket/x"]),
+    "ray": ("job.zip", ["--address", "http://localhost:8265"]),
+    "slurm": ("job.sh", []),
+}
+
+
+@pytest.mark.parametrize("place", REQUESTS)
+def test_what_request_wrote_into_the_project_does_not_travel_with_the_next_job(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, words = REQUESTS[place]
+    monkeypatch.chdir(tmp_path)
+    text = "from stoker.recipe import Recipe\n\n\nclass Mine(Recipe):\n    data: str\n"
+    Path("requested.py").write_text(text)
+    Path("job.yaml").write_text(PLANNED.replace("RUNS", str(tmp_path / "runs")))
+    on = place.partition("'")[0]
+    for number in (1, 2):
+        command = ["job.yaml", "--on", on, "--offline", *words, "--request", f"{number}-{file}"]
+        code, lines, shown = type_command(command, capsys)
+        assert code == 0, lines
+        assert f"{number}-{file}" in shown
+    job = open_job(load(Path("job.yaml")))
+    job.stage(tmp_path / "staged")
+    staged = {path.name for path in (tmp_path / "staged").iterdir()}
+    assert "requested.py" in staged
+    rest = {name for name in staged if name[:2] in ("1-", "2-")}
+    assert rest <= {"1-job.json", "2-job.json", "1-job.sh", "2-job.sh"}
+    assert not list((tmp_path / "staged").rglob(TOKEN_FILE))
+
+
+def test_printed_commands_can_be_pasted_whatever_the_paths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = tmp_path / "my runs" / "it's one"
+    quoted = shlex.quote(f"{run_dir}/tensorboard")
+    rows = dict(console.closing_rows(Summary(name="x", backend="local"), str(run_dir)))
+    assert shlex.split(rows["next"]) == ["tensorboard", "--logdir", f"{run_dir}/tensorboard"]
+    (run_dir / "tensorboard").mkdir(parents=True)
+    assert f"next: tensorboard --logdir {quoted}" in results(run_dir, succeeded=True)
+    slurm = SlurmRun("7", run_dir)
+    assert f"stoker logs -f {shlex.quote(str(run_dir))};" in slurm.detached()
+    monkeypatch.chdir(tmp_path)
+    code, _, shown = type_command(["init", "my project", "--kind", "tabular"], capsys)
+    assert code == 0
+    assert "stoker 'my project/job.yaml'" in shown and "pytest 'my project/test_recipe.py'" in shown

@@ -36,7 +36,7 @@ def test_a_project_is_checked_planned_and_staged_as_it_is(
 ) -> None:
     code, errors, out = type_command(["init", f"my {kind}", "--kind", kind], capsys)
     assert (code, errors) == (0, [])
-    assert f"stoker my {kind}/job.yaml" in out
+    assert f"stoker 'my {kind}/job.yaml'" in out
     names = {path.name for path in (here / f"my {kind}").iterdir()}
     assert {"job.yaml", ".gitignore"} < names and any(name.startswith("test_") for name in names)
     for name in ("recipe", "train"):

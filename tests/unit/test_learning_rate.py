@@ -214,3 +214,16 @@ def test_a_recipes_own_optimiser_keeps_its_own_rate(tmp_path: Path) -> None:
     other = Training(1, Own(), scheduler="none")
     snapshot.put_back(other.worker, checkpoint.load(kept))
     assert learning_rate(other.worker.optimizer) == 0.125
+
+
+@pytest.mark.parametrize("scheduler", ["cosine", "linear"])
+def test_a_schedule_that_max_steps_ends_needs_no_number_of_records(scheduler: str) -> None:
+    train = {"scheduler": scheduler, "max_steps": 20, "lr": LR, "epochs": EPOCHS}
+    worker = Worker(Config.model_validate({"train": train}), Linear(), None, 0, 0, 1, torch.device("cpu"))
+    build(worker, None)
+    assert worker.schedule is not None
+    rates = []
+    for step in range(1, 21):
+        rates.append(learning_rate(worker.optimizer))
+        worker.schedule.advance(BATCH, step)
+    assert rates == pytest.approx([LR * CURVES[scheduler](step / 20 * EPOCHS) for step in range(20)])

@@ -135,3 +135,18 @@ def test_the_closing_lines_name_paths_on_this_machine(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "driver.log").touch()
     assert results(tmp_path, succeeded=False)[1:] == [report, f"details: {tmp_path}/logs/driver.log"]
+
+
+@pytest.mark.parametrize("writer", ["algo-1", "algo-2"])
+def test_a_checkpoint_that_a_host_was_given_and_left_alone_is_no_conflict(
+    tmp_path: Path, writer: str
+) -> None:
+    given = tmp_path / "before" / "last.pt"
+    given.parent.mkdir()
+    given.write_text("old")
+    hosts = {host: tmp_path / host for host in ("algo-1", "algo-2", "algo-3")}
+    for host, ml in hosts.items():
+        (ml / "checkpoints").mkdir(parents=True)
+        (ml / "checkpoints" / "last.pt").write_text("new" if host == writer else "old")
+    assert outputs.collect(hosts, tmp_path / "run", [given]) == []
+    assert (tmp_path / "run" / "checkpoints" / "last.pt").read_text() == "new"

@@ -117,7 +117,7 @@ def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit:
 def collect(request: RehearsalRequest, folder: Path) -> list[str]:
     """Laptop: merge model, output and checkpoints of all hosts, as SageMaker does."""
     hosts = {host.name: folder / host.name / "ml" for host in request.hosts}
-    return outputs.collect(hosts, request.run_dir)
+    return outputs.collect(hosts, request.run_dir, request.checkpoints)
 
 
 def failure(request: RehearsalRequest, folder: Path, host: PlannedHost) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 import socket
 import time
@@ -87,7 +88,7 @@ class LocalCluster:
             write_token(self._token_file, os.environ["RAY_AUTH_TOKEN"])
             print(
                 f"dashboard: http://{context.dashboard_url}  log in with the run's token:"
-                f" cat {self._token_file}",
+                f" cat {shlex.quote(str(self._token_file))}",
                 flush=True,
             )
 

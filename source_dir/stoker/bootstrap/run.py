@@ -24,7 +24,7 @@ from stoker.bootstrap.logs import prefix_output, say, write_failure
 from stoker.bootstrap.services import services
 from stoker.bootstrap.services.base import Service
 from stoker.bootstrap.topology import TopologyError, resolve
-from stoker.place import BACKEND_VARIABLE
+from stoker.place import BACKEND_VARIABLE, ORIGINS_FILE
 
 if TYPE_CHECKING:
     from stoker.bootstrap.cluster import LocalCluster
@@ -74,9 +74,10 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
     from stoker.bootstrap import cluster, forks
     from stoker.bootstrap.forks.libraries import libraries_of
     from stoker.errors import DataError, UsageError
-    from stoker.place import local_place
+    from stoker.place import CHECK_VARIABLE, local_place
 
     starting = opened = None
+    check_only = CHECK_VARIABLE in os.environ
     try:
         resolved = read_configuration(arguments, {})
         from stoker import checks
@@ -87,9 +88,11 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
             if libraries.quick:
                 with forks.forkable():
                     opened = checks.check(resolved, data_too=not _reads_remote_data(resolved))
-            starting = _start_cluster(resolved, libraries)
+            starting = None if check_only else _start_cluster(resolved, libraries)
         opened = opened or checks.check(resolved, data_too=not on_cluster)
         opened = checks.check_chains(opened)
+        if check_only:
+            return 0
         from stoker import driver
     except BaseException as error:
         if starting is not None:
@@ -222,7 +225,7 @@ def read_configuration(arguments: list[str], passed: Mapping[str, str]) -> Resol
     # Values that the launcher resolved from file and command line keep their original origin.
     origins = {}
     with contextlib.suppress(OSError, ValueError):
-        origins = json.loads(path.with_name("job.origins.json").read_text())
+        origins = json.loads(path.with_name(ORIGINS_FILE).read_text())
     resolved = load(
         path,
         [] if _copied_by_toolkit(arguments) else hyperparameter_overrides(rest),

@@ -6,6 +6,7 @@ write_report([Path("runs/latest")], Path("report.html"))
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -82,6 +83,7 @@ def render(runs: Sequence[RunData]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["quoted"] = shlex.quote
     pages = [page_of(run) for run in runs]
     return environment.get_template("report.html").render(
         pages=pages,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections import Counter
@@ -300,7 +301,7 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
         rows.append(("model", summary.model))
     rows.append(("run", run_dir))
     rows.append(("report", f"{run_dir}/report.html"))
-    rows.append(("next", f"tensorboard --logdir {run_dir}/tensorboard"))
+    rows.append(("next", shlex.join(["tensorboard", "--logdir", f"{run_dir}/tensorboard"])))
     return rows
 
 

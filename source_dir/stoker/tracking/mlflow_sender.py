@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import threading
 import time
 from collections.abc import Callable
@@ -133,7 +134,7 @@ class MlflowSender(Sink):
         if not self.done:
             self.tell(
                 f"MLflow at {self.uri} lacks part of this run ({self.failing}); nothing is lost; send it"
-                f" later: python launcher/submit.py replay {self.run_dir}"
+                f" later: python launcher/submit.py replay {shlex.quote(str(self.run_dir))}"
             )
 
     def about(self) -> dict[str, Any]:

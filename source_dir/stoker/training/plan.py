@@ -90,8 +90,8 @@ def steps_per_epoch(config: Config, total: int | None, workers: int) -> int | No
     """
     train = config.train
     if total is None:
-        if train.scheduler != "none":
-            key, remedy = f"train.scheduler: {train.scheduler}", "use none"
+        if train.scheduler != "none" and train.max_steps is None:
+            key, remedy = f"train.scheduler: {train.scheduler}", "set train.max_steps, or use none"
         elif train.warmup_epochs:
             key, remedy = "train.warmup_epochs:", "use 0"
         else:

@@ -16,7 +16,7 @@ from typing import Any
 
 from stoker.bootstrap.services.base import Folders, Service
 from stoker.bootstrap.topology import TopologyError
-from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE, TOKEN_FILE
+from stoker.place import BACKEND_VARIABLE, ORIGINS_FILE, RUN_DIR_VARIABLE, TOKEN_FILE
 
 NAME = "slurm"
 PORTS = range(20_000, 30_000, 2)
@@ -111,7 +111,7 @@ def given() -> dict[str, str]:
     if memory := memory_mb(os.environ):
         values["cluster.object_store_mb"] = str(max(LEAST_STORE_MB, int(memory * STORE_SHARE)))
     try:
-        own = json.loads((CODE / "job.origins.json").read_text())
+        own = json.loads((CODE / ORIGINS_FILE).read_text())
     except (OSError, ValueError):
         own = {}
     return {key: value for key, value in values.items() if key not in own}
