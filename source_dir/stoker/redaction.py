@@ -107,6 +107,18 @@ def scrub(text: str) -> str:
     return text
 
 
+def scrubbed(value: Any) -> Any:
+    """Anywhere: plain data with all learned secrets replaced in its texts; its numbers stay numbers.
+
+    Searching the written JSON instead would also find a secret of digits within a number.
+    """
+    if isinstance(value, Mapping):
+        return {scrub(key) if isinstance(key, str) else key: scrubbed(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [scrubbed(below) for below in value]
+    return value if value is None or isinstance(value, bool | int | float) else scrub(str(value))
+
+
 def _address(text: str) -> str:
     if "://" not in text:
         return text

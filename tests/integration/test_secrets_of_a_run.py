@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from stoker.checkpoints import format as checkpoint
 from stoker.storage.checkpoint_store import MANIFEST, sha256
 
 TOKEN, PASSWORD, TAG, VARIABLE = "tok-4f9a1c77", "Corr3ct horse", "tag-secret-81", "env-secret-52"
+DIGITS = str(time.time())[:6]
+"""As every time in a run's files has them."""
 
 
 @pytest.fixture
@@ -32,7 +35,7 @@ def job(folder: Path, *overrides: str, **train: Any) -> Outcome:
         params={
             "train_records": 96,
             "hf_token": TOKEN,
-            "database": {"user": "ann", "password": PASSWORD},
+            "database": {"user": "ann", "password": PASSWORD, "pin_password": DIGITS},
         },
         data={"bad_record_budget": 0.1},
         train={"epochs": 1, "batch_size": 16, **train},
@@ -82,7 +85,8 @@ def test_no_file_of_a_run_holds_a_secret_and_a_forged_checkpoint_executes_nothin
     shown = capfd.readouterr()
     assert not [secret for secret in (TOKEN, PASSWORD, TAG, VARIABLE) if secret in shown.out + shown.err]
     config = (run_dir / "config.yaml").read_text()
-    assert config.count("(redacted)") == 5 and "team: a" in config and "user: ann" in config
+    assert config.count("(redacted)") == 6 and "team: a" in config and "user: ann" in config
+    assert all(json.loads(line)["time"] > 1e9 for line in (run_dir / "events.jsonl").read_text().splitlines())
     reason = json.loads((run_dir / "quarantine.jsonl").read_text().splitlines()[0])["reason"]
     assert "401 for https://host/x?token=(redacted)" in reason
 

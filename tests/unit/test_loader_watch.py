@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import BatchSampler, SequentialSampler, TensorDataset
 
 from stoker import DataLoader
 from stoker.loader import watch
@@ -33,11 +33,11 @@ def test_every_batch_counts_and_the_times_begin_with_the_first(
     clock: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STOKER_EVENTS", str(tmp_path / "events"))
-    one = watch.Watch(samples=8)
+    one = watch.Watch()
     for waits, trains in ((50.0, 1.0), (0.5, 1.5), (0.25, 0.75)):
         asked = clock[0]
         clock[0] += waits
-        one.took(asked)
+        one.took(asked, 8)
         clock[0] += trains
     one.tell()
     one.tell()  # nothing new
@@ -61,6 +61,79 @@ def test_a_loop_tells_of_its_training_and_not_of_its_validation(
     assert [event["steps"] for event in found] == [5, 5]
     assert len({event["loader"] for event in found}) == 2
     assert all(0 <= event["wait_s"] <= event["elapsed_s"] for event in found)
+
+
+@pytest.fixture
+def no_step_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file of events of a process in which no optimizer has made a step."""
+    watch._count_optimizer_steps()
+    monkeypatch.setattr(watch, "_optimizer_steps", [0])
+    monkeypatch.setattr(watch, "_over", [])
+    monkeypatch.setenv("STOKER_EVENTS", str(tmp_path / "events"))
+    monkeypatch.setenv("STOKER_LOADER", "process")
+    monkeypatch.setattr(watch, "EVERY_S", 1e9)
+    return tmp_path / "events"
+
+
+def counted(path: Path) -> dict[int, tuple[int, int]]:
+    """Batches and samples of each pass that counts as training."""
+    latest = {event["loader"]: event for event in told(path)}
+    return {n: (event["steps"], event["samples"]) for n, event in latest.items() if event["steps"]}
+
+
+def test_a_validation_with_gradients_on_is_no_training(no_step_yet: Path) -> None:
+    """As Hugging Face's Trainer and Accelerate's examples validate: before, within and after training."""
+    data = TensorDataset(torch.arange(20.0))
+    train, val = DataLoader(data, batch_size=4), DataLoader(data, batch_size=10)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    list(val)
+    for number, (x,) in enumerate(train):
+        (weight * x).sum().backward()
+        optimizer.step()
+        if number in (1, 3):
+            for _ in val:
+                with torch.no_grad():
+                    assert weight is not None
+    list(val)
+    assert list(counted(no_step_yet).values()) == [(5, 20)]
+
+
+@pytest.mark.parametrize("kind", ["batch_sampler", "accelerate", "no collation", "pairs of sizes"])
+def test_samples_are_counted_as_they_come(kind: str, no_step_yet: Path) -> None:
+    accelerate = pytest.importorskip("accelerate") if kind == "accelerate" else None
+    data = TensorDataset(torch.arange(22.0))
+    sampler = BatchSampler(SequentialSampler(data), 4, drop_last=False)
+    if kind == "pairs of sizes":
+        loader: Any = DataLoader(data, batch_sampler=[[0, 1], [2, 3, 4], [5]])
+    elif kind == "no collation":
+        loader = DataLoader(data, batch_size=None)
+    else:
+        loader = DataLoader(data, batch_sampler=sampler)
+    if accelerate:
+        loader = accelerate.Accelerator(cpu=True).prepare(loader)
+    assert len(list(loader)) > 2
+    wanted = {"pairs of sizes": (3, 6), "no collation": (22, 22)}.get(kind, (6, 22))
+    assert list(counted(no_step_yet).values()) == [wanted]
+
+
+def test_a_pass_that_was_no_training_after_all_is_taken_out_of_the_summary(tmp_path: Path) -> None:
+    summary = Summary(name="job", train_workers=1)
+    recorder = Recorder(tmp_path, summary, 0.0)
+    one = {
+        "event": "loader",
+        "time": 1.0,
+        "rank": 0,
+        "steps": 11,
+        "samples": 88,
+        "wait_s": 1.0,
+        "elapsed_s": 4.0,
+    }
+    recorder.take(one | {"loader": 0})
+    recorder.take({"event": "loader", "time": 2.0, "rank": 0, "loader": 0, "steps": 0})
+    recorder.take(one | {"loader": 1, "samples": 352})
+    recorder.close(summary)
+    assert (summary.steps, summary.speed.samples_per_s) == (11, 80.0)
 
 
 def test_the_summary_has_the_share_and_the_rate_of_all_ranks(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ class DataLoader(TorchDataLoader[Any]):
         return iterator
 
     def _maker(self) -> tuple[Any, Watch]:
-        pages, watch = self._packed(), Watch(self.batch_size or 1)
+        pages, watch = self._packed(), Watch()
         if os.environ.get(HERE_VARIABLE) == "process":
             return ProcessMaker(pages), watch
         import ray

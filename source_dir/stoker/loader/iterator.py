@@ -45,6 +45,10 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._quarantine = loader.quarantine
         self._submitted = self._number = self._groups = 0
         self._exhausted = self._ended = False
+        self._records = loader.batch_size or 1
+        """Of the last batch; a full one of an iterable dataset, 1 with `batch_size=None`."""
+        self._sizes: deque[int] = deque()
+        """Of the batches that were submitted and not taken yet."""
         self._ready: deque[Any] = deque()
         """Batches of the last block that the script has not taken yet."""
         self._taken = [0] * self._workers
@@ -110,7 +114,10 @@ class ClusterIterator(_BaseDataLoaderIter):
             batches: list[tuple[int, Any]] = []
             while len(batches) < together:
                 try:
-                    batches.append((self._submitted, next(self._sampler_iter)))
+                    indices = next(self._sampler_iter)
+                    batches.append((self._submitted, indices))
+                    batched = self._auto_collation and hasattr(indices, "__len__")
+                    self._sizes.append(len(indices) if batched else 1)
                 except StopIteration:
                     self._exhausted = True
                     break
@@ -134,7 +141,7 @@ class ClusterIterator(_BaseDataLoaderIter):
     def __next__(self) -> Any:
         asked = time.perf_counter()
         batch = super().__next__()
-        self._watch.took(asked)
+        self._watch.took(asked, self._records)
         return batch
 
     def _next_data(self) -> Any:
@@ -143,7 +150,7 @@ class ClusterIterator(_BaseDataLoaderIter):
             made = self._next_stream(deadline) if self._iterable else self._next_batch(deadline)
             if made is END:
                 self._ended = True
-                self._watch.tell()
+                self._watch.ended()
                 self._close()
                 raise StopIteration
             if isinstance(made, Failed):
@@ -164,6 +171,7 @@ class ClusterIterator(_BaseDataLoaderIter):
             self._ready.extend(self._get(deadline)[1])
             self._asked.popleft()  # only now, so that an interrupt before this line is detected
         self._number += 1
+        self._records = self._sizes.popleft()
         return self._ready.popleft()
 
     def _next_stream(self, deadline: float | None) -> Any:

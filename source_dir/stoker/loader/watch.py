@@ -22,43 +22,79 @@ class Progress(NamedTuple):
 
 
 _numbers = itertools.count()
+_over: list[Watch] = []
+"""Passes that ended and were reported although no optimizer had made a step: perhaps validation."""
+_optimizer_steps: list[int] = []
+"""How many steps all optimizers have made; empty until the first batch."""
+
+
+def _count_optimizer_steps() -> None:
+    if _optimizer_steps:
+        return
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def stepped(*_: object) -> None:
+        _optimizer_steps[0] += 1
+        while _over:
+            _over.pop().withdraw()
+
+    _optimizer_steps.append(0)
+    register_optimizer_step_post_hook(stepped)
 
 
 class Watch:
     """Script: the batches and the input wait of one pass; its times run from the first batch on.
 
-    The time until the first batch is start-up.
-
-    Args:
-        samples: records per full batch.
+    The time until the first batch is start-up. A pass trains if an optimizer makes steps between its batches.
+    In a script whose optimizers are not torch's, and until the first step, it does if gradients are on.
     """
 
-    def __init__(self, samples: int) -> None:
-        self.samples, self.number = samples, next(_numbers)
-        self.batches = 0
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self.batches = self.samples = 0
         self.wait_s = 0.0
-        self.trains = False
+        self.trains = self._with_grad = False
+        self._steps_before = 0
         self._first = self._latest = self._last = 0.0
         """When the first and the latest batch came, and when they were last told."""
         self._told = 0
 
-    def took(self, asked: float) -> None:
+    def took(self, asked: float, samples: int) -> None:
         """Count a batch that the script received.
 
         Args:
             asked: `time.perf_counter()` when the script asked for it.
+            samples: how many records it has.
         """
         import torch
 
         now = time.perf_counter()
         if not self._first:
+            _count_optimizer_steps()
             self._first = self._last = now
-            self.trains = torch.is_grad_enabled()
+            self._with_grad, self._steps_before = torch.is_grad_enabled(), _optimizer_steps[0]
         else:
             self.wait_s += now - asked
-        self.batches, self._latest = self.batches + 1, now
+        self._look()
+        self.batches, self.samples, self._latest = self.batches + 1, self.samples + samples, now
         if now - self._last > EVERY_S:
             self.tell(now)
+
+    def _look(self) -> None:
+        made = _optimizer_steps[0]
+        self.trains = made > self._steps_before if made else self._with_grad
+
+    def ended(self) -> None:
+        """The script asked for another batch, and there is none."""
+        if self._first:
+            self._look()
+            self.tell()
+            if self.trains and not _optimizer_steps[0]:
+                _over.append(self)
+
+    def withdraw(self) -> None:
+        """What was reported of this pass was not training."""
+        session.tell("loader", rank=int(os.environ.get("RANK") or 0), loader=self.number, steps=0)
 
     @property
     def progress(self) -> Progress:
@@ -78,7 +114,7 @@ class Watch:
                 rank=int(os.environ.get("RANK") or 0),
                 loader=self.number,
                 steps=self.batches,
-                samples=self.batches * self.samples,
+                samples=self.samples,
                 wait_s=round(self.wait_s, 4),
                 # What the script does after the last batch may have nothing to do with it.
                 elapsed_s=round(self._latest - self._first, 4),

@@ -14,7 +14,7 @@ from stoker.costs.cost import run_cost
 from stoker.costs.prices import PriceList
 from stoker.errors import UsageError
 from stoker.figures import count_of
-from stoker.redaction import scrub
+from stoker.redaction import scrub, scrubbed
 from stoker.schema_places import CpuHostsConfig
 from stoker.tracking.bottleneck import HostLoad, bottleneck
 from stoker.tracking.sinks import Sink
@@ -89,7 +89,7 @@ class Recorder(Sink):
             return
         if kind == "host_cpu":
             self.load.take(event["hosts"], training=self.summary.steps > 0)
-        self.events_file.write(scrub(json.dumps(event, default=str)) + "\n")
+        self.events_file.write(json.dumps(scrubbed(event)) + "\n")
         if kind in NOTABLE:
             self.summary.events.append(event)
         handler = getattr(self, f"_on_{kind}", None)
@@ -110,7 +110,7 @@ class Recorder(Sink):
     def _on_quarantined(self, event: dict[str, Any]) -> None:
         with (self.run_dir / "quarantine.jsonl").open("a") as file:
             row = {key: event[key] for key in ("split", "epoch", "key", "reason")}
-            file.write(scrub(json.dumps(row, ensure_ascii=False)) + "\n")
+            file.write(json.dumps(scrubbed(row), ensure_ascii=False) + "\n")
 
     def _on_step(self, event: dict[str, Any]) -> None:
         self.summary.steps = event["step"]
@@ -141,12 +141,15 @@ class Recorder(Sink):
 
     def _on_metrics(self, event: dict[str, Any]) -> None:
         # A script may count differently from its loader.
+        self.told_step = max(self.told_step, event["step"])
         self.summary.steps = max(self.summary.steps, event["step"])
         self.summary.metrics.take({**self.summary.metrics.last, **event["metrics"]})
 
     def _on_loader(self, event: dict[str, Any]) -> None:
         """Sums of a script's `stoker.DataLoader` since its pass began; ranks are alike."""
-        if event["rank"] == 0:
+        if event["rank"] == 0 and not event["steps"]:  # it was no training
+            self.loaders.pop(event["loader"], None)
+        elif event["rank"] == 0:
             passed = Counter({name: event[name] for name in ("elapsed_s", "wait_s")})
             # The times begin when the first batch is there, so it counts for no rate.
             batches = event["steps"]
@@ -156,8 +159,8 @@ class Recorder(Sink):
             passed["wait_production_s"] = event["wait_s"]
             passed["compute_s"] = event["elapsed_s"] - event["wait_s"]
             self.loaders[event["loader"]] = passed
-            self.running = sum(self.loaders.values(), Counter[str]())
-            self.summary.steps = max(self.summary.steps, self.running["taken"])
+        self.running = sum(self.loaders.values(), Counter[str]())
+        self.summary.steps = max(self.told_step, self.running["taken"])
 
     def _on_cache(self, event: dict[str, Any]) -> None:
         hosts = [

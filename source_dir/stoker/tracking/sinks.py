@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stoker.errors import where_raised
-from stoker.redaction import scrub
+from stoker.redaction import scrubbed
 from stoker.tracking.summary import Summary
 
 
@@ -87,7 +87,7 @@ class Tracking:
             self.take([])  # its last lines, for the remaining sinks
 
     def _give(self, event: dict[str, Any]) -> None:
-        event = {key: scrub(value) if isinstance(value, str) else value for key, value in event.items()}
+        event = scrubbed(event)
         for sink in list(self.sinks):
             self._call(sink, sink.take, event)
 

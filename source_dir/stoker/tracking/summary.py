@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from stoker.errors import UsageError
-from stoker.redaction import scrub
+from stoker.redaction import scrubbed
 
 Status = Literal["running", "succeeded", "failed", "interrupted"]
 Bottleneck = Literal["gpu", "cpu", "network", "gpu_host_cpu", "lost_hosts"]
@@ -231,7 +231,8 @@ class Summary(BaseModel):
     def write(self, run_dir: Path) -> None:
         """Head: write the file atomically."""
         draft = run_dir / ".summary.json"
-        draft.write_text(scrub(self.model_dump_json(indent=1, by_alias=True)))
+        content = scrubbed(json.loads(self.model_dump_json(by_alias=True)))
+        draft.write_text(json.dumps(content, indent=1, ensure_ascii=False))
         draft.replace(run_dir / "summary.json")
 
 
