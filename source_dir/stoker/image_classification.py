@@ -38,6 +38,17 @@ class ImageClassification(Recipe):
     model_name: str = Field("resnet18", alias="model", description="timm model name")
     pretrained: bool = Field(False, description="start from timm's pretrained weights (downloads them)")
     num_classes: int | None = Field(None, ge=2, description="number of classes; default: taken from the data")
+    labels: str | None = Field(
+        None,
+        description="CSV file with the labels of images in any folders: id, label and, for validation, split;"
+        " or a column of 0 and 1 per class",
+    )
+    label_separator: str | None = Field(
+        None, description="separates several labels in a cell of params.labels; '': none does"
+    )
+    multi_label: bool = Field(
+        False, description="an image may have several labels; default: as params.labels has them"
+    )
     image_size: int = Field(224, ge=8, description="side of the model's square input, pixels")
     augment: Literal["none", "flip", "crop"] = Field(
         "crop",
@@ -58,12 +69,19 @@ class ImageClassification(Recipe):
         description="bits that the values of grey images of more than 8 bits use, such as 12; default: all",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _separated_labels_are_several(cls, given: Any) -> Any:
+        return {"multi_label": True, **given} if given.get("label_separator") else given
+
     @model_validator(mode="after")
     def _crops_find_their_pixels(self) -> ImageClassification:
         if self.reduce_to is not None and self.reduce_to < self.image_size:
             raise ValueError(f"reduce_to must be at least image_size, {self.image_size}")
         if self.reduce_to is not None and self.augment != "crop":
             raise ValueError(f"reduce_to requires augment: crop; {self.augment} resizes images anyway")
+        if self.label_separator is not None and self.labels is None:
+            raise ValueError("label_separator requires labels, the CSV file whose cells it separates")
         return self
 
     def check(self, resolved: Resolved) -> None:
@@ -77,8 +95,10 @@ class ImageClassification(Recipe):
         problems.refuse()
 
     def read(self, split: Split) -> Any:
-        from stoker.data import read_any
+        from stoker.data import read_any, read_images
 
+        if self.labels is not None:
+            return read_images(self.data, split, self.labels, self.label_separator)
         return read_any(self.data, split, self.wanted())
 
     def wanted(self) -> list[str] | None:
@@ -86,6 +106,13 @@ class ImageClassification(Recipe):
         return ["image", "label"]
 
     def discover(self) -> dict[str, Any]:
+        if self.labels is not None:
+            source = self.read("train")
+            source.check()
+            if self.num_classes is not None and self.num_classes < len(source.names):
+                raise UsageError(f"params.num_classes: {self.labels} has {len(source.names)} classes")
+            found = self.num_classes or len(source.names)
+            return {"num_classes": found, "multi_label": source.several}
         if self.num_classes is not None:
             return {}
         source = self.read("train")
@@ -109,7 +136,7 @@ class ImageClassification(Recipe):
         from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, ShrinkLarger
 
         chain: list[Any] = [DecodeImage(self.color, self.bits)]
-        if self.num_classes:
+        if self.num_classes and not self.multi_label:
             chain.append(CheckLabel(self.num_classes))
         if split == "train" and self.augment == "crop":
             if self.reduce_to:

@@ -110,9 +110,10 @@ class Recipe(BaseModel):
         """Train worker: the loss of a batch (mean over its records), or a dict with "loss".
 
         The default is the cross-entropy of `batch["image"]` (records × channels × height × width) against
-        `batch["label"]` (records).
+        `batch["label"]` (records). With a field or attribute `multi_label`, labels are vectors of 0 and 1
+        (records × classes), and the loss is the binary cross-entropy.
         """
-        return classification_loss(model, batch)
+        return classification_loss(model, batch, multi_label=several_labels(self))
 
     def loss_weight(self, batch: Batch) -> float | Tensor:
         """Train worker: the number of items that `training_step` averages over; called before `on_device`.
@@ -124,13 +125,11 @@ class Recipe(BaseModel):
 
     def validation_step(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Train worker: `loss` (mean over the batch's records) and, for metrics, `preds` and `target`."""
-        import torch.nn.functional as F
-
         if type(self).training_step is not Recipe.training_step:
             loss = self.training_step(model, batch)
             return loss if isinstance(loss, dict) else {"loss": loss}
         preds = model(batch["image"])
-        loss = F.cross_entropy(preds, batch["label"])
+        loss = loss_of(preds, batch["label"], multi_label=several_labels(self))
         return {"loss": loss, "preds": preds, "target": batch["label"]}
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor | tuple[Tensor, ...] | dict[str, Tensor]:
@@ -149,11 +148,12 @@ class Recipe(BaseModel):
     def metrics(self) -> dict[str, Any]:
         """Train worker: torchmetrics, updated with `preds` and `target` of `validation_step`.
 
-        The default is top-1 accuracy as `acc1`, for recipes that return both.
+        The default is top-1 accuracy as `acc1`, or for `multi_label` the micro-averaged F1 score as `f1`, for
+        recipes that return both.
         """
-        from stoker.training.accuracy import Accuracy
+        from stoker.training.accuracy import F1, Accuracy
 
-        return {"acc1": Accuracy()}
+        return {"f1": F1()} if several_labels(self) else {"acc1": Accuracy()}
 
     def optimizer(self, model: nn.Module) -> Any:
         """Train worker: a custom optimiser, or None to use `train.optimizer`."""
@@ -163,7 +163,12 @@ class Recipe(BaseModel):
 def metric_names(recipe: Recipe) -> list[str]:
     """Anywhere: the names of `metrics()`, of the default ones without importing torch."""
     own = type(recipe).metrics is not Recipe.metrics
-    return list(from_recipe(recipe, "metrics")) if own else ["acc1"]
+    return list(from_recipe(recipe, "metrics")) if own else ["f1" if several_labels(recipe) else "acc1"]
+
+
+def several_labels(recipe: Recipe) -> bool:
+    """Anywhere: whether a record may have several labels, as a vector of 0 and 1."""
+    return bool(getattr(recipe, "multi_label", False))
 
 
 def from_recipe(recipe: Recipe, method: str, *arguments: str) -> Any:
@@ -183,11 +188,23 @@ def from_recipe(recipe: Recipe, method: str, *arguments: str) -> Any:
         ) from error
 
 
-def classification_loss(model: nn.Module, batch: Batch, label_smoothing: float = 0.0) -> Tensor:
-    """Train worker: mean cross-entropy of `image` against `label` (class indices or probabilities)."""
+def classification_loss(
+    model: nn.Module, batch: Batch, label_smoothing: float = 0.0, multi_label: bool = False
+) -> Tensor:
+    """Train worker: mean cross-entropy of `image` against `label` (class indices or probabilities).
+
+    With `multi_label`, labels are vectors of 0 and 1, and the cross-entropy is that of each class alone.
+    """
+    return loss_of(model(batch["image"]), batch["label"], label_smoothing, multi_label)
+
+
+def loss_of(preds: Tensor, label: Tensor, label_smoothing: float = 0.0, multi_label: bool = False) -> Tensor:
+    """Train worker: as `classification_loss`, of what the model has returned."""
     import torch.nn.functional as F
 
-    return F.cross_entropy(model(batch["image"]), batch["label"], label_smoothing=label_smoothing)
+    if multi_label:
+        return F.binary_cross_entropy_with_logits(preds, label)
+    return F.cross_entropy(preds, label, label_smoothing=label_smoothing)
 
 
 def class_names_of(recipe: Recipe, found: Sequence[str] | None) -> list[str]:

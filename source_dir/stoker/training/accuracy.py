@@ -1,4 +1,4 @@
-"""Train worker: the default metric of recipes."""
+"""Train worker: the default metrics of recipes."""
 
 from __future__ import annotations
 
@@ -43,4 +43,17 @@ class Accuracy:
         counts = self.counts.clone()
         if dist.is_initialized():
             dist.all_reduce(counts)
-        return float(counts[0] / counts[1])
+        return float(counts[0] / counts[1].clamp(min=1))
+
+
+class F1(Accuracy):
+    """Train worker: the F1 score of labels that scores above 0 predict, over all classes, records and ranks.
+
+    The same as torchmetrics' `MultilabelF1Score(average="micro")`.
+    """
+
+    def update(self, preds: Tensor, target: Tensor) -> None:
+        """Train worker: add a batch of scores and of vectors of 0 and 1, both records × classes."""
+        found, wanted = preds > 0, target > 0.5
+        both = 2 * (found & wanted).sum()
+        self.counts += torch.stack([both, found.sum() + wanted.sum()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stoker.data.opening import Data
 from stoker.errors import Problems, UsageError
 from stoker.figures import count_of
-from stoker.recipe import Recipe
+from stoker.recipe import Recipe, several_labels
 from stoker.schema import Config, TrainConfig
 from stoker.training.stopping import check_monitors
 
@@ -65,7 +65,20 @@ def refuse_unfit(config: Config, recipe: Recipe, totals: dict[str, int | None]) 
         steps_per_epoch(config, totals["train"], workers)
     with problems:
         check_monitors(config, recipe, "val" in totals)
+    with problems:
+        refuse_mixing(config.train, recipe)
     problems.refuse()
+
+
+def refuse_mixing(train: TrainConfig, recipe: Recipe) -> None:
+    """Head: refuse what mixes or smooths single labels, if a record may have several.
+
+    Raises:
+        UsageError: names the keys.
+    """
+    given = [f"train.{key}" for key in ("label_smoothing", "mixup", "cutmix") if getattr(train, key)]
+    if given and several_labels(recipe):
+        raise UsageError(f"{', '.join(given)}: the images may have several labels; leave it out")
 
 
 def refuse_large_batches(train: TrainConfig, total: int | None, workers: int) -> None:

@@ -79,8 +79,13 @@ def split_folder(root: str, split: str) -> str | None:
         files = list_files(root)
         there = child_folders(root)
         hint = ""
-        if there and not {*there} & {*SPLIT_NAMES["val"]} and files[0].path.lower().endswith(IMAGE_SUFFIXES):
-            hint = "; split it into train/ and val/ first, see docs/tutorials/own-images.md"
+        if not {*there} & {*SPLIT_NAMES["val"]} and any(
+            f.path.lower().endswith(IMAGE_SUFFIXES) for f in files
+        ):
+            hint = (
+                "; split it into train/ and val/ first, see docs/tutorials/own-images.md, or name a CSV file"
+                " with the labels in params.labels"
+            )
         raise UsageError(f"{root}: has no folder train/ (found: {', '.join(there) or 'no folder'}){hint}")
     return None
 
@@ -122,7 +127,7 @@ def files_of(root: str, split: str, underscored: bool = False) -> list[Any]:
     found = {
         name: [f for f in files if f.base_name.startswith(_prefixes((name,)))] for name in SPLIT_NAMES[split]
     }
-    return found.get(_only(root, split, [name for name in found if found[name]]), [])
+    return found.get(only(root, split, [name for name in found if found[name]]), [])
 
 
 def sort_out(folder: str, files: list[Any], suffixes: tuple[str, ...]) -> tuple[list[Any], tuple[str, ...]]:
@@ -211,7 +216,7 @@ def _prefixes(names: tuple[str, ...]) -> tuple[str, ...]:
 def _folder_name(root: str, split: str) -> str:
     """The name of a split's folder; empty if there is none."""
     there = child_folders(root)
-    name = _only(root, split, [name for name in SPLIT_NAMES[split] if name in there])
+    name = only(root, split, [name for name in SPLIT_NAMES[split] if name in there])
     if not name and split == "val" and {*there} & {*SPLIT_NAMES["train"]}:
         # A run without validation would be the only sign of a misspelt name.
         for other in there:
@@ -220,8 +225,8 @@ def _folder_name(root: str, split: str) -> str:
     return name
 
 
-def _only(root: str, split: str, names: list[str]) -> str:
-    """The name to read; a test split is read if there is no other for validation."""
+def only(root: str, split: str, names: list[str]) -> str:
+    """Head: the name to read of those of a split; a test split if there is no other for validation."""
     found = [name for name in names if name not in _LAST] or names
     if len(found) > 1:
         raise UsageError(

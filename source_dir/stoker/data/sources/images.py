@@ -1,4 +1,4 @@
-"""Image folders: one sub-folder per class."""
+"""Images in files: in one folder per class, or with their labels in a CSV file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.data.messages import BadRecord, Record, Shard
 from stoker.data.sources import checksums
+from stoker.data.sources.annotations import Labels, read_labels
 from stoker.data.sources.base import IndexedSource, Source, cut_indices
 from stoker.data.sources.files import IMAGE_SUFFIXES, SPLIT_NAMES, beside, sort_out, split_folder
 from stoker.data.sources.identity import fingerprint_of_files
@@ -47,7 +48,8 @@ class ImageFolderSource(IndexedSource):
         loose = [path for path in relative if "/" not in path]
         if loose:
             raise UsageError(
-                f"{folder}: {loose[0]} lies outside any class folder; expected {folder}/<class>/file.jpg"
+                f"{folder}: {loose[0]} lies outside any class folder; expected {folder}/<class>/file.jpg, or"
+                " name a CSV file with the labels in params.labels"
             )
         found = sorted({path.split("/")[0] for path in relative})
         if empty := [f"{name}/" for name in child_folders(folder) if name not in found]:
@@ -59,12 +61,15 @@ class ImageFolderSource(IndexedSource):
                 f" (it has {', '.join(self.names)})"
             )
         label_of = {name: label for label, name in enumerate(self.names)}
-        self.root = root
+        self._hold(data or folder, files, [label_of[path.split("/")[0]] for path in relative])
+
+    def _hold(self, data: str, files: list[Any], labels: list[Any]) -> None:
+        self.root = filesystem_of(self.folder)[1]
         self.sizes = [f.size or 0 for f in files]
-        sums = checksums.sums_of(data or folder, files, IMAGE_SUFFIXES)
+        sums = checksums.sums_of(data, files, IMAGE_SUFFIXES)
         self.files = [
-            (path, label_of[path.split("/")[0]], *([sums[f.path]] if sums else []))
-            for path, f in zip(relative, files, strict=True)
+            (f.path[len(self.root) :].strip("/"), label, *([sums[f.path]] if sums else []))
+            for label, f in zip(labels, files, strict=True)
         ]
         """Path, label and, if listed, SHA-256."""
 
@@ -113,7 +118,34 @@ class ImageFolderSource(IndexedSource):
             if sums and hashlib.sha256(content).hexdigest() != sums[0]:
                 yield BadRecord(path, f"damaged or changed: its SHA-256 is not that of {checksums.NAME}")
                 continue
-            yield {"key": path, "image": content, "label": label}
+            yield {"key": path, "image": content, "label": self.label(label)}
+
+    def label(self, label: Any) -> Any:
+        """Chain worker: the label as the record has it: several labels as a vector of 0 and 1."""
+        if not isinstance(label, tuple):
+            return label
+        import numpy as np
+
+        vector = np.zeros(len(self.names), np.float32)
+        vector[[*label]] = 1
+        return vector
+
+
+class LabelledImages(ImageFolderSource):
+    """Head and chain worker: images in any folders, with the labels that a CSV file gives them.
+
+    Args:
+        folder: the data root.
+        labels: see `read_labels`.
+        split: train or val.
+    """
+
+    def __init__(self, folder: str, labels: Labels, split: str) -> None:
+        self.folder, self.names = folder, labels.names
+        self.several = any(isinstance(label, tuple) for _, label in labels.splits["train"])
+        """Whether an image may have several labels."""
+        files, numbers = zip(*labels.splits[split], strict=True)
+        self._hold(folder, [*files], [*numbers])
 
 
 def _content(filesystem: Any, path: str) -> bytes:
@@ -122,14 +154,35 @@ def _content(filesystem: Any, path: str) -> bytes:
     return content
 
 
-def read_images(root: str, split: str) -> Source | None:
-    """Head: images in one folder per class, `root/train/cat/1.jpg`; None without that split.
+def read_images(
+    root: str,
+    split: str,
+    labels: str | None = None,
+    label_separator: str | None = None,
+    image_column: str | None = None,
+    label_column: str | list[str] | None = None,
+    class_names: list[str] | None = None,
+) -> Source | None:
+    """Head: read images in one folder per class, `root/train/cat/1.jpg`; None without that split.
 
     The labels of all splits number the class folders of the training split.
+
+    Args:
+        root: folder or URI.
+        split: train or val.
+        labels: a CSV file with the labels instead, see `read_labels` for it and the following.
+        label_separator: separates several labels of an image; its label is then a vector of 0 and 1.
+        image_column: the column with the path or name of an image; default: of a usual name.
+        label_column: the column with the label, or a list with one per class; default: of a usual name.
+        class_names: in the order of their numbers; default: sorted.
 
     Raises:
         UsageError: another split has a class that the training split lacks.
     """
+    if labels is not None:
+        found = read_labels(root, labels, label_separator, image_column, label_column, class_names)
+        notes = found.notes if split == "train" else ()
+        return LabelledImages(root, found, split).noting(*notes) if found.splits[split] else None
     folder = split_folder(root, split)
     if folder is None:
         return None

@@ -1,0 +1,250 @@
+"""Images with their labels in a CSV file: read by the parameters of ImageClassification, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from spoilt import JPG, PNG
+
+from stoker import checks, driver
+from stoker.config import Resolved, load
+from stoker.errors import UsageError
+from stoker.image_classification import ImageClassification
+from stoker.schema import Config
+
+SIX = ("images/a.jpg", "images/b.png", "images/c", "images/deep/d.jpg", "e.JPG", "images/_f.jpg")
+SPLIT = "id,label,split\na,cat,train\nb,dog,train\nc,eel,train\nd,dog,train\ne,cat,val\n_f,eel,val\n"
+
+
+def folder(root: Path, csv: str | bytes, *files: str, name: str = "labels.csv") -> Path:
+    """Images in any folders, and a CSV file beside them."""
+    for file in files or SIX:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_bytes(PNG if file.endswith("png") else JPG)
+    (root / name).write_bytes(csv if isinstance(csv, bytes) else csv.encode())
+    return root
+
+
+def opened(root: Path, **params: Any) -> driver.Opened:
+    given = {"data": str(root), "labels": "labels.csv", "image_size": 16, "augment": "none", **params}
+    return driver.open_all(Resolved(Config.model_validate({"params": given}), {}))
+
+
+def read(root: Path, **params: Any) -> tuple[dict[str, dict[str, Any]], list[str], list[str]]:
+    """Key → label per split, as the chain leaves them; the classes; the notes."""
+    config, data = opened(root, **params)
+    found: dict[str, dict[str, Any]] = {}
+    for split, source in data.sources.items():
+        found[split] = {}
+        for shard in source.shards(100, None):
+            for key, alone in source.listing(shard):
+                columns, report = data.chains[split].run(source.for_workers().read(alone, None), 0)
+                assert not report.bad and columns["image__hwc"].shape == (1, 16, 16, 3)
+                found[split][key] = columns["label"][0].tolist()
+    names = data.sources["train"].classes()
+    assert config.params["num_classes"] == len(names)
+    return found, names, data.notes()
+
+
+TRAIN = {"images/a.jpg": 0, "images/b.png": 1, "images/c": 2, "images/deep/d.jpg": 1}
+VAL = {"e.JPG": 0, "images/_f.jpg": 2}
+ALIKE = {
+    "stems": SPLIT,
+    "names": SPLIT.replace("\na,", "\na.jpg,").replace("\nd,", "\nd.jpg,").replace("\ne,", "\ne.JPG,"),
+    "paths": SPLIT.replace("\na,", "\nimages/a.jpg,").replace("\nd,", "\n./images\\deep\\d.jpg,"),
+    "paths without a suffix": SPLIT.replace("\nd,", "\nimages/deep/d,"),
+    "a byte order mark and Windows": "\ufeff" + SPLIT.replace("\n", "\r\n"),
+    "semicolons": SPLIT.replace(",", ";"),
+    "tabs": SPLIT.replace(",", "\t"),
+    "spaces and quotes": SPLIT.replace("cat", '"cat"').replace(",dog", ", dog "),
+    "the index of pandas": "".join(f"{'' if i == 0 else i},{x}\n" for i, x in enumerate(SPLIT.split())),
+    "other names": SPLIT.replace("id,label,split", "File_Name,class,Subset"),
+    "training and validation": SPLIT.replace(",train", ",Training").replace(",val", ",VALIDATION"),
+    "another order": "split,label,id\n"
+    + "".join(",".join(x.split(",")[::-1]) + "\n" for x in SPLIT.split()[1:]),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_text_labels_are_classes_in_sorted_order_however_they_are_written(case: str, tmp_path: Path) -> None:
+    found, names, notes = read(folder(tmp_path, ALIKE[case]))
+    assert (found, names, notes) == ({"train": TRAIN, "val": VAL}, ["cat", "dog", "eel"], [])
+
+
+def test_numbers_are_the_numbers_of_their_classes(tmp_path: Path) -> None:
+    csv = SPLIT.replace("cat", "0").replace("dog", "10").replace("eel", "2")
+    found, names, _ = read(folder(tmp_path, csv))
+    assert (found["val"], names) == ({"e.JPG": 0, "images/_f.jpg": 2}, [str(i) for i in range(11)])
+    assert read(folder(tmp_path, csv.replace("10", "10.0")))[0] == found
+    padded = csv.replace(",0", ",000").replace(",2", ",002").replace(",10", ",010")
+    assert read(folder(tmp_path, padded))[:2] == (
+        {
+            "train": {"images/a.jpg": 0, "images/b.png": 2, "images/c": 1, "images/deep/d.jpg": 2},
+            "val": {"e.JPG": 0, "images/_f.jpg": 1},
+        },
+        ["000", "002", "010"],
+    )
+
+
+SEVERAL = {
+    "separated": ({"label_separator": "|"}, SPLIT.replace("b,dog", "b,dog|cat").replace("c,eel", "c,")),
+    "by spaces": ({"label_separator": " "}, SPLIT.replace("b,dog", "b,dog  cat").replace("c,eel", "c,")),
+    "a column per class": (
+        {},
+        "id,cat,dog,eel,split\na,1,0,0,train\nb,1,1,0,train\nc,0,0,0,train\nd,0,1,0,train\ne,1,0,0,val\n"
+        "_f,0,0,1,val\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_several_labels_of_an_image_are_a_vector_of_0_and_1(case: str, tmp_path: Path) -> None:
+    params, csv = SEVERAL[case]
+    if params:
+        csv = csv.replace("_f,eel", "_f,dog|cat" if params["label_separator"] == "|" else "_f,dog cat")
+        csv = csv.replace("d,dog", "d,eel")
+    found, names, notes = read(folder(tmp_path, csv), **params)
+    assert names == ["cat", "dog", "eel"]
+    assert found["train"]["images/b.png"] == [1, 1, 0] and found["train"]["images/c"] == [0, 0, 0]
+    assert found["val"]["images/_f.jpg"] == ([1, 1, 0] if params else [0, 0, 1])
+    [note] = notes
+    assert "1 image without a label, so of no class (first: c)" in note
+    assert opened(tmp_path, **params)[0].params["multi_label"] is True
+
+
+def test_columns_of_which_exactly_one_holds_1_are_one_label(tmp_path: Path) -> None:
+    csv = "id,cat,dog,eel,split\na,1,-1,-1,train\nb,-1,1,-1,train\nc,-1,-1,1,train\nd,-1,1,-1,train\n"
+    found, names, notes = read(folder(tmp_path, csv + "e,1,-1,-1,val\n_f,-1,-1,1,val\n"))
+    assert (found, names, notes) == ({"train": TRAIN, "val": VAL}, ["cat", "dog", "eel"], [])
+
+
+def test_the_loss_of_several_labels_is_binary_and_its_metric_counts_all_of_them() -> None:
+    recipe = ImageClassification(data=".", labels="x.csv", multi_label=True, num_classes=3)
+    logits = torch.tensor([[2.0, -1.0, 0.5], [-3.0, 1.0, -0.5]])
+    target = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]])
+    batch = {"image": logits, "label": target}
+    expected = -(target * logits.sigmoid().log() + (1 - target) * (1 - logits.sigmoid()).log()).mean()
+    found = recipe.validation_step(torch.nn.Identity(), batch)
+    assert torch.allclose(recipe.training_step(torch.nn.Identity(), batch), expected)  # type: ignore[arg-type]
+    assert torch.allclose(found["loss"], expected)
+    [(name, metric)] = recipe.metrics().items()
+    metric.update(found["preds"], found["target"])
+    assert (name, metric.compute()) == ("f1", pytest.approx(2 * 2 / (2 * 2 + 1 + 1)))
+
+
+def test_without_a_column_for_it_the_split_is_the_folder(tmp_path: Path) -> None:
+    csv = "id,label\n1,cat\n2,dog\n3,cat\n4,dog\n"
+    files = ("train/1.jpg", "train/2.jpg", "valid/3.jpg", "valid/4.jpg")
+    found, _, notes = read(folder(tmp_path / "a", csv, *files))
+    assert found == {
+        "train": {"train/1.jpg": 0, "train/2.jpg": 1},
+        "val": {"valid/3.jpg": 0, "valid/4.jpg": 1},
+    }
+    assert notes == []
+    found, _, notes = read(folder(tmp_path / "b", csv, "1.jpg", "2.jpg", "3.jpg", "4.jpg"))
+    assert [len(rows) for rows in found.values()] == [4]
+    [note] = notes
+    assert "no row for validation; add a column split" in note
+
+
+def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
+    csv = (
+        SPLIT.replace("split\n", "split,width\n").replace("train\n", "train,7\n").replace("val\n", "val,7\n")
+    )
+    csv += "x,,test,7\ny,,test,7\n"
+    root = folder(tmp_path / "data", csv, *SIX, "other/z.jpg", "x.jpg", "other/w.mp4")
+    (root / "other/w.mp4").write_bytes(b"video")
+    found, _, notes = read(root)
+    assert found == {"train": TRAIN, "val": VAL}
+    for text in (
+        "1 file not read: 1 .mp4 (other/w.mp4)",
+        "2 rows of split test not read",
+        "1 column not read (first: width)",
+        f"1 image of {root} in no row and not read (first: {root}/other/z.jpg)",
+    ):
+        assert any(text in note for note in notes), (text, notes)
+    assert len(notes) == 4
+
+
+def changed(*pairs: str, more: str = "") -> str:
+    text = SPLIT
+    for old, new in zip(pairs[::2], pairs[1::2], strict=True):
+        text = text.replace(old, new)
+    return text + more
+
+
+NUMBERS = ("dog", "1", "eel", "2")
+WRONG: dict[str, tuple[str, list[str]]] = {
+    "images missing": (changed(more="x,cat,train\ny,cat,val\n"), ["2 rows without their image", "line 8, x"]),
+    "a row twice": (
+        changed(more="a.jpg,cat,train\n"),
+        ["1 row for the image of another row", "as line 2, a)"],
+    ),
+    "labels missing": (changed("a,cat", "a,", "e,cat", "e,nan"), ["2 rows without a label"]),
+    "a label of validation": (changed(more="x.jpg,fox,val\n"), ["1 row with a label that no training image"]),
+    "all at once": (changed("a,cat", "a,", more="y,cat,val\n"), ["without their image", "without a label"]),
+    "an unknown split": (changed("val", "hold"), ["2 rows of no known split", "first: line 6, e: 'hold'"]),
+    "an empty split": (changed(",val", ","), ["2 rows of no known split", "write train, val or test"]),
+    "two of validation": (changed("e,cat,val", "e,cat,valid"), ["val and valid both name the val"]),
+    "several perhaps": (changed("a,cat", "a,cat|dog"), ["1 row with '|' in", "label_separator: '|' if"]),
+    "fractions": (changed("cat", "0.5", *NUMBERS), ["2 rows with labels such as 0.5 or -1"]),
+    "negative numbers": (changed("cat", "-1", *NUMBERS), ["number no class"]),
+    "ids as labels": (changed("cat", "70000000", *NUMBERS), ["labels up to 70000000"]),
+    "no column of labels": ("id,x,y\na,1,2\nb,3,4\n", ["write params.label_column: one of id, x, y"]),
+    "no column of images": ("foto,label\na,cat\nb,dog\n", ["params.image_column: one of foto, label"]),
+    "no line of names": (SPLIT.partition("\n")[2], ["write params.image_column"]),
+    "two columns of images": ("id,path,label\na,b,cat\nb,a,dog\n", ["id and path could both be meant"]),
+    "a column twice": ("id,label,label\na,cat,dog\n", ["has the column label twice"]),
+    "cells missing": (changed(more="x,cat\n"), ["1 row with other than 3 cells", "line 8"]),
+    "an open quote": (changed(more='x,"cat,train\n'), ["labels.csv: line 8: unexpected end of data"]),
+    "no CSV": ("PK\x03\x04", ["holds no row"]),
+    "no rows": ("id,label,split\n", ["holds no row below the names"]),
+    "no training": (changed("train", "val"), ["no row of the split train"]),
+    "one class": (changed("dog", "cat", "eel", "cat"), ["one class only"]),
+}
+PARAMS: dict[str, tuple[dict[str, Any], str]] = {
+    "too few classes": ({"num_classes": 2}, "params.num_classes: labels.csv has 3 classes"),
+    "no such file": ({"labels": "label.csv"}, "label.csv: cannot be read"),
+    "no labels": ({"labels": None, "label_separator": "|"}, "label_separator requires labels"),
+    "flat images": ({"labels": None}, "name a CSV file with the labels in params.labels"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_files_are_refused_with_counts_and_lines(case: str, tmp_path: Path) -> None:
+    csv, expected = WRONG[case]
+    with pytest.raises(UsageError) as refused:
+        opened(folder(tmp_path, csv, *SIX, *(["x.jpg"] if "x.jpg" in csv else [])))
+    for text in expected:
+        assert any(text in problem for problem in refused.value.problems), refused.value.problems
+
+
+@pytest.mark.parametrize("case", PARAMS)
+def test_wrong_parameters_are_refused(case: str, tmp_path: Path) -> None:
+    params, expected = PARAMS[case]
+    with pytest.raises(UsageError, match=expected):
+        opened(folder(tmp_path, SPLIT), **params)
+
+
+def test_ids_that_several_images_share_are_refused_unless_their_split_tells(tmp_path: Path) -> None:
+    csv = "id,label,split\n1,cat,train\n2,dog,train\n1,dog,val\n2,cat,val\n"
+    files = ("train/1.jpg", "train/2.jpg", "val/1.jpg", "val/2.jpg")
+    found, _, _ = read(folder(tmp_path / "a", csv, *files))
+    assert found == {"train": {"train/1.jpg": 0, "train/2.jpg": 1}, "val": {"val/1.jpg": 1, "val/2.jpg": 0}}
+    with pytest.raises(UsageError, match=r"1 row for several images; .*line 2, 1: x/1.jpg and y/1.jpg"):
+        opened(
+            folder(tmp_path / "b", "".join(csv.splitlines(keepends=True)[:3]), "x/1.jpg", "y/1.jpg", "2.jpg")
+        )
+
+
+def test_what_mixes_single_labels_is_refused_with_several(tmp_path: Path) -> None:
+    root = folder(tmp_path, SEVERAL["a column per class"][1])
+    params = {"data": str(root), "labels": "labels.csv"}
+    train = {"mixup": 0.2, "label_smoothing": 0.1, "batch_size": 2}
+    (tmp_path / "job.yaml").write_text(json.dumps({"params": params, "train": train}))
+    with pytest.raises(UsageError, match=r"train.label_smoothing, train.mixup: the images may have several"):
+        checks.check(load(tmp_path / "job.yaml"))
