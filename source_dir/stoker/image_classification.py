@@ -49,6 +49,13 @@ class ImageClassification(Recipe):
     multi_label: bool = Field(
         False, description="an image may have several labels; default: as params.labels has them"
     )
+    names: list[str] = Field(
+        [],
+        alias="class_names",
+        description="names of class 0, 1, …; default: taken from the data, text labels sorted",
+    )
+    image_column: str = Field("image", description="column or tar member with the image")
+    label_column: str = Field("label", description="column or tar member with the label")
     image_size: int = Field(224, ge=8, description="side of the model's square input, pixels")
     augment: Literal["none", "flip", "crop"] = Field(
         "crop",
@@ -84,6 +91,10 @@ class ImageClassification(Recipe):
             raise ValueError("label_separator requires labels, the CSV file whose cells it separates")
         return self
 
+    @property
+    def class_names(self) -> list[str]:  # type: ignore[override] # found in the data
+        return self.names
+
     def check(self, resolved: Resolved) -> None:
         problems = Problems()
         with problems:
@@ -103,41 +114,69 @@ class ImageClassification(Recipe):
 
     def wanted(self) -> list[str] | None:
         """Head: the columns to read; None: all columns."""
-        return ["image", "label"]
+        return [self.image_column, self.label_column]
 
     def discover(self) -> dict[str, Any]:
+        from stoker.data.sources.labels import column_types, labels_of, names_in, refuse_absent_columns
+
+        source = self.read("train")
         if self.labels is not None:
-            source = self.read("train")
             source.check()
+        names = source.classes() if hasattr(source, "classes") else None
+        if names is not None and self.class_names not in ([], names):
+            raise UsageError(f"params.class_names: the classes are {', '.join(names[:20])}, in this order")
+        if self.labels is not None:
             if self.num_classes is not None and self.num_classes < len(source.names):
                 raise UsageError(f"params.num_classes: {self.labels} has {len(source.names)} classes")
             found = self.num_classes or len(source.names)
             return {"num_classes": found, "multi_label": source.several}
-        if self.num_classes is not None:
-            return {}
-        source = self.read("train")
-        names = source.classes()
-        if names is None and hasattr(source, "label_values"):
-            names = sorted(source.label_values("label"))
-            if names and not all(isinstance(name, int) for name in names):
-                raise UsageError(f"{self.data}: column label holds {names[0]!r}; labels must be integers")
-            if names and names[-1] > MOST_CLASSES:
-                raise UsageError(f"{self.data}: column label holds {names[-1]}; number the classes 0, 1, …")
-            names = list(range(max(names) + 1)) if names else []
-        if names is None:
-            raise UsageError("params.num_classes: is required, because tar shards do not list their classes")
-        if len(names) < 2:
+        if names is not None:
+            return self._found(len(names), [])
+        types = column_types(source)
+        if types and type(self).preprocess is ImageClassification.preprocess:
+            params = {"image_column": self.image_column, "label_column": self.label_column}
+            refuse_absent_columns(self.data, types, params)
+        names = self.class_names or names_in(source, self.label_column)
+        labels = labels_of(self.data, source, self.label_column, numbers=not (names or self.num_classes))
+        if labels and isinstance(labels[0], str):
+            names = names or labels
+            those = labels_of(self.data, self.read("val"), self.label_column, numbers=False) or []
+            for split, label in [("train", label) for label in labels] + [("val", label) for label in those]:
+                if label not in names:
+                    whose = "params.class_names" if self.class_names else "train"
+                    raise UsageError(
+                        f"{self.data}: {split} has the label {label}, which is no class of {whose}:"
+                        f" {', '.join(names[:20])}"
+                    )
+            if self.num_classes not in (None, len(names)):
+                raise UsageError(
+                    f"params.num_classes: {self.num_classes}, but the data has {len(names)} classes:"
+                    f" {', '.join(names[:20])}; list others in params.class_names"
+                )
+        elif labels and labels[-1] > MOST_CLASSES:
+            raise UsageError(
+                f"{self.data}: column {self.label_column} holds {labels[-1]}; number the classes 0, 1, …"
+            )
+        elif labels is None and not (names or self.num_classes):
+            raise UsageError("params.num_classes: is required, because the data does not list its classes")
+        return self._found(len(names) or (labels[-1] + 1 if labels else 0), names)
+
+    def _found(self, count: int, names: list[str]) -> dict[str, Any]:
+        """Parameters for this many classes in the data, with these names if the source itself has none."""
+        if self.num_classes is None and count < 2:
             raise UsageError(f"{self.data}: holds one class only; a classifier needs two or more")
-        return {"num_classes": len(names)}
+        return {"num_classes": self.num_classes or count, **({"class_names": names} if names else {})}
 
     def preprocess(self, split: Split) -> list[Any]:
         from torchvision.transforms import v2
 
-        from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, ShrinkLarger
+        from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, Rename, ShrinkLarger
 
-        chain: list[Any] = [DecodeImage(self.color, self.bits)]
+        columns = {"image": self.image_column, "label": self.label_column}
+        renamed = {new: old for new, old in columns.items() if new != old}
+        chain: list[Any] = [*([Rename(**renamed)] if renamed else []), DecodeImage(self.color, self.bits)]
         if self.num_classes and not self.multi_label:
-            chain.append(CheckLabel(self.num_classes))
+            chain.append(CheckLabel(self.num_classes, self.class_names))
         if split == "train" and self.augment == "crop":
             if self.reduce_to:
                 chain.append(ShrinkLarger(self.reduce_to))

@@ -11,8 +11,10 @@ from pyarrow import parquet
 from running import run_job
 from streaming import Train
 
-from stoker.data.opening import open_data
+from stoker.config import Resolved
+from stoker.data.opening import discover, open_data
 from stoker.data.transport.client import Transport
+from stoker.errors import UsageError
 from stoker.schema import Config
 
 
@@ -55,6 +57,27 @@ def test_rows_of_a_ray_dataset_with_a_null_keep_their_numbers(ray_cluster: None)
     assert found["x"] == [2**53 + i for i in rows][: len(found["x"])]
     assert found["word"] == [f"w{i}" for i in rows]
     assert found["v"] == [[i / 2, i / 4] for i in rows]
+
+
+def test_text_labels_of_a_ray_dataset_are_classes(ray_cluster: None) -> None:
+    def worded(**params: Any) -> Config:
+        params = {"data": "dog", "image_size": 8, "augment": "none", **params}
+        return discover(
+            Resolved(config("holes:Worded", shuffle=False).model_copy(update={"params": params}), {})
+        )
+
+    columns = {"image_column": "img", "label_column": "what"}
+    job = worded(**columns)
+    assert (job.params["num_classes"], job.params["class_names"]) == (2, ["cat", "dog"])
+    train = Train(job)
+    found = batches(train)
+    train.close()
+    assert found["label"] == [1, 0, 1] * 4
+    with pytest.raises(UsageError, match="val has the label bird, which is no class of train: cat, dog"):
+        worded(data="bird", **columns)
+    with pytest.raises(UsageError) as refused:
+        worded()
+    assert "it has key, img, what: set params.label_column=what" in refused.value.problems[1]
 
 
 def test_records_that_lack_a_column_are_quarantined_by_every_task(ray_cluster: None) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from rows import Counting, Numbers
 
 from stoker.data import Record, RecordTransform
+from stoker.image_classification import ImageClassification
 from stoker.recipe import Recipe
 
 
@@ -33,6 +34,20 @@ class RayRows(Recipe):
             }
         )
         return ray.data.from_arrow([table.slice(i, 20) for i in range(0, n, 20)])
+
+
+class Worded(ImageClassification):
+    """A `ray.data.Dataset` of images and the names of their classes, in columns of other names."""
+
+    def read(self, split: str) -> Any:
+        import ray
+
+        pixels = np.arange(12 * 8 * 8 * 3, dtype=np.uint8).reshape(12, 8, 8, 3)
+        words = ["dog", "cat", "dog"] * 4
+        if split == "val":
+            words[3] = self.data
+        rows = [{"key": f"k{i}", "img": pixels[i], "what": word} for i, word in enumerate(words)]
+        return ray.data.from_items(rows, override_num_blocks=2)
 
 
 class Kills(RecordTransform):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,84 @@ def test_a_row_group_of_more_than_2_gb_is_read_in_batches(struct: bool, tmp_path
     for count, row in enumerate(source.read(shard, None), start=1):
         assert row["image"] == (big, big[::-1])[row["label"]] and row["key"] == f"train.parquet:{count - 1}"
     assert count == rows
+
+
+NAMES = ["dog", "cat"]
+TEXT = [NAMES[label] for label in LABELS]
+
+
+def write_delta(root: Path, table: pa.Table) -> str:
+    deltalake = pytest.importorskip("deltalake")
+    for split in ("train", "val"):
+        deltalake.write_deltalake(root / split, table)
+    return str(root)
+
+
+@pytest.mark.parametrize("form", ["parquet", "categories", "delta"])
+def test_text_labels_are_classes_in_sorted_order(form: str, tmp_path: Path) -> None:
+    text = pa.array(TEXT).dictionary_encode() if form == "categories" else TEXT
+    save = write_delta if form == "delta" else write
+    params, data = opened(save(tmp_path, pa.table({"image": PNGS, "label": text})))
+    assert (params["num_classes"], params["class_names"]) == (2, ["cat", "dog"])
+    assert trained(data, "val") == [(colour, 1 - label) for colour, label in WHOLE]
+
+
+def test_text_labels_in_a_given_order_and_number(tmp_path: Path) -> None:
+    root = write(tmp_path, pa.table({"image": PNGS, "label": TEXT}))
+    params, data = opened(root, class_names=[*NAMES, "bird"])
+    assert params["num_classes"] == 3
+    assert trained(data) == WHOLE
+    for number, names in ((5, []), (2, [*NAMES, "bird"])):
+        with pytest.raises(UsageError, match=rf"params.num_classes: {number}, but the data has .* classes: "):
+            opened(root, num_classes=number, class_names=names)
+
+
+def test_a_label_that_training_lacks_is_refused_before_the_start(tmp_path: Path) -> None:
+    root = write(tmp_path, pa.table({"image": PNGS, "label": TEXT}), splits=("train",))
+    write(tmp_path, pa.table({"image": PNGS, "label": ["bird", *TEXT[1:]]}), splits=("val",))
+    with pytest.raises(UsageError, match=r"val has the label bird, which is no class of train: cat, dog"):
+        opened(root)
+    with pytest.raises(UsageError, match=r"the label dog, which is no class of params.class_names"):
+        opened(root, class_names=["cat", "bird"])
+
+
+def test_names_that_hugging_face_left_in_the_schema_are_those_of_the_classes(tmp_path: Path) -> None:
+    features = {"image": {"_type": "Image"}, "label": {"names": ["a", "b", "c"], "_type": "ClassLabel"}}
+    about = {"huggingface": json.dumps({"info": {"features": features}})}
+    table = pa.table({"image": STRUCTS, "label": LABELS}).replace_schema_metadata(about)
+    params, data = opened(write(tmp_path, table))
+    assert (params["num_classes"], params["class_names"]) == (3, ["a", "b", "c"])
+    assert trained(data) == WHOLE
+
+
+def test_names_of_classes_cannot_contradict_class_folders(tmp_path: Path) -> None:
+    for path in (tmp_path / s / c / "0.png" for s in ("train", "val") for c in ("cat", "dog")):
+        path.parent.mkdir(parents=True)
+        path.write_bytes(PNGS[0])
+    with pytest.raises(UsageError, match=r"params.class_names: the classes are cat, dog, in this order"):
+        opened(tmp_path, class_names=["dog", "cat"])
+
+
+@pytest.mark.parametrize("names", [("img", "label"), ("image", "fine_label"), ("a.image", "a.label")])
+def test_columns_of_other_names_are_refused_with_the_line_to_write_and_read_with_it(
+    names: tuple[str, str], tmp_path: Path
+) -> None:
+    image, label = names
+    root = write(tmp_path, pa.table({"a": [{"image": 1}] * 6, image: PNGS, "size": [0.5] * 6, label: LABELS}))
+    with pytest.raises(UsageError) as refused:
+        opened(root)
+    lines = [line.rpartition("set params.")[2].split("=") for line in refused.value.problems]
+    assert ["=".join(line) for line in lines] == [
+        text
+        for text, name in ((f"image_column={image}", "image"), (f"label_column={label}", "label"))
+        if name not in names
+    ]
+    params, data = opened(root, **dict(lines))
+    assert params["num_classes"] == 2
+    assert trained(data) == WHOLE
+
+
+@pytest.mark.parametrize("label", [[0.0] * 6, [[1]] * 6, [b"a"] * 6])
+def test_labels_that_are_neither_integers_nor_text_are_refused(label: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"column label is .*; labels must be integers or text"):
+        opened(write(tmp_path, pa.table({"image": PNGS, "label": label})))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from stoker.data.preprocessing.transforms import Drop as Drop
     from stoker.data.preprocessing.transforms import RandomHorizontalFlip as RandomHorizontalFlip
     from stoker.data.preprocessing.transforms import RandomResizedCrop as RandomResizedCrop
+    from stoker.data.preprocessing.transforms import Rename as Rename
     from stoker.data.preprocessing.transforms import Resize as Resize
     from stoker.data.preprocessing.transforms import ShrinkLarger as ShrinkLarger
     from stoker.data.preprocessing.video import DecodeVideo as DecodeVideo
@@ -53,7 +54,7 @@ _ROOMS = {
     "preprocessing.video": ("DecodeVideo",),
     "preprocessing.transforms": (
         *("CenterCrop", "CheckLabel", "DecodeImage", "Drop", "RandomHorizontalFlip", "RandomResizedCrop"),
-        *("ShrinkLarger", "Resize", "Compose"),
+        *("Rename", "ShrinkLarger", "Resize", "Compose"),
     ),
     "sources.base": ("IndexedSource", "Source", "StreamedSource", "cut_indices"),
     "sources.delta": ("read_delta",),

@@ -31,6 +31,7 @@ __all__ = [
     "RandomHorizontalFlip",
     "RandomResizedCrop",
     "RecordTransform",
+    "Rename",
     "Resize",
     "ShrinkLarger",
     "Stage",
@@ -74,22 +75,51 @@ class DecodeImage(RecordTransform):
 
 
 class CheckLabel(RecordTransform):
-    """Chain worker: quarantines a record whose `label` is not an integer in 0 … classes-1."""
+    """Chain worker: quarantines a record whose `label` is not an integer in 0 … classes-1.
+
+    Args:
+        classes: number of classes.
+        names: of the classes; a label that is text becomes the number of its name.
+    """
 
     random = False
     uses_random = False
 
-    def __init__(self, classes: int) -> None:
+    def __init__(self, classes: int, names: Sequence[str] = ()) -> None:
         self.classes = classes
+        self.numbers = {name: number for number, name in enumerate(names)}
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         label = value_of(record, "label")
+        if isinstance(label, str) and self.numbers:
+            if label not in self.numbers:
+                raise ValueError(f"label {label!r} is not one of the {len(self.numbers)} classes")
+            label = self.numbers[label]
         number = int(label)
         if number != label and not isinstance(label, str):
             raise ValueError(f"label {label} is not an integer")
         if not 0 <= number < self.classes:
             raise ValueError(f"label {label} is outside 0…{self.classes - 1}")
         return {**record, "label": number}
+
+
+class Rename(RecordTransform):
+    """Chain worker: renames columns.
+
+    Args:
+        columns: new name = old name.
+    """
+
+    random = False
+    uses_random = False
+
+    def __init__(self, **columns: str) -> None:
+        self.columns = columns
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        renamed = {new: value_of(record, old) for new, old in self.columns.items()}
+        old = {*self.columns.values()}
+        return {**{name: value for name, value in record.items() if name not in old}, **renamed}
 
 
 class Drop(RecordTransform):

@@ -46,6 +46,13 @@ def is_list(kind: Any) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
+def is_text(kind: Any) -> bool:
+    """Every host: whether the values of a type are text."""
+    import pyarrow as pa
+
+    return bool(_plain(kind) == pa.string())
+
+
 def content_of_struct(kind: Any) -> str:
     """Every host: the field with the image in a struct of Hugging Face (`bytes`) or Spark (`data`)."""
     import pyarrow as pa

@@ -91,9 +91,8 @@ class ParquetSource(StreamedSource):
         """Column → its type in the first file, which those of the others must match."""
         import pyarrow as pa
 
-        self._ensure_footers()
-        first = self.paths[0]
-        schema = self._whole_schema(first, self.footers[0].schema)
+        first = self._first()[0]
+        schema = self._whole_schema(*self._first())
         named = dict.fromkeys([*(self.columns or []), *filter_columns(self.filters), *self.nulls])
         if missing := [c for c in named if c not in schema]:
             raise UsageError(f"{first}: has no column {', '.join(missing)}; it has {', '.join(schema)}")
@@ -129,6 +128,10 @@ class ParquetSource(StreamedSource):
     def _whole_schema(self, path: str, schema: Any) -> dict[str, Any]:
         """Column → its type; None for a column that the file lacks."""
         return {field.name: field.type for field in schema} | dict.fromkeys(self.constants.get(path, {}))
+
+    def _first(self) -> tuple[str, Any]:
+        self._ensure_footers()
+        return self.paths[0], self.footers[0].schema
 
     def _ensure_footers(self) -> None:
         if not self.footers:
@@ -283,11 +286,20 @@ class ParquetSource(StreamedSource):
                 continue
             yield record
 
+    def column_types(self) -> dict[str, Any]:
+        """Head: column → its type in the first file."""
+        return {c: kind or self.types.get(c) for c, kind in self._whole_schema(*self._first()).items()}
+
+    def metadata(self) -> dict[bytes, bytes] | None:
+        """Head: what the writer of the first file left beside its schema."""
+        metadata: dict[bytes, bytes] | None = self._first()[1].metadata
+        return metadata
+
     def label_values(self, column: str) -> set[Any]:
         """Head: the distinct values of a column.
 
         Raises:
-            UsageError: a column that is asked for is missing, or its values are lists.
+            UsageError: a column that is asked for is missing.
         """
         from pyarrow import compute
 
@@ -296,14 +308,10 @@ class ParquetSource(StreamedSource):
         for path, footer in zip(self.paths, self.footers, strict=True):
             if column in self.constants.get(path, {}):
                 found.add(self.constants[path][column])
-                continue
-            if not footer.groups:
-                continue
-            table = read_groups(self.filesystem, path, footer.groups, [column])
-            if (kind := table[column].type).num_fields:
-                raise UsageError(f"{path}: column {column} is {kind}; labels must be integers")
-            values = table[column].take(self._rows(path, footer.groups))
-            found.update(compute.unique(values).to_pylist())
+            elif footer.groups:
+                table = read_groups(self.filesystem, path, footer.groups, [column])
+                values = table[column].take(self._rows(path, footer.groups))
+                found.update(compute.unique(values).to_pylist())
         return found
 
 

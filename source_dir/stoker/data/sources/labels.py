@@ -1,0 +1,92 @@
+"""Head: the columns of a table and the labels in one of them, for recipes that find classes in their data."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from stoker.data.sources.arrow import content_of_struct, is_list, is_text
+from stoker.errors import UsageError
+
+USUAL = re.compile("im(g|age)|pic|label|class|target|categor")
+"""Parts of the names of columns with images or labels."""
+
+
+def column_types(source: Any) -> dict[str, Any]:
+    """Head: column → Arrow type of Parquet, Delta or a `ray.data.Dataset`; empty for other sources."""
+    if hasattr(source, "map_batches"):
+        schema = source.schema()
+        return dict(zip(schema.names, schema.types, strict=True)) if schema else {}
+    return source.column_types() if hasattr(source, "column_types") else {}
+
+
+def refuse_absent_columns(data: str, types: dict[str, Any], params: dict[str, str]) -> None:
+    """Head: refuse data that lacks a column, with the parameter to set.
+
+    Args:
+        data: what was read, for the message.
+        types: column → its type.
+        params: parameter → the column that it names; the first is an image.
+
+    Raises:
+        UsageError: one line per column.
+    """
+    fits = dict(zip(params, (_may_be_image, _may_be_label), strict=True))
+    problems = []
+    for param, column in params.items():
+        if column not in types:
+            likely = [name for name, kind in types.items() if fits[param](kind) and name != "key"] or ["NAME"]
+            likely.sort(key=lambda name: USUAL.search(name.lower()) is None)
+            others = f" (or {', '.join(likely[1:])})" if len(likely) > 1 else ""
+            there = f"has no column {column}; it has {', '.join(types)}"
+            problems.append(f"{data}: {there}: set params.{param}={likely[0]}{others}")
+    if problems:
+        raise UsageError(*problems)
+
+
+def _may_be_image(kind: Any) -> bool:
+    import pyarrow as pa
+
+    binary = pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    return bool(binary or content_of_struct(kind) or (is_list(kind) and is_list(kind.value_type)))
+
+
+def _may_be_label(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_integer(kind) or pa.types.is_boolean(kind) or is_text(kind))
+
+
+def names_in(source: Any, column: str) -> list[str]:
+    """Head: the names of a column's classes, if Hugging Face datasets wrote the files."""
+    metadata: Any = getattr(source, "metadata", dict)() or {}
+    try:
+        features = json.loads(metadata[b"huggingface"])["info"]["features"]
+        return [str(name) for name in features[column]["names"]]
+    except (KeyError, TypeError, ValueError):
+        return []
+
+
+def labels_of(data: str, source: Any, column: str, numbers: bool) -> list[Any] | None:
+    """Head: the distinct labels of a column, sorted.
+
+    Args:
+        data: what was read, for the message.
+        source: Parquet, Delta or a `ray.data.Dataset`.
+        column: its name.
+        numbers: whether to read numbers, too; text is always read.
+
+    Returns:
+        None: the source cannot tell, or the labels are numbers and not asked for.
+
+    Raises:
+        UsageError: the labels are neither integers nor text.
+    """
+    kind = column_types(source).get(column)
+    if kind is None or not (numbers or is_text(kind)):
+        return None
+    if not _may_be_label(kind):
+        raise UsageError(f"{data}: column {column} is {kind}; labels must be integers or text")
+    found = source.unique(column) if hasattr(source, "map_batches") else source.label_values(column)
+    return sorted({value for value in found if value is not None})
