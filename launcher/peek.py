@@ -114,7 +114,7 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
         from stoker.peek.model import try_model
 
         found, wrong = try_model(opened, recipe, data)
-    problems = problems_of(seen, opened, recipe)
+    problems = problems_of(seen, opened, data)
     lines, problems = [*lines, *found], sorted([*problems, *wrong], key=lambda problem: problem.level)
     write_page(
         target,

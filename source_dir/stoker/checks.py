@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stoker.bootstrap.raynode import count_gpus
 from stoker.checkpoints import resume as resuming
 from stoker.config import Resolved
 from stoker.data.opening import Data, discover, open_data, open_sources
@@ -21,7 +22,7 @@ from stoker.place import local_place
 from stoker.recipe import SOURCE_FOLDER, Recipe, load_object, load_recipe
 from stoker.schema import Config
 from stoker.tracking.sinks import Sink
-from stoker.training.plan import refuse_impossible, refuse_unfit
+from stoker.training.plan import refuse_impossible, refuse_single_records, refuse_unfit
 from stoker.training.stopping import check_monitors
 
 Opened = tuple[Config, Data]
@@ -73,12 +74,16 @@ def check_chains(opened: Opened | None) -> Opened | None:
     """Head: make the chains of opened data and try them on its first records.
 
     Raises:
-        UsageError: as `open_data`.
+        UsageError: as `open_data`; or a last batch of one record, on which the model cannot train.
     """
     if opened is None:
         return None
     config, data = opened
-    return without_ray(lambda: (config, open_data(config, data)))
+    opened = without_ray(lambda: (config, open_data(config, data)))
+    workers = config.train.workers or (None if count_gpus() else 1)
+    if opened is not None and workers is not None:
+        refuse_single_records(config, opened[1], workers)
+    return opened
 
 
 def check_recipe(resolved: Resolved) -> None:

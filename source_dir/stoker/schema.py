@@ -21,6 +21,7 @@ from stoker.schema_places import (
     CpuHostsConfig,
     Folder,
     RehearsalConfig,
+    Remainder,
     SageMakerConfig,
     Section,
     SlurmConfig,
@@ -63,9 +64,10 @@ class DataConfig(Section):
         description="upper bound on rows × padded length per forward pass; larger batches are split and their"
         " gradients accumulated; longer records are quarantined; null: no limit",
     )
-    remainder: Literal["drop", "pad"] = Field(
+    remainder: Remainder = Field(
         "drop",
-        description="records left over when an epoch does not divide evenly: drop them, or repeat some",
+        description="records left over when an epoch does not divide evenly: drop them, or pad by repeating"
+        " some; a number N: also drop a last batch of fewer than N records per train worker",
     )
     bad_record_budget: float = Field(
         0.001, ge=0, le=1, description="fail the run above this fraction of unreadable records"

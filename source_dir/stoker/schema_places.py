@@ -12,6 +12,7 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationInfo,
+    WrapValidator,
     field_validator,
     model_validator,
 )
@@ -20,6 +21,16 @@ from stoker.values import expanded
 
 Folder = Annotated[str, StringConstraints(min_length=1), AfterValidator(expanded)]
 """A path or URI, in which `~` and `$VARIABLES` are expanded."""
+
+
+def _one_error(value: Any, validate: Any) -> Any:
+    try:
+        return validate(value)
+    except ValueError:
+        raise ValueError("must be drop, pad or a number of records from 1") from None
+
+
+Remainder = Annotated[Literal["drop", "pad"] | Annotated[int, Field(ge=1)], WrapValidator(_one_error)]
 
 
 class Section(BaseModel):

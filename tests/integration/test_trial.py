@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from last_batches import images_of
 from running import Outcome, run_job
 
 
@@ -29,6 +30,27 @@ def test_a_validation_that_fails_costs_no_step(ray_cluster: None, tmp_path: Path
     outcome = shaped(tmp_path / "broken", "accuracy", "broken")
     assert outcome.code == 1 and "Shaped.metrics: broken (Strange)" in (outcome.summary.error or "")
     assert outcome.summary.steps == 0 and not events(outcome, "step")
+
+
+def test_a_last_batch_of_one_is_refused_or_left_out_and_counted(ray_cluster: None, tmp_path: Path) -> None:
+    """Nine images in batches of four; 19 on two train workers."""
+    for images, workers, left in ((9, 1, 1), (19, 2, 3)):
+        folder = tmp_path / str(images)
+        images_of(folder / "data", images)
+        job: dict[str, Any] = {
+            "recipe": "ImageClassification",
+            "params": {"data": str(folder / "data"), "model": "resnet10t", "image_size": 32},
+            "train": {"epochs": 1, "batch_size": 4, "workers": workers, "threads": 1},
+        }
+        refused = run_job(folder, **job)
+        assert refused.code == 2 and "data.remainder=2" in (refused.summary.error or ""), (
+            refused.summary.error
+        )
+        outcome = run_job(folder, "data.remainder=2", run_dir=folder / "again", **job)
+        assert outcome.code == 0, outcome.summary.error
+        records = outcome.summary.records
+        assert (records.read, records.trained, records.remainder) == (images, images - left, left)
+        assert outcome.summary.steps == 2
 
 
 def test_on_two_ranks_classes_are_counted_once_and_the_books_are_whole(

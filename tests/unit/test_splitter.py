@@ -42,6 +42,28 @@ def test_training_gives_all_ranks_equal_steps_and_drops_fewer_rows_than_workers(
     assert not remaining & set(taken)
 
 
+@given(BLOCKS, st.integers(1, 5), st.integers(1, 40), st.integers(1, 60))
+def test_a_last_batch_below_the_limit_is_left_out_whole(
+    blocks: list[int], workers: int, batch: int, least: int
+) -> None:
+    splitter, kept = Splitter(workers, batch, equal=True, remainder=least), set[int]()
+    for rows in blocks:
+        splitter.add(rows)
+        # What is released while rows still arrive must not be needed at the end.
+        steps = splitter.rows // splitter.step_rows
+        everything = range(len(splitter.starts))
+        kept |= {b for b in everything if splitter.block_done(b, steps) and not splitter.may_remain(b)}
+    splitter.end()
+    left = sum(blocks) % (workers * batch)
+    drops = left // workers < min(least, batch)
+    assert len(splitter.remainder) == (left if drops else left % workers)
+    assert kept.isdisjoint(part.block for part in splitter.slices_of(splitter.remainder))
+    ranks = rows_by_rank([], splitter)
+    assert {len(step) for steps in ranks for step in steps[:-1]} <= {batch}
+    assert all(len(steps[-1]) >= min(least, batch) for steps in ranks if steps)
+    assert sum(len(step) for steps in ranks for step in steps) + len(splitter.remainder) == sum(blocks)
+
+
 @given(BLOCKS, st.integers(1, 5), st.integers(1, 40))
 def test_validation_gives_every_row_to_exactly_one_rank(blocks: list[int], workers: int, batch: int) -> None:
     splitter = Splitter(workers, batch, equal=False)
@@ -55,7 +77,7 @@ def test_validation_gives_every_row_to_exactly_one_rank(blocks: list[int], worke
 def test_padding_uses_every_row_and_gives_all_ranks_equal_steps(
     blocks: list[int], workers: int, batch: int
 ) -> None:
-    splitter = Splitter(workers, batch, equal=True, pad=True)
+    splitter = Splitter(workers, batch, equal=True, remainder="pad")
     ranks = rows_by_rank(blocks, splitter)
     assert len({tuple(len(step) for step in steps) for steps in ranks}) == 1
     taken = Counter(row for steps in ranks for step in steps for row in step)

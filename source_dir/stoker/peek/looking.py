@@ -157,7 +157,7 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
     name = "a ray.data.Dataset" if isinstance(source, DatasetSource) else type(source).__name__
     seen = Look(split, name, data.totals, [Place("read")], [], notes=data.notes(), path_of=source.path_of)
     try:
-        fix_schemas({split: source}, {split: chain}, config.data.block_records)
+        data.samples |= fix_schemas({split: source}, {split: chain}, config.data.block_records)
         refuse_absent_pads(chain.pads, [chain.schemas])
     except UsageError as error:
         seen.refused = str(error)

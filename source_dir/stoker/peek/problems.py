@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from stoker.data.opening import Data
 from stoker.errors import UsageError
 from stoker.figures import count_of, size
 from stoker.peek.columns import IGNORED_CLASS, Column
 from stoker.peek.looking import Look
 from stoker.recipe import Recipe
 from stoker.schema import Config
-from stoker.training.plan import refuse_unfit
+from stoker.training.plan import refuse_single_records, refuse_unfit
 
 LEAST = 8
 """Smallest sample for checks that compare records."""
@@ -33,15 +34,16 @@ class Problem(NamedTuple):
     text: str
 
 
-def problems_of(look: Look, config: Config, recipe: Recipe) -> list[Problem]:
+def problems_of(look: Look, config: Config, data: Data) -> list[Problem]:
     """Laptop: the problems, errors first.
 
     Args:
         look: the findings.
         config: the job.
-        recipe: its fields may give the number of classes.
+        data: opened, with the recipe, whose fields may give the number of classes.
     """
-    found = [*_failures(look, config), *_refusals(look, config, recipe)]
+    recipe: Recipe = data.recipe
+    found = [*_failures(look, config), *_refusals(look, config, data)]
     read, made = look.places[0], look.places[-1]
     for name, column in read.columns.items():
         if name in made.columns or not made.records:
@@ -105,11 +107,16 @@ def _failures(look: Look, config: Config) -> Iterator[Problem]:
         )
 
 
-def _refusals(look: Look, config: Config, recipe: Recipe) -> Iterator[Problem]:
+def _refusals(look: Look, config: Config, data: Data) -> Iterator[Problem]:
     try:
-        refuse_unfit(config, recipe, look.totals)
+        refuse_unfit(config, data.recipe, look.totals)
     except UsageError as error:
         yield from (Problem("error", text) for text in error.problems)
+    try:
+        refuse_single_records(config, data, config.train.workers or 1)
+    except UsageError as error:
+        # A run has a train worker per GPU, and so perhaps another last batch.
+        yield from (Problem("error" if config.train.workers else "warning", text) for text in error.problems)
 
 
 def _holes(name: str, column: Column, where: str) -> Iterator[Problem]:

@@ -76,7 +76,7 @@ class Rebuild:
         self.accumulate = int(noted["accumulate_steps"])
         if isinstance(data.sources["train"], DatasetSource):
             raise UsageError("--step: the recipe reads a ray.data.Dataset, whose rows cannot be rebuilt")
-        self.pad = noted["remainder"] == "pad"
+        self.remainder = noted["remainder"]
         block_records = {"block_records": noted["block_records"]}
         self.config = config.model_copy(update={"data": config.data.model_copy(update=block_records)})
         start = found.attempt.start
@@ -122,7 +122,7 @@ class Rebuild:
             UsageError: the run has not recorded the step's blocks, or they differ now.
         """
         epoch = self.found.epoch
-        splitter = Splitter(self.workers, self.batch_size, equal=True, pad=self.pad)
+        splitter = Splitter(self.workers, self.batch_size, equal=True, remainder=self.remainder)
         stream = Stream(splitter, EpochAccount("train", epoch), None, Trail(self.start))
         for block in starmap(Reference, self.found.attempt.blocks.get(epoch, [])):
             stream.arrived(ReadyBlock(BlockReport(block.shard, rows=block.rows), "", block))

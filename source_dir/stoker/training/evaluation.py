@@ -11,6 +11,7 @@ from stoker.checkpoints.train_state import rng_state, set_rng_state
 from stoker.data.feed.feed import as_one_batch
 from stoker.data.messages import BlockReport
 from stoker.data.preprocessing.collating import Collate
+from stoker.data.sources.seeding import drawing
 from stoker.errors import UsageError
 from stoker.recipe import Batch, Recipe
 from stoker.schema import Config
@@ -18,7 +19,7 @@ from stoker.training import strategies
 from stoker.training.micro_batches import MicroBatches
 from stoker.training.sample_images import show_predictions
 from stoker.training.scores import Scores
-from stoker.training.step import autocast
+from stoker.training.step import autocast, single_record_fault
 from stoker.training.stopping import known
 from stoker.training.worker import Worker, count_records, to_device
 
@@ -149,6 +150,27 @@ def sample_of(config: Config, recipe: Recipe, columns: dict[str, Any], report: B
     """Train worker: the first records of a split, as the head made them, as a batch on the CPU."""
     collate = Collate.of(config.recipe, config.params) if recipe.collates else None
     return as_one_batch(collate, copy.deepcopy(columns), report)  # what Ray delivers is read-only
+
+
+def fails_alone(config: Config, recipe: Recipe, columns: dict[str, Any], report: BlockReport) -> str:
+    """Head and laptop: why the model cannot train on one record; empty if it can, or cannot be tried here.
+
+    Args:
+        config: the job.
+        recipe: its recipe.
+        columns: the first training records, as the head made them.
+        report: of them.
+    """
+    with drawing(f"{config.seed}/recipe"):
+        try:
+            batch = {name: values[:1] for name, values in sample_of(config, recipe, columns, report).items()}
+            module = recipe.on_device("train")
+            recipe.training_step(recipe.model().train(), module(batch) if module else batch)
+        except ValueError as error:
+            return single_record_fault(error)
+        except Exception:
+            return ""  # the train workers report it, or can do it
+    return ""
 
 
 def try_validation(worker: Worker, batch: Batch) -> tuple[dict[str, float], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stoker.data.coordinator.splitter import least_rows
 from stoker.data.opening import Data
 from stoker.errors import Problems, UsageError
 from stoker.figures import count_of
@@ -113,11 +114,50 @@ def steps_per_epoch(config: Config, total: int | None, workers: int) -> int | No
             f"{key} needs the number of records, which this source does"
             f" not know before reading them; {remedy}"
         )
-    each = train.batch_size * workers
-    batches, left = divmod(total, each)
-    if left >= (workers if config.data.remainder == "drop" else 1):
-        batches += 1
+    batches = total // (train.batch_size * workers) + bool(last_batch(config, total, workers))
     return -(-batches // train.accumulate_steps)
+
+
+def last_batch(config: Config, total: int, workers: int) -> int:
+    """Anywhere: records of each train worker in an epoch's last batch if that is a short one; 0 without."""
+    size, remainder = config.train.batch_size, config.data.remainder
+    left = total % (size * workers)
+    each = -(-left // workers) if remainder == "pad" else left // workers
+    return each if each >= least_rows(remainder, size) else 0
+
+
+def with_batch(config: Config, size: int) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"batch_size": size})})
+
+
+def refuse_single_records(config: Config, data: Data, workers: int) -> None:
+    """Head and laptop: refuse batches of one record if the model cannot train on them, by trying that.
+
+    Batch norm cannot if it sees one pixel of each channel, as in the last stages of a network.
+
+    Raises:
+        UsageError: with the ways out.
+    """
+    from stoker.training.evaluation import fails_alone
+
+    train, total, sample = config.train, data.totals["train"], data.samples.get("train")
+    if total is None or sample is None or data.recipe.own_loop:
+        return
+    size, batches = train.batch_size, total // (train.batch_size * workers)
+    if size > 1:
+        ends_before = train.max_steps is not None and train.max_steps * train.accumulate_steps <= batches
+        if last_batch(config, total, workers) != 1 or ends_before:
+            return
+    if not (reason := fails_alone(config, data.recipe, *sample)):
+        return
+    if size == 1:
+        raise UsageError(f"train.batch_size: {reason}; set 2 or more")
+    fits = [n for n in range(size - 1, 1, -1) if last_batch(with_batch(config, n), total, workers) != 1]
+    other = f" train.batch_size={fits[0]}" if fits else " another train.batch_size"
+    raise UsageError(
+        f"train.batch_size: {total:,} records in batches of {size} × {count_of(workers, 'train worker')}"
+        f" leave a last batch of one record, and {reason}; set data.remainder=2 to leave it out, or{other}"
+    )
 
 
 def blocks_note(config: Config, data: Data, workers: int) -> str:

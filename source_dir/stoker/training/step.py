@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from stoker.errors import UsageError
+from stoker.figures import count_of
 from stoker.recipe import Batch, classification_loss
 from stoker.training import strategies
 from stoker.training.micro_batches import MicroBatches
@@ -42,6 +43,13 @@ def autocast(worker: Worker) -> Any:
     if name is None:
         return contextlib.nullcontext()
     return torch.autocast(worker.device.type, dtype=getattr(torch, name))
+
+
+def single_record_fault(error: ValueError) -> str:
+    """Anywhere: what it means that batch norm got too little to normalise; empty for another error."""
+    text = str(error)
+    norm = "expected more than 1 value per channel" in text.lower()
+    return f"the model's batch norm needs more than one value per channel to train ({text})" if norm else ""
 
 
 class Step:
@@ -107,11 +115,20 @@ class Step:
     def loss_of(self, batch: Batch) -> Any:
         """The recipe's loss of a prepared batch; what else its step gives is not kept until backward."""
         worker = self.worker
-        with autocast(worker):
-            if self.smoothing:
-                result: Any = classification_loss(worker.model, batch, self.smoothing)
-            else:
-                result = worker.recipe.training_step(worker.model, batch)
+        try:
+            with autocast(worker):
+                if self.smoothing:
+                    result: Any = classification_loss(worker.model, batch, self.smoothing)
+                else:
+                    result = worker.recipe.training_step(worker.model, batch)
+        except ValueError as error:
+            if not (reason := single_record_fault(error)):
+                raise
+            raise UsageError(
+                f"train.batch_size: a batch of {count_of(count_records(batch), 'record')} came, and {reason};"
+                " set data.remainder=2 to leave out a last batch of one, or another train.batch_size"
+                + (", or a larger data.max_tokens" if worker.config.data.max_tokens else "")
+            ) from error
         show_once(worker, batch, result)
         return loss_of(result)
 

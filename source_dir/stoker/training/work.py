@@ -12,7 +12,7 @@ from stoker.place import Place
 from stoker.schema import Config
 from stoker.sizing.scaler import Scaler
 from stoker.tracking.sinks import Tracking
-from stoker.training.plan import blocks_note, plan_workers, steps_per_epoch
+from stoker.training.plan import blocks_note, plan_workers, refuse_single_records, steps_per_epoch
 
 
 class Work(Protocol):
@@ -65,6 +65,7 @@ class RecipeWork:
     def __init__(self, config: Config, data: Data, place: Place, tracking: Tracking) -> None:
         self.config, self.data, self.place = config, data, place
         self.workers, self.use_gpu = plan_workers(config, data)
+        refuse_single_records(config, data, self.workers)
         self.steps_per_epoch = steps_per_epoch(config, data.totals["train"], self.workers)
         self.start = resuming.prepare(config, place, data, self.workers, tracking.summary, tracking.note)
         self.where, self.synced = self.start.where, self.start.synced

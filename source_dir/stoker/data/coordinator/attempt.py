@@ -115,7 +115,7 @@ class Attempt:
 
     def _passes(self, start: DataCursor) -> Iterator[Stream]:
         config = self.passes.config
-        pad = config.data.remainder == "pad"
+        remainder = config.data.remainder
         due = start.unvalidated
         if due is not None and "val" in self.totals:
             splitter = Splitter(self.workers, config.train.batch_size, equal=False)
@@ -125,7 +125,7 @@ class Attempt:
         for epoch in range(start.epoch, config.train.epochs):
             for split, total in self.totals.items():
                 train = split == "train"
-                splitter = Splitter(self.workers, config.train.batch_size, equal=train, pad=pad)
+                splitter = Splitter(self.workers, config.train.batch_size, equal=train, remainder=remainder)
                 if not train:
                     yield Stream(splitter, EpochAccount(split, epoch), total)
                     continue
@@ -220,8 +220,10 @@ class Attempt:
         with self.changed:
             stream.splitter.end()
             stream.account.check_budget(self.passes.config.data.bad_record_budget, stream.account.read)
-            if stream.splitter.rows == 0 and stream.account.carried.trained == 0:
-                raise DataError(f"the {stream.account.split} split has no records")
+            rows, split = stream.splitter.rows, stream.account.split
+            if stream.account.carried.trained == 0 and stream.splitter.share(0, 0) is None:
+                few = f"{rows} records, too few for a batch on each train worker (data.remainder)"
+                raise DataError(f"the {split} split has {few if rows else 'no records'}")
             self.event("produced", split=stream.account.split, epoch=stream.account.epoch)
             self.changed.notify_all()
             self.ready.notify_all()

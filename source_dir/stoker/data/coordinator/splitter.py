@@ -2,7 +2,8 @@
 
 Rows are numbered as blocks arrive. Step s takes the next workers × batch_size rows, and worker r takes the
 r-th batch_size of them. The rest at the end is divided evenly. For training, fewer rows than workers remain
-(dropped, or padded with repeated rows); for validation every row goes to exactly one worker.
+(dropped, or padded with repeated rows), or all of a last step that gives each worker fewer rows than a limit;
+for validation every row goes to exactly one worker.
 """
 
 from __future__ import annotations
@@ -10,6 +11,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from typing import NamedTuple
+
+
+def least_rows(remainder: str | int, batch_size: int) -> int:
+    """Anywhere: the fewest rows of a train worker in a training step, by `data.remainder`."""
+    return min(remainder, batch_size) if isinstance(remainder, int) else 1
 
 
 class Slice(NamedTuple):
@@ -30,10 +36,18 @@ class Share:
 
 
 class Splitter:
-    """Head: takes blocks, returns shares."""
+    """Head: takes blocks, returns shares.
 
-    def __init__(self, workers: int, batch_size: int, *, equal: bool, pad: bool = False) -> None:
-        self.workers, self.batch_size, self.equal, self.pad = workers, batch_size, equal, pad
+    Args:
+        workers: number of train workers.
+        batch_size: rows of each in a step.
+        equal: all workers get the same number of rows in each step.
+        remainder: `data.remainder`.
+    """
+
+    def __init__(self, workers: int, batch_size: int, *, equal: bool, remainder: str | int = "drop") -> None:
+        self.workers, self.batch_size, self.equal = workers, batch_size, equal
+        self.pad, self.least = remainder == "pad", least_rows(remainder, batch_size)
         self.starts: list[int] = []
         self.skipped: list[int] = []
         self.rows = 0
@@ -62,8 +76,10 @@ class Splitter:
     @property
     def remainder(self) -> range:
         """Rows that no worker takes, once the stream has ended."""
-        left = self.rows % self.step_rows
-        over = left % self.workers if self.equal and not self.pad else 0
+        over = 0
+        if self.equal and not self.pad:
+            left = self.rows % self.step_rows
+            over = left % self.workers if left >= self.workers * self.least else left
         return range(self.rows - over, self.rows)
 
     def ready(self, step: int) -> bool:
@@ -86,7 +102,7 @@ class Splitter:
             return Share(self._slices(begin, begin + rows)) if rows else Share(())
         if not self.pad:
             begin = first + rank * each
-            return Share(self._slices(begin, begin + each)) if each else None
+            return Share(self._slices(begin, begin + each)) if each >= self.least else None
         each += over > 0
         begin, stop = first + rank * each, first + (rank + 1) * each
         own = self._slices(min(begin, self.rows), min(stop, self.rows))
@@ -105,7 +121,7 @@ class Splitter:
 
     def may_remain(self, block: int) -> bool:
         """Whether this block would contain remaining rows if the stream ended now."""
-        return self._stop(block) > self.rows - self.workers
+        return self._stop(block) > self.rows - self.workers * self.least
 
     def _stop(self, block: int) -> int:
         return self.starts[block + 1] if block + 1 < len(self.starts) else self.rows

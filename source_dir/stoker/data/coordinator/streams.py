@@ -131,7 +131,7 @@ class Stream:
         return position
 
     def unused(self) -> list[BlockSlice]:
-        """The rows that no worker takes: fewer than there are workers."""
+        """The rows that no worker takes."""
         return [self._rows(part) for part in self.splitter.slices_of(self.splitter.remainder)]
 
     def reconcile(self, remaining: list[int]) -> dict[str, Any]:
