@@ -54,7 +54,7 @@ class ImageClassification(Recipe):
         alias="class_names",
         description="names of class 0, 1, …; default: taken from the data, text labels sorted",
     )
-    image_column: str = Field("image", description="column or tar member with the image")
+    image_column: str = Field("image", description="column or tar member with the image, or with its path")
     label_column: str = Field("label", description="column or tar member with the label")
     image_size: int = Field(224, ge=8, description="side of the model's square input, pixels")
     augment: Literal["none", "flip", "crop"] = Field(
@@ -109,7 +109,12 @@ class ImageClassification(Recipe):
         from stoker.data import read_any, read_images
 
         if self.labels is not None:
-            return read_images(self.data, split, self.labels, self.label_separator)
+            given = self.model_fields_set
+            image, label = (
+                getattr(self, name) if name in given else None for name in ("image_column", "label_column")
+            )
+            columns = image, label, self.names, self.multi_label
+            return read_images(self.data, split, self.labels, self.label_separator, *columns)
         return read_any(self.data, split, self.wanted())
 
     def wanted(self) -> list[str] | None:
@@ -173,7 +178,8 @@ class ImageClassification(Recipe):
         from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, Rename, ShrinkLarger
 
         columns = {"image": self.image_column, "label": self.label_column}
-        renamed = {new: old for new, old in columns.items() if new != old}
+        # Of a CSV file, the source has named them.
+        renamed = {new: old for new, old in columns.items() if new != old and self.labels is None}
         chain: list[Any] = [*([Rename(**renamed)] if renamed else []), DecodeImage(self.color, self.bits)]
         if self.num_classes and not self.multi_label:
             chain.append(CheckLabel(self.num_classes, self.class_names))

@@ -203,7 +203,7 @@ def loss_of(preds: Tensor, label: Tensor, label_smoothing: float = 0.0, multi_la
     import torch.nn.functional as F
 
     if multi_label:
-        return F.binary_cross_entropy_with_logits(preds, label)
+        return F.binary_cross_entropy_with_logits(preds, label.to(preds.dtype))
     return F.cross_entropy(preds, label, label_smoothing=label_smoothing)
 
 

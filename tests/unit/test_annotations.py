@@ -195,8 +195,8 @@ WRONG: dict[str, tuple[str, list[str]]] = {
     "negative numbers": (changed("cat", "-1", *NUMBERS), ["number no class"]),
     "ids as labels": (changed("cat", "70000000", *NUMBERS), ["labels up to 70000000"]),
     "no column of labels": ("id,x,y\na,1,2\nb,3,4\n", ["write params.label_column: one of id, x, y"]),
-    "no column of images": ("foto,label\na,cat\nb,dog\n", ["params.image_column: one of foto, label"]),
-    "no line of names": (SPLIT.partition("\n")[2], ["write params.image_column"]),
+    "no column of images": ("foto,label\na,cat\nq,dog\n", ["params.image_column: one of foto, label"]),
+    "no line of names": ("a,cat\nb,dog\n", ["its first line names an image"]),
     "two columns of images": ("id,path,label\na,b,cat\nb,a,dog\n", ["id and path could both be meant"]),
     "a column twice": ("id,label,label\na,cat,dog\n", ["has the column label twice"]),
     "cells missing": (changed(more="x,cat\n"), ["1 row with other than 3 cells", "line 8"]),
@@ -239,6 +239,30 @@ def test_ids_that_several_images_share_are_refused_unless_their_split_tells(tmp_
         opened(
             folder(tmp_path / "b", "".join(csv.splitlines(keepends=True)[:3]), "x/1.jpg", "y/1.jpg", "2.jpg")
         )
+
+
+def test_columns_may_be_named_or_found_by_their_content(tmp_path: Path) -> None:
+    """A file of isic-archive.com, of pandas' get_dummies, and one whose ids have a name of their own."""
+    more = SPLIT.replace("id,label", "Image Index,Finding,Finding 2").replace(",cat", ",cat,x")
+    more = more.replace(",dog", ",dog,y").replace(",eel", ",eel,x")
+    found, names, _ = read(folder(tmp_path, more), label_column="Finding")
+    assert (found, names) == ({"train": TRAIN, "val": VAL}, ["cat", "dog", "eel"])
+    dummies = "image,age,MEL,NV,split\na,3,True,False,train\nb,4,False,True,train\nc,1,True,True,train\n"
+    found, names, notes = read(folder(tmp_path, dummies), class_names=["NV", "MEL"])
+    assert found == {"train": {"images/a.jpg": [0, 1], "images/b.png": [1, 0], "images/c": [1, 1]}}
+    assert names == ["NV", "MEL"] and any("(first: age)" in note for note in notes)
+    found, names, _ = read(folder(tmp_path, SPLIT), class_names=["eel", "dog", "cat"], multi_label=True)
+    assert (found["val"], names) == ({"e.JPG": [0, 0, 1], "images/_f.jpg": [1, 0, 0]}, ["eel", "dog", "cat"])
+
+
+def test_the_file_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder(tmp_path / "data", "id,label\na,dog\n")
+    folder(tmp_path / "here", SPLIT, "x", name="own.csv")
+    monkeypatch.chdir(tmp_path / "here")
+    for labels in (str(tmp_path / "here/own.csv"), "own.csv"):
+        found, _, notes = read(tmp_path / "data", labels=labels)
+        assert found == {"train": TRAIN, "val": VAL}
+        assert notes == [f"{tmp_path}/data: 1 file not read: 1 .csv (labels.csv)"]
 
 
 def test_what_mixes_single_labels_is_refused_with_several(tmp_path: Path) -> None:

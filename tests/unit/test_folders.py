@@ -68,7 +68,7 @@ def test_what_the_decoder_reads_is_read_by_its_suffix_in_any_case(tmp_path: Path
 
 def test_images_without_a_known_suffix_are_read_by_their_content(tmp_path: Path) -> None:
     """Crawlers, wget and browsers name them so: a whole class may have no suffix at all."""
-    names = ("photo.jpg?w=640", "x.jpg.1", "y.jpeg_large", "latest", "z.jpg~", "image.php", "1.5", "_a")
+    names = ("photo.jpg?w=640", "x.jpg.1", "y.jpeg_large", "latest", "z.jpg!600", "image.php", "1.5", "_a")
     plain = [(f"train/cat/{name}", JPG) for name in names]
     odd = [(f"train/eel/{s[1:]}", form_of(s)) for s in FORMS if s not in (".tga", ".pcx", ".dib")]
     images(*plain, *odd, ("val/_eel/3", PNG), ("train/_eel/3", PNG))(tmp_path)
@@ -104,6 +104,7 @@ UNREAD = {
     "train/dog/error": b"<html>404</html>",
     "train/dog/empty": b"",
     "train/more.zip": b"PK",
+    "train/cat/0.jpg.bak": JPG,
 }
 HARMLESS = (
     *("train/cat/Thumbs.db", "train/.DS_Store", "train/cat/._0.jpg", "README", "LICENSE.txt", "train/a.json"),
@@ -127,7 +128,7 @@ def test_what_is_neither_read_nor_known_is_named_with_its_count_on_the_screen_an
     assert source is not None and source.count() == 4
     files, empty, beside = source.notes
     assert "flowers.zip, holdout/, train.csv not read" in beside
-    assert "6 files not read" in files and "2 without a suffix" in files and "a.npy" in files
+    assert "7 files not read" in files and "2 without a suffix" in files and "a.npy" in files
     assert "eel/ holds no image" in empty
     job = tmp_path / "job.yaml"
     job.write_text(f"params: {{data: {root}, image_size: 32}}\ntrain: {{batch_size: 2}}\n")

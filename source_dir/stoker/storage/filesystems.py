@@ -276,8 +276,13 @@ def refuse_absent(uri: str) -> None:
     Raises:
         UsageError: names the part that exists.
     """
-    if "://" not in uri and not _absolute(uri).exists():
+    if not is_there(uri):
         raise UsageError(f"{uri}: no such file or folder{deepest_there(uri)}")
+
+
+def is_there(uri: str) -> bool:
+    """Anywhere: whether a local path exists; of a URI, only asking would tell."""
+    return "://" in uri or _absolute(uri).exists()
 
 
 def deepest_there(uri: str) -> str:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
-import posixpath
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from posixpath import basename, normpath
 from typing import Any, NamedTuple
 
 from stoker.data.sources.files import IMAGE_SUFFIXES, SPLIT_NAMES, only, sort_out
 from stoker.errors import UsageError
 from stoker.figures import count_of
-from stoker.storage.filesystems import deepest_there, filesystem_of, join, list_files
+from stoker.storage.filesystems import filesystem_of, is_there, join, list_files
 
 IDS = (
     *(
@@ -37,7 +37,10 @@ SEPARATORS = "|;,"
 """What probably separates several labels in one cell."""
 MOST_CLASSES = 1_000_000
 """Higher numbers are ids of something else."""
-_SIGNS = {"0": False, "1": True, "0.0": False, "1.0": True, "-1": False, "-1.0": False}
+_SIGNS = {
+    **dict.fromkeys(("0", "0.0", "-1", "-1.0", "False", "FALSE", "false"), False),
+    **dict.fromkeys(("1", "1.0", "True", "TRUE", "true"), True),
+}
 _COUNT = re.compile(r"(0|[1-9]\d*)(\.0)?")
 _FRACTION = re.compile(r"-\d+|-?\d*\.\d+(e-?\d+)?", re.IGNORECASE)
 _SPLIT_OF = {name: split for split, names in SPLIT_NAMES.items() for name in names}
@@ -83,6 +86,7 @@ def read_labels(
     image_column: str | None = None,
     label_column: str | list[str] | None = None,
     class_names: list[str] | None = None,
+    multi_label: bool = False,
 ) -> Labels:
     """Head: find the images that the rows of a CSV file name, with their labels.
 
@@ -93,27 +97,32 @@ def read_labels(
         image_column: the column with the path, name or stem of an image; default: of a usual name.
         label_column: the column with the label; a list: those with 0 and 1 per class; default: of a usual
             name, or all others if they hold 0 and 1.
-        class_names: of the labels, in the order of their numbers; default: as `_names` finds them.
+        class_names: of the labels, in the order of their numbers, or of the columns with 0 and 1; default: as
+            `_names` finds them.
+        multi_label: labels are tuples, whatever the file holds.
 
     Raises:
         UsageError: everything that is wrong with the rows, with counts.
     """
-    path = join(root, table) if "://" not in table and deepest_there(table) else table
+    path = table if is_there(table) else join(root, table)
     filesystem, at = filesystem_of(path)
     header, lines = _lines(path, filesystem, at)
-    columns = _columns(path, header, lines, image_column, label_column)
     there = [f for f in list_files(root, underscored=True) if f.path != at]
     files, notes = sort_out(root, there, IMAGE_SUFFIXES)
+    images = _Images(root, files)
+    if class_names and {*class_names} <= {*header}:
+        label_column = class_names
+    columns = _columns(path, header, lines, image_column, label_column, images)
     rows = _rows(columns, header, lines, separator)
     if columns.split is not None:
         notes += _choose_splits(path, rows)
-    taken = _find_files(root, files, rows, columns.wrong)
+    taken = _find_files(images, rows, columns.wrong)
     if columns.split is None:
         notes += _split_by_folder(path, root, rows)
     if not any(row.split == "train" for row in rows):
         raise UsageError(f"{path}: no row of the split train")
     used, wrong, per_class = [row for row in rows if row.split], columns.wrong, len(columns.labels) > 1
-    several = any(len(row.labels) != 1 for row in used) if per_class else bool(separator)
+    several = multi_label or bool(separator) or (per_class and any(len(row.labels) != 1 for row in used))
     names = [header[i] for i in columns.labels] if per_class else class_names or _names(used, wrong)
     for row in used:
         if not row.labels and not several:
@@ -175,6 +184,7 @@ def _columns(
     lines: list[tuple[int, list[str]]],
     image_column: str | None,
     label_column: str | list[str] | None,
+    images: _Images,
 ) -> Columns:
     free = [i for i, name in enumerate(header) if name]
 
@@ -193,6 +203,14 @@ def _columns(
     image = pick(image_column, IDS, "image_column")
     split = pick(None, SPLITS, "split_column")
     labels = labels or pick(None, LABELS, "label_column")
+    if not image and any(images.named(name) for name in header if name):
+        raise UsageError(
+            f"{path}: its first line names an image; write the columns there, such as id,label,split"
+        )
+    if not image:  # by content
+        image = [i for i in free if all(images.named(cells[i]) for _, cells in lines)]
+        image = image if len(image) == 1 else []
+        free = [i for i in free if i not in image]
     if not labels and (len(free) == 1 or all(cells[i] in _SIGNS for _, cells in lines for i in free)):
         labels = free
     for found, key in ((image, "image_column"), (labels, "label_column")):
@@ -253,39 +271,45 @@ def _split_by_folder(path: str, root: str, rows: list[Row]) -> tuple[str, ...]:
     return _choose_splits(path, rows)
 
 
-def _find_files(root: str, files: list[Any], rows: list[Row], wrong: dict[str, list[str]]) -> dict[str, str]:
-    """Give each row its file: by path below `root` or name, with suffix or without. Returns path → row."""
-    top = filesystem_of(root)[1]
-    paths = {f.path[len(top) :].strip("/"): f for f in files}
-    forms: list[Callable[[str], str]] = [
-        str,
-        _stem,
-        posixpath.basename,
-        lambda p: _stem(posixpath.basename(p)),
-    ]
-    known: list[dict[str, list[str]]] = []
+class _Images:
+    """Images by path below the root or by name, with suffix or without."""
+
+    def __init__(self, root: str, files: list[Any]) -> None:
+        self.root, self.top = root, filesystem_of(root)[1]
+        self.files = {f.path[len(self.top) :].strip("/"): f for f in files}
+        self._forms: list[Callable[[str], str]] = [str, _stem, basename, lambda path: _stem(basename(path))]
+        self._known: list[dict[str, list[str]]] = []
+
+    def named(self, name: str) -> list[str]:
+        """Paths below the root of the images that an id names."""
+        name = normpath(name.replace("\\", "/").removeprefix(f"{self.top}/"))
+        name = name if name in self.files else name.removeprefix(f"{basename(self.top)}/")
+        for place, form in enumerate(self._forms):
+            if place == len(self._known):
+                self._known.append(defaultdict(list))
+                for path in self.files:
+                    self._known[place][form(path)].append(path)
+            if found := self._known[place].get(name):
+                return found
+        return []
+
+
+def _find_files(images: _Images, rows: list[Row], wrong: dict[str, list[str]]) -> dict[str, str]:
+    """Give each row its file. Returns path → row."""
     taken: dict[str, str] = {}
     for row in rows:
-        name = posixpath.normpath(row.id.replace("\\", "/").removeprefix(f"{top}/"))
-        name = name if name in paths else name.removeprefix(f"{posixpath.basename(top)}/")
-        hits: list[str] = []
-        for place, form in enumerate(forms):
-            if place == len(known):
-                known.append(defaultdict(list))
-                for each in paths:
-                    known[place][form(each)].append(each)
-            if hits := known[place].get(name, []):
-                break
+        hits = images.named(row.id)
         own = [hit for hit in hits if hit.partition("/")[0] in SPLIT_NAMES.get(row.split, ())]
         hits = own if len(hits) > 1 and len(own) == 1 else hits
-        if len(hits) == 1 and (path := paths[hits[0]].path) not in taken:
-            row.file, taken[path] = paths[hits[0]], row.where
+        if len(hits) == 1 and (path := images.files[hits[0]].path) not in taken:
+            row.file, taken[path] = images.files[hits[0]], row.where
         elif not row.split:
             continue  # of a split that is not read
         elif not hits:
-            wrong[f"without their image in {root}; add the images or remove the rows"].append(row.where)
+            what = f"without their image in {images.root}; add the images or remove the rows"
+            wrong[what].append(row.where)
         elif len(hits) > 1:
-            what = f"for several images; write the path below {root}"
+            what = f"for several images; write the path below {images.root}"
             wrong[what].append(f"{row.where}: {hits[0]} and {hits[1]}")
         else:
             what = "for the image of another row; remove them, or write all labels into one cell"

@@ -60,5 +60,6 @@ def read_any(root: str, split: str, columns: list[str] | None = None) -> Source 
         return read_parquet(root, split, columns)
     if IMAGE_SUFFIXES in kinds:
         return read_images(root, split)
-    name = files[0].base_name
-    raise UsageError(f"{root}: holds neither images nor .parquet nor .tar files (first file: {name})")
+    where = f"{root}: the {split} split" if mine else f"{root}:"
+    name = files[0].path[top:].strip("/")
+    raise UsageError(f"{where} holds neither images nor .parquet nor .tar files (first file: {name})")

@@ -38,10 +38,24 @@ _UNREAD: dict[tuple[str, ...], tuple[str, ...]] = {
     PARQUET_SUFFIXES: tuple(suffix + packed for suffix in PARQUET_SUFFIXES for packed in _PACKED),
 }
 """Files of the same kind that no source reads: beside others they would be missing silently."""
+_COPIES = (
+    ".bak",
+    ".old",
+    ".orig",
+    ".tmp",
+    ".temp",
+    ".part",
+    ".partial",
+    ".crdownload",
+    ".download",
+    ".swp",
+    "~",
+)
+"""Copies and unfinished files, which would be records twice or in part."""
 _HARMLESS = re.compile(
     r"(readme|licen[cs]e|copying|notice|changelog|citation|authors|makefile|dockerfile|(sha|md)\d+(sums?)?)"
     r"(\..*)?|(eh)?thumbs\.db|desktop\.ini|icon\r|.*\.(txt|md|rst|json|xml|ya?ml|toml|ini|cfg|log|py|sh"
-    r"|ipynb|url|lnk|crc|md5|sha\d+|cff|bib|lock)"
+    r"|ipynb|url|lnk|xmp|aae|crc|md5|sha\d+|cff|bib|lock)"
 )
 """Names, in lower case, of what people and programs lay beside records."""
 _HEADS: dict[tuple[str, ...], re.Pattern[bytes]] = {
@@ -165,7 +179,10 @@ def sort_out(folder: str, files: list[Any], suffixes: tuple[str, ...]) -> tuple[
 
 
 def kinds_of(files: list[Any]) -> list[tuple[Any, tuple[str, ...] | None]]:
-    """Head: the files that are not known to be harmless, with their kind as their first bytes tell it."""
+    """Head: the files that are not known to be harmless, with their kind as their first bytes tell it.
+
+    Copies and unfinished files are of no kind.
+    """
     files = [f for f in files if not _HARMLESS.fullmatch(f.base_name.lower())]
     filesystem: Any = filesystem_of_files(files) if files else None
 
@@ -180,8 +197,9 @@ def kinds_of(files: list[Any]) -> list[tuple[Any, tuple[str, ...] | None]]:
         _kinds[file.path, file.size, file.mtime_ns] = found
 
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(look, [f for f in files if (f.path, f.size, f.mtime_ns) not in _kinds]))
-    return [(f, _kinds[f.path, f.size, f.mtime_ns]) for f in files]
+        new = [f for f in files if (f.path, f.size, f.mtime_ns) not in _kinds]
+        list(pool.map(look, [f for f in new if not f.path.lower().endswith(_COPIES)]))
+    return [(f, _kinds.get((f.path, f.size, f.mtime_ns))) for f in files]
 
 
 def not_read(folder: str, paths: list[str]) -> tuple[str, ...]:

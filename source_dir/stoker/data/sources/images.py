@@ -160,8 +160,9 @@ def read_images(
     labels: str | None = None,
     label_separator: str | None = None,
     image_column: str | None = None,
-    label_column: str | list[str] | None = None,
+    label_column: str | None = None,
     class_names: list[str] | None = None,
+    multi_label: bool = False,
 ) -> Source | None:
     """Head: read images in one folder per class, `root/train/cat/1.jpg`; None without that split.
 
@@ -170,17 +171,19 @@ def read_images(
     Args:
         root: folder or URI.
         split: train or val.
-        labels: a CSV file with the labels instead, see `read_labels` for it and the following.
+        labels: a CSV file with the labels instead; `read_labels` describes it and what follows.
         label_separator: separates several labels of an image; its label is then a vector of 0 and 1.
         image_column: the column with the path or name of an image; default: of a usual name.
-        label_column: the column with the label, or a list with one per class; default: of a usual name.
-        class_names: in the order of their numbers; default: sorted.
+        label_column: the column with the label; default: of a usual name.
+        class_names: in the order of their numbers, or the names of one column per class; default: sorted.
+        multi_label: labels are vectors of 0 and 1, whatever the file holds.
 
     Raises:
         UsageError: another split has a class that the training split lacks.
     """
     if labels is not None:
-        found = read_labels(root, labels, label_separator, image_column, label_column, class_names)
+        columns = image_column, label_column, class_names
+        found = read_labels(root, labels, label_separator, *columns, multi_label)
         notes = found.notes if split == "train" else ()
         return LabelledImages(root, found, split).noting(*notes) if found.splits[split] else None
     folder = split_folder(root, split)
