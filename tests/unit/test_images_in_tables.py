@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 import pyarrow as pa
@@ -321,3 +322,78 @@ def test_columns_of_other_names_are_refused_with_the_line_to_write_and_read_with
 def test_labels_that_are_neither_integers_nor_text_are_refused(label: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"column label is .*; labels must be integers or text"):
         opened(write(tmp_path, pa.table({"image": PNGS, "label": label})))
+
+
+def write_partitions(root: Path, folders: dict[str, list[int]], **more: Any) -> str:
+    """Rows of a table in folders, as Spark's `partitionBy` writes them."""
+    for number, (folder, rows) in enumerate(folders.items()):
+        columns = {name: [values[i] for i in rows] for name, values in more.items()}
+        table = pa.table({"image": [PNGS[i] for i in rows], **columns})
+        path = root / folder / f"part-{number:05}-a1b2.c000.snappy.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parquet.write_table(table, path)
+    (root / "_SUCCESS").touch()
+    return str(root)
+
+
+@pytest.mark.parametrize("values", [(0, 1), ("a dog", "cat/s")])
+@pytest.mark.parametrize(
+    "order", ["{split}/label={label}", "split={split}/label={label}", "label={label}/split={split}"]
+)
+def test_partitions_of_spark_are_splits_and_labels(
+    order: str, values: tuple[Any, Any], tmp_path: Path
+) -> None:
+    folders = {
+        order.format(split=split, label=quote(str(value), safe="")): list(range(6))[number::2]
+        for split in ("train", "val")
+        for number, value in enumerate(values)
+    }
+    params, data = opened(write_partitions(tmp_path, folders))
+    names = [] if values == (0, 1) else ["a dog", "cat/s"]
+    assert (params["num_classes"], params.get("class_names", [])) == (2, names)
+    assert sorted(trained(data)) == sorted(trained(data, "val")) == sorted(WHOLE)
+    assert not data.notes()
+
+
+def test_partitions_are_columns_and_filters_skip_them(tmp_path: Path) -> None:
+    root = write_partitions(
+        tmp_path, {"train/year=2024/site=a%3Db": [0, 1], "train/year=2025/site=c": [2, 3]}
+    )
+    rows = [(row["year"], row["site"], row["image"]) for row in rows_of(root)]
+    assert rows == [
+        (2024, "a=b", PNGS[0]),
+        (2024, "a=b", PNGS[1]),
+        (2025, "c", PNGS[2]),
+        (2025, "c", PNGS[3]),
+    ]
+    source = read_parquet(root, "train", ["site"], [("year", ">", 2024)])
+    assert source is not None and source.count() == 2
+
+
+def test_a_partition_is_text_in_both_splits_if_it_is_in_one(tmp_path: Path) -> None:
+    """As a number, the label 1 of validation would be the second class, whatever its name."""
+    folders = {"train/label=1": [0], "train/label=b": [1], "train/label=0": [2], "val/label=1": [3]}
+    params, data = opened(write_partitions(tmp_path, folders))
+    assert params["class_names"] == ["0", "1", "b"]
+    assert trained(data, "val") == [(COLOURS[3], 1)]
+
+
+def test_an_unknown_partition_is_a_null_and_a_contradiction_is_refused(tmp_path: Path) -> None:
+    hole = {"train/label=0": [0], "train/label=__HIVE_DEFAULT_PARTITION__": [1], "train/label=1": [2]}
+    with pytest.raises(UsageError, match=r"column label holds 1 NULL in 1 row; handle them with nulls="):
+        opened(write_partitions(tmp_path / "hole", hole))
+    twice = {"train/label=0": [0, 2], "train/label=1": [1, 3]}
+    _, data = opened(write_partitions(tmp_path / "same", twice, label=LABELS))
+    assert sorted(trained(data)) == sorted(WHOLE[:4])
+    with pytest.raises(UsageError, match=r"column label holds 1, but its folder says 0; rename one"):
+        opened(
+            write_partitions(
+                tmp_path / "other", {"train/label=0": [0, 1], "train/label=1": [3]}, label=LABELS
+            )
+        )
+
+
+def test_a_folder_of_a_class_is_no_split(tmp_path: Path) -> None:
+    root = write_partitions(tmp_path, {"label=train": [0, 1], "label=car": [2, 3]})
+    with pytest.raises(UsageError, match="no train split"):
+        opened(root)

@@ -78,6 +78,7 @@ def test_columns_and_row_groups_that_are_not_wanted_are_not_read(table: Path) ->
         ([("z", "<", 3)], "has no column z; it has x, y, image"),
         ([("x", "<", -1)], "hold no row that matches"),
         ([("x", "~", 1)], "write \\[\\(column, operator, value\\)"),
+        ([("x", "<", "a")], "0.parquet: filters=.* do not fit its columns"),
         ("x < 3", "write \\[\\(column, operator, value\\)"),
     ],
 )

@@ -28,10 +28,6 @@ class DeltaSource(ParquetSource):
     files.
     """
 
-    def __init__(self, types: dict[str, Any], *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.types = types
-
     def complete(self, path: str, schema: Any) -> None:
         own = self.constants.setdefault(path, {})
         own.update({name: None for name in self.types if name not in own and name not in schema.names})
@@ -96,7 +92,7 @@ def open_delta(
     }
     files = filesystem.get_file_info(paths)
     sums = sums_of(data or uri, files, PARQUET_SUFFIXES)
-    return DeltaSource(types, files, columns, filters, constants, nulls, sums)
+    return DeltaSource(files, columns, filters, constants, nulls, sums, types)
 
 
 def _ruled_out(dataset: Any, filters: Filters | None) -> set[str]:

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from urllib.parse import unquote
 
 from stoker.errors import UsageError, nearest
 from stoker.figures import count_of
@@ -72,6 +73,7 @@ _HEADS: dict[tuple[str, ...], re.Pattern[bytes]] = {
 }
 """How the files of a kind begin; (): images that no source reads."""
 _HEAD_BYTES = 512
+NULL = "__HIVE_DEFAULT_PARTITION__"
 _kinds: dict[tuple[str, int, int], tuple[str, ...] | None] = {}
 """(path, size, modification time) of files that this process has opened → their kind, if it is known."""
 
@@ -125,7 +127,7 @@ def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> tuple[list[
 
 
 def files_of(root: str, split: str, underscored: bool = False) -> list[Any]:
-    """Head: the files of a split, of any kind: in its folder, or else named with its prefix.
+    """Head: the files of a split, of any kind: in its folder, or else named with its prefix or partition.
 
     Args:
         root: folder or URI.
@@ -138,9 +140,7 @@ def files_of(root: str, split: str, underscored: bool = False) -> list[Any]:
     if name := _folder_name(root, split):
         return list_files(join(root, name), underscored=underscored)
     files = list_files(root)
-    found = {
-        name: [f for f in files if f.base_name.startswith(_prefixes((name,)))] for name in SPLIT_NAMES[split]
-    }
+    found = {name: [f for f in files if _is_of((name,), f)] for name in SPLIT_NAMES[split]}
     return found.get(only(root, split, [name for name in found if found[name]]), [])
 
 
@@ -220,15 +220,52 @@ def beside(root: str, split: str) -> tuple[str, ...]:
     if any(f.base_name in names for f in there):
         found = [f.base_name + "/" * (not f.is_file) for f in there if f.base_name not in names]
     else:
-        prefixed = [f.base_name for f in list_files(root)] if there else []
-        found = [name for name in prefixed if not name.startswith(_prefixes(names))]
+        found = [f.base_name for f in list_files(root) if not _is_of(names, f)] if there else []
     found = [n for n in found if not (is_hidden(n) or n.startswith("_") or _HARMLESS.fullmatch(n.lower()))]
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return (f"{root}: {', '.join(found[:3])}{more} not read: in no split",) if found else ()
 
 
-def _prefixes(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name + sign for name in names for sign in "-_.0123456789")
+def _is_of(names: tuple[str, ...], file: Any) -> bool:
+    """Whether a file's name begins with that of a split, or a folder above it is a partition `split=NAME`."""
+    prefixed = file.base_name.startswith(tuple(name + sign for name in names for sign in "-_.0123456789"))
+    return prefixed or any(f"/split={name}/" in file.path for name in names)
+
+
+def partitions_of(root: str, files: list[Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Head: path → the columns that its folders give (`label=cat/`, of Hive and Spark); their types.
+
+    A column is of integers if all its values below the root are, in any split.
+
+    Args:
+        root: folder or URI.
+        files: those of a split.
+    """
+    import pyarrow as pa
+
+    def columns(file: Any) -> dict[str, str]:
+        folders = file.path[len(filesystem_of(root)[1]) :].split("/")[:-1]
+        return {
+            unquote(name): unquote(value)
+            for name, sign, value in (folder.partition("=") for folder in folders)
+            if sign
+        }
+
+    if not any(columns(file) for file in files):
+        return {}, {}
+    texts: dict[str, set[str]] = defaultdict(set)
+    for file in list_files(root):
+        for name, value in columns(file).items():
+            texts[name].add(value)
+    numbers = {
+        n for n, values in texts.items() if all(re.fullmatch(r"-?\d{1,18}", v) for v in values - {NULL})
+    }
+
+    def value_of(name: str, text: str) -> Any:
+        return None if text == NULL else int(text) if name in numbers else text
+
+    types = {name: pa.int64() if name in numbers else pa.string() for name in texts}
+    return {f.path: {name: value_of(name, text) for name, text in columns(f).items()} for f in files}, types
 
 
 def _folder_name(root: str, split: str) -> str:

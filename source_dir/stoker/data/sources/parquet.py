@@ -14,11 +14,11 @@ from stoker.data.sources import checksums
 from stoker.data.sources.arrow import mask_of, same_values, values_of
 from stoker.data.sources.base import Source, StreamedSource
 from stoker.data.sources.checksums import sums_of
-from stoker.data.sources.files import PARQUET_SUFFIXES, is_delta_table, split_files
+from stoker.data.sources.files import PARQUET_SUFFIXES, is_delta_table, partitions_of, split_files
 from stoker.data.sources.filters import Filters, expression, filter_columns, without
 from stoker.data.sources.identity import fingerprint_of_files
-from stoker.data.sources.nulls import Found, Nulls, Rules, check_nulls, in_statistics
-from stoker.data.sources.row_groups import Group, read_groups
+from stoker.data.sources.nulls import Found, Nulls, Rules, check_nulls
+from stoker.data.sources.row_groups import Group, read_footer, read_groups
 from stoker.errors import UsageError
 from stoker.storage.filesystems import common_folder, filesystem_of_files, is_local
 
@@ -52,6 +52,7 @@ class ParquetSource(StreamedSource):
         filters: rows to keep; None: all.
         constants: per path, columns that the file lacks and their value in all its rows.
         nulls: how to handle NULLs, by column; those of other columns are refused.
+        types: Arrow types of columns that files may lack.
         sums: SHA-256 by path; every file is verified before its rows are returned. Empty: do not verify.
     """
 
@@ -65,12 +66,12 @@ class ParquetSource(StreamedSource):
         constants: dict[str, dict[str, Any]] | None = None,
         nulls: Nulls | None = None,
         sums: dict[str, str] | None = None,
+        types: dict[str, Any] | None = None,
     ) -> None:
         self.paths = [f.path for f in files]
         self.columns, self.filters = columns, filters
         self.constants, self.nulls, self.sums = constants or {}, nulls or {}, sums or {}
-        self.types: dict[str, Any] = {}
-        """Arrow types of columns, which files may lack or hold only as NULLs."""
+        self.types = types or {}
         self.sizes = [f.size for f in files]
         self.folder = common_folder(files)
         self.filesystem = filesystem_of_files(files)
@@ -108,6 +109,8 @@ class ParquetSource(StreamedSource):
                 raise UsageError(f"{path}: lacks the column {', '.join(absent)} that {first} has")
             if not self.columns and (more := [c for c in other if c not in schema]):
                 raise UsageError(f"{first}: lacks the column {', '.join(more)} that {path} has")
+            for column in self.constants.get(path, {}).keys() & {*footer.schema.names}:
+                self._refuse_other_values(path, footer, column)
             for column in wanted:
                 kinds = schema[column], other[column]
                 if None not in kinds and not same_values(*kinds):
@@ -115,6 +118,15 @@ class ParquetSource(StreamedSource):
                 if self.types.get(column) in (None, pa.null()):
                     self.types[column] = other[column]
         return schema
+
+    def _refuse_other_values(self, path: str, footer: Footer, column: str) -> None:
+        """Refuse a file with other values in a column than the folder of its partition says."""
+        table = read_groups(self.filesystem, path, footer.groups, [column]) if footer.groups else {column: []}
+        constant = self.constants[path][column]
+        if others := {str(value) for value in set(table[column].to_pylist())} - {str(constant)}:
+            raise UsageError(
+                f"{path}: column {column} holds {min(others)}, but its folder says {constant}; rename one"
+            )
 
     def count_nulls(self, path: str, column: str, groups: list[Group]) -> int:
         """Head: number of NULLs of a column in rows that match the filters, found by reading it."""
@@ -143,29 +155,18 @@ class ParquetSource(StreamedSource):
             self.footers = [self.footers[i] for i in kept]
 
     def _footer(self, path: str) -> Footer:
-        from pyarrow import parquet
+        import pyarrow as pa
 
-        try:
-            with self.filesystem.open_input_file(path) as file:
-                reader = parquet.ParquetFile(file)
-                metadata, schema, leaves = reader.metadata, reader.schema_arrow, reader.reader.column_paths
-            sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-            if metadata.num_rows != sum(sizes):
-                raise ValueError(f"its footer lists {metadata.num_rows} rows, its row groups {sum(sizes)}")
-            nulls = in_statistics(metadata, leaves, self.columns or schema.names, range(len(sizes)))
-        except Exception as error:
-            text = " ".join(str(error).split())
-            raise UsageError(f"{path}: not a whole Parquet file: {text[:200]}") from None
-        if twice := next((name for name in schema.names if schema.get_field_index(name) < 0), None):
-            raise UsageError(f"{path}: has the column {twice} twice; rename or remove one")
+        schema, groups, nulls = read_footer(self.filesystem, path, self.columns)
         self.complete(path, schema)
-        groups, row = [], 0
-        for number, size in enumerate(sizes):
-            groups.append(Group(number, row, size))
-            row += size
+        rows = sum(g.rows for g in groups)
         if not self.filters:
-            return Footer(schema, row, [g for g in groups if g.rows], row, nulls)
-        return Footer(schema, row, *self._matching(path, schema, groups), nulls)
+            return Footer(schema, rows, groups, rows, nulls)
+        try:
+            return Footer(schema, rows, *self._matching(path, schema, groups), nulls)
+        except pa.ArrowException as error:
+            text = " ".join(str(error).split())[:200]
+            raise UsageError(f"{path}: filters={self.filters!r} do not fit its columns: {text}") from None
 
     def complete(self, path: str, schema: Any) -> None:
         """Head: add to `constants` what a file of this schema lacks; no-op here."""
@@ -328,6 +329,8 @@ def read_parquet(
 ) -> Source | None:
     """Head: read Parquet files under `root/<split>/` or named `root/<split>*.parquet`.
 
+    Folders such as `label=cat/` and `split=train/`, as Hive and Spark write them, are columns.
+
     Args:
         root: folder or URI; a single file is the train split.
         split: train or val.
@@ -343,5 +346,8 @@ def read_parquet(
     if is_delta_table(root):
         raise UsageError(f"{root}: is a Delta table, so some files may be outdated; read it with read_delta")
     files, notes = split_files(root, split, PARQUET_SUFFIXES)
-    sums = sums_of(root, files, PARQUET_SUFFIXES) if files else None
-    return ParquetSource(files, columns, filters, nulls=nulls, sums=sums).noting(*notes) if files else None
+    if not files:
+        return None
+    constants, types = partitions_of(root, files)
+    sums = sums_of(root, files, PARQUET_SUFFIXES)
+    return ParquetSource(files, columns, filters, constants, nulls, sums, types).noting(*notes)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from stoker.data.sources.arrow import refuse_code
+from stoker.data.sources.nulls import Found, in_statistics
 from stoker.errors import UsageError
 
 BATCH_ROWS = (0, 256, 16, 1)
@@ -18,6 +20,37 @@ class Group(NamedTuple):
     number: int
     first_row: int
     rows: int
+
+
+def read_footer(
+    filesystem: Any, path: str, columns: list[str] | None
+) -> tuple[Any, list[Group], dict[str, Found]]:
+    """Head: schema and row groups of a file, and its columns that hold NULLs, or may.
+
+    Raises:
+        UsageError: the file is not whole, or two columns have one name.
+    """
+    from pyarrow import parquet
+
+    try:
+        with filesystem.open_input_file(path) as file:
+            reader = parquet.ParquetFile(file)
+            metadata, schema, leaves = reader.metadata, reader.schema_arrow, reader.reader.column_paths
+        sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        if metadata.num_rows != sum(sizes):
+            raise ValueError(f"its footer lists {metadata.num_rows} rows, its row groups {sum(sizes)}")
+        nulls = in_statistics(metadata, leaves, columns or schema.names, range(len(sizes)))
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise UsageError(f"{path}: not a whole Parquet file: {text[:200]}") from None
+    if twice := next((name for name in schema.names if schema.get_field_index(name) < 0), None):
+        raise UsageError(f"{path}: has the column {twice} twice; rename or remove one")
+    firsts = accumulate(sizes, initial=0)
+    return (
+        schema,
+        [Group(i, row, n) for i, (row, n) in enumerate(zip(firsts, sizes, strict=False)) if n],
+        nulls,
+    )
 
 
 def read_groups(filesystem: Any, path: str, groups: list[Group], columns: list[str] | None) -> Any:
