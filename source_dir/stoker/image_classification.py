@@ -140,7 +140,7 @@ class ImageClassification(Recipe):
         types = column_types(source)
         if types and type(self).preprocess is ImageClassification.preprocess:
             params = {"image_column": self.image_column, "label_column": self.label_column}
-            refuse_absent_columns(self.data, types, params)
+            refuse_absent_columns(self.data, types, params, getattr(source, "hints", dict)())
         names = self.class_names or names_in(source, self.label_column)
         labels = labels_of(self.data, source, self.label_column, numbers=not (names or self.num_classes))
         if labels and isinstance(labels[0], str):

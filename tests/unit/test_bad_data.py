@@ -183,7 +183,6 @@ FROM_LABELS: dict[str, tuple[Make, str]] = {
         table(image=pa.array([], pa.binary()), label=pa.array([], pa.int64())),
         "one class",
     ),
-    "shards of unknown classes": (shard(), "params.num_classes: is required"),
 }
 """As REFUSED, where the number of classes is taken from the data."""
 

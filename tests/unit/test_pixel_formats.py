@@ -204,12 +204,11 @@ def test_a_png_with_megabytes_of_text_or_profile_is_decoded_and_a_bomb_is_not(ma
     assert [bad.key for bad in report.bad] == ["a"]
 
 
-def job(folder: Path, **params: Any) -> Path:
-    values = (smooth(1) * 4095).astype(np.uint16)
+def job(folder: Path, suffix: str, content: bytes, **params: Any) -> Path:
     for split, name in itertools.product(("train", "val"), ("cat", "dog")):
         (folder / "data" / split / name).mkdir(parents=True, exist_ok=True)
         for i in range(2):
-            (folder / "data" / split / name / f"{i}.png").write_bytes(png(values + i, 0, 16))
+            (folder / "data" / split / name / f"{i}{suffix}").write_bytes(content)
     path = folder / "job.yaml"
     params = {"data": str(folder / "data"), "model": "test_resnet", "image_size": 32, **params}
     path.write_text(yaml.safe_dump({"name": "deep", "params": params, "train": {"batch_size": 2}}))
@@ -217,7 +216,8 @@ def job(folder: Path, **params: Any) -> Path:
 
 
 def test_peek_and_the_run_name_the_scaling_and_the_levels_that_are_left(tmp_path: Path) -> None:
-    path = job(tmp_path)
+    content = png((smooth(1) * 4095).astype(np.uint16), 0, 16)
+    path = job(tmp_path, ".png", content)
     line = (
         "4 of 4 have more than 8 bits per channel; decoding keeps the upper 8 of them, which leaves 15 of 256"
     )
@@ -226,13 +226,21 @@ def test_peek_and_the_run_name_the_scaling_and_the_levels_that_are_left(tmp_path
     assert line in result.output and "params.bits" in result.output
     [note] = open_data(load(str(path), []).config).notes()
     assert line in note
-    path = job(tmp_path, bits=12)
+    path = job(tmp_path, ".png", content, bits=12)
     data = open_data(load(str(path), []).config)
     [note] = data.notes()
     assert note.endswith("decoding keeps the upper 8 of 12")
     stage = data.chains["train"].stages[0].apply
     record = next(iter(data.sources["train"].read(data.sources["train"].shards(9, None)[0], None)))
     assert stage(record, np.random.default_rng(0))["image"].max() > 200
+
+
+@pytest.mark.parametrize("form", ["GIF", "TIFF", "WEBP", "PNG"])
+def test_pages_and_pictures_beyond_the_first_are_named(form: str, tmp_path: Path) -> None:
+    pages = [Image.fromarray((U16[..., c] >> 8).astype(np.uint8)) for c in range(3)]
+    content = saved(pages[0], form, save_all=True, append_images=pages[1:])
+    [note] = open_data(load(str(job(tmp_path, f".{form.lower()}", content)), []).config).notes()
+    assert note == "images: 4 of 4 hold several pictures or pages; the first is used"
 
 
 RGB = (U16[..., :3] >> 8).astype(np.uint8)

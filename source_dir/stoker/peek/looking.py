@@ -31,7 +31,7 @@ from stoker.data.opening import Data, refuse_absent_pads
 from stoker.data.preprocessing.chain import Chain, use_one_thread
 from stoker.data.preprocessing.collating import records_of
 from stoker.data.preprocessing.geometry import moved_alone
-from stoker.data.preprocessing.probing import fix_schemas, scaling
+from stoker.data.preprocessing.probing import fix_schemas, remarks
 from stoker.data.preprocessing.ragged import Ragged
 from stoker.data.preprocessing.stages import Stage
 from stoker.data.sources.base import Source
@@ -108,8 +108,8 @@ class Look:
     ms: float | None = None
     """Time to read and preprocess a record, as a chain worker does."""
     bytes_per_record: float = 0.0
-    scaled: str = ""
-    """A line on images of more than 8 bits per channel."""
+    images: str = ""
+    """A line on what decoding leaves out of them."""
     examined: int = 0
 
 
@@ -185,7 +185,7 @@ def look(data: Data, split: str, config: Config, count: int) -> Look:
     if not done:
         raise UsageError(f"peek: the {split} split has no records")
     _show_failed(seen, failed)
-    seen.scaled = scaling((sample.read.get("image") for sample in seen.samples), chain.stages)
+    seen.images = remarks((sample.read for sample in seen.samples), chain.stages)
     for sample in seen.samples:
         sample.reason = seen.bad.get(sample.key, "" if sample.made else seen.refused)
     seen.examined = done

@@ -193,8 +193,8 @@ def _shown(look: Look) -> Iterator[Problem]:
     keys = Counter(sample.key for sample in look.samples)
     if twice := [key for key, count in keys.items() if count > 1]:
         yield Problem("warning", f"key {twice[0]!r} names more than one record")
-    if look.scaled:
-        yield Problem("warning", look.scaled)
+    if look.images:
+        yield Problem("warning", look.images)
     if look.totals.get("val") is None and "val" not in look.totals:
         yield Problem("warning", "no val split: a run would not validate")
     if look.bytes_per_record > 50e6:

@@ -272,7 +272,7 @@ def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> N
     try:
         with tiff.opened(content, layout) as opened:
             pixels.check(*opened.size)
-            if bits and opened.mode not in _DEEP and depth_of(content) > 8:
+            if bits and opened.mode not in _DEEP and depth_of(content)[0] > 8:
                 raise ValueError("bits is for grey images only; scale colour images to 16 bits")
             return array_of(opened, mode, bits)
     except Image.DecompressionBombError as error:

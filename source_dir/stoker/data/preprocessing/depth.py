@@ -1,8 +1,7 @@
-"""Every host: the bits per channel that an image file holds, by its header."""
+"""Every host: bits per channel and number of pictures of an image file, by its header."""
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 from stoker.data.preprocessing import tiff
@@ -10,20 +9,19 @@ from stoker.data.preprocessing import tiff
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def depth_of(image: Any) -> int:
-    """Every host: bits per channel of encoded bytes or of a Pillow image, by its header; 8 if unknown."""
-    from PIL import Image
+def depth_of(image: Any) -> tuple[int, int]:
+    """Every host: bits per channel, and number of pictures, of encoded bytes or a Pillow image.
 
+    Returns:
+        (8, 1) for JPEG and for anything else that is no such image.
+    """
     if isinstance(image, bytes):
-        if image.startswith(PNG):
-            return image[24] if len(image) > 24 else 8
-        if layout := tiff.layout_of(image):
-            return layout.bits
         if image.startswith(b"\xff\xd8"):
-            return 8
-        try:
-            with Image.open(io.BytesIO(image)) as opened:
-                return depth_of(opened)
-        except Exception:
-            return 8  # its decoder reports that
-    return 16 if getattr(image, "mode", "")[:1] == "I" else 8
+            return 8, 1
+        with tiff.opened(image, tiff.layout_of(image)) as opened:
+            depth, frames = depth_of(opened)
+        return (image[24] if image.startswith(PNG) else depth), frames
+    depth = 16 if getattr(image, "mode", "")[:1] == "I" else 8
+    if hasattr(image, "tag_v2"):
+        depth = tiff.Layout.of(image.tag_v2).bits
+    return depth, getattr(image, "n_frames", 1)

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
-from stoker.data.messages import BadRecord, BlockReport, Schema, Shard
+from stoker.data.messages import BadRecord, BlockReport, Record, Schema, Shard
 from stoker.data.preprocessing.chain import Chain
 from stoker.data.preprocessing.collating import all_of, collated
 from stoker.data.preprocessing.depth import depth_of
 from stoker.data.preprocessing.geometry import MaskWatch, moved_alone
 from stoker.data.preprocessing.stages import Stage
-from stoker.data.preprocessing.transforms import DecodeImage
+from stoker.data.preprocessing.transforms import DecodeImage, Rename
 from stoker.data.sources.base import Source
 from stoker.errors import SchemaError, UsageError
 
@@ -73,7 +73,7 @@ def probe(source: Source, shard: Shard | None, chain: Chain) -> Found | str:
     chain = chain.of(watch.among(stages))
     try:
         records = list(islice(source.read(shard, None), PROBE_RECORDS))
-        note = scaling((r.get("image") for r in records if not isinstance(r, BadRecord)), stages)
+        note = remarks(records, stages)
         columns, report = chain.run(records, 0)
         if chain.collate and report.rows:
             collated(chain.collate, all_of([(columns, 0, report.rows)])[0], "probe")
@@ -119,31 +119,41 @@ def _probe_packed(packed: bytes) -> Found | str:
     return probe(*pickle.loads(packed))  # noqa: S301 - written by the head
 
 
-def scaling(images: Iterable[Any], stages: Sequence[Stage]) -> str:
-    """Head and laptop: a line on images of more than 8 bits among these; empty if there are none.
+def remarks(records: Iterable[Record | BadRecord], stages: Sequence[Stage]) -> str:
+    """Head and laptop: a line on what decoding leaves out of the images in these records; empty: nothing.
 
     Args:
-        images: encoded bytes, or Pillow images; others are skipped.
+        records: as read.
         stages: of the chain, whose DecodeImage decides.
     """
     decode = next((stage.apply for stage in stages if isinstance(stage.apply, DecodeImage)), None)
     if decode is None:
         return ""
+    columns = {"image": "image"}
+    for stage in stages:
+        columns |= stage.apply.columns if isinstance(stage.apply, Rename) else {}
     rng: Any = None
-    highest, deep, count = 0, 0, 0
-    for image in images:
+    highest, deep, several, count = 0, 0, 0, 0
+    for record in records:
+        image = None if isinstance(record, BadRecord) else record.get(columns["image"])
         count += 1
-        if depth_of(image) > 8:
-            with contextlib.suppress(Exception):  # a bad record has a line of its own
+        with contextlib.suppress(Exception):  # a bad record has a line of its own
+            depth, frames = depth_of(image)
+            several += frames > 1
+            if depth > 8:
                 highest = max(highest, int(decode({"image": image}, rng)["image"].max()))
                 deep += 1
-    if not deep:
-        return ""
-    kept = f"of {decode.bits}" if decode.bits else "of them"
-    text = f"images: {deep} of {count} have more than 8 bits per channel; decoding keeps the upper 8 {kept}"
-    if highest < FEW_LEVELS and not decode.bits:
-        text += (
-            f", which leaves {highest + 1} of 256 levels: set the bits that the values use, such as 12"
-            " (DecodeImage(bits=12), params.bits of ImageClassification), or scale them to 16 bits"
+    found = []
+    if several:
+        found.append(f"{several} of {count} hold several pictures or pages; the first is used")
+    if deep:
+        kept = f"of {decode.bits}" if decode.bits else "of them"
+        found.append(
+            f"{deep} of {count} have more than 8 bits per channel; decoding keeps the upper 8 {kept}"
         )
-    return text
+        if highest < FEW_LEVELS and not decode.bits:
+            found[-1] += (
+                f", which leaves {highest + 1} of 256 levels: set the bits that the values use, such as 12"
+                " (DecodeImage(bits=12), params.bits of ImageClassification), or scale them to 16 bits"
+            )
+    return f"images: {'; '.join(found)}" if found else ""

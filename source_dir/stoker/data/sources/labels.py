@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from stoker.data.sources.arrow import content_of_struct, is_list, is_text
@@ -14,20 +15,23 @@ USUAL = re.compile("im(g|age)|pic|label|class|target|categor")
 
 
 def column_types(source: Any) -> dict[str, Any]:
-    """Head: column → Arrow type of Parquet, Delta or a `ray.data.Dataset`; empty for other sources."""
+    """Head: column → Arrow type of tables, tar shards or a `ray.data.Dataset`; empty for other sources."""
     if hasattr(source, "map_batches"):
         schema = source.schema()
         return dict(zip(schema.names, schema.types, strict=True)) if schema else {}
     return source.column_types() if hasattr(source, "column_types") else {}
 
 
-def refuse_absent_columns(data: str, types: dict[str, Any], params: dict[str, str]) -> None:
+def refuse_absent_columns(
+    data: str, types: dict[str, Any], params: dict[str, str], hints: Mapping[str, str] = {}
+) -> None:
     """Head: refuse data that lacks a column, with the parameter to set.
 
     Args:
         data: what was read, for the message.
         types: column → its type.
         params: parameter → the column that it names; the first is an image.
+        hints: parameter → what else to do without its column.
 
     Raises:
         UsageError: one line per column.
@@ -40,7 +44,7 @@ def refuse_absent_columns(data: str, types: dict[str, Any], params: dict[str, st
             likely.sort(key=lambda name: USUAL.search(name.lower()) is None)
             others = f" (or {', '.join(likely[1:])})" if len(likely) > 1 else ""
             there = f"has no column {column}; it has {', '.join(types)}"
-            problems.append(f"{data}: {there}: set params.{param}={likely[0]}{others}")
+            problems.append(f"{data}: {there}: set params.{param}={likely[0]}{others}{hints.get(param, '')}")
     if problems:
         raise UsageError(*problems)
 
@@ -73,7 +77,7 @@ def labels_of(data: str, source: Any, column: str, numbers: bool) -> list[Any] |
 
     Args:
         data: what was read, for the message.
-        source: Parquet, Delta or a `ray.data.Dataset`.
+        source: Parquet, Delta, tar shards or a `ray.data.Dataset`.
         column: its name.
         numbers: whether to read numbers, too; text is always read.
 
@@ -89,4 +93,4 @@ def labels_of(data: str, source: Any, column: str, numbers: bool) -> list[Any] |
     if not _may_be_label(kind):
         raise UsageError(f"{data}: column {column} is {kind}; labels must be integers or text")
     found = source.unique(column) if hasattr(source, "map_batches") else source.label_values(column)
-    return sorted({value for value in found if value is not None})
+    return None if found is None else sorted({value for value in found if value is not None})

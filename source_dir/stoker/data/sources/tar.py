@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import tarfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -28,7 +28,14 @@ MOST_ZEROS = 64 * 1024
 
 _REGULAR = (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE)
 _PAX = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
+_LISTING, _VOLUME = b"D", b"V"
+"""Of GNU tar: the names in a folder, in an incremental archive; and the name of the archive."""
 _KINDS = {
+    b"M": "the rest of a file that begins in another volume",
+    b"N": "a list of long names as old tars wrote it",
+    tarfile.CHRTYPE: "a device",
+    tarfile.BLKTYPE: "a device",
+    tarfile.FIFOTYPE: "a named pipe",
     tarfile.LNKTYPE: "a hard link",
     tarfile.SYMTYPE: "a symbolic link",
     tarfile.GNUTYPE_SPARSE: "a sparse file",
@@ -40,16 +47,16 @@ class Member(NamedTuple):
 
     name: str
     content: bytes
-    """Empty if only names are requested."""
+    """Empty if it was not requested."""
 
 
-def members(file: Any, path: str, contents: bool = True) -> Iterator[Member]:
+def members(file: Any, path: str, contents: Callable[[str], bool] = lambda name: True) -> Iterator[Member]:
     """Chain worker and head: the regular files of an archive, in order, without folders.
 
     Args:
-        file: what to read; without `contents` it must be seekable.
+        file: what to read; it must be seekable if `contents` is.
         path: names it in errors.
-        contents: read the members too.
+        contents: whether to read the content of a member; else it is empty.
 
     Raises:
         UsageError: the archive is damaged or truncated, data follows its end, or a member is neither a
@@ -75,8 +82,10 @@ def members(file: Any, path: str, contents: bool = True) -> Iterator[Member]:
             if header.type in _REGULAR:
                 if any(key.startswith("GNU.sparse") for key in extra):
                     raise tar.refused(name, _KINDS[tarfile.GNUTYPE_SPARSE])
-                yield Member(name, tar.content(size) if contents else tar.skip(size))
-            elif header.type != tarfile.DIRTYPE:
+                yield Member(name, tar.content(size) if contents(name) else tar.skip(size))
+            elif header.type == _LISTING:
+                tar.content(size)
+            elif header.type not in (tarfile.DIRTYPE, _VOLUME):
                 raise tar.refused(name, _KINDS.get(header.type, f"of the type {header.type!r}"))
             extra = {}
     if extra:
@@ -167,7 +176,7 @@ class _Tar:
     def refused(self, name: str, kind: str) -> UsageError:
         return UsageError(
             f"{self.path}: {name} (byte {self.start}) is {kind}; a shard must hold regular files only:"
-            " write it again with tar --dereference --hard-dereference"
+            " write it again as one archive with tar --dereference --hard-dereference"
         )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,8 +12,10 @@ from stoker.data.messages import BadRecord, Record, Shard
 from stoker.data.sources import checksums
 from stoker.data.sources.base import Source, StreamedSource
 from stoker.data.sources.checksums import sums_of
-from stoker.data.sources.files import IMAGE_SUFFIXES, TAR_SUFFIXES, split_files
+from stoker.data.sources.files import TAR_SUFFIXES, split_files
 from stoker.data.sources.identity import fingerprint_of_files
+from stoker.data.sources.members import NUMBERS, Naming, value_of
+from stoker.data.sources.survey import NO_RULE, Survey, label_of, merged, survey_of
 from stoker.data.sources.tar import CHUNKS_PREPARED, Ahead, members, streamed
 from stoker.errors import UsageError
 from stoker.storage.filesystems import common_folder, filesystem_of_files, is_local
@@ -24,17 +26,13 @@ if TYPE_CHECKING:
 WALK_LIMIT_BYTES = 4 * 2**30
 """Local shards up to this total size are walked header by header before training."""
 
+GLANCED = 32
+"""Records of the first shard that are read before training where shards are not walked."""
+
 SHUFFLE_WINDOW = 1024
 """Number of records to buffer while a shuffled shard is read."""
 
 _END = b"\0" * 1024
-
-_COLUMNS = {
-    **dict.fromkeys((suffix[1:] for suffix in IMAGE_SUFFIXES), "image"),
-    **dict.fromkeys(("cls", "index"), "label"),
-    **dict.fromkeys(("txt", "text"), "text"),
-}
-"""Columns whose name differs from the suffix."""
 
 T = TypeVar("T")
 
@@ -59,8 +57,11 @@ class WebDatasetSource(StreamedSource):
         strict: bool = False,
     ) -> None:
         self.columns, self.strict = columns, strict
-        self._found: dict[str, None] = {"key": None}
-        """Columns of the walked shards."""
+        self._found: Survey | None = None
+        self.texts: frozenset[str] = frozenset()
+        """Columns with text where others have numbers."""
+        self.rule = NO_RULE
+        """Where labels are, if `columns` names `label` and no member is one."""
         self.paths = [f.path for f in files]
         self.folder = common_folder(files)
         self.sizes = [f.size for f in files]
@@ -72,24 +73,91 @@ class WebDatasetSource(StreamedSource):
         """Path of the shard that will probably be read next, and its first chunks."""
 
     def check(self) -> None:
-        local = is_local(self.paths[0]) and sum(self.sizes) <= WALK_LIMIT_BYTES
-        with ThreadPoolExecutor(8) as pool:
-            self.rows = list(pool.map(self._walk if local else self._tail, self.paths, self.sizes))
+        found = self.survey()
         if self.count() == 0:
             raise UsageError(f"{self.paths[0]}: the tar shards hold no records")
         # Only if every header was read: a column may be optional.
-        if self.strict and local and (absent := [c for c in self.columns or () if c not in self._found]):
-            known = ", ".join([*self._found][1:])
-            raise UsageError(f"{self.folder}: columns: no record has {absent[0]!r}; they have: {known}")
+        derived = ("key", "label") if self.rule.place else ("key",)
+        absent = [c for c in self.columns or () if c not in (*derived, *found.columns)]
+        if self.walked and absent and (self.strict or (absent[0] == "image" and found.dotted)):
+            image = absent[0] == "image" and found.dotted
+            dotted = f" ({found.dotted}: rename it without dots if that is not meant)" if image else ""
+            known = ", ".join(found.columns)
+            raise UsageError(
+                f"{self.folder}: columns: no record has {absent[0]!r}; they have: {known}{dotted}"
+            )
+        left = [
+            c for c in found.columns if self.columns is not None and c not in (*self.columns, self.rule.place)
+        ]
+        if left and self.walked:
+            self.notes += (f"{self.folder}: members that are not read: {', '.join(sorted(left))}",)
 
-    def _walk(self, path: str, size: int) -> int:
-        self._tail(path, size)
-        naming = Naming(path)
+    @property
+    def walked(self) -> bool:
+        """Whether every header is read before training."""
+        return not self.far and sum(self.sizes) <= WALK_LIMIT_BYTES
+
+    def survey(self) -> Survey:
+        """Head: what the shards hold, or the first records if they are far away or large."""
+        if self._found is not None:
+            return self._found
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(self._tail, self.paths, self.sizes))
+        labels = "label" in (self.columns or ())
+        if self.walked:
+            with ThreadPoolExecutor(8) as pool:
+                each = list(pool.map(lambda path: self._walk(path, labels), self.paths))
+            self.rows = [survey.rows for survey in each]
+            found = merged(each)
+        elif labels:
+            path = self.paths[0]
+            with self.filesystem.open_input_file(path) as file, streamed(file) as stream:
+                found = survey_of(stream, path, labels, most=GLANCED)
+            found.folders.clear()
+        else:
+            found = Survey()
+        self.texts = frozenset(name for name, values in found.values.items() if values.are_text)
+        if uneven := [name for name, values in found.values.items() if len(values.lengths) > 1]:
+            raise UsageError(
+                f"{self.folder}: column {uneven[0]} holds lists of different lengths, which are not one-hot;"
+                " write one number per record, or JSON for several"
+            )
+        if labels and found.columns and "label" not in found.columns:
+            self.rule = found.label()
+        self._found = found
+        return found
+
+    def column_types(self) -> dict[str, Any]:
+        """Head: column → its Arrow type, as far as members were read before training."""
+        import pyarrow as pa
+
+        found = self.survey()
+        label = {"label": "txt" if self.rule.texts else "cls"} if self.rule.place else {}
+        kinds = dict.fromkeys(NUMBERS, pa.int64()) | dict.fromkeys(("txt", "text", "id"), pa.string())
+        kinds["json"] = pa.null()
+        return {
+            name: pa.string() if name in self.texts else kinds.get(suffix, pa.binary())
+            for name, suffix in (found.columns | label).items()
+        }
+
+    def hints(self) -> dict[str, str]:
+        """Head: by parameter of `ImageClassification`, what else to do if shards lack its column."""
+        found, why = self.survey(), self.rule.why and f" ({self.rule.why})"
+        dotted = found.dotted and f"; {found.dotted}: rename it without dots if that is not meant"
+        return {"image_column": dotted, "label_column": f"; or add it as 0.cls beside 0.jpg{why}"}
+
+    def label_values(self, column: str) -> set[Any] | None:
+        """Head: the distinct labels of a column; None if the shards are not read before training."""
+        found, name = self.survey(), self.rule.name if column == "label" and self.rule.place else column
+        if not self.walked or not (self.rule.place or column in found.columns):
+            return None
+        if name not in found.values:
+            found = merged(self._walk(path, False, column) for path in self.paths)
+        return found.values[name].numbers | found.values[name].texts
+
+    def _walk(self, path: str, labels: bool, texts: str = "") -> Survey:
         with self.filesystem.open_input_file(path) as file:
-            for member in members(file, path, contents=False):
-                if place := naming.place(member.name):
-                    self._found[place[1]] = None
-        return len(naming.stems)
+            return survey_of(file, path, labels, texts)
 
     def _tail(self, path: str, size: int) -> None:
         """Refuse a truncated shard by one small read: a whole tar ends with two empty blocks."""
@@ -126,13 +194,12 @@ class WebDatasetSource(StreamedSource):
         return list(shuffled(range(count), order))
 
     def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
-        stream = shuffled(self._stream(shard.path), order)
-        return stream if self.columns is None else map(self._wanted, stream)
+        return shuffled(self._stream(shard.path), order)
 
-    def _wanted(self, record: Record | BadRecord) -> Record | BadRecord:
-        """A record with only the requested columns."""
-        names = ("key", *(self.columns or ()))
-        return record if isinstance(record, BadRecord) else {n: record[n] for n in names if n in record}
+    def for_workers(self) -> WebDatasetSource:
+        light = copy.copy(self)
+        light._found = None
+        return light
 
     def prepare(self, shard: Shard) -> None:
         self._drop()
@@ -167,67 +234,32 @@ class WebDatasetSource(StreamedSource):
                 stem, column, suffix = place
                 key = f"{shard}:{stem}"
                 if current and current["key"] != key:
-                    yield _checked(current)
+                    yield self._whole(current)
                     current = {}
                 current["key"] = key
-                _put(current, column, suffix, member.content)
+                if self.columns is None or column in (*self.columns, self.rule.place):
+                    try:
+                        current[column] = value_of(suffix, member.content, column in self.texts)
+                    except ValueError as error:
+                        current["__bad"] = f".{suffix}: {error}"
         if sha256 is not None:
             checksums.compare(path, sha256.hexdigest(), self.sums[path])
         if current:
-            yield _checked(current)
+            yield self._whole(current)
 
-
-class Naming:
-    """Head and chain worker: maps the members of one shard to record and column.
-
-    `<stem>.<suffix>` names a column by its suffix: an image suffix → `image`, `cls` and `index` → `label`,
-    `txt` and `text` → `text`, any other → a column of its name. `<stem>.<column>.<suffix>` names the column
-    explicitly. Only the suffix decides how the content is read. Hidden files are ignored.
-
-    Args:
-        path: of the shard, for errors.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.stems: set[str] = set()
-        self._stem: str | None = None
-        self._columns: dict[str, str] = {}
-        """Of the current record: column → member."""
-
-    def place(self, member: str) -> tuple[str, str, str] | None:
-        """Stem, column and suffix of the next member; None for a hidden file.
-
-        Raises:
-            UsageError: two members for one column, a record in two places, or a name without a column.
-        """
-        folder, _, base = member.rpartition("/")
-        if base.startswith("."):
-            return None
-        name, _, rest = base.partition(".")
-        stem = f"{folder}/{name}" if folder else name
-        column, _, suffix = rest.lower().rpartition(".")
-        column = column or _COLUMNS.get(suffix, suffix)
-        if column in ("", "key") or column.startswith("__"):
-            raise UsageError(
-                f"{self.path}: {member} gives no column: name it {name}.<column>.<suffix>"
-                " (not key, nor beginning with __)"
-            )
-        if stem != self._stem:
-            if stem in self.stems:
-                raise UsageError(
-                    f"{self.path}: the members of record {stem} are not adjacent (the second part begins at"
-                    f" {member}); write the shard in the order of names, as tar --sort=name does"
-                )
-            self.stems.add(stem)
-            self._stem, self._columns = stem, {}
-        if column in self._columns:
-            raise UsageError(
-                f"{self.path}: {self._columns[column]} and {member} both give the column {column}; name"
-                f" one of them {name}.<column>.{suffix}: {name}.mask.png gives the column mask"
-            )
-        self._columns[column] = member
-        return stem, column, suffix
+    def _whole(self, record: Record) -> Record | BadRecord:
+        """A record with its label, without what is not requested; bad if a member cannot be read."""
+        reason = record.pop("__bad", None)
+        if self.rule.place and not reason:
+            try:
+                label = label_of(record, self.rule)
+                record |= {} if label is None else {"label": label}
+            except ValueError as error:
+                reason = str(error)
+        if reason:
+            return BadRecord(record["key"], reason)
+        names = record if self.columns is None else ("key", *self.columns)
+        return {name: record[name] for name in names if name in record}
 
 
 def shuffled(stream: Iterable[T], order: np.random.Generator | None) -> Iterator[T]:
@@ -244,28 +276,6 @@ def shuffled(stream: Iterable[T], order: np.random.Generator | None) -> Iterator
         yield window[slot]
         window[slot] = item
     yield from (window[i] for i in order.permutation(len(window)))
-
-
-def _put(record: Record, column: str, suffix: str, content: bytes) -> None:
-    """Add one tar member to a record; unreadable content marks the record as bad."""
-    try:
-        if suffix in ("cls", "index"):
-            if b"_" in content:  # which Python's int skips
-                raise ValueError(f"invalid literal for int(): {content[:40]!r}")
-            record[column] = int(content)
-        elif suffix == "json":
-            record[column] = json.loads(content)
-        elif suffix in ("txt", "text"):
-            record[column] = content.decode()
-        else:
-            record[column] = content
-    except ValueError as error:
-        record["__bad"] = f".{suffix}: {error}"
-
-
-def _checked(record: Record) -> Record | BadRecord:
-    reason = record.pop("__bad", None)
-    return BadRecord(record["key"], reason) if reason else record
 
 
 def read_webdataset(
