@@ -18,7 +18,7 @@ def hosts(scaling: CpuHostsConfig) -> list[Host]:
     """
     import ray
 
-    found = []
+    found, now = [], time.time()
     for node in ray.nodes():
         if node["Alive"]:
             labels, resources = node.get("Labels", {}), node["Resources"]
@@ -32,7 +32,7 @@ def hosts(scaling: CpuHostsConfig) -> list[Host]:
                     type=labels.get("stoker.type"),
                     node_id=node["NodeID"],
                     scaled=bool(scaling.max and resources.get(scaling.resource, 0)),
-                    since=time.time(),
+                    since=now,
                 )
             )
     return sorted(found, key=lambda host: (host.group, host.host))

@@ -83,9 +83,32 @@ class TestInputBound:
 
     def test_idle_cpus_are_not_answered_with_more_cpus(self) -> None:
         found = judged(waits={"wait_production": 40.0}, rate=300)
-        assert found.headline.endswith("the CPU hosts are the bottleneck")
+        assert found.binds == "late" and "bottleneck" not in found.headline
         assert "the CPUs spent only 39 % of their time in the chain" in found.details[0]
+        assert "more CPU hosts would not help" in found.details[0]
         assert "more ml." not in found.headline
+
+    def test_a_limit_far_from_the_rate_does_not_bind_whatever_the_run_said(self) -> None:
+        tiny = ({"stage": "read", "cpu_ms_per_sample": 0.02},)
+        found = judged(waits={"wait_production": 60.0}, chain=tiny, bottleneck="cpu")
+        assert found.binds == "late" and "the CPUs spent only 0 % of their time" in found.details[0]
+        # The network of an ml.g5.xlarge carries 2,076 of these samples a second.
+        far = judged(waits={"wait_transfer": 60.0}, bottleneck="network")
+        assert far.binds == "late"
+        assert judged(waits={"wait_transfer": 60.0}, bottleneck="network", rate=1900).binds == "network"
+
+    def test_a_share_that_one_wait_explains_is_told_as_that_wait(self) -> None:
+        """40 s of waiting in 100 s: 36 for first batches, then 36 for one batch; then spread."""
+        waits = {"wait_production": 100.0}
+        figures = {"input_wait_pct": 40.0, "steps": 400, "first_wait_s": 36.0, "longest_wait_s": 36.0}
+        first = judged(waits=waits, compute=150, speed=figures, bottleneck="cpu")
+        assert first.binds == "one_wait"
+        assert "36.0 s for the first batch of each epoch; without it, 6 % of" in first.headline
+        one = judged(waits=waits, compute=150, speed=figures | {"first_wait_s": 0.1})
+        assert "36.0 s for one batch" in one.headline
+        assert judged(waits=waits, compute=150, speed=figures | {"longest_wait_s": 1.0}).binds == "one_wait"
+        spread = judged(waits=waits, compute=150, speed=figures | {"first_wait_s": 1, "longest_wait_s": 1})
+        assert spread.binds == "cpu"
 
     def test_prices_of_the_run_go_before_the_table(self) -> None:
         cost = {"usd": 1.0, "usd_per_hour": 11.0, "usd_per_million_samples": 3.0, "prices_as_of": "2026-11"}

@@ -20,6 +20,7 @@ from stoker.config import load
 from stoker.costs import prices
 from stoker.costs.cost import cost_row, run_cost
 from stoker.errors import UsageError
+from stoker.tracking.runs import shape_of
 from stoker.tracking.summary import Summary
 
 REGION_FILTER = [
@@ -191,6 +192,26 @@ class TestCostOfARun:
         assert cost["usd"] == pytest.approx(2.224)
         assert cost["usd_per_million_samples"] == pytest.approx(2.224 / 3.6, abs=1e-4)
         assert (cost["prices_as_of"], cost["estimated"]) == ("2026-11", True)
+
+    def test_a_lost_host_and_its_replacement_cost_what_the_time_of_each_costs(self) -> None:
+        """The CPU host was there for the first half of the hour, another from the last quarter on."""
+        summary = summary_of(*self.two, ("cpu", "ml.c5.4xlarge"))
+        head, lost, new = summary.cluster.hosts
+        head.since = lost.since = 1000.0
+        lost.until, new.since = 1000.0 + 1700, 1000.0 + 2600
+        cost = run_cost(summary, prices.price_list())
+        whole = run_cost(summary_of(*self.two), prices.price_list())
+        assert cost and whole
+        by_type = cost["usd_per_hour_by_type"]
+        assert cost["usd"] == pytest.approx(by_type["ml.g5.xlarge"] + 0.75 * by_type["ml.c5.4xlarge"])
+        assert cost["usd_per_hour"] == cost["usd"] < whole["usd"]
+        assert shape_of(summary) == "1 × gpu (ml.g5.xlarge) + 1 × cpu (ml.c5.4xlarge)"
+
+    def test_earlier_starts_elsewhere_are_estimated_by_the_hosts_of_this_one(self) -> None:
+        summary = summary_of(*self.two)
+        summary.earlier_s = 1750
+        cost = run_cost(summary, prices.price_list())
+        assert cost and cost["usd"] == pytest.approx(cost["usd_per_hour"])
 
     def test_none_where_one_host_has_no_price(self) -> None:
         assert run_cost(summary_of(*self.two, ("cpu", None)), prices.price_list()) is None

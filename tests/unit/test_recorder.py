@@ -59,8 +59,30 @@ def test_a_start_that_trains_has_figures_of_its_own(tmp_path: Path) -> None:
     recorder.take({"event": "resumed", "time": 1.0, "epoch": 2, "step": 200, "path": "c"})
     recorder.take({**STEP, "elapsed_s": 4.0})
     recorder.close(summary)
-    assert summary.speed.samples_per_s == 16.0 and summary.seconds < 60
+    assert summary.speed.samples_per_s == 16.0
     assert [host.host for host in summary.cluster.hosts] == ["here"]
+
+
+def test_time_start_and_cost_are_those_of_all_starts(tmp_path: Path) -> None:
+    run = record(tmp_path / "run", 200)
+    before = read_summary(run / "summary.json")
+    before.started, before.cost = "2026-11-01T08:00:00+00:00", {"usd": 2.5}
+    before.write(run)
+    recorder, summary = start(run)
+    summary.cluster.hosts[0].type = "ml.g5.xlarge"
+    recorder.take({**STEP, "elapsed_s": 4.0})
+    for _ in range(2):
+        recorder.refresh()
+    recorder.close(summary)
+    after = read_summary(run / "summary.json")
+    assert after.started == before.started
+    assert before.seconds <= after.seconds < before.seconds + 60
+    assert after.cost is not None and after.cost["usd"] == pytest.approx(2.5, abs=0.01)
+    shown: list[str] = []
+    console = PlainConsole(1)
+    console.line = shown.append  # type: ignore[method-assign]
+    report(after, console, tmp_path, 0, recorder.took_s)
+    assert f"; with earlier starts {after.seconds:.0f} s" in shown[0]
 
 
 def test_the_closing_line_has_the_time_of_this_start(tmp_path: Path) -> None:

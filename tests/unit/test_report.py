@@ -46,6 +46,9 @@ def test_start_up_records_and_the_part_that_limits_are_charts_of_their_own(tmp_p
     summary = json.loads((run / "summary.json").read_text())
     summary["records"] |= {"read": 100, "trained": 97, "quarantined": 2, "remainder": 1}
     summary["bottleneck"] = "cpu"
+    cpus = sum(host["cpus"] for host in summary["cluster"]["hosts"])
+    busy = summary["speed"]["steady_samples_per_s"] / (1000 * cpus)
+    summary["chain"] = [{"stage": "decode", "cpu_ms_per_sample": 0.8 / busy, "bytes_out": 1}]
     summary["startup"] = {"cluster formed": 6.0, "data opened": 6.01, "model built": 8.0, "first step": 9.0}
     summary["speed"]["step_terms_ms"] = {"compute": 99.0, "wait_production": 0.4, "host_to_device": 0.6}
     (run / "summary.json").write_text(json.dumps(summary))
@@ -57,6 +60,9 @@ def test_start_up_records_and_the_part_that_limits_are_charts_of_their_own(tmp_p
     assert "cluster formed, 6 s" in page.text and "model built, 1.99 s" in page.text
     assert "compute, 99 ms" in page.text and "everything else, 1 ms" in page.text
     assert page.text.count("limits the run") == 1
+    summary["chain"][0]["cpu_ms_per_sample"] /= 20
+    (run / "summary.json").write_text(json.dumps(summary))
+    assert "limits the run" not in page_of(run).text, "the chain could do far more"
 
 
 def test_a_run_shows_all_that_was_measured(tmp_path: Path) -> None:

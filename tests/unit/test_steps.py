@@ -104,6 +104,28 @@ def test_what_binds(
     assert bottleneck(summary, times) == ("gpu" if sum(waits.values()) < 10 else expected)
 
 
+@pytest.mark.parametrize(
+    ("chain_ms", "gpu_pct", "expected"),
+    [(90, 60, "cpu"), (0.1, 60, "late"), (0.1, 97, "gpu_host_cpu"), (90, 97, "cpu")],
+)
+def test_busy_cpus_bind_only_if_the_chain_keeps_them_busy(
+    chain_ms: float, gpu_pct: float, expected: str
+) -> None:
+    """100 samples/s on 12 CPUs of two hosts, of which one trains, too."""
+    load = HostLoad()
+    load.take({"g": gpu_pct, "c": 99}, training=True)
+    summary = Summary(
+        chain_tasks_by_host={"g": 1, "c": 9},
+        train_workers_by_host={"g": 1},
+        host_cpu=load.rows(HOSTS),
+        chain=[{"stage": "read", "cpu_ms_per_sample": chain_ms}],
+    )
+    summary.cluster.hosts = HOSTS
+    summary.speed.input_wait_pct, summary.speed.steady_samples_per_s = 50, 100
+    times: dict[str, Any] = {f"{name}_s": 0.0 for name in TERMS} | {"fetch_s": 10, "fetch_cpu_s": 1}
+    assert bottleneck(summary, times | {"wait_production_s": 50}) == expected
+
+
 def test_cpu_use_counts_from_the_first_step_on() -> None:
     load = HostLoad()
     load.take({"g": 100}, training=False)

@@ -166,6 +166,9 @@ class CheckpointManager:
             **self._outcome(metrics),
             "config": self._config,
             "time": time.time(),
+            **(
+                {"started": worker.clock[0], "seconds": time.time() - worker.clock[1]} if worker.clock else {}
+            ),
         }
 
     def _outcome(self, metrics: dict[str, float]) -> dict[str, Any]:

@@ -274,6 +274,9 @@ def fill_summary(summary: Summary, start: Checkpoint, run_dir: Path) -> None:
     for books in start.pending["books"] if start.pending else []:
         summary.records.add(books)
     summary.steps = start.meta["step"]
+    # Of another folder or host; the run's own summary also has the time after its last checkpoint.
+    summary.started = start.meta.get("started") or summary.started
+    summary.earlier_s = max(summary.earlier_s, start.meta.get("seconds", 0.0))
     earlier = notable_events(run_dir)
     summary.events[:0] = [event for event in earlier if event not in summary.events]
 

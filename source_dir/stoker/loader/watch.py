@@ -52,7 +52,7 @@ class Watch:
     def __init__(self) -> None:
         self.number = next(_numbers)
         self.batches = self.samples = 0
-        self.wait_s = 0.0
+        self.wait_s = self.longest_wait_s = 0.0
         self.trains = self._with_grad = False
         self._steps_before = 0
         self._first = self._latest = self._last = 0.0
@@ -75,6 +75,7 @@ class Watch:
             self._with_grad, self._steps_before = torch.is_grad_enabled(), _optimizer_steps[0]
         else:
             self.wait_s += now - asked
+            self.longest_wait_s = max(self.longest_wait_s, now - asked)
         self._look()
         self.batches, self.samples, self._latest = self.batches + 1, self.samples + samples, now
         if now - self._last > EVERY_S:
@@ -116,6 +117,7 @@ class Watch:
                 steps=self.batches,
                 samples=self.samples,
                 wait_s=round(self.wait_s, 4),
+                longest_wait_s=round(self.longest_wait_s, 4),
                 # What the script does after the last batch may have nothing to do with it.
                 elapsed_s=round(self._latest - self._first, 4),
             )

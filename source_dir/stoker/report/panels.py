@@ -10,6 +10,7 @@ from stoker.report.charts import Bar, Event, Line, Part, figure
 from stoker.report.metric_panels import metrics
 from stoker.report.panel import Panel, panel, table_rows
 from stoker.report.reading import RunData
+from stoker.tracking.bottleneck import chain_limit, near, network_limit
 from stoker.tracking.recorder import repeats_text
 
 TERMS = {
@@ -183,18 +184,16 @@ def limits(run: RunData) -> Panel | None:
     if not rate:
         return None
     share = min(summary.speed.input_wait_pct / 100, 0.98)
-    chain_ms = sum(float(stage.get("cpu_ms_per_sample", 0)) for stage in summary.chain)
-    cpus = sum(host.cpus for host in summary.cluster.hosts)
     on_gpu = any(host.gpus for host in summary.cluster.hosts)
     training = "GPUs without input wait" if on_gpu else "training without input wait"
     could: list[tuple[str, str, float | None]] = [
         ("gpu", training, rate / (1 - share)),
-        ("cpu", f"chain on {figure(cpus)} CPUs", 1000 * cpus / chain_ms if chain_ms else None),
-        ("network", "network", network_limit(run)),
+        ("cpu", "chain on the CPUs that preprocess", chain_limit(summary)),
+        ("network", "network", network_limit(summary)),
     ]
     rows = [Bar("measured", rate)]
     for part, name, value in could:
-        binds = part == summary.bottleneck
+        binds = part == summary.bottleneck and near(summary, value)
         rows.append(Bar(name, value, "limits the run" if binds else "", strong=binds))
     text = "; ".join(
         f"{row.name}: {figure(row.value, 'samples/s') if row.value else 'not measured'}" for row in rows
@@ -206,22 +205,6 @@ def limits(run: RunData) -> Panel | None:
         heads=["part", "samples/s"],
         rows=[[row.name, figure(row.value) if row.value else "not measured"] for row in rows],
     )
-
-
-def network_limit(run: RunData) -> float | None:
-    """Network limit of the train hosts, samples/s; None for unknown instance types."""
-    from stoker.costs.prices import machine
-
-    size = run.summary.speed.bytes_per_sample
-    trains = set(run.summary.train_workers_by_host)
-    types = [
-        machine(host.type) if (host := h).type else None
-        for h in run.summary.cluster.hosts
-        if h.host in trains
-    ]
-    if not size or not types or len(run.summary.cluster.hosts) < 2 or None in types:
-        return None
-    return sum(m.baseline_gbps for m in types if m) * 1e9 / 8 / size
 
 
 def loss(run: RunData) -> Panel | None:

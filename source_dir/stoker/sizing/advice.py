@@ -16,18 +16,17 @@ from typing import Any
 
 from stoker.costs import prices
 from stoker.figures import count_of
+from stoker.tracking.bottleneck import MIN_STEPS, chain_limit, checked, without_one_wait
 from stoker.tracking.summary import Bottleneck, Host, Summary
 
-MIN_STEPS = 10
-"""With fewer steps, start-up dominates the measurement."""
 INPUT_BOUND = 0.10
 """From this share of a step on, waiting for data is the bottleneck."""
 IDLE_HOSTS = 0.5
 """Below this mean CPU use of the CPU hosts, fewer of them are considered."""
-BUSY_CHAIN = 0.7
-"""Below this share of CPU time spent in the chain, more CPUs may not help."""
 DEAR_STAGE = 0.4
 """From this share of the chain's CPU time on, a stage is mentioned."""
+TAKEN_OVER = 0.2
+"""From this share of a train host's CPUs on, CPU hosts are a way to free them."""
 HEADROOM = 0.9
 """Planned CPU use; the rest absorbs variation."""
 
@@ -37,6 +36,7 @@ SIDES: dict[Bottleneck, str] = {
     "network": "the network to the GPU hosts is the bottleneck",
     "gpu_host_cpu": "the GPU host's own CPU is the bottleneck",
     "lost_hosts": "a lost host's work had to be done elsewhere",
+    "late": "preprocessed data comes late, although its CPUs and the network are not at their limit",
 }
 _WAITS: dict[str, Bottleneck] = {
     "wait_production": "cpu",
@@ -72,8 +72,12 @@ class _Facts:
     train_hosts: list[Host]
     cpu_hosts: list[Host]
     on_gpus: bool
+    busy: float
+    """Share of the CPU time of hosts that preprocess spent in the chain; 0: not measured."""
     reads_slowly: bool
     """Training waits for blocks to be produced, while the CPUs of those hosts are not busy."""
+    produces: bool
+    """Training waits most for blocks to be produced."""
     usd_per_hour_of: dict[str, float]
     """The prices used for the run's own cost."""
     prices_as_of: str
@@ -87,11 +91,6 @@ class _Facts:
         return sum(host.cpus for host in [*self.train_hosts, *self.cpu_hosts])
 
     @property
-    def busy(self) -> float:
-        """Share of the cluster's CPU time spent in the chain."""
-        return self.rate * self.chain_s / self.cpus if self.cpus else 0.0
-
-    @property
     def unhindered(self) -> float:
         """Samples/s if data were never late; limited to 50 times the rate, beyond which nothing is known."""
         return self.rate / max(1 - self.waits, 0.02)
@@ -101,8 +100,9 @@ def verdict(summary: Summary) -> Verdict:
     """Anywhere: what limited a run, and what would help."""
     if summary.script is not None and not summary.speed.steady_samples_per_s:
         return Verdict("own script: the time it waits for data was not measured", None)
-    if summary.steps < MIN_STEPS or not summary.speed.steady_samples_per_s:
-        steps = count_of(summary.steps, "step")
+    measured = summary.speed.steps or summary.steps
+    if measured < MIN_STEPS or not summary.speed.steady_samples_per_s:
+        steps = count_of(measured, "step") + ("" if measured == summary.steps else " measured")
         return Verdict(f"too short to judge: {steps}; at least {MIN_STEPS} are needed", None)
     facts = _facts(summary)
     if facts is None:
@@ -114,12 +114,21 @@ def verdict(summary: Summary) -> Verdict:
         waits = f"{share} of each step waits for data"
         head = f"well fed: {who}; {waits}"
         return Verdict(head, "gpu", [*_fewer_hosts(summary, facts), *_cost(summary)])
+    if facts.binds == "one_wait" and (one := without_one_wait(summary)):
+        what = "the first batch of each epoch" if one.first else "one batch"
+        head = (
+            f"one wait explains the input wait of {percent}: {one.seconds:.1f} s for {what}; without it,"
+            f" {one.rest_pct:.0f} % of each step waits for data"
+        )
+        help_ = "it counts for less in longer epochs; smaller blocks (data.block_records) come sooner"
+        return Verdict(head, "one_wait", [*([help_] if one.first else []), *_cost(summary)])
     head = f"input-bound: {percent} of each step waits for data; {_who_binds(facts)}"
     advice = {
         "cpu": _more_cpus,
         "network": _less_network,
         "gpu_host_cpu": _less_receiving,
         "lost_hosts": _without_losses,
+        "late": _late,
     }
     details = advice[facts.binds](summary, facts)
     if facts.binds == "cpu" and details and "would bring" in details[0]:
@@ -143,10 +152,12 @@ def _facts(summary: Summary) -> _Facts | None:
     if found is None:
         return None
     waits, binds = found
-    hosts = summary.cluster.hosts
+    hosts = summary.cluster.at_once()
     training = summary.train_workers_by_host
     trains = [h for h in hosts if h.host in training] if training else [h for h in hosts if h.gpus]
     trains = trains or hosts
+    limit, production = chain_limit(summary), _mostly_waits_for_production(summary)
+    binds = checked(summary, binds, production)
     return _Facts(
         rate=speed.steady_samples_per_s,
         waits=waits,
@@ -155,7 +166,9 @@ def _facts(summary: Summary) -> _Facts | None:
         train_hosts=trains,
         cpu_hosts=[h for h in hosts if h not in trains],
         on_gpus=any(h.gpus for h in trains),
-        reads_slowly=binds == "network" and _mostly_waits_for_production(summary),
+        busy=speed.steady_samples_per_s / limit if limit else 0.0,
+        reads_slowly=binds == "network" and production,
+        produces=production,
         usd_per_hour_of=dict((summary.cost or {}).get("usd_per_hour_by_type") or {}),
         prices_as_of=str((summary.cost or {}).get("prices_as_of") or prices.PRICES_AS_OF),
     )
@@ -188,13 +201,8 @@ def _waiting(summary: Summary) -> tuple[float, Bottleneck] | None:
 
 def _more_cpus(summary: Summary, facts: _Facts) -> list[str]:
     """How many more CPUs would be enough, or why more would not help."""
-    if facts.chain_s <= 0 or not facts.cpus:
+    if facts.chain_s <= 0 or not facts.busy:
         return []
-    if facts.busy < BUSY_CHAIN:
-        return [
-            f"the CPUs spent only {100 * facts.busy:.0f} % of their time in the chain, so more of them"
-            " may not help: look for few or uneven blocks (data.block_records) and slow reading"
-        ]
     # The observed rate already includes the CPU time lost between tasks.
     lacking = (facts.unhindered - facts.rate) * facts.chain_s / min(facts.busy, 1.0)
     target = f"bring up to {facts.unhindered:,.0f} samples/s instead of {facts.rate:,.0f}"
@@ -246,7 +254,16 @@ def _less_network(summary: Summary, facts: _Facts) -> list[str]:
     return [text, "send uint8 and convert on the GPU (on_device), or crop earlier"]
 
 
+def _late(summary: Summary, facts: _Facts) -> list[str]:
+    spent = f"the CPUs spent only {100 * facts.busy:.0f} % of their time in the chain: " if facts.busy else ""
+    look = "look for few or uneven blocks (data.block_records) and slow reading"
+    return [f"{spent}more CPU hosts would not help; {look}"]
+
+
 def _less_receiving(summary: Summary, facts: _Facts) -> list[str]:
+    if facts.produces:  # its CPUs train and preprocess
+        share = f"preprocessing takes {100 * facts.busy:.0f} % of the CPUs of the host that trains"
+        return [f"{share}: CPU hosts would {'take that over' if facts.busy >= TAKEN_OVER else 'not help'}"]
     return [
         "more CPU hosts would not help: assembling batches on the GPU host takes too long; larger blocks"
         " (data.block_records), smaller samples or a GPU host with more vCPUs would help"

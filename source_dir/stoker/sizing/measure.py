@@ -12,8 +12,8 @@ from stoker.config import Resolved
 from stoker.costs import prices
 from stoker.errors import UsageError
 from stoker.schema import Config
-from stoker.sizing.advice import MIN_STEPS
 from stoker.sizing.candidates import EFFICIENCY, Measured
+from stoker.tracking.bottleneck import MIN_STEPS
 from stoker.tracking.summary import Summary, read_summary
 
 CHAIN_SECONDS = 10.0
@@ -146,7 +146,7 @@ def from_run(run: Path, config: Config, rates: Mapping[str, float]) -> Measured:
 
 def rate_of_run(summary: Summary) -> dict[str, float]:
     """Laptop: G of one GPU from a run, under the GPU's name; empty if the run had no GPUs."""
-    gpus = sum(host.gpus for host in summary.cluster.hosts)
+    gpus = sum(host.gpus for host in summary.cluster.at_once())
     if not gpus:
         return {}
     terms = summary.speed.step_terms_ms

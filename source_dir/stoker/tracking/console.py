@@ -28,6 +28,13 @@ BINDS = {
     "network": "getting the data: the network between hosts, or the storage that is read",
     "gpu_host_cpu": "the GPU host's own CPU, which assembles batches",
     "lost_hosts": "lost hosts: training waited until their work was done elsewhere",
+    "one_wait": "none: one wait explains the input wait",
+    "late": "data comes late, although neither CPUs nor network are at their limit",
+}
+
+WITHOUT_GPUS = {
+    "gpu": "training on the CPU: data is never late",
+    "gpu_host_cpu": "the CPUs of the host that trains, which also assemble batches",
 }
 
 
@@ -307,8 +314,8 @@ def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
 
 def bottleneck_text(summary: Summary) -> str:
     """Head: the bottleneck in words that fit the machine."""
-    if summary.bottleneck == "gpu" and not any(host.gpus for host in summary.cluster.hosts):
-        return "training on the CPU: data is never late"
+    if not any(host.gpus for host in summary.cluster.hosts) and summary.bottleneck in WITHOUT_GPUS:
+        return WITHOUT_GPUS[summary.bottleneck]
     return BINDS[summary.bottleneck] if summary.bottleneck else ""
 
 
@@ -339,7 +346,10 @@ def books_text(records: Records, repeats: str = "") -> str:
 def report(summary: Summary, console: PlainConsole, run_dir: Path, code: int, took_s: float) -> None:
     """Head: print the closing table or the errors."""
     if code == 0:
-        before = "" if took_s == summary.seconds else f"; trained before, in {summary.seconds:.0f} s"
+        before = ""
+        if took_s != summary.seconds:
+            own = abs(summary.seconds - summary.earlier_s - took_s) < 0.1
+            before = f"; {'with earlier starts' if own else 'trained before, in'} {summary.seconds:.0f} s"
         console.line(f"{summary.name}: done in {took_s:.0f} s{before}")
         console.table(closing_rows(summary, str(run_dir)))
         return

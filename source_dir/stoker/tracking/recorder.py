@@ -16,7 +16,7 @@ from stoker.errors import UsageError
 from stoker.figures import count_of
 from stoker.redaction import scrub, scrubbed
 from stoker.schema_places import CpuHostsConfig
-from stoker.tracking.bottleneck import HostLoad, bottleneck
+from stoker.tracking.bottleneck import MIN_STEPS, HostLoad, bottleneck
 from stoker.tracking.sinks import Sink
 from stoker.tracking.summary import STEP_TERMS, Records, Summary, read_summary
 
@@ -57,7 +57,12 @@ class Recorder(Sink):
         self.run_dir, self.summary, self.prices = run_dir, summary, prices
         self.scaling = scaling or CpuHostsConfig()
         self.process_started = process_started
-        self.earlier = _earlier(run_dir) if summary.script is None else None
+        earlier = _earlier(run_dir)
+        if earlier is not None:
+            summary.started, summary.earlier_s = earlier.started or summary.started, earlier.seconds
+            summary.earlier_usd = (earlier.cost or {}).get("usd")
+        trained = earlier is not None and summary.script is None and earlier.speed.samples_per_s
+        self.earlier = earlier if trained else None
         """The summary of the start before. A script's own steps are not seen, so it has none to keep."""
         self.took_s = 0.0
         self.started = time.monotonic()
@@ -131,8 +136,8 @@ class Recorder(Sink):
         total = sum(terms.values()) or 1.0
         for name, mean_ms in terms.items():
             self.running[f"{name}_s"] += seconds * mean_ms / total
-        for name in ("elapsed_s", "wait_s"):
-            self.running[name] = event[name]
+        for name in ("elapsed_s", "wait_s", "first_wait_s", "longest_wait_s"):
+            self.running[name] = event.get(name, 0.0)
         self.running["samples"] = event["epoch_samples"]
 
     def _on_epoch(self, event: dict[str, Any]) -> None:
@@ -151,6 +156,7 @@ class Recorder(Sink):
             self.loaders.pop(event["loader"], None)
         elif event["rank"] == 0:
             passed = Counter({name: event[name] for name in ("elapsed_s", "wait_s")})
+            passed["longest_wait_s"] = event.get("longest_wait_s", 0.0)
             # The times begin when the first batch is there, so it counts for no rate.
             batches = event["steps"]
             passed["taken"], passed["steps"] = batches, batches - 1
@@ -159,7 +165,7 @@ class Recorder(Sink):
             passed["wait_production_s"] = event["wait_s"]
             passed["compute_s"] = event["elapsed_s"] - event["wait_s"]
             self.loaders[event["loader"]] = passed
-        self.running = sum(self.loaders.values(), Counter[str]())
+        self.running = _together(*self.loaders.values())
         self.summary.steps = max(self.told_step, self.running["taken"])
 
     def _on_cache(self, event: dict[str, Any]) -> None:
@@ -207,9 +213,9 @@ class Recorder(Sink):
         self.running.clear()
         self.told_step = self.pass_from = self.pass_from + event["steps"]
         figures = {name: event[name] for name in ("samples", "elapsed_s", "steps")} | event["times"]
-        self.totals.update(figures)
+        self.totals = _together(self.totals, Counter(figures))
         if event["epoch"] > 0:
-            self.steady.update(figures)
+            self.steady = _together(self.steady, Counter(figures))
 
     def _write_ids(self, event: dict[str, Any]) -> None:
         folder = self.run_dir / "records"
@@ -224,12 +230,21 @@ class Recorder(Sink):
     def refresh(self) -> None:
         """Update summary.json during the run."""
         self.refreshed = time.monotonic()
+        self._fill_cpu()
         self._fill_speed()
         self._fill_seconds()
         self.summary.model_copy(update=self._kept()).write(self.run_dir)
 
+    def _fill_cpu(self) -> None:
+        # A host that came back under its name counts once.
+        hosts = {host.host: host for host in self.summary.cluster.hosts}
+        self.summary.host_cpu = self.load.rows(list(hosts.values()))
+
     def _fill_seconds(self) -> None:
-        self.took_s = self.summary.seconds = round(time.monotonic() - self.started, 2)
+        self.took_s = round(time.monotonic() - self.started, 2)
+        self.summary.seconds = round(self.summary.earlier_s + self.took_s, 2)
+        if self.prices is not None:
+            self.summary.cost = run_cost(self.summary, self.prices, self.scaling)
 
     def _kept(self) -> dict[str, Any]:
         """The figures of the start before, as long as this one has trained no step."""
@@ -238,19 +253,20 @@ class Recorder(Sink):
         return self.summary.measured_by(self.earlier) if self.earlier else {}
 
     def _fill_speed(self) -> None:
-        speed, total = self.summary.speed, self.totals + self.running
+        speed, total = self.summary.speed, _together(self.totals, self.running)
         if total["elapsed_s"]:
             speed.samples_per_s = round(total["samples"] / total["elapsed_s"], 2)
             # The first epoch warms up: processes start and libraries are imported.
-            steady = self.steady + self.running if self.running_epoch else self.steady
+            steady = _together(self.steady, self.running) if self.running_epoch else self.steady
             steady = steady if steady["elapsed_s"] else total
             elapsed = max(steady["elapsed_s"], 1e-9)
             speed.steady_samples_per_s = round(steady["samples"] / elapsed, 2)
             speed.input_wait_pct = round(100 * steady["wait_s"] / elapsed, 2)
-            steps = max(steady["steps"], 1)
+            speed.steps, steps = steady["steps"], max(steady["steps"], 1)
+            speed.first_wait_s = round(steady["first_wait_s"], 3)
+            speed.longest_wait_s = round(steady["longest_wait_s"], 3)
             speed.step_terms_ms = {n: round(1000 * steady[f"{n}_s"] / steps, 3) for n in STEP_TERMS}
-            self.summary.host_cpu = self.load.rows(self.summary.cluster.hosts)
-            self.summary.bottleneck = bottleneck(self.summary, steady)
+            self.summary.bottleneck = bottleneck(self.summary, steady) if steps >= MIN_STEPS else None
         if self.step_ms:
             speed.step_ms_p50 = round(statistics.median(self.step_ms), 3)
 
@@ -267,15 +283,20 @@ class Recorder(Sink):
                 same = {key: books.get(key) for key in ("split", "epoch", "trained")}.items()
                 if not any(same <= booked.items() for booked in records.epochs):
                     records.add(books)
-        self.summary.host_cpu = self.load.rows(self.summary.cluster.hosts)
+        self._fill_cpu()
         self._fill_speed()
         self._fill_seconds()
-        if self.prices is not None:
-            self.summary.cost = run_cost(self.summary, self.prices, self.scaling, time.time())
         for name, value in self._kept().items():
             setattr(self.summary, name, value)
         self.summary.write(self.run_dir)
         self.events_file.close()
+
+
+def _together(*parts: Counter[str]) -> Counter[str]:
+    """The sums of several passes, with the longest of their waits."""
+    found = sum(parts, Counter[str]())
+    found["longest_wait_s"] = max((part["longest_wait_s"] for part in parts), default=0)
+    return found
 
 
 def _percent(part: float, whole: float) -> float:
@@ -284,8 +305,7 @@ def _percent(part: float, whole: float) -> float:
 
 def _earlier(run_dir: Path) -> Summary | None:
     with contextlib.suppress(UsageError):  # none, or cut by a full disk
-        found = read_summary(run_dir / "summary.json")
-        return found if found.speed.samples_per_s else None
+        return read_summary(run_dir / "summary.json")
     return None
 
 

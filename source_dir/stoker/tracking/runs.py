@@ -104,7 +104,7 @@ def row_of(run_dir: Path) -> dict[str, Any]:
 
 def shape_of(summary: Summary) -> str:
     """Laptop: a run's hosts in short form: `1 × gpu (ml.g5.xlarge) + 2 × cpu`."""
-    kinds = Counter((host.group, host.model_dump().get("type") or "") for host in summary.cluster.hosts)
+    kinds = Counter((host.group, host.model_dump().get("type") or "") for host in summary.cluster.at_once())
     return " + ".join(
         f"{count} × {group}" + (f" ({kind})" if kind else "") for (group, kind), count in kinds.items()
     )

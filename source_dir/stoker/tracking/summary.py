@@ -14,7 +14,7 @@ from stoker.errors import UsageError
 from stoker.redaction import scrubbed
 
 Status = Literal["running", "succeeded", "failed", "interrupted"]
-Bottleneck = Literal["gpu", "cpu", "network", "gpu_host_cpu", "lost_hosts"]
+Bottleneck = Literal["gpu", "cpu", "network", "gpu_host_cpu", "lost_hosts", "one_wait", "late"]
 STEP_TERMS = ("wait_production", "wait_transfer", "wait_collate", "host_to_device", "compute")
 """Terms of a step's time: waiting for blocks to be produced, transferred, and assembled into a batch;
 copying the batch to the device; and training."""
@@ -57,7 +57,16 @@ class Host(Part):
 
 class Cluster(Part):
     hosts: list[Host] = []
+    """All that were there at any time."""
     formed_s: float = 0.0
+
+    def at_once(self) -> list[Host]:
+        """The most hosts that were there at the same time: a lost one and its replacement count once."""
+        moments = [host.since for host in self.hosts]
+        there = (
+            [h for h in self.hosts if h.since <= at and (h.until is None or h.until > at)] for at in moments
+        )
+        return max(there, key=len, default=[])
 
 
 class Records(Part):
@@ -117,6 +126,12 @@ class Speed(Part):
     samples_per_s: float = 0.0
     steady_samples_per_s: float = 0.0
     input_wait_pct: float = 0.0
+    steps: int = 0
+    """Those that these figures are of, as are the two below."""
+    first_wait_s: float = 0.0
+    """The input wait for the first batch of each pass."""
+    longest_wait_s: float = 0.0
+    """The longest input wait for one batch."""
     step_ms_p50: float = 0.0
     step_terms_ms: dict[str, float] = {}
     """Mean ms per step by STEP_TERMS, as far as each delayed training; they add up to a step."""
@@ -178,7 +193,13 @@ class Summary(BaseModel):
     error: str | None = None
     backend: str = "local"
     started: str = ""
+    """When its first start began."""
     seconds: float = 0.0
+    """Of all starts, without the pauses between them."""
+    earlier_s: float = 0.0
+    """Of these, before the last start."""
+    earlier_usd: float | None = None
+    """Cost of the starts before the last one; None: not known."""
     steps: int = 0
     epochs: int = 0
     train_workers: int = 0

@@ -70,7 +70,7 @@ def train(settings: dict[str, Any]) -> None:
         world_size=context.get_world_size(),
         device=ray.train.torch.get_device(),
     )
-    worker.classes = class_names_of(worker.recipe, settings["classes"])
+    worker.classes, worker.clock = class_names_of(worker.recipe, settings["classes"]), settings["clock"]
     if worker.rank == 0:
         tee_prints(worker)
     threads = config.train.threads or max(1, (os.cpu_count() or 1) // context.get_local_world_size())
@@ -296,7 +296,7 @@ def log_step(worker: Worker, progress: Progress, feed: EpochFeed, started: float
         step=worker.step,
         epoch_samples=progress.samples - progress.carried_samples,
         elapsed_s=time.perf_counter() - started,
-        wait_s=feed.times.wait_s,
+        **feed.times.waits(),
         terms_ms=feed.times.since_told(),
         **values,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Protocol
 
 from stoker.checkpoints import resume as resuming
@@ -68,6 +69,7 @@ class RecipeWork:
         refuse_single_records(config, data, self.workers)
         self.steps_per_epoch = steps_per_epoch(config, data.totals["train"], self.workers)
         self.start = resuming.prepare(config, place, data, self.workers, tracking.summary, tracking.note)
+        self.summary = tracking.summary
         self.where, self.synced = self.start.where, self.start.synced
         refuse_unshared(config, self.where, place.train_group, self.use_gpu)
 
@@ -98,6 +100,7 @@ class RecipeWork:
             "records": self.data.totals["train"],
             "has_val": "val" in self.data.totals,
             "sample": self.data.samples.get("val"),
+            "clock": (self.summary.started, time.time() - self.summary.earlier_s),
             "classes": self.data.sources["train"].classes(),
         }
 

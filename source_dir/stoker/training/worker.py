@@ -51,6 +51,9 @@ class Worker:
     """Records trained in epochs before the present one, over all ranks."""
     classes: list[str] = field(default_factory=list)
     """Names of the classes, as far as recipe or data give them."""
+    clock: tuple[str, float] | None = None
+    """When the run's first start began; and the time since which all starts would have taken as long as they
+    did, in seconds since 1970."""
     kept: str = ""
     """The last checkpoint taken or resumed from."""
     pictured: set[str] = field(default_factory=set)

@@ -71,6 +71,8 @@ class StepTimes:
     steps: int = 0
     first_wait_s: float = 0.0
     """The wait for the pass's first batch, part of `wait_s`."""
+    longest_wait_s: float = 0.0
+    """The longest wait for one batch."""
     fetch_s: float = 0.0
     """Time in which the feed's threads fetched rows, whether or not the loop waited."""
     fetch_cpu_s: float = 0.0
@@ -92,6 +94,7 @@ class StepTimes:
         """Add a step, by TERMS."""
         for name, seconds in zip(TERMS, parts, strict=True):
             self.terms[name] += seconds
+        self.longest_wait_s = max(self.longest_wait_s, sum(parts[:-1]))
         if self.steps == 0:
             self.first_wait_s = sum(parts[:-1])
             self.compute_s = parts[-1]
@@ -106,11 +109,16 @@ class StepTimes:
         self._told, self._told_steps = dict(self.terms), self.steps
         return {name: round(1000 * seconds, 3) for name, seconds in means.items()}
 
+    def waits(self) -> dict[str, Any]:
+        """The input wait so far, and how much of it was for the first batch and for one."""
+        names = ("wait_s", "first_wait_s", "longest_wait_s")
+        return {name: round(getattr(self, name), 6) for name in names}
+
     def figures(self) -> dict[str, float]:
         """The figures of the `pass` event, in addition to the step times."""
         figures = {f"{name}_s": round(seconds, 6) for name, seconds in self.terms.items()}
-        names = ("wait_s", "first_wait_s", "fetch_s", "fetch_cpu_s")
-        return figures | {name: round(getattr(self, name), 6) for name in names}
+        names = ("fetch_s", "fetch_cpu_s")
+        return figures | self.waits() | {name: round(getattr(self, name), 6) for name in names}
 
 
 class HostClock:
