@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from launcher.job import open_job
 from launcher.peek_run import PeekOptions, boxes_of, page_at, peek_run
+from stoker import machine
 from stoker.config import Resolved, load
 from stoker.errors import UsageError, explain
 from stoker.figures import count_of, size
@@ -178,7 +178,7 @@ def first_rows(resolved: Resolved) -> tuple[Config, Data]:
     from stoker.sizing.nodes import ray_nodes
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
-    with ray_nodes(len(os.sched_getaffinity(0)), STORE_MB):
+    with ray_nodes(machine.cores(), STORE_MB):
         config, data = discover_and_open(resolved)
         for split, source in data.sources.items():
             if isinstance(source, DatasetSource):

@@ -23,6 +23,10 @@ TIMEOUT_S = 30
 _TOKEN_HINT = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that contains it"  # noqa: S105 - a hint
 
 
+class UnreachableError(UsageError):
+    """Laptop: the server did not answer, or failed itself; it may do so later."""
+
+
 @dataclass(frozen=True)
 class JobServer:
     """Laptop: the dashboard's address and token."""
@@ -63,14 +67,14 @@ class JobServer:
         except requests.exceptions.SSLError as error:
             raise UsageError(f"--address {self.address}: certificate verification failed: {error}") from None
         except requests.exceptions.ConnectionError as error:
-            raise UsageError(
+            raise UnreachableError(
                 f"--address {self.address}: cannot connect ({_root_cause(error)});"
                 " the dashboard's default port is 8265, and it may need a port-forward"
             ) from None
         except requests.exceptions.Timeout:
-            raise UsageError(f"--address {self.address}: no answer within {TIMEOUT_S} s") from None
+            raise UnreachableError(f"--address {self.address}: no answer within {TIMEOUT_S} s") from None
         except requests.exceptions.RequestException as error:
-            raise UsageError(f"--address {self.address}: {error}") from None
+            raise UnreachableError(f"--address {self.address}: {error}") from None
         if answer.status_code == 401:
             raise UsageError(f"--address {self.address}: the cluster requires a token; {_TOKEN_HINT}")
         if answer.status_code == 403:
@@ -79,9 +83,10 @@ class JobServer:
             return answer
         if not answer.ok:
             last = (answer.text.strip().splitlines() or [answer.reason])[-1]
-            raise UsageError(f"--address {self.address}: {method} {path}: {answer.status_code}: {last}")
+            kind = UnreachableError if answer.status_code >= 500 or answer.status_code == 429 else UsageError
+            raise kind(f"--address {self.address}: {method} {path}: {answer.status_code}: {last}")
         if "json" not in answer.headers.get("content-type", "json") and method == "GET" and not missing_ok:
-            raise UsageError(f"--address {self.address}: not a Ray dashboard: the answer is not JSON")
+            raise UnreachableError(f"--address {self.address}: not a Ray dashboard: the answer is not JSON")
         return answer
 
 

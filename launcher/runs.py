@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
+import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from launcher.backends.base import RemoteRun, Run
 from stoker.errors import UsageError
@@ -19,6 +23,8 @@ from stoker.errors import UsageError
 if TYPE_CHECKING:
     from launcher.job import Job
 
+Answer = TypeVar("Answer")
+UNREACHABLE_S = 600.0
 LEAST_FREE_BYTES = 20 * 2**20
 """Less does not even fit a run's logs."""
 
@@ -109,6 +115,48 @@ def last_lines(run: Run, word: str, timeout_s: float, most: int = 1) -> tuple[li
     return list(found), not reader.is_alive()
 
 
+class LostError(UsageError):
+    """Laptop: a service that had answered no longer does; the run may go on."""
+
+
+@dataclass
+class Patience:
+    """Laptop: asks a service about a run. Once it has answered, failures get `UNREACHABLE_S` to pass."""
+
+    poll_s: float
+    passing: type[UsageError] = UsageError
+    """Errors that may pass by themselves."""
+    answered: bool = False
+
+    def __call__(self, ask: Callable[[], Answer]) -> Answer:
+        """The answer.
+
+        Raises:
+            UsageError: the service has never answered, and does not now.
+            LostError: it no longer does.
+        """
+        since = None
+        while True:
+            try:
+                found = ask()
+            except UsageError as error:
+                if not self.answered:
+                    raise
+                if not isinstance(error, self.passing):
+                    raise LostError(*error.problems) from None
+                if since is None:
+                    since = time.monotonic()
+                    print(
+                        f"{error}; asking again for up to {UNREACHABLE_S:.0f} s", file=sys.stderr, flush=True
+                    )
+                elif time.monotonic() - since > UNREACHABLE_S:
+                    raise LostError(f"{error}, for {UNREACHABLE_S:.0f} s now") from None
+                time.sleep(self.poll_s)
+            else:
+                self.answered = True
+                return found
+
+
 def show(line: str) -> None:
     """Laptop: print and flush, so that pipes get the line immediately."""
     print(line, flush=True)
@@ -118,15 +166,19 @@ def follow(run: RemoteRun, tell: Callable[[str], None] = show) -> int:
     """Laptop: show the logs until the job ends, then the outcome; Ctrl-C leaves the job running.
 
     Returns:
-        The job's exit code; 130 after Ctrl-C.
+        The job's exit code; 130 after Ctrl-C; 1 if its outcome remains unknown.
     """
     tell(f"{run.id}: Ctrl-C stops watching, not the job")
     try:
         for line in run.logs(follow=True):
             tell(line)
         code = run.wait()
+        tell(run.closing())
     except KeyboardInterrupt:
         tell(run.detached())
         return 130
-    tell(run.closing())
+    except LostError as error:
+        again = shlex.join(["stoker", "logs", "-f", run.id])
+        tell(f"{error}; the job may still be running, or have ended. Watch it again: {again}")
+        return 1
     return code

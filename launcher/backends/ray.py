@@ -10,6 +10,7 @@ The cluster's token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/a
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import platform
@@ -23,7 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from launcher import ray_jobs
+from launcher import ray_jobs, runs
 from launcher.backends.base import Backend
 from launcher.job import COMMAND, Job
 from launcher.ray_jobs import JobServer
@@ -108,13 +109,18 @@ class RayRequest:
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class RayRun:
     """Laptop: one job on a Ray cluster."""
 
     server: JobServer
     submission_id: str
     poll_s: float = POLL_S
+    submitted: bool = False
+    """Whether this process has submitted it, so that there is a run, whatever the server answers."""
+
+    def __post_init__(self) -> None:
+        self._patiently = runs.Patience(self.poll_s, ray_jobs.UnreachableError, self.submitted)
 
     @property
     def id(self) -> str:
@@ -132,7 +138,7 @@ class RayRun:
 
     def details(self) -> dict[str, Any]:
         """The job server's description of the job."""
-        found: dict[str, Any] = self.server.get(f"/api/jobs/{self.submission_id}")
+        found: dict[str, Any] = self._patiently(lambda: self.server.get(f"/api/jobs/{self.submission_id}"))
         return found
 
     def logs(self, follow: bool = False) -> Iterator[str]:
@@ -140,7 +146,8 @@ class RayRun:
         shown = 0
         while True:
             ended = not self.status().startswith("running")
-            text = self.server.get(f"/api/jobs/{self.submission_id}/logs").get("logs", "")
+            path = f"/api/jobs/{self.submission_id}/logs"
+            text = self._patiently(functools.partial(self.server.get, path)).get("logs", "")
             # Hold back an incomplete last line.
             upto = len(text) if ended or not follow else text.rfind("\n") + 1
             yield from text[shown:upto].splitlines()
@@ -225,7 +232,7 @@ def submit(request: RayRequest) -> RayRun:
     """
     uri = request.server.upload(request.package())
     request.server.post("/api/jobs/", request.body(uri))
-    return RayRun(request.server, request.submission_id)
+    return RayRun(request.server, request.submission_id, submitted=True)
 
 
 def attach(run_id: str) -> RayRun:

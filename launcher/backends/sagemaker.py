@@ -186,7 +186,7 @@ def submit(request: SageMakerRequest, tell: Callable[[str], None] | None = None)
         tell(f"code: {figures.size(request.code_bytes)} uploaded to {wanted.code_uri}/")
     with aws.readable_errors("SageMaker"):
         aws.client("sagemaker", wanted.region).create_training_job(**request.body)
-    return SageMakerRun(wanted.region, wanted.name)
+    return SageMakerRun(wanted.region, wanted.name, submitted=True)
 
 
 def attach(run_id: str) -> SageMakerRun:

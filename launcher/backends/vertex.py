@@ -166,7 +166,7 @@ def submit(request: VertexRequest, tell: Callable[[str], None] | None = None) ->
             request.stage(folder)
             upload.upload_code(folder, wanted.code_uri)
         tell(f"code: {figures.size(request.code_bytes)} uploaded to {wanted.code_uri}")
-    return VertexRun(client.create(wanted.parent, wanted.region, request.body))
+    return VertexRun(client.create(wanted.parent, wanted.region, request.body), submitted=True)
 
 
 def attach(run_id: str) -> VertexRun:

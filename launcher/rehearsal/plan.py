@@ -11,9 +11,9 @@ from pathlib import Path
 from launcher.job import Job, examples_root
 from launcher.rehearsal import faults
 from launcher.rehearsal.shapes import shape_of
-from stoker.bootstrap.raynode import HOST_CPUS_VARIABLE
 from stoker.bootstrap.topology import Topology, TopologyError, resolve
 from stoker.errors import UsageError
+from stoker.machine import HOST_CPUS_VARIABLE
 from stoker.place import BACKEND_VARIABLE
 from stoker.schema import Config
 

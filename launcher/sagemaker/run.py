@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from launcher.runs import Patience
 from launcher.sagemaker import aws, render
 from launcher.sagemaker.groups import Group
 from stoker.costs.prices import price_list
@@ -33,7 +35,12 @@ class SageMakerRun:
     region: str
     name: str
     poll_s: float = POLL_S
+    submitted: bool = False
+    """Whether this process has submitted it, so that there is a run, whatever the service answers."""
     _groups: dict[str, str] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        self._patiently = Patience(self.poll_s, answered=self.submitted)
 
     @property
     def id(self) -> str:
@@ -45,6 +52,9 @@ class SageMakerRun:
         Raises:
             UsageError: the job does not exist, or access is denied.
         """
+        return self._patiently(self._described)
+
+    def _described(self) -> dict[str, Any]:
         with aws.readable_errors(f"job {self.name}"):
             found: dict[str, Any] = aws.client("sagemaker", self.region).describe_training_job(
                 TrainingJobName=self.name
@@ -77,7 +87,8 @@ class SageMakerRun:
             if follow and (state := _progress(description)) != last_state:
                 last_state = state
                 yield f"[{self.name}] {state}"
-            fresh = [event for event in self._events(start_ms) if event["eventId"] not in seen]
+            events = self._patiently(functools.partial(self._events, start_ms))
+            fresh = [event for event in events if event["eventId"] not in seen]
             for event in sorted(fresh, key=lambda event: event["timestamp"]):
                 seen[event["eventId"]] = event["timestamp"]
                 yield from self._lines(event, description)
@@ -116,7 +127,7 @@ class SageMakerRun:
             f" stop it: stoker stop {shlex.quote(self.id)}"
         )
 
-    def _events(self, start_ms: int) -> Iterator[dict[str, Any]]:
+    def _events(self, start_ms: int) -> list[dict[str, Any]]:
         client = aws.client("logs", self.region)
         query: dict[str, Any] = {
             "logGroupName": LOG_GROUP,
@@ -124,12 +135,11 @@ class SageMakerRun:
             "startTime": start_ms,
         }
         try:
-            for page in client.get_paginator("filter_log_events").paginate(**query):
-                for event in page["events"]:
-                    if event["logStreamName"].startswith(f"{self.name}/"):
-                        yield event
+            pages = client.get_paginator("filter_log_events").paginate(**query)
+            events = [event for page in pages for event in page["events"]]
+            return [event for event in events if event["logStreamName"].startswith(f"{self.name}/")]
         except client.exceptions.ResourceNotFoundException:
-            return  # no host has written yet
+            return []  # no host has written yet
         except Exception:
             with aws.readable_errors("logs"):
                 raise

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.backends.local import PastRun
+from launcher.runs import UNREACHABLE_S, LostError
 from launcher.slurm import commands
 from launcher.slurm.commands import State
 from launcher.slurm.script import EXIT_FILE, JOB_FILE, LOG, STOPPED_CODE
@@ -19,8 +20,6 @@ from stoker.place import STOP_FILE, TOKEN_FILE
 POLL_S = 1.0
 ASK_EVERY_S = 15.0
 """How often to ask Slurm's controller, which all users of the cluster share."""
-UNREACHABLE_S = 600.0
-"""How long the controller may not answer while a run is watched: it may be restarted meanwhile."""
 
 
 class SlurmRun(PastRun):
@@ -114,7 +113,7 @@ class SlurmRun(PastRun):
             self._state, self._asked_at = self.state(), time.monotonic()
         except UsageError as error:
             if time.monotonic() - (self._asked_at or time.monotonic()) > UNREACHABLE_S:
-                raise UsageError(
+                raise LostError(
                     f"{self.id}: Slurm is unreachable for {UNREACHABLE_S:.0f} s: {error}"
                 ) from None
             self._asked_at = self._asked_at or time.monotonic()

@@ -7,17 +7,16 @@ import functools
 import json
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.runs import Patience
 from launcher.vertex import client
 from stoker.bootstrap.services.vertex import FAILURES, RUN_FOLDER
 from stoker.errors import UsageError
 
 POLL_S = 10.0
-UNREACHABLE_S = 600.0
-"""How long the service may not answer while a run is watched."""
 DRAIN_S = 20.0
 """How long to wait for the last lines after the job has ended."""
 _WORDS = {
@@ -41,7 +40,11 @@ class VertexRun:
     name: str
     """`projects/<project>/locations/<region>/customJobs/<number>`."""
     poll_s: float = POLL_S
-    _answered: bool = False
+    submitted: bool = False
+    """Whether this process has submitted it, so that there is a run, whatever the service answers."""
+
+    def __post_init__(self) -> None:
+        self._patiently = Patience(self.poll_s, answered=self.submitted)
 
     @property
     def id(self) -> str:
@@ -69,21 +72,6 @@ class VertexRun:
         while (state := status_text(self._patiently(self.job))).startswith("running"):
             time.sleep(self.poll_s)
         return _EXIT_CODES.get(state.partition(":")[0], 1)
-
-    def _patiently(self, call: Callable[[], Any]) -> Any:
-        """The answer to a call. Once the service has answered, a failure is given `UNREACHABLE_S` to pass."""
-        since = None
-        while True:
-            try:
-                found = call()
-            except UsageError:
-                since = since or time.monotonic()
-                if not self._answered or time.monotonic() - since > UNREACHABLE_S:
-                    raise
-                time.sleep(self.poll_s)
-            else:
-                self._answered = True
-                return found
 
     def stop(self) -> str | None:
         """Cancel the job. The service says nothing of a signal before the hosts are taken away."""
@@ -118,7 +106,7 @@ class VertexRun:
 
     def closing(self) -> str:
         """Message after the end: outcome, cost as the run itself reckoned it, location of the results."""
-        job = self.job()
+        job = self._patiently(self.job)
         base = base_of(job)
         lines = [f"{job.display_name}: {status_text(job)}"]
         with contextlib.suppress(OSError, ValueError, KeyError):

@@ -221,7 +221,7 @@ class ClusterConfig(Section):
         CpuHostsConfig(), description="CPU hosts that the cluster's autoscaler adds and removes"
     )
     port: int = Field(6379, ge=1024, le=65535, description="port of the Ray head")
-    cpus: int | None = Field(None, ge=1, description="local runs: CPUs to use; default: all cores")
+    cpus: int | None = Field(None, ge=1, description="local runs: CPUs to use; default: all it may use")
     object_store_mb: int | None = Field(
         None, ge=80, description="size of the Ray object store per host; default: as much as /dev/shm allows"
     )

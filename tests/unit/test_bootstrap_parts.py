@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 
+from stoker import machine
 from stoker.bootstrap import cluster, raynode, requirements, roles, run
 from stoker.bootstrap.cluster import read_token, set_environment
 from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
@@ -197,9 +198,9 @@ def test_the_object_store_never_outgrows_shared_memory(
 
 
 def test_a_gpu_host_keeps_a_core_per_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(raynode.HOST_CPUS_VARIABLE, "48")
+    monkeypatch.setenv(machine.HOST_CPUS_VARIABLE, "48")
     assert raynode.cpus_to_declare(4) == 44
-    monkeypatch.setenv(raynode.HOST_CPUS_VARIABLE, "4")
+    monkeypatch.setenv(machine.HOST_CPUS_VARIABLE, "4")
     assert raynode.cpus_to_declare(8) == 1
 
 

@@ -13,7 +13,6 @@ import torch
 from stoker.costs.prices import price_list
 from stoker.errors import UsageError
 from stoker.integrations.check import fetching as fetching_module
-from stoker.integrations.check import machine
 from stoker.integrations.check.gpu_clock import GpuClock
 from stoker.integrations.check.timeline import (
     Loader,
@@ -277,19 +276,6 @@ def test_two_optimizers_of_one_batch_count_once(tmp_path: Path) -> None:
         for _ in range(4):
             watch.stepped()
     assert (watch.loaders[0].trained, watch.loaders[0].optimizer_steps) == (10, 10)
-
-
-def test_the_quota_of_a_container_counts(tmp_path: Path) -> None:
-    cpus_here = machine.cpus(tmp_path)
-    assert machine.quota(tmp_path) is None
-    (tmp_path / "cpu.stat").write_text("usage_usec 2500000\nuser_usec 1\n")
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert machine.quota(tmp_path) is None and machine.cpus(tmp_path) == cpus_here
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    assert machine.cpus(tmp_path) == 0.5
-    busy, whole = machine.cpu_times(tmp_path)
-    assert busy == 2.5
-    assert machine.cpu_times(tmp_path)[1] - whole < 5, "half of the seconds that went by"
 
 
 def test_the_start_of_an_epoch_is_the_usual_one() -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import http.server
 import io
+import json
+import threading
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
-from launcher import ray_jobs
+from launcher import ray_jobs, runs
 from launcher.backends import attach
 from launcher.backends import ray as ray_backend
+from launcher.backends.ray import RayRun
 from launcher.job import open_job
 from stoker.config import load
 from stoker.errors import UsageError
@@ -79,3 +85,75 @@ def test_private_files_are_not_uploaded(tmp_path: Path) -> None:
         "--source-dir: .env",
         "--source-dir: key.pem",
     ]
+
+
+class Flaky(http.server.BaseHTTPRequestHandler):
+    """A job server that answers as `plan` says: a status, or None for a connection that breaks."""
+
+    plan: ClassVar[list[int | None]] = []
+    state = "RUNNING"
+
+    def do_GET(self) -> None:
+        status = Flaky.plan.pop(0) if Flaky.plan else 200
+        if status is None:
+            self.close_connection = True
+            return
+        logs = {"logs": "step 1\nstep 2\n"}
+        found = logs if self.path.endswith("/logs") else {"status": Flaky.state, "driver_exit_code": 0}
+        if not Flaky.plan:
+            Flaky.state = "SUCCEEDED"
+        body = json.dumps(found).encode() if status == 200 else b"<html>bad gateway</html>"
+        self.send_response(status)
+        self.send_header("content-type", "application/json" if status == 200 else "text/html")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def flaky(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr("launcher.backends.ray.POLL_S", 0.01)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Flaky) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        Flaky.state = "RUNNING"
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def watched(address: str, submitted: bool = True) -> RayRun:
+    return RayRun(ray_jobs.JobServer(address, None), "job", poll_s=0.01, submitted=submitted)
+
+
+def test_a_server_that_fails_for_a_while_does_not_end_watching(
+    flaky: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Flaky.plan = [None, 502, 200, 200, 503, None, 200, 200, 500, 200]
+    lines: list[str] = []
+    assert runs.follow(watched(flaky), lines.append) == 0
+    assert lines[1:] == ["step 1", "step 2", "job: succeeded"]
+    said = capsys.readouterr().err.splitlines()
+    assert 1 <= len(said) <= 4 and all("asking again for up to 600 s" in line for line in said)
+
+
+def test_a_server_that_stays_away_ends_watching_with_the_truth(
+    flaky: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runs, "UNREACHABLE_S", 0.2)
+    Flaky.plan = [200, 200, *[502] * 1000]
+    lines: list[str] = []
+    assert runs.follow(watched(flaky, submitted=False), lines.append) == 1
+    assert "502" in lines[-1] and "may still be running" in lines[-1]
+    assert f"stoker logs -f ray:{flaky}/job" in lines[-1]
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_an_answer_that_does_not_pass_is_not_waited_for(flaky: str, status: int) -> None:
+    Flaky.plan = [status] * 3
+    lines: list[str] = []
+    assert runs.follow(watched(flaky), lines.append) == 1
+    assert len(Flaky.plan) == 2 and "may still be running" in lines[-1]
+    with pytest.raises(UsageError):  # a run that nobody has seen is a wrong id
+        runs.follow(watched(flaky, submitted=False), lines.append)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from stoker import machine
 from stoker.bootstrap import raynode
 from stoker.bootstrap.forks import POSSIBLE, ForkServer
 from stoker.bootstrap.lifeline import Ended, Lifeline
@@ -51,7 +52,7 @@ class LocalCluster:
         arguments = raynode.arguments_for(
             address=LOOPBACK,
             labels={"stoker.group": "local"},
-            cpus=config.cluster.cpus or os.cpu_count() or 1,
+            cpus=config.cluster.cpus or machine.cores(),
             gpus=None,
             store=store,
         )

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stoker import machine
 from stoker.bootstrap.forks import SOCKET_VARIABLE, ForkServer
 
 if TYPE_CHECKING:
     import psutil
 
-HOST_CPUS_VARIABLE = "STOKER_HOST_CPUS"
-"""This host's number of CPUs if it is smaller than the machine reports (in a rehearsal)."""
 MIN_STORE_BYTES = 80 * 2**20
 SMALL_STORE_BYTES = 512 * 2**20
 STORE_SHARE_OF_MEMORY = 0.3
@@ -77,8 +76,7 @@ def size_store(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> Store:  #
     """
     stat = os.statvfs(shm)
     free = int(stat.f_bavail * stat.f_frsize * 0.95)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    wanted = wanted_mb * 2**20 if wanted_mb else int(memory * STORE_SHARE_OF_MEMORY)
+    wanted = wanted_mb * 2**20 if wanted_mb else int(machine.memory()[0] * STORE_SHARE_OF_MEMORY)
     if free >= wanted:
         return Store(wanted)
     if free >= MIN_STORE_BYTES:
@@ -92,9 +90,7 @@ def size_store(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> Store:  #
 
 def cpus_to_declare(gpus: int) -> int:
     """Every host: CPUs for Ray's tasks; one core per GPU is reserved for its train worker."""
-    declared = os.environ.get(HOST_CPUS_VARIABLE)
-    cores = int(declared) if declared else len(os.sched_getaffinity(0))
-    return max(1, cores - gpus)
+    return max(1, machine.cores() - gpus)
 
 
 def count_gpus(devices: Path = Path("/dev")) -> int:

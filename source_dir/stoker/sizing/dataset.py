@@ -7,12 +7,12 @@ without it:                         profile the chain on the rows, as for every 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from stoker import machine
 from stoker.checks import open_all, without_ray
 from stoker.config import Resolved
 from stoker.data.engine.datasets import DatasetSource, as_records
@@ -89,7 +89,7 @@ def open_for_profile(resolved: Resolved, seconds: float, tell: Callable[[str], N
     opened = without_ray(lambda: open_all(resolved))
     if opened is not None:
         return Opened(*opened, [])
-    cores = len(os.sched_getaffinity(0))
+    cores = machine.cores()
     with ray_nodes(cores, STORE_MB):
         config, data = open_all(resolved)
         source = data.sources["train"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stoker import machine
 from stoker.config import Resolved
 from stoker.costs import prices
 from stoker.errors import UsageError
@@ -56,7 +56,7 @@ def profile(
     tell("opening the data")
     opened = open_for_profile(resolved, CHAIN_SECONDS, tell)
     config, data = opened.config, opened.data
-    cores = len(os.sched_getaffinity(0))
+    cores = machine.cores()
     tell(f"the chain on {cores} core{'s' if cores > 1 else ''} at the same time, {CHAIN_SECONDS:.0f} s")
     chain = measure_chain(data, config.data.block_records, CHAIN_SECONDS)
     tell("receiving preprocessed samples from another node")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import os
 import queue
 import statistics
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from stoker import machine
 from stoker.data.messages import HWC_SUFFIX, ID_COLUMN, BlockReport, StageCost
 from stoker.data.opening import Data
 from stoker.data.preprocessing.chain import Chain, ChainError
@@ -71,7 +71,7 @@ def measure_chain(data: Data, block_records: int, seconds: float) -> ChainProfil
         UsageError: the chain fails, or most records are bad.
     """
     source = data.sources["train"]
-    count = len(os.sched_getaffinity(0))
+    count = machine.cores()
     answers = _run_everywhere(source, data.chains["train"], block_records, seconds, count)
     groups = [group for answer in answers for group in answer[0]]
     _refuse_bad(groups)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
 
+from stoker import machine
 from stoker.checkpoints.finite import check_scale
 from stoker.checkpoints.manager import CheckpointManager
 from stoker.checkpoints.train_state import Progress
@@ -73,7 +73,7 @@ def train(settings: dict[str, Any]) -> None:
     worker.classes, worker.clock = class_names_of(worker.recipe, settings["classes"]), settings["clock"]
     if worker.rank == 0:
         tee_prints(worker)
-    threads = config.train.threads or max(1, (os.cpu_count() or 1) // context.get_local_world_size())
+    threads = config.train.threads or max(1, machine.cores() // context.get_local_world_size())
     torch.set_num_threads(threads)
     node = ray.get_runtime_context().get_node_id()
     worker.log("train_worker", every_rank=True, rank=worker.rank, node=node)

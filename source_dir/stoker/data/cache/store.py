@@ -24,6 +24,7 @@ from typing import Any, Literal
 from stoker.data.messages import Record
 from stoker.data.sources.contents import as_array
 from stoker.errors import CacheError
+from stoker.machine import memory
 
 PREFIX = "stoker-cache-"
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of the run's own is made there, for its user alone
@@ -244,31 +245,6 @@ def room(root: Path, spec: CacheSpec, reserved_bytes: int) -> int:
             f" free{beside}; use data.cache {other} or none"
         )
     return bound
-
-
-def memory() -> tuple[int, int]:
-    """Every host: total and available memory in bytes, within the container's limit if there is one."""
-    import psutil
-
-    whole = psutil.virtual_memory()
-    total, available = int(whole.total), int(whole.available)
-    for limit_file, used_file, stat_file, idle in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (
-            "memory/memory.limit_in_bytes",
-            "memory/memory.usage_in_bytes",
-            "memory/memory.stat",
-            "total_inactive_file",
-        ),
-    ):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            folder = Path("/sys/fs/cgroup")
-            limit = int((folder / limit_file).read_text())
-            stat = dict(line.split() for line in (folder / stat_file).read_text().splitlines())
-            # The page cache of files read once counts as used, but is reclaimed under memory pressure.
-            used = int((folder / used_file).read_text()) - int(stat[idle])
-            total, available = min(total, limit), min(available, limit - used)
-    return total, available
 
 
 def encode(record: Record) -> list[Any]:

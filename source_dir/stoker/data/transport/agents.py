@@ -8,9 +8,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from stoker import machine
 from stoker.bootstrap.topology import NODE_LABEL
 from stoker.data.cache.store import PREFIX, CacheSpec, open_root
 from stoker.data.messages import Server
@@ -70,66 +70,17 @@ def clean_up(cache: CacheSpec | None) -> Cleaner | None:
 
 
 class CpuMeter:
-    """Every host: the share of this host's CPUs in use between two samples."""
+    """Every host: the share of the CPUs it may use that is busy, between two samples."""
 
     def __init__(self) -> None:
-        self._quota = _Quota.find()
-        self._last = (time.monotonic(), self._quota.used_s() if self._quota else 0.0)
-        if self._quota is None:
-            import psutil
-
-            psutil.cpu_percent(None)
+        self._last = machine.cpu_times()
 
     def sample(self) -> float:
-        """Percent of all CPUs since the previous sample."""
-        if self._quota is None:
-            import psutil
-
-            return float(psutil.cpu_percent(None))
-        now = (time.monotonic(), self._quota.used_s())
-        elapsed, used = now[0] - self._last[0], now[1] - self._last[1]
+        """Percent of these CPUs since the previous sample."""
+        now = machine.cpu_times()
+        busy, whole = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now
-        return round(min(100.0, 100 * used / max(elapsed * self._quota.cpus, 1e-9)), 1)
-
-
-class _Quota:
-    """Every host: the CPU quota of a container, if it has one, because /proc shows the whole machine."""
-
-    def __init__(self, folder: Path, cpus: float) -> None:
-        self.cpus = cpus
-        self._v2 = (folder / "cpu.stat").is_file() and (folder / "cpu.max").is_file()
-        self._file = folder / "cpu.stat" if self._v2 else folder / "cpuacct.usage"
-
-    def used_s(self) -> float:
-        """CPU seconds of all processes under the quota so far."""
-        text = self._file.read_text()
-        return int(text.split()[1]) / 1e6 if self._v2 else int(text) / 1e9
-
-    @classmethod
-    def find(cls) -> _Quota | None:
-        for line in _own_cgroups():
-            _, controllers, path = line.split(":", 2)
-            with contextlib.suppress(OSError, ValueError):
-                if not controllers:
-                    folder = Path("/sys/fs/cgroup") / path.lstrip("/")
-                    quota, period = (folder / "cpu.max").read_text().split()
-                elif "cpu" in controllers.split(","):
-                    folder = Path("/sys/fs/cgroup/cpu") / path.lstrip("/")
-                    quota = (folder / "cpu.cfs_quota_us").read_text()
-                    period = (folder / "cpu.cfs_period_us").read_text()
-                    (folder / "cpuacct.usage").read_text()
-                else:
-                    continue
-                if quota != "max" and int(quota) > 0:
-                    return cls(folder, int(quota) / int(period))
-        return None
-
-
-def _own_cgroups() -> list[str]:
-    try:
-        return Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
+        return round(min(100.0, max(0.0, 100 * busy / max(whole, 1e-9))), 1)
 
 
 class Agents:

@@ -23,8 +23,8 @@ from typing import Any
 from stoker.integrations.check import fetching
 from stoker.integrations.check.fetching import Fetching, first_length, observe_fetchers
 from stoker.integrations.check.gpu_clock import GpuClock
-from stoker.integrations.check.machine import cpu_times, cpus
 from stoker.integrations.check.timeline import Loader, Take, enough, steps_of, training
+from stoker.machine import cpu_times, cpus
 
 RESULT = "result.json"
 SIZED = 20

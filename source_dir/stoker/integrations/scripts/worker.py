@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from stoker import machine
 from stoker.errors import ScriptError
 from stoker.integrations.scripts.checks import SCRIPT_FOLDER, find_script
 from stoker.integrations.scripts.failures import UNCAUGHT, Exit, last_error
@@ -119,7 +120,7 @@ def environment(settings: dict[str, Any]) -> dict[str, str]:
 
     context, config = ray.train.get_context(), settings["config"]
     local_size = context.get_local_world_size()
-    threads = config.train.threads or max(1, (os.cpu_count() or 1) // local_size)
+    threads = config.train.threads or max(1, machine.cores() // local_size)
     size, rank = str(context.get_world_size()), str(context.get_world_rank())
     given = {name: value for name, value in os.environ.items() if name not in NOT_THE_SCRIPTS}
     paths = [str(SOURCE_FOLDER), *filter(None, [given.get("PYTHONPATH")])]

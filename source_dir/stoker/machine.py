@@ -1,0 +1,111 @@
+"""Every host: the CPUs and the memory that this process may use: affinity, cgroup limits, allotment.
+
+Whatever is sized asks here, because the machine may be shared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+HOST_CPUS_VARIABLE = "STOKER_HOST_CPUS"
+"""CPUs of this host that the job may use, from whoever starts it."""
+
+
+@dataclass(frozen=True, order=True)
+class Quota:
+    """Every host: a CPU quota of the cgroup in a folder."""
+
+    cpus: float
+    folder: Path
+    usage: Path
+
+    def used_s(self) -> float:
+        """CPU seconds of all processes under the quota so far."""
+        text = self.usage.read_text()
+        return int(text.split()[1]) / 1e6 if self.usage.name == "cpu.stat" else int(text) / 1e9
+
+
+def cores() -> int:
+    """Every host: whole CPUs that this process may use, at least one."""
+    declared = os.environ.get(HOST_CPUS_VARIABLE)
+    return max(1, int(declared) if declared else int(cpus()))
+
+
+def cpus(top: Path = CGROUPS) -> float:
+    """Every host: CPUs that this process may use."""
+    limit = quota(top)
+    return min(float(len(os.sched_getaffinity(0))), limit.cpus if limit else float("inf"))
+
+
+def quota(top: Path = CGROUPS) -> Quota | None:
+    """Every host: the smallest CPU quota that holds for this process; None without one."""
+    found = []
+    for folder in _cgroups("cpu", top):
+        with contextlib.suppress(OSError, ValueError):
+            if (folder / "cpu.max").is_file():
+                most, period = (folder / "cpu.max").read_text().split()
+                usage = folder / "cpu.stat"
+            else:
+                most, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                usage = top / "cpuacct" / folder.relative_to(top / "cpu") / "cpuacct.usage"
+            if int(most) > 0:  # otherwise "max" or -1
+                found.append(Quota(int(most) / int(period), folder, usage))
+    return min(found, default=None)
+
+
+def cpu_times(top: Path = CGROUPS) -> tuple[float, float]:
+    """Every host: (busy, total) seconds so far of the CPUs that this process may use."""
+    if limit := quota(top):
+        with contextlib.suppress(OSError, ValueError):
+            return limit.used_s(), min(limit.cpus, len(os.sched_getaffinity(0))) * time.monotonic()
+    import psutil
+
+    each, allowed = psutil.cpu_times(percpu=True), os.sched_getaffinity(0)
+    busy = total = 0.0
+    for times in [times for number, times in enumerate(each) if number in allowed] or each:
+        whole = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        total += whole
+        busy += whole - times.idle - getattr(times, "iowait", 0.0)
+    return busy, total
+
+
+def memory(top: Path = CGROUPS) -> tuple[int, int]:
+    """Every host: total and available memory in bytes that this process may use."""
+    import psutil
+
+    whole = psutil.virtual_memory()
+    total, available = int(whole.total), int(whole.available)
+    for folder in _cgroups("memory", top):
+        for limit_file, used_file, idle in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                limit = int((folder / limit_file).read_text())
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                # The page cache of files read once counts as used, but is reclaimed under memory pressure.
+                used = int((folder / used_file).read_text()) - int(stat[idle])
+                total, available = min(total, limit), min(available, max(limit - used, 0))
+    return total, available
+
+
+def _cgroups(controller: str, top: Path) -> Iterator[Path]:
+    """The folders of this process's cgroups that may limit it: its own ones, and those around them."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    found: dict[Path, None] = {}
+    for line in [*lines, "0::/", f"0:{controller}:/"]:  # a container may see its own group as the root
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            root = top / controller if controllers else top
+            own = root / path.lstrip("/")
+            found |= dict.fromkeys(each for each in (own, *own.parents) if each.is_relative_to(root))
+    yield from found
