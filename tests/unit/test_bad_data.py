@@ -84,6 +84,12 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "two validation folders": (images(splits="train val valid"), "val and valid both name the val split"),
     "validation in capitals": (images(splits="train Val"), "Val/ is no split; rename it to val/"),
     "validation misspelt": (images(splits="train validaton"), "validaton/ is no split; rename it to val/"),
+    "a folder that was unpacked twice": (
+        images(splits="train/train train/val"),
+        "train: holds the splits train, val; name this folder, not the one above",
+    ),
+    "training in capitals": (images(splits="Training Testing"), "Training/ is no split; rename it to train/"),
+    "validation with a year": (images(splits="train val2017"), "val2017/ is no split; rename it to val/"),
     "empty validation": (and_then(images(), lambda root: (root / "val").mkdir()), "val: the folder holds no"),
     "validation of another format": (images(("val/x.csv", b"a,b")), "neither images nor .parquet nor .tar"),
     "a class of validation only": (images("val/eel/0.jpg"), "the training split has no class folder eel"),

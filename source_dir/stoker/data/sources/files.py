@@ -94,6 +94,7 @@ def split_folder(root: str, split: str) -> str | None:
     if split == "train":
         files = list_files(root)
         there = child_folders(root)
+        _refuse_misnamed(root, split, there)
         hint = ""
         if not {*there} & {*SPLIT_NAMES["val"]} and any(
             f.path.lower().endswith(IMAGE_SUFFIXES) for f in files
@@ -274,10 +275,16 @@ def _folder_name(root: str, split: str) -> str:
     name = only(root, split, [name for name in SPLIT_NAMES[split] if name in there])
     if not name and split == "val" and {*there} & {*SPLIT_NAMES["train"]}:
         # A run without validation would be the only sign of a misspelt name.
-        for other in there:
-            if nearest(other.lower(), SPLIT_NAMES["val"], cutoff=0.8):
-                raise UsageError(f"{root}: {other}/ is no split; rename it to val/, or move it elsewhere")
+        _refuse_misnamed(root, split, there, cutoff=0.8)
     return name
+
+
+def _refuse_misnamed(root: str, split: str, there: list[str], cutoff: float = 1.0) -> None:
+    names = SPLIT_NAMES[split]
+    for other in there:
+        low = other.lower()
+        if low.startswith(_prefixes(names)) or nearest(low, names, cutoff=cutoff):
+            raise UsageError(f"{root}: {other}/ is no split; rename it to {split}/, or move it elsewhere")
 
 
 def only(root: str, split: str, names: list[str]) -> str:

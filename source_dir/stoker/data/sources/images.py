@@ -52,6 +52,10 @@ class ImageFolderSource(IndexedSource):
                 " name a CSV file with the labels in params.labels"
             )
         found = sorted({path.split("/")[0] for path in relative})
+        if len(found) > 1 and {*found} <= {*sum(SPLIT_NAMES.values(), ())}:
+            raise UsageError(
+                f"{folder}: holds the splits {', '.join(found)}; name this folder, not the one above"
+            )
         if empty := [f"{name}/" for name in child_folders(folder) if name not in found]:
             self.noting(f"{folder}: {', '.join(empty)} holds no image and is no class")
         self.names = found if classes is None else classes
