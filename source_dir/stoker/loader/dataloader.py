@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
+import secrets
 import sys
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stoker.data.sources.seeding import put_back, states
 from stoker.data.transport.packing import pack
 from stoker.errors import UsageError
 from stoker.loader import cluster
 from stoker.loader.adoption import adopt, follow_accelerate
-from stoker.loader.iterator import ClusterIterator, Quarantine
-from stoker.loader.makers import ClusterMaker, ProcessMaker, end_passes_before_ray, register
+from stoker.loader.iterator import ClusterIterator, Kept, Quarantine
+from stoker.loader.makers import ClusterMaker, ProcessMaker, end_passes_before_ray
 from stoker.loader.watch import Watch
 from stoker.loader.work import LoaderWork
 
 HERE_VARIABLE = "STOKER_LOADER"
 """Set it to `process` to make batches in the script's own process, for debugging."""
-VERSION = 1
+VERSION = 2
+Item = TypeVar("Item", covariant=True)
 
 
-class DataLoader(TorchDataLoader[Any]):
+class DataLoader(TorchDataLoader[Item]):
     """Script: torch's DataLoader with the records loaded and collated on all CPUs of a Ray cluster.
 
         from stoker import DataLoader        # was: from torch.utils.data import DataLoader
@@ -42,6 +47,7 @@ class DataLoader(TorchDataLoader[Any]):
     limit parallelism: every CPU of the cluster works. The sampler is read a few seconds ahead.
 
     Args:
+        dataset: same as torch's, as are all arguments that are not listed here.
         *args: same as torch's.
         address: address of a Ray cluster. None means RAY_ADDRESS, the cluster that this process is connected
             to, or a new cluster on this machine.
@@ -53,6 +59,7 @@ class DataLoader(TorchDataLoader[Any]):
 
     def __init__(
         self,
+        dataset: Dataset[Item],
         *args: Any,
         address: str | None = None,
         on_error: str = "raise",
@@ -60,7 +67,7 @@ class DataLoader(TorchDataLoader[Any]):
         stall_timeout_s: float = 600.0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(dataset, *args, **kwargs)
         self.set_options(address, on_error, bad_record_budget, stall_timeout_s)
 
     def set_options(
@@ -84,7 +91,11 @@ class DataLoader(TorchDataLoader[Any]):
         """Records skipped in the current pass: `loader.quarantine.records`."""
         self._live: Any = None
         self._state: dict[str, Any] | None = None
-        """Where the next pass starts, set by `load_state_dict`."""
+        """Loaded, and not used by a pass yet."""
+        self.restored = False
+        """Whether samplers have a loaded state that no pass has begun with."""
+        self.kept = Kept()
+        self._id = secrets.token_hex(8)
 
     def options(self) -> dict[str, Any]:
         """Script: the arguments of `set_options`."""
@@ -104,30 +115,48 @@ class DataLoader(TorchDataLoader[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the current pass: it belongs to this process."""
-        return self.__dict__ | {"_live": None}
+        return self.__dict__ | {"_live": None, "kept": Kept(), "_id": secrets.token_hex(8)}
 
     def __iter__(self) -> Any:
         """Start a pass; an unfinished earlier pass is abandoned."""
         self.quarantine = Quarantine(self.bad_record_budget, self._total())
-        state, self._state = self._state, None
-        if state is None:
-            before = self._generators()
-            iterator = ClusterIterator(self, *self._maker())
-        else:
-            before, now = state["generators"], states()
-            self._set_generators(before)
-            try:
-                iterator = ClusterIterator(self, *self._maker(), state["place"])
-            finally:
+        keeps = self.persistent_workers or self._keeps
+        state = self._state if self._state and self._state["place"] else None
+        if state is not None:
+            self._refuse_other(state, {"world_size": self._world_size()})
+        if keeps and self._live:
+            self._live[0].close()  # the copies serve one pass at a time, as torch's persistent workers do
+        passes = state["place"]["passes"] if state else self.kept.passes
+        now = states()
+        if passes and not self.kept.base:  # the earlier passes were those of another process
+            apart = copy.copy(self)
+            apart.generator = torch.Generator()
+            self.kept.base = vars(_BaseDataLoaderIter(apart))
+            put_back(now)
+        before = state["generators"] if state else self._generators()
+        try:
+            if state:
+                self._set_generators(before)
+            iterator = ClusterIterator(self, *self._maker(), state and state["place"])
+        finally:
+            if state:
                 # Restoring the global generators is up to the script.
                 put_back(now)
-        self._live = (iterator, before)
+        if keeps:
+            self.kept.opened(iterator, self.persistent_workers)
+        self._state, self.restored, self._live = None, False, (iterator, before)
         return iterator
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether copies of an iterable dataset serve all passes, as one object does without workers."""
+        return isinstance(self.dataset, IterableDataset) and (self.persistent_workers or not self.num_workers)
 
     def _maker(self) -> tuple[Any, Watch]:
         pages, watch = self._packed(), Watch()
+        self.kept.content(hashlib.sha256(b"".join(part.tobytes() for part in pages)).hexdigest()[:32])
         if os.environ.get(HERE_VARIABLE) == "process":
-            return ProcessMaker(pages), watch
+            return ProcessMaker(pages, self.kept.copies), watch
         import ray
 
         cluster.connect(self.address)
@@ -138,15 +167,17 @@ class DataLoader(TorchDataLoader[Any]):
             return self._cluster_maker(pages, watch), watch  # the service was ending with its last script
 
     def _cluster_maker(self, pages: tuple[Any, Any], watch: Watch) -> ClusterMaker:
-        from stoker.loader.service import service_of
+        from stoker.loader.registration import forget, register, service_of
 
         service = service_of(cluster.group(), self.stall_timeout_s)
-        name = hashlib.sha256(b"".join(part.tobytes() for part in pages)).hexdigest()[:32]
-        register(service, pages, name)
-        streams = max(1, self.num_workers) if isinstance(self.dataset, IterableDataset) else 0
+        name, iterable = self.kept.name, isinstance(self.dataset, IterableDataset)
+        register(service, pages, name, self._id, iterable)
+        streams = max(1, self.num_workers) if iterable else 0
+        keeps = self.kept.token if self._keeps else "" if self.persistent_workers else None
         pinned = bool(self.pin_memory and torch.cuda.is_available())
-        stall_s = self.stall_timeout_s
-        return ClusterMaker(service, name, streams, not self.persistent_workers, pinned, stall_s, watch)
+        if keeps and not self.kept.served:
+            weakref.finalize(self, forget, service, f"{name}/{keeps}").atexit = False
+        return ClusterMaker(service, name, streams, keeps, pinned, self.stall_timeout_s, watch)
 
     def _packed(self) -> tuple[Any, Any]:
         folder, path = str(Path.cwd()), [str(Path(each).resolve()) for each in sys.path]
@@ -157,9 +188,10 @@ class DataLoader(TorchDataLoader[Any]):
             auto_collation=self._auto_collation,
             batch_size=self.batch_size,
             drop_last=self.drop_last,
-            workers=max(1, self.num_workers),
+            workers=self.num_workers,
             worker_init_fn=self.worker_init_fn,
             quarantines=self.on_error == "quarantine",
+            keeps=self._keeps,
         )
         try:
             return pack([(folder, path)]), pack([work])
@@ -174,37 +206,81 @@ class DataLoader(TorchDataLoader[Any]):
 
         Contains only numbers, strings and bytes, so `torch.load(weights_only=True)` can read it.
         """
+        if self._state is not None:
+            return self._state
         iterator, before = self._live or (None, None)
         place = iterator.place() if iterator is not None else None
-        return {"version": VERSION, "place": place, "generators": before if place else self._generators()}
+        kept = {"passes": self.kept.passes, "seed": self.kept.seed}
+        generators = before if place else self._generators()
+        shape = self._shape() | {"world_size": self._world_size()}
+        return {"version": VERSION, "place": place, "generators": generators, "kept": kept, "shape": shape}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start the next pass at the saved position; the number of hosts may differ.
 
         Raises:
-            ValueError: the state has another format version.
+            ValueError: the state has another format version, batch size or number of records.
         """
         if state.get("version") != VERSION:
             raise ValueError(f"the state has version {state.get('version')}; this is version {VERSION}")
-        self._live = None
+        if state["place"] is not None:
+            self._refuse_other(state, self._shape())
+        self._live, self.restored = None, bool(self._stateful())
+        self.kept = Kept(**state["kept"]) if self.persistent_workers else Kept()
+        self._state = state
         if state["place"] is None:
             self._set_generators(state["generators"] | {"global": states()})
-        else:
-            self._state = state
+
+    def _shape(self) -> dict[str, Any]:
+        """What must be equal for a pass to continue."""
+        sizes = {"batch_size": self.batch_size or getattr(self.batch_sampler, "batch_size", None)}
+        if isinstance(self.dataset, IterableDataset):
+            return sizes | {"num_workers": self.num_workers}
+        for name, counted in (("records", self.dataset), ("batches", self._index_sampler)):
+            try:
+                sizes[name] = len(counted)  # type: ignore[arg-type]
+            except Exception:  # torch does not need a length either
+                sizes[name] = None
+        return sizes
+
+    def _world_size(self) -> int:
+        world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        replicas = [getattr(each, "num_replicas", None) for each in self._samplers()]
+        return max([world, *(found for found in replicas if isinstance(found, int))])
+
+    def _refuse_other(self, state: dict[str, Any], here: dict[str, Any]) -> None:
+        saved = {name: state["shape"].get(name) for name in here}
+        other = [f"{name} {saved[name]} (here {here[name]})" for name in here if saved[name] != here[name]]
+        if other:
+            raise ValueError(
+                f"the state was saved within a pass with {', '.join(other)}; it can continue only with the"
+                " same: restore them, or load a state that was saved between two passes"
+            )
 
     def _samplers(self) -> list[Any]:
+        """The samplers and those that they draw from, without duplicates."""
+        found: list[Any] = []
+        left = [self.batch_sampler, self.sampler]
+        while left:
+            each = left.pop(0)
+            if each is not None and not any(each is other for other in found):
+                found.append(each)
+                left += [getattr(each, "batch_sampler", None), getattr(each, "sampler", None)]
+        return found
+
+    def _stateful(self) -> list[Any]:
         """Samplers with `state_dict` and `load_state_dict`."""
-        return [s for s in (self.sampler, self.batch_sampler) if hasattr(s, "load_state_dict")]
+        return [each for each in self._samplers() if hasattr(each, "load_state_dict")]
 
     def _own(self) -> list[torch.Generator]:
         """Generators of the loader and its samplers, without duplicates."""
-        owners = (self, self.sampler, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
+        owners = (self, *self._samplers())
         found = {id(g): g for o in owners if isinstance(g := getattr(o, "generator", None), torch.Generator)}
         return list(found.values())
 
     def _generators(self) -> dict[str, Any]:
         """State of every generator and stateful sampler that a pass depends on."""
-        samplers = [sampler.state_dict() for sampler in self._samplers()]
+        samplers = [sampler.state_dict() for sampler in self._stateful()]
         own = [bytes(g.get_state().numpy()) for g in self._own()]
         return {"global": states(), "own": own, "samplers": samplers}
 
@@ -212,7 +288,7 @@ class DataLoader(TorchDataLoader[Any]):
         put_back(found["global"])
         for generator, state in zip(self._own(), found["own"], strict=True):
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-        for sampler, state in zip(self._samplers(), found["samplers"], strict=True):
+        for sampler, state in zip(self._stateful(), found["samplers"], strict=True):
             sampler.load_state_dict(state)
 
 

@@ -5,21 +5,55 @@ torch's sampler chooses the indices here, chain workers make the batches, and a 
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import time
 import weakref
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 from stoker.data.messages import Shard
+from stoker.loader.messages import Failed, Order
 from stoker.loader.watch import Watch
-from stoker.loader.work import Failed, Order
 
 STREAM_BATCHES = 8
 """Batches of an iterable dataset that are requested ahead."""
 END = object()
+
+
+@dataclass
+class Kept:
+    """Script: what a loader keeps from pass to pass, with `persistent_workers` or without workers."""
+
+    passes: int = 0
+    seed: int = 0
+    """Drawn for the first pass."""
+    base: dict[str, Any] = field(default_factory=dict)
+    """What torch's own iterator consists of."""
+    name: str = ""
+    """Content of the loader that the copies of an iterable dataset were made from."""
+    token: str = ""
+    """Names these copies."""
+    served: int = 0
+    """Passes that they have served."""
+    copies: dict[int, Any] = field(default_factory=dict)
+    """Without a cluster, the copies."""
+
+    def content(self, name: str) -> None:
+        """Begin new copies if the content of the loader is another than in the pass before."""
+        if name != self.name:
+            self.name, self.token, self.served, self.copies = name, secrets.token_hex(8), 0, {}
+
+    def opened(self, iterator: ClusterIterator, persistent: bool) -> None:
+        """Count a pass."""
+        self.served += 1
+        if persistent:
+            self.base, self.seed = iterator.base, iterator.base["_base_seed"]
+            self.passes = iterator.passes + 1
 
 
 class ClusterIterator(_BaseDataLoaderIter):
@@ -33,10 +67,27 @@ class ClusterIterator(_BaseDataLoaderIter):
     """
 
     def __init__(self, loader: Any, maker: Any, watch: Watch, start: dict[str, Any] | None = None) -> None:
-        super().__init__(loader)
+        self.passes = passes = start["passes"] if start else loader.kept.passes
+        if passes:  # with `persistent_workers`, torch reuses its iterator, and draws no new seed
+            vars(self).update(loader.kept.base)
+            self._reset(loader)
+            self._base_seed = loader.kept.seed
+            shared_seed = self._shared_seed
+        else:
+            super().__init__(loader)
+            shared_seed = self._shared_seed
+            if loader.num_workers:  # torch's workers have their seeds before it asks the sampler once more
+                self._reset(loader)
+        self.base = {name: value for name, value in vars(self).items() if name != "passes"}
         self._maker = maker
-        self._seed = int(self._base_seed)
-        self._close = weakref.finalize(self, maker.close)
+        self._order = Order(
+            int(self._base_seed),
+            passes=passes,
+            served=loader.kept.served,
+            shared_seed=shared_seed or 0,
+            ranks=(self._world_size, self._rank),
+        )
+        self._finish = weakref.finalize(self, maker.close)
         self._watch = watch
         weakref.finalize(self, self._watch.tell)
         self._iterable = self._dataset_kind == _DatasetKind.Iterable
@@ -51,13 +102,21 @@ class ClusterIterator(_BaseDataLoaderIter):
         """Of the batches that were submitted and not taken yet."""
         self._ready: deque[Any] = deque()
         """Batches of the last block that the script has not taken yet."""
-        self._taken = [0] * self._workers
+        self._taken, self._digests = [0] * self._workers, [0] * self._workers
+        """Of each worker of an iterable dataset: how many batches the script has, and their digest."""
         self._over: set[int] = set()
         self._turn = 0
         self._asked: deque[tuple[int, int]] = deque()
         """Places of the requested blocks, in order."""
         self._broken: Exception | None = None
         """Exception raised by the sampler."""
+        if loader.restored and not self._iterable:
+            # The state of a sampler may be that of its end: torchdata's then begin again.
+            first = next(self._sampler_iter, END)
+            if first is END:
+                self._sampler_iter = iter(self._index_sampler)
+            else:
+                self._sampler_iter = itertools.chain([first], self._sampler_iter)
         if start:
             self._resume(start)
         if self._iterable:
@@ -66,16 +125,11 @@ class ClusterIterator(_BaseDataLoaderIter):
             self._fill()
 
     def _resume(self, start: dict[str, Any]) -> None:
-        self._seed = start["base_seed"]
+        self._order = self._order._replace(base_seed=start["base_seed"], shared_seed=start["shared_seed"])
         self._num_yielded = start["yielded"]
         if self._iterable:
             self._taken, self._over = list(start["taken"]), set(start["over"])
-            self._turn = start["turn"]
-            if len(self._taken) != self._workers:
-                raise ValueError(
-                    f"the state was saved with num_workers={len(self._taken)}, not {self._workers}:"
-                    " an IterableDataset is divided among its workers"
-                )
+            self._turn, self._digests = start["turn"], list(start["digests"])
             return
         for drawn in range(start["drawn"]):
             if next(self._sampler_iter, END) is END:
@@ -89,18 +143,21 @@ class ClusterIterator(_BaseDataLoaderIter):
         if self._ended:
             return None
         return {
-            "base_seed": self._seed,
+            "base_seed": self._order.base_seed,
+            "passes": self._order.passes,
+            "shared_seed": self._order.shared_seed,
             "yielded": self._num_yielded,
             "drawn": self._number,
             "taken": list(self._taken),
             "over": sorted(self._over),
             "turn": self._turn,
+            "digests": list(self._digests),
         }
 
     def _open_streams(self) -> None:
         self._wanted, self._next_asked = list(self._taken), self._turn
         shards = [
-            (w, Shard(f"worker {w}", items=(Order(self._seed, w),)), self._taken[w])
+            (w, Shard(f"worker {w}", items=(self._order._replace(worker=w),)), self._taken[w])
             for w in range(self._workers)
             if w not in self._over
         ]
@@ -126,7 +183,7 @@ class ClusterIterator(_BaseDataLoaderIter):
                     break
                 self._submitted += 1
             if batches:
-                order = Order(self._seed, batches=tuple(batches))
+                order = self._order._replace(batches=tuple(batches))
                 name = (
                     f"batch {batches[0][0]}"
                     if len(batches) == 1
@@ -151,13 +208,18 @@ class ClusterIterator(_BaseDataLoaderIter):
             if made is END:
                 self._ended = True
                 self._watch.ended()
-                self._close()
+                self.close()
                 raise StopIteration
             if isinstance(made, Failed):
                 _reraise(made)
             self._quarantine.add(made.bad)
             if not made.empty:
                 return made.batch
+            if self._world_size > 1:
+                raise RuntimeError(
+                    f"DataLoader: no record of batch {self._number - 1} can be loaded: {made.bad[0][1]}; left"
+                    " out on this rank alone, it would make the others wait for ever"
+                )
 
     def _next_batch(self, deadline: float | None) -> Any:
         while not self._ready:
@@ -187,12 +249,31 @@ class ClusterIterator(_BaseDataLoaderIter):
             worker = self._asked[0][0]
             kind, value = self._get(deadline)
             self._asked.popleft()
-            if kind == "end":
+            if worker in self._over:
+                continue  # asked for before its end was known
+            made: Any = value[0] if kind == "block" else None
+            repeated = made is not None and made.chain[0] == self._digests[worker]
+            if isinstance(made, Failed) and not repeated:
+                return made  # that it could not be opened again explains more
+            if not repeated:
+                self.close()
+                raise RuntimeError(
+                    f"DataLoader: the stream of worker {worker} was opened again, after its process was lost"
+                    f" or from a state, and its first {self._taken[worker]} batches are not those delivered"
+                    " before, so records would be lost or repeated; give it an order that repeats (seed what"
+                    " it shuffles with)"
+                )
+            if getattr(made, "ended", False):
                 self._over.add(worker)
                 continue
+            self._digests[worker] = made.chain[1]
             self._taken[worker] += 1
             self._turn = (worker + 1) % self._workers
-            return value[0]
+            return made
+
+    def close(self) -> None:
+        """End the pass."""
+        self._finish()
 
     def _want(self, place: tuple[int, int]) -> None:
         self._asked.append(place)
@@ -204,7 +285,7 @@ class ClusterIterator(_BaseDataLoaderIter):
             # An interrupt during `next` has lost a block.
             kind, value = "failed", "an interrupt lost batches; start another pass or load a state"
         if kind == "failed":
-            self._close()
+            self.close()
             raise RuntimeError(f"DataLoader: {value}")
         return kind, value
 

@@ -28,13 +28,13 @@ from typing import Any
 
 import torch
 
-from stoker.data.engine.shards import Setup
 from stoker.data.messages import Shard
 from stoker.data.transport.client import Transport
 from stoker.data.transport.packing import PAGES, SCHEMA, unpack
 from stoker.errors import where_raised
+from stoker.loader.messages import Failed, Made
 from stoker.loader.watch import Watch
-from stoker.loader.work import Failed, LoaderChain, LoaderSource, Made, opened, packed
+from stoker.loader.work import LoaderWork, copy_for, opened, packed
 from stoker.session import EVENTS_VARIABLE
 
 ANSWER_S = 60.0
@@ -61,22 +61,31 @@ class ClusterMaker:
         service: the job's LoaderService.
         name: name of the registered loader.
         streams: workers of an iterable dataset; 0 if map-style.
-        fresh: whether workers make a new copy of the dataset for this pass.
+        keeps: names the copies of the dataset that workers keep across passes; empty: those of all loaders
+            with this content; None: a new copy for this pass.
         pinned: whether batches go into pinned memory.
         stall_s: the script fails after this long without a batch.
         watch: of the pass.
     """
 
     def __init__(
-        self, service: Any, name: str, streams: int, fresh: bool, pinned: bool, stall_s: float, watch: Watch
+        self,
+        service: Any,
+        name: str,
+        streams: int,
+        keeps: str | None,
+        pinned: bool,
+        stall_s: float,
+        watch: Watch,
     ) -> None:
         import ray
 
         self._service, self._key, self._stall_s = service, (key := secrets.token_hex(8)), stall_s
         context, told = ray.get_runtime_context(), os.environ.get(EVENTS_VARIABLE, "")
         node, job = context.get_node_id(), context.get_job_id()
-        split = f"{name}/{key}" if fresh else name
-        ray.get(service.open.remote(service, key, split, streams, node, job, told), timeout=ANSWER_S)
+        split = name if keeps == "" else f"{name}/{keeps or key}"
+        about = (streams, bool(keeps), node, job, told)
+        ray.get(service.open.remote(service, key, split, *about), timeout=ANSWER_S)
         self._puller = Puller(service, key, pinned, watch)
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
@@ -284,37 +293,20 @@ def pin(made: Made | Failed) -> Made | Failed:
     return made._replace(batch=pin_memory(made.batch))  # type: ignore[no-untyped-call]
 
 
-def register(service: Any, pages: tuple[Any, Any], name: str) -> None:
-    """Script: register a loader with the service and put its work into the object store.
-
-    Args:
-        service: the job's LoaderService.
-        pages: packed: the location of the script's modules, and the loader's work.
-        name: hash of the pages.
-    """
-    import pickle
-
-    import ray
-
-    if ray.get(service.knows.remote(name), timeout=ANSWER_S):
-        return
-    setup = Setup(LoaderSource(pages), pickle.dumps(LoaderChain()))  # type: ignore[arg-type]
-    ray.get(service.register.remote(name, setup), timeout=ANSWER_S)
-
-
 class ProcessMaker:
     """Script: makes batches in this process on request, for debugging and tests.
 
     Args:
         pages: see `register`.
+        copies: of an iterable dataset, for all passes of a loader; see `copy_for`.
     """
 
-    def __init__(self, pages: tuple[Any, Any]) -> None:
-        self._pages = pages
+    def __init__(self, pages: tuple[Any, Any], copies: dict[int, tuple[int, LoaderWork]]) -> None:
+        self._pages, self._copies = pages, copies
         self._shards: dict[int, tuple[Shard, int]] = {}
         self._running: dict[int, Iterator[Any]] = {}
         self._wanted: deque[tuple[int, int]] = deque()
-        self._work: Any = None
+        self._work: LoaderWork | None = None
 
     def submit(self, shards: list[tuple[int, Shard, int]], total: int | None) -> None:
         """Script: see the module."""
@@ -343,12 +335,12 @@ class ProcessMaker:
     def _batches(self, number: int) -> Iterator[Any]:
         if number not in self._running:
             shard, skip = self._shards.pop(number)
-            if self._work is None or self._work.iterable:
-                self._work = opened(self._pages)
-            self._running[number] = running = self._work.run(shard.items[0])
+            self._work = self._work or opened(self._pages[1])
+            order = shard.items[0]
+            if not self._work.iterable:
+                return self._work.run(order)
+            self._running[number] = running = copy_for(order, self._pages[1], self._copies).run(order)
             next(itertools.islice(running, skip, skip), None)
-        if not self._work.iterable:
-            return self._running.pop(number)
         return self._running[number]
 
     def pace(self, least: int) -> tuple[int, int]:

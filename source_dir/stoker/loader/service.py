@@ -7,7 +7,6 @@ a shard is the indices of some batches, a block is these batches.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -26,7 +25,7 @@ from stoker.data.messages import BlockReport, Origin, Server, Shard, Told
 from stoker.data.transport.agents import Agents
 from stoker.loader.attempt import STREAM_AHEAD, LoaderAttempt, LoaderPass, LoaderSettings, Place
 from stoker.loader.watch import Progress
-from stoker.session import CPU_HOSTS_VARIABLE, append
+from stoker.session import append
 
 ANSWER_S = 5.0
 """A call returns nothing after this time, so that the script can check its own deadline."""
@@ -91,10 +90,15 @@ class LoaderService(Production):
         self._lingering: deque[ReadyBlock] = deque(maxlen=LINGER)
         self._job_of: dict[str, str] = {}
         """Ray job of each open pass."""
+        self._latest: dict[str, str] = {}
+        """By loader, the name that it registered last."""
+        self._copies: dict[str, dict[int, str]] = {}
+        """With `persistent_workers` and an iterable dataset: by split, the chain worker that has the copy of
+        the dataset that serves a stream."""
 
     def is_idle(self, now: float) -> bool:
         """Stop chain workers between passes: others may need the CPUs."""
-        if self.attempt.lines:
+        if self.attempt.lines or self._copies:  # torch's persistent workers do not end between passes either
             self._busy = now
         idle, known = now - self._busy > IDLE_S, self.attempt.all_produced
         self.attempt.all_produced = idle
@@ -121,9 +125,19 @@ class LoaderService(Production):
                 with contextlib.suppress(OSError):  # that script has ended
                     append(self._events, event, values)
 
-    def knows(self, name: str) -> bool:
-        """Called by scripts: whether a loader with this content is registered."""
+    def knows(self, name: str, loader: str) -> bool:
+        """Called by scripts: whether a loader with this content is registered.
+
+        Args:
+            name: of the content.
+            loader: that asks; its earlier content is dropped if no other uses it.
+        """
         with self.changed:
+            before, self._latest[loader] = self._latest.get(loader), name
+            if before is not None and before not in {*self._latest.values(), *self._used()}:
+                self.setups.pop(before, None)
+                for split in [split for split in self._copies if split.partition("/")[0] == before]:
+                    del self._copies[split]
             known = self.setups.pop(name, None)
             if known is not None:
                 self.setups[name] = known  # most recently used
@@ -136,19 +150,28 @@ class LoaderService(Production):
         kept = ray.put(setup)
         with self.changed:
             self.setups[name] = kept
-            used = {split.partition("/")[0] for split in self._open()}
+            used = self._used()
             for oldest in [each for each in list(self.setups)[:-MOST_LOADED] if each not in used]:
                 del self.setups[oldest]
 
     def _open(self) -> set[str]:
         return {line.plan.split for line in self.attempt.lines.values()} if self.attempt else set()
 
+    def forget(self, split: str) -> None:
+        """Called by scripts: the copies of a dataset serve no further pass."""
+        with self.changed:
+            self._copies.pop(split, None)
+
+    def _used(self) -> set[str]:
+        return {split.partition("/")[0] for split in self._open()}
+
     def setup(self, split: str, loaded: list[str]) -> tuple[list[Any], list[str]]:
         """Called by chain workers: passes over one loader share its Setup; dataset copies of finished passes
         are dropped."""
         with self.changed:
             references, _ = super().setup(split.partition("/")[0], loaded)
-            return references, [each for each in loaded if "/" in each and each not in self._open()]
+            needed = {*self._open(), *self._copies}
+            return references, [each for each in loaded if "/" in each and each not in needed]
 
     def enter(self, me: Any, job: str) -> None:
         """Called by scripts, first of all: without this call, nothing would end a detached actor.
@@ -162,14 +185,17 @@ class LoaderService(Production):
                 threading.Thread(target=self._watch_jobs, args=(me,), daemon=True).start()
             self._jobs.add(job)
 
-    def open(self, me: Any, key: str, name: str, streams: int, node: str, job: str, told: str) -> None:
+    def open(
+        self, me: Any, key: str, split: str, streams: int, keeps: bool, node: str, job: str, told: str
+    ) -> None:
         """Called by scripts: open a pass.
 
         Args:
             me: this actor's handle.
             key: key of the pass.
-            name: name of the registered loader.
+            split: name of the registered loader, and of the copies of its dataset.
             streams: see LoaderPass.
+            keeps: whether the copies serve later passes, too.
             node: Ray node of the script.
             job: Ray job of the script.
             told: the file through which the script sends events to the run; empty: outside a job.
@@ -185,12 +211,14 @@ class LoaderService(Production):
                 number = attempt.number + 1 if attempt else 0
                 attempt = LoaderAttempt(
                     number, self.passes, self.pool, self.budget_bytes, self.ticket_numbers,
-                    self.changed, self.ready, self.notes.append,
+                    self.changed, self.ready, self.notes.append, self._copies,
                 )  # fmt: skip
                 self.attempt = attempt
             self.training[len(self.training)] = node
             self._busy = time.monotonic()
-            attempt.open(key, name, streams)
+            if keeps:
+                self._copies.setdefault(split, {})
+            attempt.open(key, split, streams)
             self.changed.notify_all()
         self.start_engine(me)
 
@@ -313,38 +341,3 @@ class LoaderService(Production):
                     break
                 self.changed.wait(1.0)
         return go_on
-
-
-def service_of(group: str, stall_s: float) -> Any:
-    """Script: return the service of this job; the first caller starts it.
-
-    It is detached, so that it outlives the script that starts it while other ranks use it.
-    """
-    import ray
-
-    from stoker.bootstrap.topology import NODE_LABEL
-    from stoker.data.coordinator.elastic import Hosts
-    from stoker.data.opening import BUFFER_SHARE, LEAST_BUFFER_BYTES
-
-    node = ray.get_runtime_context().get_node_id()
-    resources = ray.cluster_resources()
-    actor = ray.remote(LoaderService).options(
-        name=f"stoker-loader-{group}",
-        namespace="stoker",
-        get_if_exists=True,
-        lifetime="detached",
-        num_cpus=0,
-        max_concurrency=64 + 2 * int(resources.get("CPU", 1)),
-        label_selector={NODE_LABEL: node},
-    )
-    budget = max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0)))
-    from stoker.schema import ClusterConfig, Config
-    from stoker.schema_places import CpuHostsConfig
-    from stoker.sizing.scaler import Scaler
-
-    options = CpuHostsConfig.model_validate_json(os.environ.get(CPU_HOSTS_VARIABLE, "{}"))
-    config = Config(cluster=ClusterConfig(cpu_hosts=options))
-    scaler = Scaler(options) if options.max else None
-    service = actor.remote(Hosts(config, node), budget, stall_s, scaler, node)
-    service.enter.remote(service, ray.get_runtime_context().get_job_id())
-    return service

@@ -14,46 +14,18 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from stoker.data.messages import BadRecord, BlockReport, Record, Shard
 from stoker.data.preprocessing.chain import use_one_thread
 from stoker.data.sources.seeding import seed_globals
 from stoker.data.transport.packing import PAGES, pack, unpack
 from stoker.data.transport.room import Room
+from stoker.loader.digests import digest
+from stoker.loader.messages import Failed, Made, Order
 
 BATCHES = "__batches"
 """How many batches the pages hold."""
-
-
-class Failed(NamedTuple):
-    """Chain worker → script: why a batch could not be made."""
-
-    kind: type[BaseException]
-    where: str
-    """Index or batch, and host."""
-    words: str
-    """The traceback."""
-
-
-class Made(NamedTuple):
-    """Chain worker → script: a batch."""
-
-    batch: Any
-    bad: tuple[tuple[Any, str], ...] = ()
-    """Index and reason of each skipped record."""
-    empty: bool = False
-    """Whether all records were skipped."""
-
-
-class Order(NamedTuple):
-    """Script → chain worker: batches of a map-style dataset, or one worker's part of an iterable dataset."""
-
-    base_seed: int
-    worker: int = 0
-    """Iterable dataset: `get_worker_info().id`."""
-    batches: tuple[tuple[int, Any], ...] = ()
-    """Number and indices of each batch."""
 
 
 @dataclass
@@ -67,69 +39,96 @@ class LoaderWork:
     batch_size: int | None
     drop_last: bool
     workers: int
-    """`get_worker_info().num_workers`."""
+    """`get_worker_info().num_workers`; 0: there is no worker info."""
     worker_init_fn: Callable[[int], None] | None
     quarantines: bool
+    keeps: bool = False
+    """Whether copies of an iterable dataset serve all passes (`persistent_workers`)."""
     _begun: set[int] = field(default_factory=set)
 
     def run(self, order: Order) -> Iterator[list[Made | Failed]]:
         """Yield groups of batches: one group for a map-style dataset, otherwise single batches."""
         if self.iterable:
-            why = self._begun_as(order.base_seed, order.worker)
-            yield from ([made] for made in ((why,) if why else self._stream(order)))
+            why, before = self._begun_as(order, order.worker, order.worker), 0
+            # Repeated, because a stream that is opened again skips batches.
+            for made in itertools.repeat(why) if why else self._stream(order):
+                after = _digest(made, before)
+                yield [made._replace(chain=(before, after))]
+                before = after
             return
         group = []
         for number, indices in order.batches:
-            why = self._begun_as(order.base_seed, number % self.workers)
-            group.append(why or self._one(order.base_seed, number, indices))
+            why = self._begun_as(order, number % max(self.workers, 1), number)
+            group.append(why or self._one(order.seed, number, indices))
         yield group
 
-    def _begun_as(self, base_seed: int, worker: int) -> Failed | None:
+    def _begun_as(self, order: Order, worker: int, distinct: int) -> Failed | None:
         try:
-            self._begin(base_seed, worker)
+            self._begin(order, worker, distinct)
         except BaseException as error:
             return failed(error, f"worker_init_fn({worker})")
         return None
 
-    def _begin(self, base_seed: int, worker: int) -> None:
-        """Set up worker info and run `worker_init_fn`, as torch does in a worker process."""
+    def _begin(self, order: Order, worker: int, distinct: int) -> None:
+        """Set up worker info and run `worker_init_fn`, as torch does in a worker process.
+
+        Several processes share the batches of a worker of a map-style dataset, so its seed is that of the
+        batch: otherwise their generators would draw alike.
+        """
+        import torch
+        from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
         from torch.utils.data._utils import worker as torchs
 
-        torchs._worker_info = torchs.WorkerInfo(
-            id=worker, num_workers=self.workers, seed=base_seed + worker, dataset=self.dataset
-        )
-        if self.worker_init_fn is not None and (self.iterable or not self._begun):
-            seed_globals(f"{base_seed}/worker/{worker}")
-            self.worker_init_fn(worker)
+        if isinstance(self.dataset, IterDataPipe):
+            seeds = torch.Generator().manual_seed(order.shared_seed)
+            self.dataset = graph_settings.apply_random_seed(self.dataset, seeds)
+        torchs._worker_info = None
+        if self.workers:
+            torchs._worker_info = torchs.WorkerInfo(
+                id=worker, num_workers=self.workers, seed=order.base_seed + distinct, dataset=self.dataset
+            )
+        if not self._begun:
+            if isinstance(self.dataset, IterDataPipe | MapDataPipe):
+                world, rank = order.ranks
+                graph_settings.apply_sharding(
+                    self.dataset, max(self.workers, 1) * world, worker * world + rank
+                )
+            if self.worker_init_fn is not None and self.workers:
+                seed_globals(f"{order.seed}/worker/{worker}")
+                self.worker_init_fn(worker)
         self._begun.add(worker)
 
-    def _one(self, base_seed: int, number: int, indices: Any) -> Made | Failed:
+    def _one(self, seed: str, number: int, indices: Any) -> Made | Failed:
         bad: list[tuple[Any, str]] = []
         try:
-            data = self._records(base_seed, number, indices, bad)
+            data = self._records(seed, number, indices, bad)
             if bad and not data:
                 return Made(None, tuple(bad), empty=True)
-            seed_globals(f"{base_seed}/{number}/collate")
+            seed_globals(f"{seed}/{number}/collate")
             return Made(self.collate(data), tuple(bad))
         except _AtIndexError as at:
             return failed(at.__cause__ or at, f"index {at.index!r} (batch {number})")
         except BaseException as error:
             return failed(error, f"collate_fn of batch {number}, indices {short(indices)}")
 
-    def _records(self, base_seed: int, number: int, indices: Any, bad: list[tuple[Any, str]]) -> Any:
+    def _records(self, seed: str, number: int, indices: Any, bad: list[tuple[Any, str]]) -> Any:
         if not self.auto_collation:
-            return self._record(f"{base_seed}/{number}/0", indices)
+            found = self._good([indices], f"{seed}/{number}", bad)
+            return found[0] if found else found
         together = getattr(self.dataset, "__getitems__", None)
         if together and not self.quarantines:
-            seed_globals(f"{base_seed}/{number}")
+            seed_globals(f"{seed}/{number}")
             try:
                 return together(indices)
             except BaseException as error:
                 raise _AtIndexError(short(indices)) from error
+        return self._good(indices, f"{seed}/{number}", bad)
+
+    def _good(self, indices: Any, seed: str, bad: list[tuple[Any, str]]) -> list[Any]:
         data = []
         for nth, index in enumerate(indices):
             try:
-                data.append(self._record(f"{base_seed}/{number}/{nth}", index))
+                data.append(self._record(f"{seed}/{nth}", index))
             except _AtIndexError as at:
                 if not self.quarantines or not isinstance(at.__cause__, Exception):
                     raise
@@ -145,26 +144,69 @@ class LoaderWork:
 
     def _stream(self, order: Order) -> Iterator[Made | Failed]:
         """One worker's part of an iterable dataset, read with torch's own fetcher."""
+        from torch.utils.data._utils import worker as torchs
         from torch.utils.data._utils.fetch import _IterableDatasetFetcher
 
-        seed_globals(f"{order.base_seed}/{order.worker}")
-        try:
-            fetcher = _IterableDatasetFetcher(self.dataset, self.auto_collation, self.collate, self.drop_last)
-        except BaseException as error:
-            yield failed(error, f"iter(dataset) of worker {order.worker}")
-            return
-        size = range(self.batch_size or 1)
-        number = 0
+        info, fetcher, number = torchs._worker_info, None, 0
         while True:
-            seed_globals(f"{order.base_seed}/{order.worker}/{number}")
+            torchs._worker_info = info  # every time: streams and passes take turns in this process
+            seed_globals(f"{order.seed}/{order.worker}" + ("" if fetcher is None else f"/{number}"))
             try:
-                made: Made | Failed = Made(fetcher.fetch(size))  # type: ignore[no-untyped-call]
-            except StopIteration:
-                return
+                if fetcher is None:
+                    fetcher = _IterableDatasetFetcher(
+                        self.dataset, self.auto_collation, self.collate, self.drop_last
+                    )
+                    continue
+                made: Made | Failed = Made(fetcher.fetch(range(self.batch_size or 1)))  # type: ignore[no-untyped-call]
             except BaseException as error:
+                if fetcher is None:
+                    why = failed(error, f"iter(dataset) of worker {order.worker}")
+                    yield from itertools.repeat(why)
+                if isinstance(error, StopIteration):
+                    yield Made(None, ended=True)
+                    return
                 made = failed(error, f"batch {number} of worker {order.worker}")
             yield made  # continues after a failure, as torch does; a generator that raised is exhausted
             number += 1
+
+
+def _digest(made: Made | Failed, before: int) -> int:
+    if isinstance(made, Failed):
+        return digest(made.kind.__qualname__, before)
+    try:
+        return digest(made.batch, before)
+    except Exception:  # it refers to itself
+        return digest(type(made.batch).__qualname__, before)
+
+
+def copy_for(
+    order: Order, pages: Any, copies: dict[int, tuple[int, LoaderWork]], began: bool = False
+) -> LoaderWork:
+    """Chain worker: the copy of an iterable dataset for a stream.
+
+    Args:
+        order: the stream.
+        pages: the packed LoaderWork.
+        copies: with `persistent_workers`, by worker: the passes that a copy has served, and the copy.
+        began: whether an earlier pass has begun with this stream; it may have been given up before.
+
+    Raises:
+        RuntimeError: the copy that served the earlier passes is not in this process.
+    """
+    served, work = copies.pop(order.worker, (0, None))
+    if not order.served or (work is None and not began):
+        served, work = 0, opened(pages)
+    if work is None or served > order.served:
+        raise RuntimeError(
+            f"the copy of the dataset that served worker {order.worker} in earlier passes was lost with its"
+            " process; start the script again from its last state, or use persistent_workers=False, which"
+            " makes new copies in each pass"
+        )
+    for _ in range(order.served - served):  # passes that were given up before this stream was opened
+        next(iter(work.dataset), None)
+    if work.keeps:
+        copies[order.worker] = (order.served + 1, work)
+    return work
 
 
 class _AtIndexError(Exception):
@@ -203,27 +245,29 @@ class LoaderSource:
 
     Args:
         pages: packed: the location of the script's modules, and the LoaderWork.
+        stays: whether a shard that is set aside is continued, not read again: the stream of an iterable
+            dataset.
     """
 
     random = False
 
-    def __init__(self, pages: Any) -> None:
-        self.pages = pages
+    def __init__(self, pages: Any, stays: bool = False) -> None:
+        self.pages, self.stays = pages, stays
         self._folder = ""
         self._work: LoaderWork | None = None
+        self._copies: dict[int, tuple[int, LoaderWork]] = {}
         self._room: Room | None = None
 
     def read(self, shard: Shard, order: Any) -> Iterator[Record]:
         """Yield each group of batches as a record; a batch that cannot be packed becomes a Failed."""
         self._folder = self._folder or reach(self.pages)
-        if Path(self._folder).is_dir():
-            os.chdir(self._folder)  # every time: loaders of other scripts share this process
-        if self._work is None or self._work.iterable:
+        self._enter()
+        if self._room is None:
             use_one_thread()
-            self._work = opened(self.pages)
-        self._room = self._room or Room()
-        groups = self._work.run(shard.items[0])
+            self._room = Room()
+        groups = self._groups(shard.items[0], bool(shard.home))
         for number in itertools.count():
+            self._enter()
             started = time.perf_counter()
             with self._room.group():
                 group = next(groups, None)
@@ -231,6 +275,19 @@ class LoaderSource:
                     return
                 pages = packed(group, time.perf_counter() - started, self._room)
             yield {"key": f"{shard.called}/{number}", PAGES: pages, BATCHES: len(group)}
+
+    def _enter(self) -> None:
+        if Path(self._folder).is_dir():
+            os.chdir(self._folder)  # every time: loaders of other scripts share this process
+
+    def _groups(self, order: Order, began: bool) -> Iterator[list[Made | Failed]]:
+        if not self.stays:
+            self._work = self._work or opened(self.pages[1])
+            return self._work.run(order)
+        try:
+            return copy_for(order, self.pages[1], self._copies, began).run(order)
+        except BaseException as error:
+            return itertools.repeat([failed(error, f"worker {order.worker}")])
 
 
 def reach(pages: Any) -> str:
@@ -246,7 +303,7 @@ def opened(pages: Any) -> LoaderWork:
     """Chain worker: unpack a loader's work."""
     import numpy as np
 
-    work: LoaderWork = unpack(np.array(pages[1]))[0]
+    work: LoaderWork = unpack(np.array(pages))[0]
     return work
 
 
@@ -267,7 +324,7 @@ def _packable(made: Made | Failed) -> Made | Failed:
     except Exception as error:
         if isinstance(made, Failed):
             return made._replace(kind=RuntimeError)
-        return failed(error, "a batch that cannot be sent")
+        return failed(error, "a batch that cannot be sent")._replace(chain=made.chain)
     return made
 
 

@@ -36,6 +36,8 @@ class ChainWorker:
         context = ray.get_runtime_context()
         self._coordinator = coordinator
         self._loaded: dict[str, Loaded] = {}
+        self._aside: dict[tuple[str, int], tuple[int, int, Iterator[Any]]] = {}
+        """Streams to be continued, by split and number: pass, next block, and the rest."""
         self._ended: int | None = None
         """The last ticket whose work is complete."""
         self._node, self._process = context.get_node_id(), context.get_actor_id()
@@ -86,7 +88,11 @@ class ChainWorker:
         made = 0
         far = getattr(loaded.source, "far", False) and not (loaded.cache or loaded.share or guard)
         for number, item in enumerate(claim.work, 1):
-            if loaded.share and not guard:
+            place = (split, item.number)
+            aside = self._aside.get(place)
+            if aside is not None and aside[:2] == (claim.plan.seed, item.skip):
+                blocks = self._aside.pop(place)[2]
+            elif loaded.share and not guard:
                 blocks = loaded.share.blocks(loaded, claim.plan, item, task)
             else:
                 blocks = tables_of(loaded, claim.plan, item, guard)
@@ -104,6 +110,8 @@ class ChainWorker:
                         yield table
                     made += 1
                 if not go_on:
+                    if getattr(loaded.source, "stays", False):
+                        self._aside[place] = claim.plan.seed, report.nth + 1, blocks
                     return
 
     def _prepare(self, source: Source, ticket: int, left: list[Work]) -> None:
@@ -114,9 +122,11 @@ class ChainWorker:
                 source.prepare(shard)
 
     def _load(self, split: str) -> Loaded:
-        references, over = self._ask("setup", split, list(self._loaded))
+        known = {*self._loaded, *(of for of, _ in self._aside)}
+        references, over = self._ask("setup", split, sorted(known))
         for each in over:
-            del self._loaded[each]
+            self._loaded.pop(each, None)
+        self._aside = {place: aside for place, aside in self._aside.items() if place[0] not in over}
         return load(*references)
 
     def _ask(self, method: str, *arguments: Any) -> Any:

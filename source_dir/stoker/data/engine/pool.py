@@ -60,6 +60,12 @@ class Pool:
     """Nodes with running chain workers."""
     closing: frozenset[str] = frozenset()
     """Nodes of hosts that are about to leave."""
+    bound: set[str] = field(default_factory=set)
+    """Chain workers with a state that no other has; they stay while their host does."""
+    there: dict[str, str] = field(default_factory=dict)
+    """Running chain workers: id → node."""
+    gone: set[str] = field(default_factory=set)
+    """Chain workers that have ended."""
     _first: set[str] = field(default_factory=set)
     """Hosts that always preprocess: the preprocessing-only hosts, or all if there are none."""
     _since: float | None = None
@@ -96,12 +102,13 @@ class Pool:
             there: id → node.
             now: `time.monotonic()`.
         """
-        self.staffed = set(there.values())
+        self.gone = (self.gone | self.there.keys()) - there.keys()
+        self.there, self.staffed = dict(there), set(there.values())
         left = Counter(self.wanted)
         beyond = []
         for process, node in there.items():
             left[node] -= 1
-            if left[node] < 0:
+            if left[node] < 0 and (process not in self.bound or node in self.closing):
                 beyond.append(process)
         self.leaving = [p for p in beyond if p in self.leaving or there[p] in self.closing]
         if beyond and left and not self.leaving and now - self._moved >= MOVE_EVERY_S:
@@ -127,6 +134,10 @@ class Pool:
         free = {node: there[node] / slots for node, slots in wanted.items() if there[node] < slots}
         first = {node: load for node, load in free.items() if node in self._first} or free
         return min(first, key=lambda node: (first[node], node)) if first else ""
+
+    def is_lost(self, process: str) -> bool:
+        """Whether a chain worker has ended, or its host is lost or about to leave."""
+        return process in self.gone or self.there.get(process, process) not in {process, *self.hosts}
 
     def name(self, node: str) -> str:
         """Name of a host for messages."""

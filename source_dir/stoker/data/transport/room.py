@@ -101,6 +101,7 @@ class Room:
             if place is None:
                 place, end = end, aligned(end + len(array))
                 flat[place : place + len(array)] = array
+                flat[place + len(array) : end] = 0  # so that equal objects have equal pages
             found.append(place)
         return flat, found, end
 

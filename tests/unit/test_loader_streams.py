@@ -1,0 +1,277 @@
+"""`stoker.DataLoader` against torch's: samplers, epochs, persistent workers, streams, interrupted anywhere.
+
+Batches are made in this process (STOKER_LOADER=process): by the same code as on a cluster, without Ray.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data.datapipes.iter import IterableWrapper
+
+from stoker import DataLoader
+from stoker.loader.digests import digest
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_LOADER", "process")
+
+
+class Numbers(Dataset[Any]):
+    def __init__(self, count: int = 23) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Counts(IterableDataset[Any]):
+    """Counts its epochs, and shuffles by them."""
+
+    def __init__(self, seed: int | None = 5, by: int = 1) -> None:
+        self.seed, self.by, self.epoch = seed, by, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        self.epoch += self.by
+        numbers = list(range(worker, 23, workers))
+        random.Random(None if self.seed is None else self.seed + self.epoch).shuffle(numbers)
+        for number in numbers:
+            assert get_worker_info() == info, "also while other streams are read"
+            yield 100 * self.epoch + number
+
+
+class Positions(Sampler[int]):
+    """A stateful sampler that keeps its position, and moves on to the next epoch at its end."""
+
+    def __init__(self) -> None:
+        self.epoch = self.at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(23, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.at < 23:
+            self.at += 1
+            yield order[self.at - 1]
+        self.epoch, self.at = self.epoch + 1, 0
+
+    def __len__(self) -> int:
+        return 23
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+class Yielded(Sampler[int]):
+    """As torchdata's StatefulDistributedSampler: its state is what it has yielded, also at its end."""
+
+    def __init__(self) -> None:
+        self.yielded, self.skip = 0, 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.yielded, self.skip = self.skip, 0
+        for index in range(self.yielded, 23):
+            self.yielded += 1
+            yield 22 - index
+
+    def __len__(self) -> int:
+        return 23
+
+    def state_dict(self) -> dict[str, int]:
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skip = state["yielded"]
+
+
+def arguments(kind: str) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(9)
+    if kind == "shuffled":
+        return {"batch_size": 4, "shuffle": True, "generator": generator}
+    if kind == "global":
+        return {"batch_size": 4, "shuffle": True}
+    if kind == "batches":
+        sampler = BatchSampler(RandomSampler(Numbers(), generator=generator), 5, drop_last=True)
+        return {"batch_sampler": sampler, "generator": generator}
+    if kind in ("positions", "yielded"):
+        return {"batch_size": 4, "sampler": Positions() if kind == "positions" else Yielded()}
+    if kind == "dropping":
+        return {"batch_size": 4, "sampler": Yielded(), "drop_last": True}
+    return {"batch_size": 4}
+
+
+KINDS = ("in order", "shuffled", "global", "batches", "positions", "yielded", "dropping", "stream")
+
+
+def loader(of: type[Any], kind: str, workers: int, persistent: bool) -> Any:
+    dataset = Counts(by=kind == "epochs") if kind in ("stream", "epochs") else Numbers()
+    return of(dataset, num_workers=workers, persistent_workers=persistent, **arguments(kind))
+
+
+def lists(batches: Any) -> list[Any]:
+    return [batch.tolist() for batch in batches]
+
+
+def passes(of: type[Any], kind: str, workers: int, persistent: bool, count: int) -> list[Any]:
+    """The batches of some passes, and what the script draws between them."""
+    torch.manual_seed(1)
+    made = loader(of, kind, workers, persistent)
+    return [(lists(made), float(torch.rand(()))) for _ in range(count)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [*KINDS, "epochs"])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_passes_of_persistent_workers_are_torchs(kind: str, workers: int, persistent: bool) -> None:
+    """And of others, by torch's own processes."""
+    expected = passes(TorchLoader, kind, workers, persistent, 3)
+    assert passes(DataLoader, kind, workers, persistent, 3) == expected
+
+
+@pytest.mark.long
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kind=st.sampled_from(KINDS),
+    workers=st.integers(0, 3),
+    persistent=st.booleans(),
+    stops=st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=5),
+)
+def test_interrupted_anywhere_a_loader_gives_what_it_would_have_given(
+    kind: str, workers: int, persistent: bool, stops: list[tuple[int, bool]]
+) -> None:
+    """Each stop is a new process: after some batches, in any pass; before its first batch, perhaps opened."""
+    settled = {"workers": workers, "persistent": persistent and workers > 0}
+    whole = [batches for batches, _ in passes(DataLoader, kind, count=3, **settled)]
+    found: list[list[Any]] = [[]]
+    torch.manual_seed(1)
+    made = loader(DataLoader, kind, **settled)
+    for take, opens in [*stops, (1000, True)]:
+        left = take
+        while left and len(found) <= 3:
+            part = lists(itertools.islice(iter(made), left))
+            found[-1] += part
+            left -= len(part)
+            if left:
+                found.append([])
+                torch.rand(())  # as the script does between its passes
+        if opens and not take:
+            iter(made)
+        state, drawn = made.state_dict(), torch.get_rng_state()
+        torch.manual_seed(77)
+        made = loader(DataLoader, kind, **settled)
+        made.load_state_dict(state)
+        assert made.state_dict() == state, "also before the first batch"
+        torch.set_rng_state(drawn)
+    assert found[:3] == whole
+
+
+def test_a_dataset_that_counts_its_epochs_counts_those_that_were_given_up_too() -> None:
+    made = DataLoader(Counts(), batch_size=4, num_workers=2, persistent_workers=True)
+    next(iter(made))
+    assert {n // 100 for batch in made for n in batch.tolist()} == {2}
+    copies = DataLoader(Counts(), batch_size=4, num_workers=2)
+    assert [{n // 100 for batch in copies for n in batch.tolist()} for _ in range(2)] == [{1}, {1}]
+
+
+@pytest.mark.parametrize("taken", [3, 9])
+def test_a_state_of_a_stream_that_does_not_repeat_is_refused(taken: int) -> None:
+    """At its first batch, and also where all of its batches were taken."""
+    made = DataLoader(Counts(seed=None), batch_size=5, num_workers=2)
+    iterator = iter(made)
+    for _ in range(min(taken, 6)):
+        next(iterator)
+    again = DataLoader(Counts(seed=None), batch_size=5, num_workers=2)
+    again.load_state_dict(made.state_dict())
+    with pytest.raises(RuntimeError, match=r"was opened again.* are not those delivered"):
+        list(again)
+
+
+class Shorter(IterableDataset[Any]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.count))
+
+
+def test_a_state_beyond_the_end_of_a_stream_is_refused() -> None:
+    made = DataLoader(Shorter(20), batch_size=4)
+    iterator = iter(made)
+    for _ in range(4):
+        next(iterator)
+    again = DataLoader(Shorter(12), batch_size=4)
+    again.load_state_dict(made.state_dict())
+    with pytest.raises(RuntimeError, match="its first 4 batches are not those delivered"):
+        list(again)
+
+
+def pipe() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return IterableWrapper(list(range(40))).shuffle().sharding_filter()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [0, 2])
+def test_datapipes_are_shuffled_and_divided_as_torch_does(workers: int) -> None:
+    found = []
+    for of in (TorchLoader, DataLoader):
+        torch.manual_seed(3)
+        made = of(pipe(), batch_size=4, num_workers=workers)
+        found.append([lists(made) for _ in range(2)])
+    assert found[0] == found[1]
+    assert sorted(n for batch in found[1][0] for n in batch) == list(range(40))
+
+
+VALUES = [
+    {"b": torch.ones(2, dtype=torch.bfloat16), "a": [1, 2.5, "c", None, b"d"]},
+    [np.arange(6).reshape(2, 3), np.float32(2), np.array(["x", None], object)],
+    (torch.zeros(0), torch.tensor(True), 1 << 70, 2j, frozenset({"p", "q"})),
+    torch.arange(40_000, dtype=torch.int32),
+    Image.new("RGB", (3, 2), (1, 2, 3)),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_a_digest_depends_on_values_alone(value: Any) -> None:
+    assert digest(value, 7) == digest(copy.deepcopy(value), 7) != digest(value, 8)
+
+
+def test_digests_of_values_that_differ_somewhere_differ() -> None:
+    whole = torch.arange(1 << 20, dtype=torch.int32)
+    others = [whole.clone() for _ in range(3)]
+    others[0][0] = 1
+    others[1][-1] = 1
+    others[2][[0, 500_000]] = others[2][[500_000, 0]]
+    values = [
+        whole,
+        *others,
+        whole.to(torch.int64),
+        whole.reshape(2, -1),
+        {"a": 1},
+        {"a": 2},
+        {"b": 1},
+        [1],
+        ["1"],
+    ]
+    assert len({digest(value) for value in values}) == len(values)
