@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,64 @@ def test_a_dataset_that_changes_between_epochs_is_seen_as_it_is() -> None:
     assert torch.equal(next(iter(loader))[0], 2 * first)
 
 
+class Large4(Records):
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.memory = np.zeros(1 << 20, np.uint8)
+
+
+def test_a_dataset_that_changes_in_each_epoch_is_kept_twice_at_most() -> None:
+    from stoker.loader import cluster
+
+    records = Large4()
+    loader = DataLoader(records, batch_size=4)
+    kept: list[set[str]] = []
+    for epoch in range(6):
+        records.factor = float(epoch)
+        assert [float(batch[0][1, 0]) for batch in loader] == [epoch]
+        service = ray.get_actor(f"stoker-loader-{cluster.group()}", namespace="stoker")
+        kept.append(ray.get(service.__ray_call__.remote(lambda self: set(self.setups)), timeout=60))
+    own = set.union(*kept[1:]) - kept[0]
+    assert len(own) == 5 and len(own & kept[-1]) <= 2
+
+
+class Speaks(Records):
+    def __getitem__(self, index: int) -> Any:
+        if index == 7:
+            print("seven is here")
+            warnings.warn("seven is odd", stacklevel=2)
+        return index
+
+
+def test_what_a_dataset_prints_and_warns_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    assert len(list(DataLoader(Speaks(), batch_size=6))) == 11
+    shown = capfd.readouterr()
+    assert "seven is here\n" in shown.out and "UserWarning: seven is odd" in shown.err
+
+
+EDITS = """
+import importlib, pathlib, sys
+sys.path.insert(0, sys.argv[1])
+file = pathlib.Path(sys.argv[1]) / "edited_records.py"
+text = "class Edited:\\n    def __len__(self): return 2\\n    def __getitem__(self, index): return 'NAME'\\n"
+file.write_text(text.replace("NAME", "before"))
+import edited_records
+from stoker import DataLoader
+
+for name in ("before", "after the edit"):
+    file.write_text(text.replace("NAME", name))
+    importlib.reload(edited_records)
+    print(list(DataLoader(edited_records.Edited(), batch_size=2)))
+"""
+
+
+def test_a_module_that_a_script_loads_again_is_that_of_its_records(tmp_path: Path) -> None:
+    done = run_script(EDITS, str(tmp_path))
+    assert done.stdout.splitlines() == ["[['before', 'before']]", "[['after the edit', 'after the edit']]"], (
+        done
+    )
+
+
 class Hangs(Records):
     def __getitem__(self, index: int) -> Any:
         if index == 30:
@@ -381,9 +440,9 @@ for batch in DataLoader(list(range(8)), batch_size=2):
 """
 
 
-def run_script(text: str) -> subprocess.CompletedProcess[str]:
+def run_script(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-    command = [sys.executable, "-c", text]
+    command = [sys.executable, "-c", text, *arguments]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
 
 

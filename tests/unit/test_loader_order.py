@@ -345,6 +345,30 @@ def test_quarantine_beyond_its_budget_is_an_error() -> None:
         list(loader)
 
 
+def test_quarantine_leaves_out_single_records_where_nothing_is_collated() -> None:
+    loader = DataLoader(Broken(), batch_size=None, on_error="quarantine", bad_record_budget=0.2)
+    assert [int(record) for record in loader] == [i for i in range(43) if i % 10 != 3]
+    assert [index for index, _ in loader.quarantine.records] == [3, 13, 23, 33]
+
+
+def test_a_batch_without_a_good_record_does_not_vanish_on_one_rank_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its rank would make a step fewer, and the others would wait for it."""
+    options: dict[str, Any] = {"on_error": "quarantine", "bad_record_budget": 0.2}
+    sampler = DistributedSampler(Broken(), 2, 1, shuffle=False)
+    iterator = iter(DataLoader(Broken(), batch_size=1, sampler=sampler, **options))
+    assert int(next(iterator)) == 1
+    with pytest.raises(RuntimeError, match=r"no record of batch 1 can be loaded: KeyError"):
+        next(iterator)
+    assert [int(n) for n in DataLoader(Broken(), batch_size=1, **options)][:4] == [0, 1, 2, 4]
+
+
+def test_a_loader_can_be_annotated_as_torchs() -> None:
+    annotated: DataLoader[int] = DataLoader[int](list(range(3)), batch_size=None)
+    assert list(annotated) == [0, 1, 2]
+
+
 def test_what_cannot_be_sent_is_named() -> None:
     records = Records()
     records.lock = threading.Lock()  # type: ignore[attr-defined]

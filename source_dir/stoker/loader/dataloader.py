@@ -23,6 +23,7 @@ from stoker.loader import cluster
 from stoker.loader.adoption import adopt, follow_accelerate
 from stoker.loader.iterator import ClusterIterator, Kept, Quarantine
 from stoker.loader.makers import ClusterMaker, ProcessMaker, end_passes_before_ray
+from stoker.loader.modules import reloaded
 from stoker.loader.watch import Watch
 from stoker.loader.work import LoaderWork
 
@@ -123,7 +124,7 @@ class DataLoader(TorchDataLoader[Item]):
         keeps = self.persistent_workers or self._keeps
         state = self._state if self._state and self._state["place"] else None
         if state is not None:
-            self._refuse_other(state, {"world_size": self._world_size()})
+            self._refuse_other(state, {"world_size": self.world_size()})
         if keeps and self._live:
             self._live[0].close()  # the copies serve one pass at a time, as torch's persistent workers do
         passes = state["place"]["passes"] if state else self.kept.passes
@@ -194,7 +195,7 @@ class DataLoader(TorchDataLoader[Item]):
             keeps=self._keeps,
         )
         try:
-            return pack([(folder, path)]), pack([work])
+            return pack([(folder, path, reloaded())]), pack([work])
         except Exception as error:
             raise UsageError(
                 f"stoker.DataLoader: the dataset cannot be sent to other processes: {type(error).__name__}:"
@@ -212,7 +213,7 @@ class DataLoader(TorchDataLoader[Item]):
         place = iterator.place() if iterator is not None else None
         kept = {"passes": self.kept.passes, "seed": self.kept.seed}
         generators = before if place else self._generators()
-        shape = self._shape() | {"world_size": self._world_size()}
+        shape = self._shape() | {"world_size": self.world_size()}
         return {"version": VERSION, "place": place, "generators": generators, "kept": kept, "shape": shape}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -243,7 +244,8 @@ class DataLoader(TorchDataLoader[Item]):
                 sizes[name] = None
         return sizes
 
-    def _world_size(self) -> int:
+    def world_size(self) -> int:
+        """Script: how many ranks share the pass, by `torch.distributed` and by the sampler."""
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         replicas = [getattr(each, "num_replicas", None) for each in self._samplers()]
         return max([world, *(found for found in replicas if isinstance(found, int))])

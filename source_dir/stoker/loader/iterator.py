@@ -93,7 +93,7 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._iterable = self._dataset_kind == _DatasetKind.Iterable
         self._workers = max(1, loader.num_workers)
         self._ahead = self._workers * (loader.prefetch_factor or 2)
-        self._quarantine = loader.quarantine
+        self._quarantine, self._ranks = loader.quarantine, loader.world_size()
         self._submitted = self._number = self._groups = 0
         self._exhausted = self._ended = False
         self._records = loader.batch_size or 1
@@ -215,7 +215,7 @@ class ClusterIterator(_BaseDataLoaderIter):
             self._quarantine.add(made.bad)
             if not made.empty:
                 return made.batch
-            if self._world_size > 1:
+            if self._ranks > 1:
                 raise RuntimeError(
                     f"DataLoader: no record of batch {self._number - 1} can be loaded: {made.bad[0][1]}; left"
                     " out on this rank alone, it would make the others wait for ever"

@@ -33,6 +33,7 @@ from stoker.data.transport.client import Transport
 from stoker.data.transport.packing import PAGES, SCHEMA, unpack
 from stoker.errors import where_raised
 from stoker.loader.messages import Failed, Made
+from stoker.loader.output import repeat
 from stoker.loader.watch import Watch
 from stoker.loader.work import LoaderWork, copy_for, opened, packed
 from stoker.session import EVENTS_VARIABLE
@@ -221,7 +222,8 @@ class Puller:
         answers = ray.get(self._service.take.remote(self._key, places), timeout=ANSWER_S)
         for place, (kind, value) in zip(places, answers, strict=False):
             if kind == "block":
-                seconds, *value = unpack(self._transport.fetch([value], SCHEMA).columns[PAGES])
+                (seconds, said), *value = unpack(self._transport.fetch([value], SCHEMA).columns[PAGES])
+                repeat(said)
                 self._transport.finish_pass()  # release the block: no other batch is in it
                 each = seconds / max(len(value), 1)
                 self.batch_s = each if self.batch_s is None else 0.8 * self.batch_s + 0.2 * each

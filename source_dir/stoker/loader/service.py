@@ -92,6 +92,8 @@ class LoaderService(Production):
         """Ray job of each open pass."""
         self._latest: dict[str, str] = {}
         """By loader, the name that it registered last."""
+        self._superseded: set[str] = set()
+        """Names that loaders registered before."""
         self._copies: dict[str, dict[int, str]] = {}
         """With `persistent_workers` and an iterable dataset: by split, the chain worker that has the copy of
         the dataset that serves a stream."""
@@ -133,11 +135,13 @@ class LoaderService(Production):
             loader: that asks; its earlier content is dropped if no other uses it.
         """
         with self.changed:
-            before, self._latest[loader] = self._latest.get(loader), name
-            if before is not None and before not in {*self._latest.values(), *self._used()}:
-                self.setups.pop(before, None)
-                for split in [split for split in self._copies if split.partition("/")[0] == before]:
+            self._superseded |= {self._latest.get(loader, name)} - {name}
+            self._latest[loader] = name
+            for old in self._superseded - {*self._latest.values(), *self._used()}:
+                self.setups.pop(old, None)
+                for split in [split for split in self._copies if split.partition("/")[0] == old]:
                     del self._copies[split]
+                self._superseded.discard(old)
             known = self.setups.pop(name, None)
             if known is not None:
                 self.setups[name] = known  # most recently used

@@ -23,6 +23,8 @@ from stoker.data.transport.packing import PAGES, pack, unpack
 from stoker.data.transport.room import Room
 from stoker.loader.digests import digest
 from stoker.loader.messages import Failed, Made, Order
+from stoker.loader.modules import reload
+from stoker.loader.output import Said, heard
 
 BATCHES = "__batches"
 """How many batches the pages hold."""
@@ -265,15 +267,19 @@ class LoaderSource:
         if self._room is None:
             use_one_thread()
             self._room = Room()
-        groups = self._groups(shard.items[0], bool(shard.home))
+        said: Said = []
+        with heard(said):
+            groups = self._groups(shard.items[0], bool(shard.home))
         for number in itertools.count():
             self._enter()
             started = time.perf_counter()
             with self._room.group():
-                group = next(groups, None)
+                with heard(said):
+                    group = next(groups, None)
                 if group is None:
                     return
-                pages = packed(group, time.perf_counter() - started, self._room)
+                pages = packed(group, time.perf_counter() - started, self._room, said)
+                said.clear()
             yield {"key": f"{shard.called}/{number}", PAGES: pages, BATCHES: len(group)}
 
     def _enter(self) -> None:
@@ -294,8 +300,9 @@ def reach(pages: Any) -> str:
     """Chain worker: make the script's modules importable; return its working directory."""
     import numpy as np
 
-    folder, path = unpack(np.array(pages[0]))[0]
+    folder, path, again = unpack(np.array(pages[0]))[0]
     sys.path += [each for each in path if each not in sys.path and Path(each).is_dir()]
+    reload(again)
     return str(folder)
 
 
@@ -307,15 +314,17 @@ def opened(pages: Any) -> LoaderWork:
     return work
 
 
-def packed(group: Sequence[Made | Failed], seconds: float, room: Room | None = None) -> Any:
-    """Chain worker: pack the seconds that the batches took, and the batches.
+def packed(
+    group: Sequence[Made | Failed], seconds: float, room: Room | None = None, said: Said | None = None
+) -> Any:
+    """Chain worker: pack the seconds that the batches took, what was printed meanwhile, and the batches.
 
     A batch that cannot be pickled becomes a Failed.
     """
     try:
-        return pack([seconds, *group], room)
+        return pack([(seconds, said), *group], room)
     except Exception:
-        return pack([seconds, *map(_packable, group)], room)
+        return pack([(seconds, said), *map(_packable, group)], room)
 
 
 def _packable(made: Made | Failed) -> Made | Failed:

@@ -101,6 +101,12 @@ def _rebuild_typed(storage: Any, dtype: Any) -> Any:
     return of(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
+def _rebuild_tensor(storage: Any, dtype: Any, offset: int, size: Any, stride: Any) -> Any:
+    import torch
+
+    return torch.empty(0, dtype=dtype).set_(storage, offset, size, stride)
+
+
 _made: list[type] = []
 
 
@@ -126,6 +132,11 @@ def _pickler() -> Any:
                 if value.layout is torch.strided and not value.is_quantized:
                     if value.untyped_storage().nbytes() > value.numel() * value.element_size():
                         value = value.clone()  # send only the visible part of a larger storage
+                    if value.dtype in torch.storage._new_dtypes():  # torch reads them from files alone
+                        own = value.untyped_storage()
+                        own = self._storages.setdefault(own._cdata, own)
+                        about = value.storage_offset(), value.size(), value.stride()
+                        return _rebuild_tensor, (own, value.dtype, *about)
                     return value.__reduce_ex__(2)
             elif isinstance(value, torch.storage.TypedStorage):
                 own = value._untyped_storage
