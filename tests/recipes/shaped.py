@@ -88,6 +88,8 @@ def make(name: str) -> Any:
         "update": "update",
         "half": torch.tensor([0.5, 0.25, 0.125], dtype=torch.bfloat16),
         "labels": torch.arange(12.0).reshape(3, 2, 2),
+        "pairs": {(image, 0): torch.tensor(0.5) for image in range(101)},
+        "images": [torch.zeros(2)] * 101,
         "rates": torch.arange(6.0).reshape(3, 2),
         "found": {
             "map": 0.5,

@@ -117,7 +117,7 @@ def test_other_arrays_are_tables_and_few_scalars(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_shown_is_named_once_and_the_run_continues(tmp_path: Path) -> None:
-    kinds = ("text", "nothing", "empty", "complex", "huge")
+    kinds = ("text", "nothing", "empty", "complex", "huge", "pairs", "images")
     made = run(tmp_path, *kinds, "accuracy", epochs=2)
     assert len(last(made)) == 3
     notes = [event["text"] for event in made.head.of("note")]

@@ -186,8 +186,11 @@ def try_validation(worker: Worker, batch: Batch) -> tuple[dict[str, float], list
     Raises:
         Exception: as the validation of an epoch; a metric to monitor is absent.
     """
+    import torch
+
     evaluation = Evaluation(worker, None)
-    with evaluation.quietly():
+    # Compiled for a few records, the model would be compiled again for any number of them.
+    with torch.compiler.set_stance("force_eager"), evaluation.quietly():
         evaluation.take(to_device(batch, worker.device))
         values = evaluation.result()
     evaluation.scores.note_unfed()

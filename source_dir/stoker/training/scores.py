@@ -99,7 +99,14 @@ class Scores:
             classes: names of the classes that it may count.
             curve: it is one of several arrays, such as a curve's, so that only classes have scalars.
         """
-        if isinstance(value, Mapping):
+        if (
+            isinstance(value, Mapping | list | tuple)
+            and len(value) > MOST_SCALARS
+            and _as_array(value) is None
+        ):
+            # Such as the IoU of each image, by (image, class).
+            self.notes.append(f"{name} is not shown: {len(value):,} parts are more than {MOST_SCALARS}")
+        elif isinstance(value, Mapping):
             self._show_parts(name, value, classes)
         elif (array := _as_array(value)) is not None:
             self._show_array(name, array, classes, curve)
@@ -172,7 +179,8 @@ class Scores:
 
 
 def _why(error: Exception) -> str:
-    return " ".join(where_raised(error).split())[:300]
+    # Frames of torchmetrics count as not the user's, which leaves this file.
+    return re.sub(r" \(scores\.py:\d+\)$", "", " ".join(where_raised(error).split()))[:300]
 
 
 def _as_array(value: Any) -> Any:
