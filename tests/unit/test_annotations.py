@@ -90,27 +90,31 @@ def test_numbers_are_the_numbers_of_their_classes(tmp_path: Path) -> None:
     )
 
 
-SEVERAL = {
-    "separated": ({"label_separator": "|"}, SPLIT.replace("b,dog", "b,dog|cat").replace("c,eel", "c,")),
-    "by spaces": ({"label_separator": " "}, SPLIT.replace("b,dog", "b,dog  cat").replace("c,eel", "c,")),
-    "a column per class": (
-        {},
-        "id,cat,dog,eel,split\na,1,0,0,train\nb,1,1,0,train\nc,0,0,0,train\nd,0,1,0,train\ne,1,0,0,val\n"
-        "_f,0,0,1,val\n",
-    ),
+BY_SIGN = "id,label,split\na,cat,train\nb,dog|cat,train\nc,,train\nd,eel,train\ne,cat,val\n_f,dog|cat,val\n"
+PER_CLASS = (
+    "id,cat,dog,eel,split\na,1,0,0,train\nb,1,1,0,train\nc,0,0,0,train\nd,0,0,1,train\ne,1,0,0,val\n"
+    "_f,1,1,0,val\n"
+)
+LISTS = (
+    "id;label;split\na;['cat'];train\nb;['dog', \"cat\"];train\nc;[];train\nd;[eel];train\ne;[cat];val\n"
+    "_f;['dog','cat'];val\n"
+)
+SEVERAL: dict[str, tuple[dict[str, Any], str]] = {
+    "separated": ({"label_separator": "|"}, BY_SIGN),
+    "by spaces": ({"label_separator": " "}, BY_SIGN.replace("|", "  ")),
+    "lists": ({}, LISTS),
+    "a column per class": ({}, PER_CLASS),
 }
 
 
 @pytest.mark.parametrize("case", SEVERAL)
 def test_several_labels_of_an_image_are_a_vector_of_0_and_1(case: str, tmp_path: Path) -> None:
     params, csv = SEVERAL[case]
-    if params:
-        csv = csv.replace("_f,eel", "_f,dog|cat" if params["label_separator"] == "|" else "_f,dog cat")
-        csv = csv.replace("d,dog", "d,eel")
     found, names, notes = read(folder(tmp_path, csv), **params)
     assert names == ["cat", "dog", "eel"]
-    assert found["train"]["images/b.png"] == [1, 1, 0] and found["train"]["images/c"] == [0, 0, 0]
-    assert found["val"]["images/_f.jpg"] == ([1, 1, 0] if params else [0, 0, 1])
+    train = {"images/a.jpg": [1, 0, 0], "images/b.png": [1, 1, 0], "images/c": [0, 0, 0]}
+    assert found["train"] == {**train, "images/deep/d.jpg": [0, 0, 1]}
+    assert found["val"] == {"e.JPG": [1, 0, 0], "images/_f.jpg": [1, 1, 0]}
     [note] = notes
     assert "1 image without a label, so of no class (first: c)" in note
     assert opened(tmp_path, **params)[0].params["multi_label"] is True
@@ -149,6 +153,12 @@ def test_without_a_column_for_it_the_split_is_the_folder(tmp_path: Path) -> None
     assert [len(rows) for rows in found.values()] == [4]
     [note] = notes
     assert "no row for validation; add a column split" in note
+
+
+def test_classes_that_only_capitals_tell_apart_are_named(tmp_path: Path) -> None:
+    _, names, [note] = read(folder(tmp_path, SPLIT.replace("b,dog", "b,Cat")))
+    assert names == ["Cat", "cat", "dog", "eel"]
+    assert "2 labels told from others by capitals only (first: Cat)" in note
 
 
 def test_what_is_left_out_is_counted(tmp_path: Path) -> None:

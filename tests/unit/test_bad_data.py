@@ -154,7 +154,6 @@ REFUSED: dict[str, tuple[Make, str]] = {
         "train-1.parquet: column label is string, in ",
     ),
     "a column twice": (column_twice, "train-0.parquet: has the column label twice; rename or remove one"),
-    "a label in the folder's name": (table("train/label=0/a.parquet", label=None), "has no column label"),
     "a NULL image": (table(image=[JPG, None, JPG]), "column image holds 1 NULL in 3 rows"),
     "a NULL label": (table(label=[0, None, 2]), "column label holds 1 NULL in 3 rows"),
     "images elsewhere": (table(image=[{"bytes": None, "path": "a"}] * 3), "column image holds 3 NULLs"),
@@ -283,6 +282,7 @@ WHOLE: dict[str, tuple[Make, tuple[int, ...]]] = {
     "images without channels": (table(image=tensors(np.ones((3, 30, 40), np.uint8))), (3,)),
     "a detour in the address": (and_then(images(), lambda root: f"{root}/train//../"), (4,)),
     "the archive beside its contents": (images("flowers.tar", "flowers.tar.gz"), (4,)),
+    "a label in the folder's name": (table("train/label=0/a.parquet", label=None), (3,)),
     "numbers in place of a sign": (both(table("train.parquet"), table("train2.parquet")), (6,)),
     "validation and test": (images(splits="train val test"), (4, 4)),
     "validation and test as Hugging Face names them": (

@@ -75,6 +75,8 @@ class Columns:
     labels: list[int]
     """One, or one per class."""
     split: int | None
+    lists: bool = False
+    """Whether cells hold lists of labels: ["cat", "dog"]."""
     wrong: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     """What is wrong with rows → where."""
 
@@ -122,7 +124,12 @@ def read_labels(
     if not any(row.split == "train" for row in rows):
         raise UsageError(f"{path}: no row of the split train")
     used, wrong, per_class = [row for row in rows if row.split], columns.wrong, len(columns.labels) > 1
-    several = multi_label or bool(separator) or (per_class and any(len(row.labels) != 1 for row in used))
+    several = (
+        multi_label
+        or bool(separator)
+        or columns.lists
+        or (per_class and any(len(row.labels) != 1 for row in used))
+    )
     names = [header[i] for i in columns.labels] if per_class else class_names or _names(used, wrong)
     for row in used:
         if not row.labels and not several:
@@ -136,11 +143,13 @@ def read_labels(
     for row in used:
         labels = tuple(sorted({number[text] for text in row.labels}))
         splits[row.split].append((row.file, labels if several else labels[0]))
+    folded = Counter(name.casefold() for name in names)
     read = (columns.id, columns.split, *columns.labels)
     told = (
         ("column", "not read", [name for i, name in enumerate(header) if name and i not in read]),
         ("image", f"of {root} in no row and not read", [f.path for f in files if f.path not in taken]),
         ("image", "without a label, so of no class", [row.id for row in used if not row.labels]),
+        ("label", "told from others by capitals only", [n for n in names if folded[n.casefold()] > 1]),
     )
     notes += tuple(_counted(path, noun, what, which) for noun, what, which in told if which)
     if not splits["val"]:
@@ -235,7 +244,9 @@ def _rows(
         else:
             cell = cells[columns.labels[0]]
             labels = [text.strip() for text in cell.split(separator)] if separator else [cell]
-            if separator is None and (sign := next((sign for sign in SEPARATORS if sign in cell), "")):
+            if cell.startswith("[") and cell.endswith("]"):
+                labels, columns.lists = [text.strip(" '\"") for text in cell[1:-1].split(",")], True
+            elif separator is None and (sign := next((sign for sign in SEPARATORS if sign in cell), "")):
                 columns.wrong[
                     f"with {sign!r} in the label; write params.label_separator: {sign!r} if it separates"
                     " several labels, or '' if it is part of one"

@@ -227,10 +227,15 @@ def beside(root: str, split: str) -> tuple[str, ...]:
     return (f"{root}: {', '.join(found[:3])}{more} not read: in no split",) if found else ()
 
 
+def _prefixes(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name + sign for name in names for sign in "-_.0123456789")
+
+
 def _is_of(names: tuple[str, ...], file: Any) -> bool:
     """Whether a file's name begins with that of a split, or a folder above it is a partition `split=NAME`."""
-    prefixed = file.base_name.startswith(tuple(name + sign for name in names for sign in "-_.0123456789"))
-    return prefixed or any(f"/split={name}/" in file.path for name in names)
+    return file.base_name.startswith(_prefixes(names)) or any(
+        f"/split={name}/" in file.path for name in names
+    )
 
 
 def partitions_of(root: str, files: list[Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
