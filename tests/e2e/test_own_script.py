@@ -15,6 +15,7 @@ TRAIN = """
 import argparse
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -38,6 +39,11 @@ def save(*_):
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
+try:
+    socket.create_connection(("127.0.0.2", int(os.environ["MASTER_PORT"]))).close()
+    raise SystemExit("PyTorch's store listens on every address")
+except ConnectionRefusedError:
+    pass
 total = torch.tensor([rank + 1.0])
 dist.all_reduce(total)
 print(f"rank {rank} of {dist.get_world_size()}: {double(total.item()):g}, {given.data.read_text()}")
@@ -113,7 +119,7 @@ def test_two_ranks_stop_with_sigterm_go_on_and_fail_with_their_reason(tmp_path: 
     assert done.returncode == 1, done.stdout + done.stderr
     assert (tmp_path / "runs/latest").resolve() == run
     assert "4 files from before" in done.stdout
-    reason = "ValueError: rank 1 has no data (train.py:45) (rank 1); see logs/script-rank-1.log"
+    reason = "ValueError: rank 1 has no data (train.py:51) (rank 1); see logs/script-rank-1.log"
     assert f"error: {reason}\n" in done.stdout
     found = summary(tmp_path)
     assert (found["status"], found["error"]) == ("failed", reason)

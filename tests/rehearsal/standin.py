@@ -19,8 +19,15 @@ from stoker.place import Outcome
 _stop = ""
 
 
+def values(resolved: Any) -> dict[str, Any]:
+    """The parameters: text of the command line keeps to the types of a recipe, which this has none of."""
+    from yaml import safe_load
+
+    return {key: safe_load(str(value)) for key, value in resolved.config.params.items()}
+
+
 def check(resolved: Any) -> None:
-    if resolved.config.params.get("behaviour") == "refuse":
+    if values(resolved).get("behaviour") == "refuse":
         from stoker.errors import UsageError
 
         raise UsageError("params.behaviour: refuse is refused")
@@ -37,7 +44,7 @@ def request_stop(reason: str) -> None:
 def run(resolved: Any, place: Any, opened: None) -> Outcome:
     import ray
 
-    params = resolved.config.params
+    params = values(resolved)
     behaviour = params.get("behaviour", "succeed")
     print("driver: running", flush=True)
     if behaviour == "raise":

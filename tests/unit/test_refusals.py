@@ -24,6 +24,7 @@ from stoker.schema import Config
 from stoker.training.optimizers import optimizer_names
 
 ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "tests/recipes"
 WRONG = {
     "checkpoint.resume=/nowhere/run": "--resume /nowhere/run: no checkpoint there",
     "train.optimizer=adamww": "train.optimizer: timm has no optimiser 'adamww'; did you mean adamw",
@@ -130,6 +131,37 @@ def test_a_mistake_is_told_before_ray_and_pytorch_load_and_a_thread_starts(case:
     assert len(told) == len(expected), told
     for line, begins in zip(told, expected, strict=True):
         assert line.startswith(f"error: {begins}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["local run", "job on a cluster", "notebook", "loader"])
+def test_another_ray_is_refused_before_it_forms_a_cluster(how: str, tmp_path: Path) -> None:
+    """An older one has no authentication by token, and forms a cluster without any."""
+    other = tmp_path / "packages/ray-2.49.2.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.49.2\n")
+    (tmp_path / "job.yaml").write_text("recipe: rows:Counting\ntrain: {epochs: 1}\n")
+    code = "from stoker.bootstrap.run import main; main(['--config', 'job.yaml'])"
+    if how == "notebook":
+        code = f"import stoker; stoker.run('job.yaml', address='local', source_dir={str(RECIPES)!r})"
+    if how == "loader":
+        code = "from stoker import DataLoader; next(iter(DataLoader([1, 2])))"
+    if how == "local run":
+        command = [str(ROOT / "launcher/submit.py"), "job.yaml", "--source-dir", str(RECIPES)]
+    else:
+        command = ["-c", code]
+    variables = {
+        "PYTHONPATH": os.pathsep.join(map(str, (other.parent, ROOT / "source_dir", ROOT, RECIPES))),
+        "TMPDIR": str(tmp_path),
+        "STOKER_BACKEND": "ray" if how == "job on a cluster" else "local",
+    }
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True
+    )
+    said = "Ray 2.49.2 of " + sys.executable + ": Stoker requires 2."
+    assert said in done.stdout + done.stderr
+    assert done.returncode == (2 if how in ("local run", "job on a cluster") else 1)
+    assert not list(tmp_path.glob("sray-*")) and not list(tmp_path.glob("runs/*"))
 
 
 def test_optimisers_found_in_timms_file_are_those_that_it_registers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from stoker import machine
-from stoker.bootstrap import raynode
+from stoker.bootstrap import raynode, requirements
 from stoker.bootstrap.forks import POSSIBLE, ForkServer
 from stoker.bootstrap.lifeline import Ended, Lifeline
 from stoker.bootstrap.logs import say
 from stoker.bootstrap.raynode import ClusterError, RayNode
 from stoker.bootstrap.topology import Topology, label
+from stoker.errors import UsageError
 from stoker.place import BACKEND_VARIABLE, PACKAGE_VARIABLE, RUN_DIR_VARIABLE, TOKEN_FILE, local_place
 from stoker.schema import Config
 from stoker.storage.cleaning import Cleaner
@@ -137,13 +139,33 @@ def _runtime_env() -> dict[str, Any] | None:
     return {"working_dir": package, "env_vars": {name: os.environ[name] for name in names}}
 
 
+def refuse_other_ray() -> None:
+    """Every host: refuse a Ray that the engine was not written for; older ones have no authentication.
+
+    Raises:
+        UsageError: names the version and the one to install.
+    """
+    from stoker.data.engine.ray_internals import RAY_VERSION
+
+    here = requirements.installed("ray")
+    if not here.startswith(f"{RAY_VERSION}."):
+        raise UsageError(
+            f"Ray {here or '(absent)'} of {sys.executable}: Stoker requires {RAY_VERSION};"
+            f" pip install 'ray[data,train]=={RAY_VERSION}.*'"
+        )
+
+
 def set_environment(token: str, dashboard: bool = False) -> None:
     """Every host: set what all Ray processes of the job must agree on. Call it before importing ray.
 
     Args:
         token: of the job.
         dashboard: whether Ray's dashboard runs.
+
+    Raises:
+        UsageError: this is another Ray than the engine was written for.
     """
+    refuse_other_ray()
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = token
     os.environ.pop("RAY_AUTH_TOKEN_PATH", None)

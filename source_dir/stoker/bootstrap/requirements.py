@@ -68,7 +68,7 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
         command += ["--no-index", "--find-links", str(wheels)]
     elif staged.is_file():
         given = _requirements(staged.read_text(encoding="utf-8"))
-        lines += [line for line, requirement in given if not _version(requirement.name)]
+        lines += [line for line, requirement in given if not installed(requirement.name)]
     environment = {
         **os.environ,
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
@@ -108,7 +108,7 @@ def unsatisfied(text: str) -> list[str]:
 
 def image_pins() -> dict[str, str]:
     """Every host: the installed packages of `OF_THE_IMAGE`, as name → version."""
-    found = {name: _version(name) for name in OF_THE_IMAGE}
+    found = {name: installed(name) for name in OF_THE_IMAGE}
     return {name: version for name, version in found.items() if version}
 
 
@@ -140,7 +140,7 @@ def versions(text: str) -> dict[str, str]:
         requirement = waiting.pop()
         name = canonical(requirement.name)
         key = (name, frozenset(requirement.extras))
-        version = _version(name)
+        version = installed(name)
         if key in seen or not version:
             continue
         seen.add(key)
@@ -218,7 +218,8 @@ def _applies(requirement: Any, extra: str) -> bool:
     return requirement.marker is None or bool(requirement.marker.evaluate({"extra": extra}))
 
 
-def _version(name: str) -> str:
+def installed(name: str) -> str:
+    """Every host: a package's version; empty if it is absent."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -82,7 +82,9 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
         resolved = read_configuration(arguments, {})
         from stoker import checks
 
-        if not on_cluster:
+        if on_cluster:
+            cluster.refuse_other_ray()
+        else:
             cluster.set_environment(secrets.token_hex(32), resolved.config.cluster.dashboard)
             libraries = libraries_of(resolved.config, CODE)
             if libraries.quick:

@@ -61,7 +61,7 @@ class RecipeWork:
     """
 
     loop = "stoker.training.loop:train_worker"
-    torch_config = "ray.train.torch:TorchConfig"
+    torch_config = "stoker.training.rendezvous:RecipeConfig"
 
     def __init__(self, config: Config, data: Data, place: Place, tracking: Tracking) -> None:
         self.config, self.data, self.place = config, data, place

@@ -1,6 +1,6 @@
 """Runs the user's training script unchanged on every train worker.
 
 head: ScriptWork (work.py)  →  Supervisor (an actor): events, stops, first failure
-          │ Ray Train: rendezvous.py chooses MASTER_ADDR and MASTER_PORT
+          │ Ray Train: training/rendezvous.py opens the store at MASTER_ADDR
 train worker: run_script (worker.py)  →  Child (process.py): the script, with torchrun's environment
 """

@@ -26,7 +26,7 @@ class ScriptWork:
     """
 
     loop = "stoker.integrations.scripts.worker:run_script"
-    torch_config = "stoker.integrations.scripts.rendezvous:ScriptConfig"
+    torch_config = "stoker.training.rendezvous:ScriptConfig"
     steps_per_epoch: int | None = None
 
     def __init__(self, config: Config, place: Place, tracking: Tracking) -> None:

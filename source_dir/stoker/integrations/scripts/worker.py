@@ -14,12 +14,12 @@ from stoker.errors import ScriptError
 from stoker.integrations.scripts.checks import SCRIPT_FOLDER, find_script
 from stoker.integrations.scripts.failures import UNCAUGHT, Exit, last_error
 from stoker.integrations.scripts.process import Child
-from stoker.integrations.scripts.rendezvous import ATTEMPT_VARIABLE
 from stoker.integrations.scripts.supervisor import Order, Report
 from stoker.place import RUN_DIR_VARIABLE
 from stoker.recipe import SOURCE_FOLDER
 from stoker.schema import Config
 from stoker.session import CHECKPOINTS_VARIABLE, CPU_HOSTS_VARIABLE, JOB_VARIABLE
+from stoker.training.rendezvous import ATTEMPT_VARIABLE
 
 POLL_S = 0.2
 STOP_S = 60.0

@@ -1,0 +1,17 @@
+"""What PyTorch opens for its ranks is reached at the cluster's address alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from running import run_job
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_ranks_of_a_recipe_open_no_port_to_the_rest_of_the_network(
+    ray_cluster: None, tmp_path: Path, workers: int
+) -> None:
+    train = {"epochs": 1, "batch_size": 8, "workers": workers, "threads": 1}
+    outcome = run_job(tmp_path, recipe="listening:Listening", train=train)
+    assert outcome.code == 0, outcome.summary.error
