@@ -212,10 +212,15 @@ class ClusterConfig(Section):
         None, description="instance group that trains; default: the group with GPUs"
     )
     join_timeout_s: float = Field(
-        600, gt=0, description="how long the head waits for the other hosts to join"
+        600,
+        gt=0,
+        description="how long the head waits for other hosts: one that never joins costs the GPU hosts this"
+        " time, one that is lost while it joins a minute",
     )
     min_cpu_hosts: int | None = Field(
-        None, ge=0, description="start once this many CPU hosts have joined; default: wait for all"
+        None,
+        ge=0,
+        description="CPU hosts to start with after join_timeout_s, or if the others are lost; default: all",
     )
     cpu_hosts: CpuHostsConfig = Field(
         CpuHostsConfig(), description="CPU hosts that the cluster's autoscaler adds and removes"

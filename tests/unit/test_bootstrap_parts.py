@@ -395,3 +395,52 @@ def test_ray_that_always_misses_it_or_fails_otherwise_is_not(
     with pytest.raises(ClusterError, match="Ray did not start: Error: no"):
         RayNode([], tmp_path).wait_started()
     assert (tmp_path / "once").read_text() == "."
+
+
+FORMING = {"cpu": ["algo-2", "algo-3"], "gpu": ["algo-1"]}
+
+
+@pytest.mark.parametrize(
+    ("least", "dies", "arrives", "expected"),
+    [
+        (None, "algo-3", [], "lost while the cluster formed: cpu: algo-3"),
+        (2, "algo-3", [], "lost while the cluster formed: cpu: algo-3"),
+        (1, "algo-3", ["algo-2"], ["algo-1", "algo-2"]),
+        (1, "algo-3", [], "did not join within 2 s: cpu: algo-2, algo-3"),
+        (0, "algo-3", [], ["algo-1"]),
+    ],
+)
+def test_a_host_that_is_lost_while_it_joins_is_not_waited_for_until_the_timeout(
+    least: int | None,
+    dies: str,
+    arrives: list[str],
+    expected: str | list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = [{"instance_group_name": name, "hosts": hosts} for name, hosts in FORMING.items()]
+    hosts = [host for group in FORMING.values() for host in group]
+    about = {"current_host": "algo-1", "current_group_name": "gpu", "hosts": hosts, "instance_groups": groups}
+    topology = resolve(about, "gpu")
+    monkeypatch.setattr(cluster, "GONE_S", 0.2)
+    monkeypatch.setattr(cluster, "present_hosts", lambda _: {host: {} for host in ("algo-1", *arrives)})
+    server = LifelineServer("127.0.0.1", 0, TOKEN)
+    port = port_of(server)
+    lines = {host: Lifeline("127.0.0.1", port, host, TOKEN) for host in ("algo-2", "algo-3")}
+    while server.connected() != set(lines):
+        time.sleep(0.01)
+    lines[dies].close()
+    # Only where another host may still come is the timeout what ends the wait.
+    timeout = 2 if "did not join" in str(expected) or (least == 0) else 300
+    config = load({"cluster": {"join_timeout_s": timeout, "min_cpu_hosts": least}}).config
+    began = time.monotonic()
+
+    def formed() -> list[str]:
+        return cluster.wait_for_hosts(topology, config, began, lambda: None, server.lost)
+
+    if isinstance(expected, list):
+        assert formed() == expected
+    else:
+        with pytest.raises(ClusterError, match=expected):
+            formed()
+    assert time.monotonic() - began < 100
+    server.end(0)

@@ -27,6 +27,8 @@ from stoker.schema import Config
 from stoker.storage.cleaning import Cleaner
 
 REPORT_EVERY_S, CONNECT_S = 5.0, 5.0
+GONE_S = 60.0
+"""After this, a host that was lost has had time to be back."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -246,15 +248,22 @@ def present_hosts(topology: Topology) -> dict[str, dict[str, Any]]:
 
 
 def wait_for_hosts(
-    topology: Topology, config: Config, started: float, check: Callable[[], None]
+    topology: Topology,
+    config: Config,
+    started: float,
+    check: Callable[[], None],
+    lost: Callable[[float], set[str]] = lambda for_s: set(),
 ) -> list[str]:
     """Head: wait until all hosts have joined, or after the timeout accept `cluster.min_cpu_hosts` of them.
+
+    A host that was here and is lost is not waited for until the timeout, because its instance is gone.
 
     Args:
         topology: the hosts to expect.
         config: `cluster.join_timeout_s` and `cluster.min_cpu_hosts`.
         started: `time.monotonic()` at which the timeout starts.
         check: called in every iteration; raises to give up.
+        lost: the hosts that reached this one and have been lost for so many seconds.
 
     Returns:
         The names of the hosts that have joined.
@@ -273,14 +282,23 @@ def wait_for_hosts(
         if not missing:
             return list(present)
         absent = by_group(topology, missing)
-        if waited > timeout:
-            cpu_hosts = [host for host in present if topology.group_of(host) != topology.gpu_group]
-            trainers = [host for host in missing if topology.group_of(host) == topology.gpu_group]
-            if least is not None and len(cpu_hosts) >= least and not trainers:
-                allowed = f"cluster.min_cpu_hosts is {least}"
-                say(f"continuing without {absent} after {waited:.0f} s: {allowed}")
-                return list(present)
+        gone = [host for host in missing if host in lost(GONE_S)]
+        late = waited > timeout
+        without = missing if late else gone
+        cpu_hosts = [h for h in topology.hosts if topology.group_of(h) != topology.gpu_group]
+        enough = least is not None and len(set(cpu_hosts) - set(without)) >= least
+        enough = enough and set(without) <= set(cpu_hosts)
+        if without == missing and enough:
+            allowed = f"cluster.min_cpu_hosts is {least}"
+            say(f"continuing without {absent} after {waited:.0f} s: {allowed}")
+            return list(present)
+        if late:
             raise ClusterError(f"hosts that did not join within {timeout:.0f} s: {absent}")
+        if gone and not enough:
+            raise ClusterError(
+                f"hosts that were lost while the cluster formed: {by_group(topology, gone)};"
+                " cluster.min_cpu_hosts lets a run start without CPU hosts"
+            )
         if time.monotonic() - reported > REPORT_EVERY_S:
             reported = time.monotonic()
             there = by_group(topology, list(present)) or "none"

@@ -48,6 +48,7 @@ class LifelineServer:
         self._message: dict[str, object] = {"ready": True, "versions": versions or {}}
         self._lock = threading.Lock()
         self._connections: dict[str, socket.socket] = {}
+        self._lost: dict[str, float] = {}
         self._ready = False
         self._greetings = threading.Semaphore(MOST_GREETINGS)
         self._socket = socket.create_server((address, port), backlog=64)
@@ -57,6 +58,12 @@ class LifelineServer:
         """Head: names of the currently connected hosts."""
         with self._lock:
             return set(self._connections)
+
+    def lost(self, for_s: float) -> set[str]:
+        """Head: names of the hosts that were connected, and have not been for so long."""
+        with self._lock:
+            since = {host: time.monotonic() - at for host, at in self._lost.items()}
+        return {host for host, lost_s in since.items() if lost_s >= for_s}
 
     def ready(self) -> None:
         """Head: announce that Ray is listening and hosts may join."""
@@ -105,6 +112,7 @@ class LifelineServer:
                 self._greetings.release()
             with self._lock:
                 self._connections[host] = connection
+                self._lost.pop(host, None)
                 if self._ready:
                     _send(connection, self._message)
             with contextlib.suppress(OSError):
@@ -114,6 +122,7 @@ class LifelineServer:
             with self._lock:
                 if self._connections.get(host) is connection:
                     del self._connections[host]
+                    self._lost[host] = time.monotonic()
 
     def _greet(self, connection: socket.socket) -> str:
         _keep_alive(connection)

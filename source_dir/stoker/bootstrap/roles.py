@@ -126,7 +126,7 @@ def run_head(
             logging_level=logging.ERROR,
         )
         stop.install()
-        present = cluster.wait_for_hosts(topology, config, started, stop.check)
+        present = cluster.wait_for_hosts(topology, config, started, stop.check, lifeline.lost)
         formed = time.monotonic() - started
         say(f"cluster formed in {formed:.1f} s: {cluster.by_group(topology, present)}")
         place = place_of(service, topology, formed)
