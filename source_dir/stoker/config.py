@@ -25,7 +25,7 @@ from pydantic_core import ErrorDetails
 from stoker import redaction
 from stoker.errors import UsageError
 from stoker.schema import SCRIPT_KEYS, Config, for_scripts
-from stoker.values import Quoted, Text, expanded_data, read_yaml, typed_at
+from stoker.values import Quoted, Text, expanded_data, finite, read_yaml, typed_at
 
 TYPED = ("command line", "stoker.run", "arguments")
 """Origins of values that were given as text."""
@@ -64,6 +64,10 @@ def load(
     """
     tree: dict[str, Any]
     if isinstance(path, Mapping):
+        try:
+            finite(dict(path))
+        except ValueError as error:
+            raise UsageError(f"configuration: {error}") from None
         tree, path = _filled(copy.deepcopy(dict(path))), None
     else:
         tree = _read_yaml(Path(path)) if path else {}

@@ -133,22 +133,32 @@ def read_yaml(text: str, loader: Any = None) -> Any:
         ValueError: it is not YAML, or without end, in one line.
     """
     try:
-        tree = yaml.load(text, Loader=loader or UniqueKeys)  # noqa: S506 - derived from SafeLoader
-        left = [tree]
-        for _ in range(MOST_VALUES):
-            if not left:
-                return tree
-            value = left.pop()
-            left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return finite(yaml.load(text, Loader=loader or UniqueKeys))  # noqa: S506 - derived from SafeLoader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ValueError(f"{place}{getattr(error, 'problem', None) or error}") from None
     except RecursionError:
-        pass
+        raise ValueError("it is nested too deeply, or an alias refers to itself") from None
+    except ValueError:
+        raise
     except Exception as error:  # PyYAML's, on values such as the 30th of February
         raise ValueError(f"a value cannot be read: {error}") from None
-    raise ValueError(f"an alias refers to itself, or it holds more than {MOST_VALUES:,} values or levels")
+
+
+def finite(tree: Any) -> Any:
+    """Anywhere: a tree of mappings and lists, which has an end.
+
+    Raises:
+        ValueError: it has none, or a very late one.
+    """
+    left = [tree]
+    for _ in range(MOST_VALUES):
+        if not left:
+            return tree
+        value = left.pop()
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    raise ValueError(f"an alias refers to itself, or it holds more than {MOST_VALUES:,} values")
 
 
 class _Unique(yaml.constructor.BaseConstructor):

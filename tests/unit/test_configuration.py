@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,6 +58,13 @@ def test_anchors_and_merges_are_read_as_yaml_has_them(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("params: {a: &a {x: 1, y: 2}, b: {<<: *a, y: 3}, c: *a}\n")
     params = load(tmp_path / "job.yaml").config.params
     assert params == {"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}, "c": {"x": 1, "y": 2}}
+
+
+def test_a_mapping_that_holds_itself_is_refused() -> None:
+    job: dict[str, Any] = {"params": {"a": []}}
+    job["params"]["a"].append(job)
+    with pytest.raises(UsageError, match="configuration: an alias refers to itself"):
+        load(job)
 
 
 def test_every_key_has_a_meaning_to_show() -> None:
