@@ -166,7 +166,7 @@ def described(
     config: str | Path | Mapping[str, Any], arguments: list[str] | None, source_dir: Path | None
 ) -> tuple[Path | Mapping[str, Any] | None, list[str], Path | None]:
     """Notebook: (YAML file or content, overrides, source folder) of whatever describes the job."""
-    if isinstance(config, str) and ("\n" in config or ": " in config):
+    if isinstance(config, str) and ("\n" in config or (": " in config and not Path(config).exists())):
         config = parse_yaml(config, "config")
     if isinstance(config, Mapping):
         if source_dir is None and here_is_recipe(config):

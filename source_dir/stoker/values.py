@@ -30,7 +30,7 @@ SWITCHES = BOOLEANS | dict.fromkeys(("yes", "on", "1"), True) | dict.fromkeys(("
 MOST_VALUES = 1_000_000
 _INT, _FLOAT = re.compile(r"-?(0|[1-9]\d*)"), re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
-_ANYTHING = [NoneType, bool, int, float, list, dict, str]
+_ANYTHING: list[Any] = [NoneType, bool, int, float, list, dict, str]
 
 
 class Text(str):
@@ -52,20 +52,19 @@ def typed(value: Any, kind: Any) -> Any:
         value: a text, or a mapping or list with texts in it.
         kind: the type of its field.
     """
-    return _typed(value, list(_members(kind)), inside=False)
+    return _typed(value, list(_members(kind)))
 
 
-def _typed(value: Any, kinds: list[Any], inside: bool) -> Any:
-    """`inside`: the value stands in the text of a list or mapping: YAML reads what may be anything."""
+def _typed(value: Any, kinds: list[Any]) -> Any:
     if isinstance(value, Text):
-        return _read(value, kinds, inside)
+        return _read(value, kinds)
     if isinstance(value, dict):
         return {
-            _typed(key, _part(kinds, None), inside): _typed(below, _part(kinds, str(key)), inside)
+            _typed(key, _part(kinds, None)): _typed(below, _part(kinds, str(key)))
             for key, below in value.items()
         }
     if isinstance(value, list):
-        return [_typed(item, _item(kinds, at), inside) for at, item in enumerate(value)]
+        return [_typed(item, _item(kinds, at)) for at, item in enumerate(value)]
     return value
 
 
@@ -74,7 +73,7 @@ def typed_at(value: Any, model: type[BaseModel], path: list[str]) -> Any:
     kinds: list[Any] = [model]
     for part in path:
         kinds = _part(kinds, part)
-    return _typed(value, kinds, inside=False)
+    return _typed(value, kinds)
 
 
 def has_text(value: Any) -> bool:
@@ -197,10 +196,10 @@ class Texts(_Unique, yaml.BaseLoader):
         return Quoted(found) if node.style else Text(found)
 
 
-def _read(text: Text, kinds: list[Any], inside: bool) -> Any:
+def _read(text: Text, kinds: list[Any]) -> Any:
     """The text as the first of these types that it reads as; itself if it may be, or if it is none."""
     if Any in kinds or object in kinds:
-        kinds = _ANYTHING if inside else [str]
+        kinds = [str]
     choices = [choice for kind in kinds for choice in _choices(kind)]
     for choice in choices:
         if text in (str(choice), json.dumps(choice, default=str)):
@@ -226,14 +225,14 @@ def _read(text: Text, kinds: list[Any], inside: bool) -> Any:
         if collection and isinstance(found := read_yaml(text, Texts), list | dict):
             mapping = isinstance(found, dict)
             if any(_is_collection(kind) and _is_mapping(kind) == mapping for kind in kinds):
-                return _typed(found, kinds, inside=True)
+                return _typed(found, kinds)
     if free:
         return str(text)
     if "none" in choices and lower in NULLS:
         return "none"
     if len(text) > 1 and text[0] == text[-1] and text[0] in ("'", '"'):
         with contextlib.suppress(ValueError):
-            return _read(read_yaml(text, Texts), kinds, inside)
+            return _read(read_yaml(text, Texts), kinds)
     return str(text)
 
 
@@ -278,25 +277,31 @@ def _part(kinds: list[Any], key: str | None) -> list[Any]:
     found: list[Any] = []
     for kind in filter(_is_mapping, kinds):
         origin, args = get_origin(kind) or kind, get_args(kind)
-        if len(args) == 2:
-            found.append(args[key is not None])
-            continue
         if issubclass(origin, BaseModel):
             fields = {info.alias or name: info.annotation for name, info in origin.model_fields.items()}
             fields |= {name: info.annotation for name, info in origin.model_fields.items()}
-        else:
+        elif hasattr(origin, "__annotations__"):  # a dataclass or TypedDict
             fields = typing.get_type_hints(origin)
+        else:
+            found += _anything_of(args[key is not None] if len(args) == 2 else Any)
+            continue
         if key is None or key in fields:
-            found.append(str if key is None else fields[key])
-    return [one for kind in found for one in _members(kind)] or [Any]
+            found += _members(str if key is None else fields[key])
+    return found or [Any]
 
 
 def _item(kinds: list[Any], at: int) -> list[Any]:
     """The types of what these types have at a place."""
-    found = []
+    found: list[Any] = []
     for kind in kinds:
         args = get_args(kind)
-        if args and _is_collection(kind) and not _is_mapping(kind):
-            each = get_origin(kind) is tuple and args[-1] is not ...
-            found.append(args[min(at, len(args) - 1) if each else 0])
-    return [one for kind in found for one in _members(kind)] or [Any]
+        if _is_collection(kind) and not _is_mapping(kind):
+            each = get_origin(kind) is tuple and args[-1:] != (...,)
+            found += _anything_of(args[min(at, len(args) - 1) if each else 0] if args else Any)
+    return found or [Any]
+
+
+def _anything_of(kind: Any) -> list[Any]:
+    """The types of an item of a list or mapping; YAML says what it is where it may be anything."""
+    kinds = list(_members(kind))
+    return _ANYTHING if Any in kinds or object in kinds else kinds

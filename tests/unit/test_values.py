@@ -31,6 +31,7 @@ class Crop(BaseModel):
     size: int = 1
     modes: list[str] = []
     name: str | None = None
+    extra: Any = None
 
 
 class Everything(Recipe):
@@ -126,7 +127,14 @@ MEANINGS: list[tuple[str, Any]] = [
     ("rates.a=1e-3", {"a": 0.001}),
     ("ids={1: 010}", {1: "010"}),
     ("options={a: 1, b: [no, 2]}", {"a": 1, "b": ["no", 2]}),
-    ("options.deep.x=[1]", {"deep": {"x": "[1]"}}),
+    ("options.deep.x=[1]", {"deep": {"x": [1]}}),
+    ("options.flag=false", {"flag": False}),
+    ("options.rate=0.1", {"rate": 0.1}),
+    ("options.id=007", {"id": "007"}),
+    ("options.name=no", {"name": "no"}),
+    ("options.none=none", {"none": "none"}),
+    ("crop.extra=5", Crop(extra="5")),
+    ("crop={extra: 5}", Crop(extra="5")),
     ("mode=none", "none"),
     ("mode=2", 2),
     ("augment=none", "none"),
@@ -294,8 +302,8 @@ def test_a_hyperparameter_arrives_as_meant(
     else:
         written = sent | {"sagemaker_program": "train.py", "_tuning_objective_metric": "loss"}
         (tmp_path / "input" / "config" / "hyperparameters.json").write_text(json.dumps(written))
-    if how == "toolkit":  # sagemaker-training passes Python's spelling of what it decoded, sorted
-        copied = [word for key in sorted(sent) for word in (f"--{key}", str(_json(sent[key])))]
+    if how == "toolkit":  # sagemaker-training 5.1.4, mapping.to_cmd_args
+        copied = [word for key in sorted(sent) for word in (f"--{key}", _as_toolkit(_json(sent[key])))]
         monkeypatch.setenv("SM_USER_ARGS", json.dumps([*arguments, *copied]))
         arguments += copied
     config = run.read_configuration(arguments, sagemaker.SERVICE.given()).config
@@ -306,6 +314,12 @@ def test_a_hyperparameter_arrives_as_meant(
     assert (recipe.text, recipe.maybe, recipe.some) == ("/data/my set #2", "none", None)
     assert (recipe.number, recipe.flag, recipe.names) == (64, False, ["010", "b"])
     assert recipe.rates == {"a": 1.0}
+
+
+def _as_toolkit(value: Any) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{key}={below}" for key, below in sorted(value.items()))
+    return "" if value is None else str(value)
 
 
 def _json(text: str) -> Any:
