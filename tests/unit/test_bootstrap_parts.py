@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 from stoker import machine
-from stoker.bootstrap import cluster, raynode, requirements, roles, run
+from stoker.bootstrap import arrivals, cluster, raynode, requirements, roles, run
 from stoker.bootstrap.cluster import read_token, set_environment
 from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
 from stoker.bootstrap.logs import PrefixedStream, write_failure
@@ -421,8 +421,8 @@ def test_a_host_that_is_lost_while_it_joins_is_not_waited_for_until_the_timeout(
     hosts = [host for group in FORMING.values() for host in group]
     about = {"current_host": "algo-1", "current_group_name": "gpu", "hosts": hosts, "instance_groups": groups}
     topology = resolve(about, "gpu")
-    monkeypatch.setattr(cluster, "GONE_S", 0.2)
-    monkeypatch.setattr(cluster, "present_hosts", lambda _: {host: {} for host in ("algo-1", *arrives)})
+    monkeypatch.setattr(arrivals, "GONE_S", 0.2)
+    monkeypatch.setattr(arrivals, "present_hosts", lambda _: {host: {} for host in ("algo-1", *arrives)})
     server = LifelineServer("127.0.0.1", 0, TOKEN)
     port = port_of(server)
     lines = {host: Lifeline("127.0.0.1", port, host, TOKEN) for host in ("algo-2", "algo-3")}
@@ -435,7 +435,7 @@ def test_a_host_that_is_lost_while_it_joins_is_not_waited_for_until_the_timeout(
     began = time.monotonic()
 
     def formed() -> list[str]:
-        return cluster.wait_for_hosts(topology, config, began, lambda: None, server.lost)
+        return arrivals.wait_for_hosts(topology, config, began, lambda: None, server.lost)
 
     if isinstance(expected, list):
         assert formed() == expected

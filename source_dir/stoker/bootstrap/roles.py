@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from stoker.bootstrap import cluster, forks, raynode, requirements
+from stoker.bootstrap import arrivals, cluster, forks, raynode, requirements
 from stoker.bootstrap.copies import Copies
 from stoker.bootstrap.forks.libraries import libraries_of
 from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
@@ -126,9 +126,9 @@ def run_head(
             logging_level=logging.ERROR,
         )
         stop.install()
-        present = cluster.wait_for_hosts(topology, config, started, stop.check, lifeline.lost)
+        present = arrivals.wait_for_hosts(topology, config, started, stop.check, lifeline.lost)
         formed = time.monotonic() - started
-        say(f"cluster formed in {formed:.1f} s: {cluster.by_group(topology, present)}")
+        say(f"cluster formed in {formed:.1f} s: {arrivals.by_group(topology, present)}")
         place = place_of(service, topology, formed)
         copies = Copies(service.folders().copies)
         outcome = copies.during(lambda: drive(resolved, place, stop, opened))
