@@ -122,6 +122,7 @@ class ImageClassification(Recipe):
         return [self.image_column, self.label_column]
 
     def discover(self) -> dict[str, Any]:
+        from stoker.data.sources.arrow import is_text
         from stoker.data.sources.labels import column_types, labels_of, names_in, refuse_absent_columns
 
         source = self.read("train")
@@ -145,7 +146,12 @@ class ImageClassification(Recipe):
         labels = labels_of(self.data, source, self.label_column, numbers=not (names or self.num_classes))
         if labels and isinstance(labels[0], str):
             names = names or labels
-            those = labels_of(self.data, self.read("val"), self.label_column, numbers=False) or []
+            val = self.read("val")
+            if (kind := column_types(val).get(self.label_column)) is not None and not is_text(kind):
+                raise UsageError(
+                    f"{self.data}: column {self.label_column} is text in train and {kind} in val"
+                )
+            those = labels_of(self.data, val, self.label_column, numbers=False) or []
             for split, label in [("train", label) for label in labels] + [("val", label) for label in those]:
                 if label not in names:
                     whose = "params.class_names" if self.class_names else "train"
@@ -161,6 +167,10 @@ class ImageClassification(Recipe):
         elif labels and labels[-1] > MOST_CLASSES:
             raise UsageError(
                 f"{self.data}: column {self.label_column} holds {labels[-1]}; number the classes 0, 1, …"
+            )
+        elif labels is None and not names and (kind := types.get(self.label_column)) and is_text(kind):
+            raise UsageError(
+                f"{self.data}: column {self.label_column} is text; list the classes in params.class_names"
             )
         elif labels is None and not (names or self.num_classes):
             raise UsageError("params.num_classes: is required, because the data does not list its classes")

@@ -105,6 +105,8 @@ def test_boxes_follow_their_image_and_those_outside_are_left_out_with_their_labe
         ({"mask": encoded(np.zeros((20, 30, 3), np.uint8))}, "a PNG of mode RGB holds no class numbers"),
         ({"mask": encoded(np.zeros((20, 30), np.uint8), "JPEG")}, "a JPEG of mode L holds no class numbers"),
         ({"mask": encoded(np.zeros((20, 30), np.uint16))}, "a PNG of mode I;16 holds no class numbers"),
+        ({"mask": b"<html>404"}, "mask: not an image (first bytes b'<html>40')"),
+        ({"mask": np.zeros((20, 30), np.uint8)}, "mask is a ndarray, neither an encoded mask nor"),
     ],
 )
 def test_a_mask_that_does_not_fit_its_image_is_quarantined(change: dict[str, Any], expected: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from pictured import pixels
 from PIL import Image
 
 from stoker.config import load
-from stoker.data import DecodeImage, Joint
+from stoker.data import DecodeImage, Joint, read_torch
 from stoker.data.opening import Data, open_data
 from stoker.data.preprocessing.chain import Chain
 from stoker.data.preprocessing.entries import as_stages
@@ -95,6 +96,16 @@ def test_boxes_need_no_mask_and_a_mask_beside_them_moves_along() -> None:
         assert "no column 'mask'" in report.bad[0].reason
     _, report = Chain(as_stages([flip]), 0).run([dict(record)], 0)
     assert "put DecodeImage() before" in report.bad[0].reason
+
+
+def test_undecoded_images_of_hugging_face_are_their_bytes() -> None:
+    content = io.BytesIO()
+    Image.fromarray(pixels(1)).save(content, "PNG")
+    source = read_torch([{"image": {"bytes": content.getvalue(), "path": "a.png"}, "label": 1}])
+    [record] = source.read(source.shards(1, None)[0], None)
+    columns, report = Chain(as_stages([DecodeImage()]), 0).run([record], 0)
+    assert not report.bad
+    assert np.array_equal(columns["image__hwc"][0], pixels(1))
 
 
 def test_tensors_of_mixed_channels_and_layouts_become_one_layout() -> None:

@@ -103,7 +103,8 @@ def _beside_the_image(stages: list[Stage], seen: Iterable[str]) -> list[str]:
         if isinstance(stage.apply, DecodeMask):
             found |= dict.fromkeys(stage.apply.columns)
         elif isinstance(stage.apply, Joint):
-            found |= dict.fromkeys((*stage.apply.masks, *stage.apply.boxes))
+            masks = stage.apply.masks if stage.apply.needs_masks else ()
+            found |= dict.fromkeys((*masks, *stage.apply.boxes))
         elif isinstance(stage.apply, Drop):
             dropped |= stage.apply.columns
     return [name for name in found if name not in dropped]

@@ -35,12 +35,21 @@ class DecodeMask(RecordTransform):
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
         import numpy as np
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
 
         found = {}
         for name in self.columns:
-            value = value_of(record, name)
-            mask: Any = value if isinstance(value, Image.Image) else Image.open(io.BytesIO(value))
+            mask: Any = value_of(record, name)
+            if isinstance(mask, bytes | bytearray | memoryview):
+                try:
+                    mask = Image.open(io.BytesIO(mask))
+                except UnidentifiedImageError:
+                    raise ValueError(f"{name}: not an image (first bytes {bytes(mask[:8])!r})") from None
+            elif not isinstance(mask, Image.Image):
+                kind = type(mask).__name__
+                raise TypeError(
+                    f"{name} is a {kind}, neither an encoded mask nor a PIL image; leave it out here"
+                )
             codec, _, _, args = mask.tile[0] if getattr(mask, "tile", None) else ("", 0, 0, "")
             raw, *rest = args if isinstance(args, tuple) else (args,)
             grey = str(raw).partition(";")[2] if mask.mode != "P" else ""

@@ -95,7 +95,13 @@ class TorchSource(NumberedSource):
                         f" but columns= names {len(self.columns)}: {', '.join(self.columns)}"
                     )
                 item = dict(zip(self.columns, values, strict=True))
-            yield {"key": str(index), **item}
+            # Hugging Face's Image(decode=False).
+            encoded = {name: v["bytes"] for name, v in item.items() if _is_encoded(v)}
+            yield {"key": str(index), **item, **encoded}
+
+
+def _is_encoded(value: Any) -> bool:
+    return type(value) is dict and value.keys() == {"bytes", "path"} and isinstance(value["bytes"], bytes)
 
 
 def read_torch(dataset: Any, columns: tuple[str, ...] = ("image", "label")) -> Source:

@@ -22,13 +22,17 @@ class Values:
     """Head: what one column, or one place for labels, holds."""
 
     count: int = 0
+    words: int = 0
+    """Number of texts, with repeats."""
     numbers: set[int] = field(default_factory=set)
     texts: set[str] = field(default_factory=set)
     lengths: set[int] = field(default_factory=set)
     """Of one-hot lists."""
+    odd: str = ""
+    """The first that is neither number nor text."""
 
     def take(self, value: Any) -> None:
-        """Add one value; what is neither number nor text is left to the chain worker that reads it."""
+        """Add one value."""
         self.count += 1
         if isinstance(value, bytes) and value.strip()[:1] == b"[":
             self.lengths.add(value.count(b",") or len(value.split()))
@@ -38,18 +42,39 @@ class Values:
         if number is not None:
             self.numbers.add(number)
         elif text is not None:
+            self.words += 1
             self.texts.add(text)
+        elif value is not None:
+            self.odd = self.odd or f"{value!r:.60}"
 
     def add(self, other: Values) -> None:
         """Add those of another shard."""
         self.count += other.count
+        self.words += other.words
         self.numbers |= other.numbers
         self.texts |= other.texts
         self.lengths |= other.lengths
+        self.odd = self.odd or other.odd
 
     @property
     def are_text(self) -> bool:
         return bool(self.texts) and not self.numbers
+
+    @property
+    def labels(self) -> set[Any]:
+        """What is a label if the others are not."""
+        return self.texts if self.are_text else self.numbers
+
+    @property
+    def why_none(self) -> str:
+        """Why these are no labels; empty if they are."""
+        if len(self.lengths) > 1:
+            return "lists of different lengths, which are not one-hot; write one number per record"
+        if self.numbers and 2 * self.words >= self.count:
+            return f"both text ({min(self.texts)}) and numbers ({min(self.numbers)}); write either"
+        if self.odd and not self.labels:
+            return f"{self.odd}, neither an integer nor the name of a class"
+        return ""
 
 
 class Rule(NamedTuple):
@@ -97,7 +122,7 @@ class Survey:
         Text counts only if it repeats, for captions do not; folders only if they do not depend on the shard.
         """
         for name in (f"{JSON}.{key}" for key in LABEL_KEYS):
-            if name in self.values and self.values[name].count == self.rows:
+            if name in self.values and self.values[name].count == self.rows and self.values[name].labels:
                 return Rule(JSON, name, self.values[name].are_text)
         text = self.values.get(TEXT, Values())
         if self.rows and text.count == self.rows and 2 * len(text.numbers | text.texts) <= self.rows:
@@ -142,6 +167,8 @@ def survey_of(file: Any, path: str, labels: bool, texts: str = "", most: int | N
             found.values[column].take(member.content)
         elif labels and column == TEXT:
             found.values[TEXT].take(member.content)
+        elif labels and suffix == JSON and column != JSON:
+            found.values[column].take(_parsed(member.content))
         elif labels and column == JSON:
             for name, value in _fields(member.content):
                 found.values[f"{JSON}.{name}"].take(value)
@@ -185,11 +212,15 @@ def folder_of(stem: str) -> str:
 
 
 def _fields(content: bytes) -> list[tuple[str, Any]]:
-    try:
-        whole = json.loads(content)
-    except ValueError:
-        return []
+    whole = _parsed(content)
     return [(name, whole[name]) for name in LABEL_KEYS if name in whole] if isinstance(whole, dict) else []
+
+
+def _parsed(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return content
 
 
 def _number(value: Any) -> int | None:
@@ -198,9 +229,11 @@ def _number(value: Any) -> int | None:
             return number_of(value if isinstance(value, bytes) else value.encode())
         if isinstance(value, list):
             return place_of_one(value)
+        if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+            return int(value)
     except (ValueError, TypeError):
-        return None
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+        pass
+    return None
 
 
 def _text(value: Any) -> str | None:

@@ -117,11 +117,6 @@ class WebDatasetSource(StreamedSource):
         else:
             found = Survey()
         self.texts = frozenset(name for name, values in found.values.items() if values.are_text)
-        if uneven := [name for name, values in found.values.items() if len(values.lengths) > 1]:
-            raise UsageError(
-                f"{self.folder}: column {uneven[0]} holds lists of different lengths, which are not one-hot;"
-                " write one number per record, or JSON for several"
-            )
         if labels and found.columns and "label" not in found.columns:
             self.rule = found.label()
         self._found = found
@@ -134,15 +129,18 @@ class WebDatasetSource(StreamedSource):
         found = self.survey()
         label = {"label": "txt" if self.rule.texts else "cls"} if self.rule.place else {}
         kinds = dict.fromkeys(NUMBERS, pa.int64()) | dict.fromkeys(("txt", "text", "id"), pa.string())
-        kinds["json"] = pa.null()
-        return {
-            name: pa.string() if name in self.texts else kinds.get(suffix, pa.binary())
-            for name, suffix in (found.columns | label).items()
-        }
+        types = {}
+        for name, suffix in (found.columns | label).items():
+            types[name] = pa.string() if name in self.texts else kinds.get(suffix, pa.binary())
+            if suffix == "json" and name not in self.texts:
+                types[name] = pa.int64() if name in found.values else pa.null()
+        return types
 
     def hints(self) -> dict[str, str]:
         """Head: by parameter of `ImageClassification`, what else to do if shards lack its column."""
-        found, why = self.survey(), self.rule.why and f" ({self.rule.why})"
+        found = self.survey()
+        far = "" if self.walked else "class folders are read in local shards of up to 4 GB only"
+        why = f" ({self.rule.why or far})" if self.rule.why or far else ""
         dotted = found.dotted and f"; {found.dotted}: rename it without dots if that is not meant"
         return {"image_column": dotted, "label_column": f"; or add it as 0.cls beside 0.jpg{why}"}
 
@@ -153,7 +151,9 @@ class WebDatasetSource(StreamedSource):
             return None
         if name not in found.values:
             found = merged(self._walk(path, False, column) for path in self.paths)
-        return found.values[name].numbers | found.values[name].texts
+        if why := found.values[name].why_none:
+            raise UsageError(f"{self.folder}: column {column} holds {why}")
+        return found.values[name].labels
 
     def _walk(self, path: str, labels: bool, texts: str = "") -> Survey:
         with self.filesystem.open_input_file(path) as file:
@@ -258,8 +258,12 @@ class WebDatasetSource(StreamedSource):
                 reason = str(error)
         if reason:
             return BadRecord(record["key"], reason)
-        names = record if self.columns is None else ("key", *self.columns)
-        return {name: record[name] for name in names if name in record}
+        if self.columns is None:
+            return record
+        found = {name: record[name] for name in ("key", *self.columns) if name in record}
+        if len(found) == 1 and self.columns and "key" not in self.columns:
+            return BadRecord(record["key"], f"has no member for {' or '.join(self.columns)}")
+        return found
 
 
 def shuffled(stream: Iterable[T], order: np.random.Generator | None) -> Iterator[T]:
