@@ -12,11 +12,16 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inprocess import Batches, batches, no_cluster, start
 from pyarrow import parquet
 
+from stoker.checks import open_all
+from stoker.config import load
 from stoker.data import read_any, read_delta, read_parquet
 from stoker.data.sources.base import Source
 from stoker.errors import UsageError
+
+__all__ = ["no_cluster"]
 
 
 def rows_of(source: Source | None, records: int = 64) -> list[dict[str, Any]]:
@@ -241,3 +246,31 @@ def test_a_delta_column_is_its_own_whatever_stands_beside_it(
     folder = str(tmp_path_factory.mktemp("delta"))
     deltalake.write_deltalake(folder, made[0])
     check_whatever_stands_beside_a_column(made, data, partial(read_delta, folder))
+
+
+def told(source: str, folder: Path) -> str:
+    """Why a job on a folder of tables is refused before its cluster forms."""
+    job = {"recipe": source, "params": {"data": str(folder)}, "train": {"batch_size": 1}}
+    with pytest.raises(UsageError) as refused:
+        open_all(load(job))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("rooms", [["3", "4"], ["3", "n/a"]])
+def test_text_in_a_column_of_numbers_is_told_before_the_start_with_the_column(
+    rooms: list[str], tmp_path: Path
+) -> None:
+    table = pa.table({"size": [50.0, 60.0], "rooms": rooms, "price": [1.0, 2.0]})
+    for split in ("train", "val"):
+        parquet.write_table(table, tmp_path / f"{split}.parquet")
+    said = told("launcher.projects.tabular.recipe:Table", tmp_path)
+    assert "'<' not supported between instances of 'str'" in said
+    assert "columns of text: rooms" in said and "size (float), rooms (text), price (float)" in said
+
+
+def test_text_that_reaches_the_model_is_told_with_the_column(no_cluster: None, tmp_path: Path) -> None:
+    made = [{**batch, "x0": ["3", "n/a"], "x2": ["a", "b"]} for batch in batches([2])]
+    run = start(
+        tmp_path, lambda split, epoch: Batches(split, epoch, made), has_val=False, train={"epochs": 1}
+    )
+    assert "but got list; the batch has text in the column x0, x2: convert it" in str(run.error)

@@ -19,7 +19,7 @@ from stoker.training import strategies
 from stoker.training.micro_batches import MicroBatches
 from stoker.training.sample_images import show_predictions
 from stoker.training.scores import Scores
-from stoker.training.step import autocast, single_record_fault
+from stoker.training.step import autocast, naming_text, single_record_fault
 from stoker.training.stopping import known
 from stoker.training.worker import Worker, count_records, to_device
 
@@ -79,7 +79,7 @@ class Evaluation:
     def _step(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
         worker = self.worker
         batch = worker.modules["val"](batch)
-        with autocast(worker):
+        with autocast(worker), naming_text(batch):
             result: Any = worker.recipe.validation_step(self.model, batch)
         if not isinstance(result, dict):
             raise UsageError(

@@ -45,6 +45,21 @@ def autocast(worker: Worker) -> Any:
     return torch.autocast(worker.device.type, dtype=getattr(torch, name))
 
 
+@contextlib.contextmanager
+def naming_text(batch: Batch) -> Iterator[None]:
+    """Train worker: add the columns of text in a batch to an error of a step that may have met one."""
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError) as error:
+        texts = [n for n, v in batch.items() if isinstance(v, list) and v and isinstance(v[0], str)]
+        if texts and any(word in str(error) for word in ("list", "str")):
+            named = f"the batch has text in the column {', '.join(texts)}"
+            error.args = (
+                f"{error}; {named}: convert it in the chain, or leave it out with stoker.data.Drop",
+            )
+        raise
+
+
 def single_record_fault(error: ValueError) -> str:
     """Anywhere: what it means that batch norm got too little to normalise; empty for another error."""
     text = str(error)
@@ -116,7 +131,7 @@ class Step:
         """The recipe's loss of a prepared batch; what else its step gives is not kept until backward."""
         worker = self.worker
         try:
-            with autocast(worker):
+            with autocast(worker), naming_text(batch):
                 if self.smoothing:
                     result: Any = classification_loss(worker.model, batch, self.smoothing)
                 else:

@@ -218,7 +218,7 @@ class Chain:
                         cost.bytes_out += _size(record) * len(records)
             except Exception as error:
                 name = getattr(error, "stage", stage.name)
-                text = " ".join(str(error).split())[:300]
+                text = " ".join(str(error).split())[:300] + _text_in(record, error)
                 _quarantine(report, BadRecord(key, f"{name}: {type(error).__name__}: {text}"))
                 continue
             sized = True
@@ -253,6 +253,13 @@ class Chain:
             {"key": record["key"], **{name: column[i] for name, column in out.items()}}
             for i, record in enumerate(records)
         ]
+
+
+def _text_in(record: Record, error: Exception) -> str:
+    """The columns of text in a record, if a stage may have taken one for a number."""
+    found = [name for name, value in record.items() if isinstance(value, str) and name != "key"]
+    mixed = found and isinstance(error, TypeError | ValueError) and "str" in str(error)
+    return f" (columns of text: {', '.join(found)})" if mixed else ""
 
 
 def _keep(records: list[Record], keep: Callable[[Record], int], report: BlockReport) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import re
 import sys
 from collections.abc import Iterable, Sequence
+from copy import copy
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -18,8 +20,12 @@ from stoker.data.preprocessing.stages import Stage
 from stoker.data.preprocessing.transforms import DecodeImage, Rename
 from stoker.data.sources.base import Source
 from stoker.errors import SchemaError, UsageError
+from stoker.figures import count_of
 
 PROBE_RECORDS = 4
+SYSTEMATIC = re.compile(r"[^:]+: (LookupError|KeyError|IndexError|TypeError|AttributeError): ")
+"""Reasons that come from the chain and the columns of all records, rather than from the bytes of one."""
+MANY_RECORDS = 256
 PROBE_S = 30.0
 """Deadline; after it the run starts anyway, and its first block fixes the schema."""
 FEW_LEVELS = 64
@@ -81,7 +87,36 @@ def probe(source: Source, shard: Shard | None, chain: Chain) -> Found | str:
         return _moved(stages, watch) or str(error)
     except Exception:
         return NOTHING  # the run reports it where it happens
-    return _moved(stages, watch) or Found(report.schemas, note, (columns, report) if columns else None)
+    if why := _moved(stages, watch) or _every(source, shard, chain, report):
+        return why
+    return Found(report.schemas, note, (columns, report) if columns else None)
+
+
+def _every(source: Source, shard: Shard, chain: Chain, report: BlockReport) -> str:
+    """Why the run would end: the chain refuses each of many records for one reason that is not damage."""
+    if report.rows or not _systematic(report):
+        return ""
+    report = chain.run(islice(source.read(shard, None), MANY_RECORDS), 0)[1]
+    if report.rows or not (reason := _systematic(report)):
+        return ""
+    whole = copy(source)
+    if "columns" in vars(source):
+        vars(whole)["columns"] = None  # also show those that were not asked for
+    there: dict[str, Any] = {}
+    with contextlib.suppress(Exception):
+        there.update(next(iter(whole.read(shard, None))))  # type: ignore[arg-type] # not with a BadRecord
+    columns = ", ".join(f"{name} ({_kind(value)})" for name, value in there.items() if name != "key")
+    count, why = count_of(len(report.bad), "record"), reason.partition(" (columns: ")[0]
+    return f"the chain refuses each of the first {count}: {why}; columns: {columns or 'unknown'}"
+
+
+def _systematic(report: BlockReport) -> str:
+    reasons = {bad.reason for bad in report.bad}
+    return reason if len(reasons) == 1 and SYSTEMATIC.match(reason := reasons.pop()) else ""
+
+
+def _kind(value: Any) -> str:
+    return str(getattr(value, "dtype", "text" if isinstance(value, str) else type(value).__name__))
 
 
 def _moved(stages: list[Stage], watch: MaskWatch) -> str:
