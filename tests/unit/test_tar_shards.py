@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from damage import keys, records, tar_of
 
-from stoker.checks import open_all
-from stoker.config import load
 from stoker.data import read_any, read_webdataset
 from stoker.errors import UsageError
 
@@ -206,18 +204,3 @@ def test_the_table_of_names_stands_in_the_docs() -> None:
     text = docs.read_text()
     for row in ("`0001.jpg`", "`0001.cls`", "`0001.txt`", "`0001.json`", "`0001.mask.png`"):
         assert f"| {row}" in text, f"{docs.name} has no row for {row}"
-
-
-def test_columns_that_no_record_has_are_told_before_the_start_with_those_there_are(tmp_path: Path) -> None:
-    for split in ("train", "val"):
-        (tmp_path / split).mkdir()
-        with tarfile.open(tmp_path / split / "0.tar", "w") as tar:
-            for name in ("1.jpg", "1.id.cls", "2.jpg", "2.id.cls"):
-                member = tarfile.TarInfo(name)
-                member.size = 1
-                tar.addfile(member, io.BytesIO(b"7"))
-    params = {"data": str(tmp_path), "model": "test_resnet", "image_column": "picture", "num_classes": 9}
-    job = load({"recipe": "ImageClassification", "params": params, "train": {"batch_size": 1}})
-    with pytest.raises(UsageError) as refused:
-        open_all(job)
-    assert "no column 'picture'; columns: image (bytes), id (int)" in str(refused.value)
