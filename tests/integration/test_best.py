@@ -98,4 +98,5 @@ def test_the_screen_the_summary_the_report_and_the_model_agree_on_the_best_epoch
     frame = runs_dataframe([run_dir])
     assert frame[f"best/{by}"].tolist() == pytest.approx([best[by]])
     write_report([run_dir, run_dir], tmp_path / "report.html")
+    assert f"best, the model: epoch {epoch}" in (tmp_path / "report.html").read_text()
     assert f"{by} {best[by]:g}".removesuffix(".0") in (tmp_path / "report.html").read_text()

@@ -122,11 +122,13 @@ def key_figures(summary: Summary) -> list[Figure]:
     """Head and laptop: the key figures at the top of the page."""
     speed, records = summary.speed, summary.records
     found: list[Figure] = []
-    for name, value in summary.metrics.best.items():
-        if name.startswith("val/") and len(found) < 2:
-            percent = 0 <= value <= 1 and not less_is_better(name)
-            shown = f"{100 * value:.2f} %" if percent else charts.figure(value)
-            found.append(Figure(name, shown, "best"))
+    best, model = summary.metrics.best, summary.model_from or {}
+    names = dict.fromkeys([model.get("metric"), *(name for name in best if name.startswith("val/"))])
+    for name in [name for name in names if name in best][:2]:
+        percent = 0 <= (value := best[name]) <= 1 and not less_is_better(name)
+        shown = f"{100 * value:.2f} %" if percent else charts.figure(value)
+        chose = f", the model: epoch {model['epoch']}" if name == model.get("metric") else ""
+        found.append(Figure(name, shown, f"best{chose}"))
     if speed.steady_samples_per_s:
         found.append(Figure("samples/s", charts.figure(speed.steady_samples_per_s), "after warm-up"))
         found.append(Figure("input wait", f"{speed.input_wait_pct:.0f} %", "of training time"))
