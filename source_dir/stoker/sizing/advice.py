@@ -116,8 +116,9 @@ def verdict(summary: Summary) -> Verdict:
         return Verdict(head, "gpu", [*_fewer_hosts(summary, facts), *_cost(summary)])
     if facts.binds == "one_wait" and (one := without_one_wait(summary)):
         what = "the first batch of each epoch" if one.first else "one batch"
+        took = f"{one.seconds:.1f} s" if one.seconds >= 0.1 else f"{1000 * one.seconds:.0f} ms"
         head = (
-            f"one wait explains the input wait of {percent}: {one.seconds:.1f} s for {what}; without it,"
+            f"one wait explains the input wait of {percent}: {took} for {what}; without it,"
             f" {one.rest_pct:.0f} % of each step waits for data"
         )
         help_ = "it counts for less in longer epochs; smaller blocks (data.block_records) come sooner"
