@@ -139,6 +139,15 @@ def test_each_stream_is_read_once_by_one_process_whatever_else_there_is_to_do(tm
     assert sorted(int(each.name.split()[1]) for each in tmp_path.iterdir()) == [0, 1, 2, 3, 4]
 
 
+def test_passes_in_step_share_processes_that_are_too_few_for_their_streams(tmp_path: Path) -> None:
+    """As those of two ranks, which wait for each other in each step."""
+    one, other = (DataLoader(Shuffled(tmp_path), batch_size=8, num_workers=3) for _ in range(2))
+    found = [(a[:, 1].tolist(), b[:, 1].tolist()) for a, b in zip(one, other, strict=True)]
+    for each in zip(*found, strict=True):
+        assert sorted(n for batch in each for n in batch) == list(range(240))
+    assert len(list(tmp_path.iterdir())) == 6
+
+
 @pytest.mark.parametrize("seed", [1, None], ids=["repeats", "does not repeat"])
 def test_a_stream_whose_process_dies_is_opened_again_if_it_repeats(tmp_path: Path, seed: int | None) -> None:
     opened, lives = tmp_path / "opened", tmp_path / "lives"

@@ -206,6 +206,19 @@ def test_a_state_of_a_stream_that_does_not_repeat_is_refused(taken: int) -> None
         list(again)
 
 
+class Stateful(Counts):
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch = state["epoch"]
+
+
+def test_that_the_state_of_a_dataset_is_not_saved_is_said() -> None:
+    with pytest.warns(UserWarning, match=r"does not include that of its dataset \(Stateful\.state_dict\)"):
+        DataLoader(Stateful()).state_dict()
+
+
 class Shorter(IterableDataset[Any]):
     def __init__(self, count: int) -> None:
         self.count = count

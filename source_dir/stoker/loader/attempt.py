@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, cast
 
-from stoker.data.engine.items import Held, Line, Numbered, ReadyBlock
+from stoker.data.engine.items import Held, Item, Line, Numbered, ReadyBlock
 from stoker.data.engine.planner import Planner
 from stoker.data.engine.pool import Pool
 from stoker.data.engine.suspects import Suspects
@@ -143,8 +143,18 @@ class LoaderPlanner(Planner):
                 line.work = deque([*own, *(work for work in line.work if work not in own)])
                 if line.work and (not own or made.ahead_of(own[0][0]) >= STREAM_AHEAD):
                     continue
-            if self._wanted(line):
+            # The budget does not hold back the stream that the script waits for.
+            if self._wanted(line) or (made.streams and line.work and not made.urgency(line.work[0])[0]):
                 yield line
+
+    def _next(self, node: str, process: str) -> Item | None:
+        """As the planner's; a chain worker may continue its streams also where it gets no other work."""
+        item = super()._next(node, process)
+        for line in self.startable() if item is None else ():
+            made: Any = line.stream
+            if line.work and made.owners.get(line.work[0][0]) == process:
+                return self._begin(line, node, process)
+        return item
 
     def makes_way(self, number: int, ahead: int) -> bool:
         """Whether a chain worker must set a stream aside for others; it continues it later.

@@ -7,6 +7,7 @@ import hashlib
 import os
 import secrets
 import sys
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any, TypeVar
@@ -207,6 +208,13 @@ class DataLoader(TorchDataLoader[Item]):
 
         Contains only numbers, strings and bytes, so `torch.load(weights_only=True)` can read it.
         """
+        if hasattr(self.dataset, "load_state_dict"):
+            warnings.warn(
+                f"stoker.DataLoader: the state of a loader does not include that of its dataset"
+                f" ({type(self.dataset).__name__}.state_dict): a pass continues by reading it again, and later"
+                " passes begin as in a new process; set its epoch in your script",
+                stacklevel=2,
+            )
         if self._state is not None:
             return self._state
         iterator, before = self._live or (None, None)

@@ -91,8 +91,8 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._watch = watch
         weakref.finalize(self, self._watch.tell)
         self._iterable = self._dataset_kind == _DatasetKind.Iterable
-        self._workers = max(1, loader.num_workers)
-        self._ahead = self._workers * (loader.prefetch_factor or 2)
+        self._streams = max(1, loader.num_workers)
+        self._ahead = self._streams * (loader.prefetch_factor or 2)
         self._quarantine, self._ranks = loader.quarantine, loader.world_size()
         self._submitted = self._number = self._groups = 0
         self._exhausted = self._ended = False
@@ -102,7 +102,7 @@ class ClusterIterator(_BaseDataLoaderIter):
         """Of the batches that were submitted and not taken yet."""
         self._ready: deque[Any] = deque()
         """Batches of the last block that the script has not taken yet."""
-        self._taken, self._digests = [0] * self._workers, [0] * self._workers
+        self._taken, self._digests = [0] * self._streams, [0] * self._streams
         """Of each worker of an iterable dataset: how many batches the script has, and their digest."""
         self._over: set[int] = set()
         self._turn = 0
@@ -158,7 +158,7 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._wanted, self._next_asked = list(self._taken), self._turn
         shards = [
             (w, Shard(f"worker {w}", items=(self._order._replace(worker=w),)), self._taken[w])
-            for w in range(self._workers)
+            for w in range(self._streams)
             if w not in self._over
         ]
         self._maker.submit(shards, len(shards))
@@ -239,11 +239,11 @@ class ClusterIterator(_BaseDataLoaderIter):
     def _next_stream(self, deadline: float | None) -> Any:
         """Take from the workers in turn and skip exhausted ones, as torch does."""
         while True:
-            while len(self._asked) < STREAM_BATCHES and len(self._over) < self._workers:
+            while len(self._asked) < STREAM_BATCHES and len(self._over) < self._streams:
                 if self._next_asked not in self._over:
                     self._want((self._next_asked, self._wanted[self._next_asked]))
                     self._wanted[self._next_asked] += 1
-                self._next_asked = (self._next_asked + 1) % self._workers
+                self._next_asked = (self._next_asked + 1) % self._streams
             if not self._asked:
                 return END
             worker = self._asked[0][0]
@@ -268,7 +268,7 @@ class ClusterIterator(_BaseDataLoaderIter):
                 continue
             self._digests[worker] = made.chain[1]
             self._taken[worker] += 1
-            self._turn = (worker + 1) % self._workers
+            self._turn = (worker + 1) % self._streams
             return made
 
     def close(self) -> None:
