@@ -211,7 +211,7 @@ class DataLoader(TorchDataLoader[Item]):
         if hasattr(self.dataset, "load_state_dict"):
             warnings.warn(
                 f"stoker.DataLoader: the state of a loader does not include that of its dataset"
-                f" ({type(self.dataset).__name__}.state_dict): a pass continues by reading it again, and later"
+                f" ({type(self.dataset).__name__}.state_dict): a pass continues by reading it again, later"
                 " passes begin as in a new process; set its epoch in your script",
                 stacklevel=2,
             )
