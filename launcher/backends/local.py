@@ -61,7 +61,7 @@ class LocalRequest:
             done = subprocess.run(
                 command, cwd=f"{scratch}/code", env=variables, capture_output=True, text=True, check=False
             )
-        sys.stderr.write(done.stderr)
+        sys.stderr.write(done.stderr.replace(scratch, str(self.run_dir)))
         return done.returncode
 
 

@@ -105,8 +105,18 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 WRONG = {
     "a parameter": (["params.augment=flop"], ["params.augment: input should be 'none', 'flip' or 'crop'"]),
     "a folder and a metric": (
-        ["params.data=./nowhere", "checkpoint.monitor=val/acc5", "params.model=resnet19"],
-        ["nowhere: no such file", "checkpoint.monitor: no metric 'val/acc5'", "timm has no model 'resnet19'"],
+        [
+            "params.data=./nowhere",
+            "checkpoint.monitor=val/acc5",
+            "params.model=resnet19",
+            "train.strategy=a:b",
+        ],
+        [
+            "/code; available: ",
+            "nowhere: no such file",
+            "checkpoint.monitor: no metric 'val/acc5'",
+            "timm has no model 'resnet19'",
+        ],
     ),
     "a schedule without an end": (
         ["recipe=endless:Unknown", "params={}", "train.scheduler=cosine"],
@@ -141,6 +151,7 @@ def test_a_dry_run_checks_what_a_run_checks_and_leaves_nothing(
     code, lines, shown = type_command(["job.yaml", *words, *source, "--dry-run"], capsys)
     assert code == (2 if expected else 0), lines
     assert [part for part in expected if not any(part in line for line in lines)] == []
+    assert not [line for line in lines if "/tmp/stoker-" in line], "a folder that is gone"
     assert ("python train.py --config job.yaml" in shown) == (not expected)
     assert sorted(tmp_path.rglob("*")) == before
 
