@@ -13,6 +13,7 @@ from torch import nn
 from stoker.errors import UsageError
 from stoker.schema import Config
 from stoker.training.build import build
+from stoker.training.evaluation import try_validation
 from stoker.training.step import Step, autocast
 from stoker.training.worker import Worker
 
@@ -115,6 +116,25 @@ def test_a_captured_model_trains_alike_and_saves_the_same_names(monkeypatch: pyt
     assert graphs
     assert other["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert other["weights"].keys() == plain["weights"].keys()
+
+
+@pytest.mark.long
+def test_the_trial_of_a_validation_captures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured for its few records, the model would be captured again for any number, and trained so."""
+    graphs = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
+    config = Config.model_validate({"train": {"compile": True, "lr": 0.1}})
+    worker = Worker(config, Linear(), None, 0, 0, 1, torch.device("cpu"))
+    build(worker, records=16)
+    values, _ = try_validation(worker, feed(4, 4)[0])
+    assert "val/acc1" in values and not graphs
+    run(worker, Step(worker), feed(16, 8))
+    assert len(graphs) == 1
 
 
 @pytest.mark.soak
