@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.errors import UsageError
 from stoker.figures import count_of
+from stoker.tracking.console import MOST_PARTS
 from stoker.tracking.runs import CONFIG, differing, find_runs, row_of, runs_dataframe
 
 if TYPE_CHECKING:
@@ -145,6 +146,8 @@ TITLES = {
 def metric_columns(frame: pandas.DataFrame) -> list[str]:
     """Laptop: the best validation metrics, or the training loss if nothing was validated."""
     found = [column for column in frame.columns if column.startswith("best/val/")]
+    # Not each class of a metric, if others say how good a run is.
+    found = [column for column in found if column.count("/") == 2] or found[:MOST_PARTS]
     return found or [column for column in frame.columns if column == "best/train/loss"]
 
 

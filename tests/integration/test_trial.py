@@ -53,6 +53,22 @@ def test_a_last_batch_of_one_is_refused_or_left_out_and_counted(ray_cluster: Non
         assert outcome.summary.steps == 2
 
 
+def test_a_rank_without_validation_records_mixes_nothing_up(ray_cluster: None, tmp_path: Path) -> None:
+    """One record on two ranks: a sea horse's number is 2, a dog's 1; record 0 is a cat, predicted as one."""
+    outcome = shaped(
+        tmp_path / "one",
+        "auroc",
+        "confusion",
+        "accuracy",
+        params={"kinds": ["auroc", "confusion", "accuracy"], "train_records": 64, "val_records": 1},
+    )
+    assert outcome.code == 0, outcome.summary.error
+    (table,) = events(outcome, "table")
+    assert table["values"] == [[1, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert outcome.summary.metrics.last["val/accuracy/cat"] == 1.0
+    assert outcome.summary.records.validated == 1
+
+
 def test_on_two_ranks_classes_are_counted_once_and_the_books_are_whole(
     ray_cluster: None, tmp_path: Path
 ) -> None:

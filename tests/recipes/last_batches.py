@@ -29,7 +29,12 @@ class Normed(Counting):
     def model(self):  # type: ignore[no-untyped-def]
         from torch import nn
 
-        norms = {"batch": nn.BatchNorm1d(4), "layer": nn.LayerNorm(4), "frozen": Frozen(4)}
+        norms = {
+            "batch": nn.BatchNorm1d(4),
+            "sync": nn.SyncBatchNorm(4),
+            "layer": nn.LayerNorm(4),
+            "frozen": Frozen(4),
+        }
         return nn.Sequential(nn.Linear(2, 4), norms[self.norm], nn.Linear(4, 1))
 
 

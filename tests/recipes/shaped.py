@@ -70,6 +70,8 @@ def make(name: str) -> Any:
         return MetricCollection({"acc": one, "recall": other})
     if name == "minmax":
         return MinMaxMetric(many.MulticlassAccuracy(3, average="micro"))
+    if name == "auroc":  # keeps lists of predictions
+        return many.MulticlassAUROC(3, average=None)
     if name == "curve":
         return many.MulticlassROC(3, thresholds=5)
     if name == "missing":

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from launcher.compare import metric_columns
 from launcher.submit import app
 from stoker.config import load, resolved_yaml
 from stoker.errors import UsageError
@@ -41,6 +42,14 @@ def runs(tmp_path: Path) -> list[Path]:
         make_run(tmp_path, "flowers-2", 0.93, "train.lr=0.1", "data.order=exact"),
         make_run(tmp_path, "flowers-3", None, "train.lr=9"),
     ]
+
+
+def test_classes_of_a_metric_do_not_fill_the_table(tmp_path: Path) -> None:
+    frame = runs_dataframe([make_run(tmp_path, "flowers-1", 0.91)])
+    for number in range(50):
+        frame[f"best/val/iou/class {number}"] = 0.5
+    assert metric_columns(frame) == ["best/val/acc1"]
+    assert len(metric_columns(frame.drop(columns="best/val/acc1"))) == 6
 
 
 def test_a_frame_holds_settings_metrics_speed_and_cost(runs: list[Path]) -> None:

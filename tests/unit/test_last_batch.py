@@ -58,6 +58,8 @@ def test_a_last_batch_of_one_is_refused_with_the_ways_out(tmp_path: Path) -> Non
         (["train.workers=2"], 9, "batch", False),
         (["train.workers=2"], 10, "batch", True),
         (["train.workers=2"], 11, "batch", True),
+        (["train.workers=2"], 10, "sync", False),
+        ([], 9, "sync", True),
         (["train.workers=2"], 12, "batch", False),
         (["train.workers=2", "data.remainder=pad"], 9, "batch", True),
         (["train.workers=2", "data.remainder=pad"], 11, "batch", False),

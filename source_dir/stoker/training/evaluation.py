@@ -7,7 +7,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.checkpoints.train_state import rng_state, set_rng_state
+from stoker.checkpoints.train_state import from_rank_0, rng_state, set_rng_state
 from stoker.data.feed.feed import as_one_batch
 from stoker.data.messages import BlockReport
 from stoker.data.preprocessing.collating import Collate
@@ -98,11 +98,12 @@ class Evaluation:
         import torch.distributed as dist
 
         worker, sums = self.worker, self.sums
-        flags = torch.tensor([float(self.scores.fed)], dtype=torch.float64)
+        fed = torch.zeros(worker.world_size, dtype=torch.float64)
+        fed[worker.rank] = self.scores.fed
         if worker.world_size > 1:
-            sums, flags = sums.to(worker.device), flags.to(worker.device)
+            sums, fed = sums.to(worker.device), fed.to(worker.device)
             dist.all_reduce(sums)
-            dist.all_reduce(flags)
+            dist.all_reduce(fed)
         losses, with_loss, records = sums.tolist()
         values = {"val/loss": losses / records} if with_loss else {}
         if with_loss and abs(with_loss - records) > 1e-6 * records:
@@ -110,8 +111,13 @@ class Evaluation:
                 f"recipe: {type(worker.recipe).__name__}.validation_step returned a loss for some records"
                 f" only ({with_loss:.0f} of {records:.0f}); return one in each batch, or in none"
             )
-        if float(flags[0]):
+        ranks = [rank for rank, flag in enumerate(fed.tolist()) if flag]
+        if len(ranks) == worker.world_size:
             self.scores.compute(few=self.epoch is None)
+        elif ranks:
+            # Fewer records than ranks: torchmetrics mixes up the states of ranks of which some have none.
+            self.scores.compute(group=dist.new_group(ranks))
+            self.scores.take(from_rank_0(worker, self.scores.found))
         return values | self.scores.values
 
     def tell(self) -> None:
@@ -152,20 +158,28 @@ def sample_of(config: Config, recipe: Recipe, columns: dict[str, Any], report: B
     return as_one_batch(collate, copy.deepcopy(columns), report)  # what Ray delivers is read-only
 
 
-def fails_alone(config: Config, recipe: Recipe, columns: dict[str, Any], report: BlockReport) -> str:
+def fails_alone(
+    config: Config, recipe: Recipe, workers: int, columns: dict[str, Any], report: BlockReport
+) -> str:
     """Head and laptop: why the model cannot train on one record; empty if it can, or cannot be tried here.
 
     Args:
         config: the job.
         recipe: its recipe.
+        workers: number of train workers.
         columns: the first training records, as the head made them.
         report: of them.
     """
+    from torch.nn import SyncBatchNorm
+
     with drawing(f"{config.seed}/recipe"):
         try:
             batch = {name: values[:1] for name, values in sample_of(config, recipe, columns, report).items()}
             module = recipe.on_device("train")
-            recipe.training_step(recipe.model().train(), module(batch) if module else batch)
+            model = recipe.model().train()
+            if workers > 1 and any(isinstance(part, SyncBatchNorm) for part in model.modules()):
+                return ""  # it counts the records of all train workers
+            recipe.training_step(model, module(batch) if module else batch)
         except ValueError as error:
             return single_record_fault(error)
         except Exception:

@@ -148,7 +148,7 @@ def refuse_single_records(config: Config, data: Data, workers: int) -> None:
         ends_before = train.max_steps is not None and train.max_steps * train.accumulate_steps <= batches
         if last_batch(config, total, workers) != 1 or ends_before:
             return
-    if not (reason := fails_alone(config, data.recipe, *sample)):
+    if not (reason := fails_alone(config, data.recipe, workers, *sample)):
         return
     if size == 1:
         raise UsageError(f"train.batch_size: {reason}; set 2 or more")

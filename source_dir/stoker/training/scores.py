@@ -66,13 +66,29 @@ class Scores:
                 except Exception as error:
                     raise self._failed(name, error) from error
 
-    def compute(self, few: bool = False) -> None:
+    @property
+    def found(self) -> Any:
+        """What `take` replaces."""
+        return self.values, self.tables, self.notes
+
+    def take(self, found: Any) -> None:
+        """Replace what this rank has computed by what another has."""
+        self.values, self.tables, self.notes = found
+
+    def compute(self, few: bool = False, group: Any = None) -> None:
         """Fill `values`, `tables` and `notes`. Collective, on all ranks or none.
 
         Args:
             few: these are the first records only; what they are too few for is noted.
+            group: of the ranks that have updated their metrics; None: all have.
         """
         for name, metric in self.metrics.items():
+            parts: list[Any] = [] if group is None else [*getattr(metric, "modules", list)()]
+            if parts := [part for part in parts if hasattr(part, "process_group")]:
+                if not self.fed:
+                    continue
+                for part in parts:
+                    part.process_group = group
             try:
                 found = metric.compute()
             except Exception as error:
