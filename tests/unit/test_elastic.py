@@ -57,8 +57,14 @@ class Case:
         own: Any = Scaled(self.given, self.requests, self.costs) if scaled else None  # type: ignore[arg-type]
         self.elastic = Elastic(lambda event, **values: self.events.append((event, values)), own)
 
-    def staying(self, *hosts: ChainHost, draining: set[str] = frozenset(), now: float = 0.0) -> list[str]:  # type: ignore[assignment]
-        return [host.node for host in self.elastic.split([*hosts], draining, now, None)]
+    def staying(
+        self,
+        *hosts: ChainHost,
+        draining: set[str] = frozenset(),  # type: ignore[assignment]
+        now: float = 0.0,
+        bound: tuple[str, ...] = (),
+    ) -> list[str]:
+        return [host.node for host in self.elastic.split([*hosts], draining, now, None, bound)]
 
 
 def cpu(node: str) -> ChainHost:
@@ -79,6 +85,23 @@ def test_the_hosts_that_joined_last_leave_first_and_come_back_if_needed() -> Non
     case.given.next = Decision(2, "more")
     assert case.staying(GPU, cpu("a"), cpu("b"), cpu("c")) == ["g", "a", "b"]
     assert case.given.looked == (2, [4], False), "decided from the host that was in use"
+
+
+def test_a_host_that_reads_a_stream_is_let_go_when_that_has_ended() -> None:
+    """Another process would have to read the stream again, which not all streams allow."""
+    case = Case(count=2)
+    case.staying(GPU, cpu("a"), cpu("b"))
+    case.given.next = Decision(0, "enough")
+    assert case.staying(GPU, cpu("a"), cpu("b"), bound=("b",)) == ["g", "b"]
+    assert case.staying(GPU, cpu("a"), cpu("b")) == ["g"]
+    assert case.staying(GPU, cpu("b"), draining={"b"}, bound=("b",)) == ["g"], "what others take away, goes"
+
+
+def test_a_chain_worker_that_reads_a_stream_stays_where_others_end() -> None:
+    pool = Pool(bound={"p2"})
+    pool.update([GPU, cpu("a")], False, 0.0)
+    pool.workers_are({"p1": "g", "p2": "g"}, 0.0)
+    assert pool.leaving == ["p1"]
 
 
 def test_a_host_that_has_left_is_not_taken_for_a_lost_one() -> None:

@@ -104,6 +104,16 @@ class Yielded(Sampler[int]):
         self.skip = state["yielded"]
 
 
+class Eager(Sampler[int]):
+    """Draws when it is asked for an iterator, not when that is asked for its first index."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(23).tolist())
+
+    def __len__(self) -> int:
+        return 23
+
+
 def arguments(kind: str) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(9)
     if kind == "shuffled":
@@ -115,12 +125,14 @@ def arguments(kind: str) -> dict[str, Any]:
         return {"batch_sampler": sampler, "generator": generator}
     if kind in ("positions", "yielded"):
         return {"batch_size": 4, "sampler": Positions() if kind == "positions" else Yielded()}
+    if kind == "eager":
+        return {"batch_size": 4, "sampler": Eager()}
     if kind == "dropping":
         return {"batch_size": 4, "sampler": Yielded(), "drop_last": True}
     return {"batch_size": 4}
 
 
-KINDS = ("in order", "shuffled", "global", "batches", "positions", "yielded", "dropping", "stream")
+KINDS = ("in order", "shuffled", "global", "batches", "positions", "yielded", "dropping", "eager", "stream")
 
 
 def loader(of: type[Any], kind: str, workers: int, persistent: bool) -> Any:
@@ -191,6 +203,18 @@ def test_a_dataset_that_counts_its_epochs_counts_those_that_were_given_up_too() 
     assert {n // 100 for batch in made for n in batch.tolist()} == {2}
     copies = DataLoader(Counts(), batch_size=4, num_workers=2)
     assert [{n // 100 for batch in copies for n in batch.tolist()} for _ in range(2)] == [{1}, {1}]
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 2, "persistent_workers": True}])
+def test_a_pass_that_another_one_over_the_same_copies_has_ended_says_so(options: dict[str, Any]) -> None:
+    made = DataLoader(Counts(), batch_size=4, **options)
+    first = iter(made)
+    next(first)
+    assert len(lists(made)) == len(lists(made))
+    with pytest.raises(RuntimeError, match="another pass over this loader has begun"):
+        next(first)
+    over = iter(made)
+    assert list(over) and list(made) and list(over) == []
 
 
 @pytest.mark.parametrize("taken", [3, 9])

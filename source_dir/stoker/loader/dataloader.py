@@ -127,7 +127,9 @@ class DataLoader(TorchDataLoader[Item]):
         if state is not None:
             self._refuse_other(state, {"world_size": self.world_size()})
         if keeps and self._live:
-            self._live[0].close()  # the copies serve one pass at a time, as torch's persistent workers do
+            self._live[0].close(
+                superseded=True
+            )  # the copies serve one pass at a time, as torch's persistent workers do
         passes = state["place"]["passes"] if state else self.kept.passes
         now = states()
         if passes and not self.kept.base:  # the earlier passes were those of another process

@@ -95,7 +95,7 @@ class ClusterIterator(_BaseDataLoaderIter):
         self._ahead = self._streams * (loader.prefetch_factor or 2)
         self._quarantine, self._ranks = loader.quarantine, loader.world_size()
         self._submitted = self._number = self._groups = 0
-        self._exhausted = self._ended = False
+        self._exhausted = self._ended = self._superseded = False
         self._records = loader.batch_size or 1
         """Of the last batch; a full one of an iterable dataset, 1 with `batch_size=None`."""
         self._sizes: deque[int] = deque()
@@ -203,6 +203,12 @@ class ClusterIterator(_BaseDataLoaderIter):
 
     def _next_data(self) -> Any:
         deadline = time.monotonic() + self._timeout if self._timeout > 0 else None
+        if self._superseded:
+            raise RuntimeError(
+                "DataLoader: another pass over this loader has begun, and its copies of the dataset serve one"
+                " at a time (persistent_workers=True, or an IterableDataset with num_workers=0); use a loader"
+                " for each"
+            )
         while True:
             made = self._next_stream(deadline) if self._iterable else self._next_batch(deadline)
             if made is END:
@@ -271,8 +277,13 @@ class ClusterIterator(_BaseDataLoaderIter):
             self._turn = (worker + 1) % self._streams
             return made
 
-    def close(self) -> None:
-        """End the pass."""
+    def close(self, superseded: bool = False) -> None:
+        """End the pass.
+
+        Args:
+            superseded: whether another pass takes over the copies of the dataset.
+        """
+        self._superseded = superseded and not self._ended
         self._finish()
 
     def _want(self, place: tuple[int, int]) -> None:

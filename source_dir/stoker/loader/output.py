@@ -43,4 +43,5 @@ def heard(said: Said) -> Iterator[None]:
 def repeat(said: Said) -> None:
     """Script: print what was said elsewhere."""
     for name, text in said:
-        getattr(sys, name).write(text)
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # no such stream, or a closed one
+            getattr(sys, name).write(text)

@@ -7,7 +7,7 @@ longer needed gets no work, its chain workers end, its blocks are used up, and t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -150,7 +150,14 @@ class Elastic:
         if self._scaled is not None:
             self._scaled.trained(samples, seconds, late_s)
 
-    def split(self, hosts: list[ChainHost], draining: set[str], now: float, attempt: Any) -> list[ChainHost]:
+    def split(
+        self,
+        hosts: list[ChainHost],
+        draining: set[str],
+        now: float,
+        attempt: Any,
+        bound: Collection[str] = (),
+    ) -> list[ChainHost]:
         """The hosts that stay; called with the coordinator's lock held.
 
         Args:
@@ -158,6 +165,7 @@ class Elastic:
             draining: nodes that the cluster takes away, such as spot hosts.
             now: `time.monotonic()`.
             attempt: the current one.
+            bound: nodes with work that no other can continue; they are not let go.
         """
         for host in hosts:
             if host.node in draining - self._draining:
@@ -166,16 +174,19 @@ class Elastic:
         self.closing = {host.node for host in hosts if host.node in draining}
         if self._scaled is not None:
             left = [host for host in hosts if host.node not in draining]
-            self._scale(self._scaled, left, now, attempt is not None and attempt.all_produced)
+            ended = attempt is not None and attempt.all_produced
+            self._scale(self._scaled, left, now, ended, bound)
         staying = [host for host in hosts if host.node not in self.closing]
         if not staying:
             self.closing = set()  # the last ones work to their end
         return staying or hosts
 
-    def _scale(self, scaled: Scaled, hosts: list[ChainHost], now: float, ended: bool) -> None:
+    def _scale(
+        self, scaled: Scaled, hosts: list[ChainHost], now: float, ended: bool, bound: Collection[str]
+    ) -> None:
         decision = scaled.look(hosts, now, ended)
         # The last hosts leave first: they have cached least.
-        unneeded = scaled.known[scaled.scaler.count :]
+        unneeded = [node for node in scaled.known[scaled.scaler.count :] if node not in bound]
         self.closing |= set(unneeded)
         if decision is not None:
             self._event("cpu_hosts", count=decision.count, reason=decision.reason)

@@ -205,7 +205,8 @@ class Production:
                 self._refuse_no_host(now - seen)
                 with self.changed:
                     planner = self._planner()
-                    staying = self.elastic.split(hosts, draining, now, self.attempt)
+                    bound = {self.pool.there.get(process, "") for process in self.pool.bound}
+                    staying = self.elastic.split(hosts, draining, now, self.attempt, bound)
                     hungry = bool(planner and planner.hungry)
                     self.pool.update(staying, hungry, now, self.elastic.closing)
                     hung = planner.look(now) if planner else []
