@@ -107,6 +107,7 @@ class ImageClassification(Recipe):
 
     def read(self, split: Split) -> Any:
         from stoker.data import read_any, read_images
+        from stoker.data.sources.labels import alike
 
         if self.labels is not None:
             given = self.model_fields_set
@@ -115,7 +116,8 @@ class ImageClassification(Recipe):
             )
             columns = image, label, self.names, self.multi_label
             return read_images(self.data, split, self.labels, self.label_separator, *columns)
-        return read_any(self.data, split, self.wanted())
+        source = read_any(self.data, split, self.wanted())
+        return source.noting(*alike(self.names)) if source and split == "train" else source
 
     def wanted(self) -> list[str] | None:
         """Head: the columns to read; None: all columns."""

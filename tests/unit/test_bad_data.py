@@ -183,10 +183,13 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "images of 0 to 1": (table(image=tensors(np.ones((3, 30, 40, 3), np.float32))), "image is float32"),
     "images of 16 bits": (table(image=tensors(np.ones((3, 30, 40, 3), np.uint16))), "image is uint16"),
     "images of 64 bits": (table(image=tensors(np.ones((3, 30, 40, 3), np.int64))), "image is int64"),
+    "images as base64": (table(image=[b64encode(JPG)] * 3), "not an image (first bytes b'/9j/4AAQ')"),
+    "images of raw bytes": (table(image=[bytes(3600)] * 3), "not an image"),
+    "images as lists": (table(image=pa.array([[1, 2, 3]] * 3, pa.list_(pa.uint8()))), "two dimensions"),
 }
 
 FROM_LABELS: dict[str, tuple[Make, str]] = {
-    "labels in fractions": (table(label=[0.0, 1.0, 1.5]), "column label is double; labels must be integers"),
+    "labels in fractions": (table(label=[0.0, 1.0, 1.5]), "column label holds 1.5; labels must be integers"),
     "labels as dates": (table(label=[date(2020, 1, 1)] * 3), "labels must be integers"),
     "labels as lists": (table(label=[[0], [1], [2]]), "column label is list<element: int64>; labels must be"),
     "ids as labels": (table(label=[0, 1, 2**40]), "label holds 1099511627776; number the classes 0, 1, "),
@@ -242,9 +245,6 @@ QUARANTINED: dict[str, tuple[Make, int, str]] = {
         1,
         "is outside 0…9",
     ),
-    "images as base64": (table(image=[b64encode(JPG)] * 3), 3, "not an image (first bytes b'/9j/4AAQ')"),
-    "images of raw bytes": (table(image=[bytes(3600)] * 3), 3, "not an image"),
-    "images as lists": (table(image=pa.array([[1, 2, 3]] * 3, pa.list_(pa.uint8()))), 3, "two dimensions"),
     "a class as a word": (shard(("2.jpg", JPG), ("2.cls", b"cat")), 1, ".cls: invalid literal"),
     "a class as a fraction": (shard(("2.jpg", JPG), ("2.cls", b"1.0")), 1, ".cls: invalid literal"),
     "a class with a separator": (shard(("2.jpg", JPG), ("2.cls", b"1_0")), 1, ".cls: invalid literal"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -318,9 +319,11 @@ def test_columns_of_other_names_are_refused_with_the_line_to_write_and_read_with
     assert trained(data) == WHOLE
 
 
-@pytest.mark.parametrize("label", [[0.0] * 6, [[1]] * 6, [b"a"] * 6])
+@pytest.mark.parametrize(
+    "label", [[0.5] * 6, [[1]] * 6, [b"a"] * 6, ["a", "b", " "] * 2, [0.0, float("nan")] * 3]
+)
 def test_labels_that_are_neither_integers_nor_text_are_refused(label: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"column label is .*; labels must be integers or text"):
+    with pytest.raises(UsageError, match=r"column label (is|holds) .*; labels must be integers or text"):
         opened(write(tmp_path, pa.table({"image": PNGS, "label": label})))
 
 
@@ -397,3 +400,52 @@ def test_a_folder_of_a_class_is_no_split(tmp_path: Path) -> None:
     root = write_partitions(tmp_path, {"label=train": [0, 1], "label=car": [2, 3]})
     with pytest.raises(UsageError, match="no train split"):
         opened(root)
+
+
+@pytest.mark.parametrize("kind", [pa.float64(), pa.decimal128(38, 0), pa.bool_(), pa.uint8()])
+def test_integers_in_other_types_are_labels(kind: Any, tmp_path: Path) -> None:
+    """pandas writes floats where a NULL was, Snowflake decimals."""
+    values = [Decimal(label) for label in LABELS] if pa.types.is_decimal(kind) else LABELS
+    label = pa.array(LABELS).cast(kind) if values is LABELS else pa.array(values, kind)
+    params, data = opened(write(tmp_path, pa.table({"image": PNGS, "label": label})))
+    assert (params["num_classes"], type(params["num_classes"])) == (2, int)
+    assert trained(data) == WHOLE
+
+
+def test_views_of_text_are_text(tmp_path: Path) -> None:
+    table = pa.table({"image": pa.array(PNGS, pa.binary_view()), "label": pa.array(TEXT, pa.string_view())})
+    _, data = opened(write(tmp_path, table), class_names=NAMES)
+    assert trained(data) == WHOLE
+
+
+def test_classes_that_look_alike_are_named(tmp_path: Path) -> None:
+    root = write(tmp_path, pa.table({"image": PNGS, "label": ["cat", "Cat ", "dog"] * 2}))
+    assert opened(root)[1].notes() == ["classes that look alike: 'Cat ', 'cat'"]
+
+
+def test_a_folder_that_its_writer_calls_a_file_is_read_as_one(tmp_path: Path) -> None:
+    """As `df.write.parquet("train.parquet")` of Spark and Dask leave it."""
+    table = pa.table({"image": PNGS, "label": LABELS})
+    for split in ("train", "val"):
+        write(tmp_path / "a", table.slice(0, 3), "part-00000.snappy.parquet", (f"{split}.parquet",))
+        write(tmp_path / "a", table.slice(3, 3), "part-00001.snappy.parquet", (f"{split}.parquet",))
+        write(tmp_path / "b.parquet", table, splits=(split,))
+    for root in ("a", "b.parquet"):
+        _, data = opened(tmp_path / root)
+        assert trained(data) == trained(data, "val") == WHOLE and not data.notes()
+    _, data = opened(tmp_path / "a/train.parquet")
+    assert trained(data) == WHOLE and "val" not in data.sources and not data.notes()
+
+
+def test_a_table_with_an_underscore_is_named_and_one_without_a_suffix_may_be_all_there_is(
+    tmp_path: Path,
+) -> None:
+    table = pa.table({"image": PNGS, "label": LABELS})
+    root = write(tmp_path / "a", table)
+    write(tmp_path / "a", table, "_old.parquet", ("train",))
+    _, data = opened(root)
+    assert trained(data) == WHOLE
+    (note,) = data.notes()
+    assert "1 file not read" in note and "train/_old.parquet" in note
+    parquet.write_table(table, tmp_path / "part-0")
+    assert trained(opened(tmp_path / "part-0")[1]) == WHOLE

@@ -115,6 +115,13 @@ def list_files(uri: str, suffixes: tuple[str, ...] = (), underscored: bool = Fal
     return sorted(wanted, key=lambda f: f.path)
 
 
+def is_file(uri: str) -> bool:
+    """Head: whether there is a file, not a folder or nothing."""
+    from pyarrow import fs
+
+    return bool(_info(*filesystem_of(uri), uri).type == fs.FileType.File)
+
+
 def is_hidden(relative: str, underscored: bool = False) -> bool:
     """Head: whether a file below a data root is none of its records.
 

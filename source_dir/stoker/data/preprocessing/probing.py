@@ -23,8 +23,10 @@ from stoker.errors import SchemaError, UsageError
 from stoker.figures import count_of
 
 PROBE_RECORDS = 4
-SYSTEMATIC = re.compile(r"[^:]+: (LookupError|KeyError|IndexError|TypeError|AttributeError): ")
-"""Reasons that come from the chain and the columns of all records, rather than from the bytes of one."""
+SYSTEMATIC = re.compile(
+    r"(column [^:]+|[^:]+: (LookupError|KeyError|IndexError|TypeError|AttributeError|ValueError)): "
+)
+"""Reasons that the columns and the chain may give for every record, unlike a read that fails."""
 MANY_RECORDS = 256
 PROBE_S = 30.0
 """Deadline; after it the run starts anyway, and its first block fixes the schema."""
@@ -93,7 +95,7 @@ def probe(source: Source, shard: Shard | None, chain: Chain) -> Found | str:
 
 
 def _every(source: Source, shard: Shard, chain: Chain, report: BlockReport) -> str:
-    """Why the run would end: the chain refuses each of many records for one reason that is not damage."""
+    """Why the run would end: each of many records is refused for the same reason."""
     if report.rows or not _systematic(report):
         return ""
     report = chain.run(islice(source.read(shard, None), MANY_RECORDS), 0)[1]
@@ -107,7 +109,7 @@ def _every(source: Source, shard: Shard, chain: Chain, report: BlockReport) -> s
         there.update(next(iter(whole.read(shard, None))))  # type: ignore[arg-type] # not with a BadRecord
     columns = ", ".join(f"{name} ({_kind(value)})" for name, value in there.items() if name != "key")
     count, why = count_of(len(report.bad), "record"), reason.partition(" (columns: ")[0]
-    return f"the chain refuses each of the first {count}: {why}; columns: {columns or 'unknown'}"
+    return f"each of the first {count} is refused: {why}; columns: {columns or 'unknown'}"
 
 
 def _systematic(report: BlockReport) -> str:

@@ -16,6 +16,7 @@ from stoker.storage.filesystems import (
     children,
     filesystem_of,
     filesystem_of_files,
+    is_file,
     is_hidden,
     join,
     list_files,
@@ -113,10 +114,16 @@ def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> tuple[list[
     Raises:
         UsageError: the train split has no files, or the split holds compressed ones.
     """
-    if root.lower().endswith(suffixes):
+    if is_file(root):
         return (list_files(root) if split == "train" else []), ()
-    mine = files_of(root, split)
-    read, notes = sort_out(root, mine, suffixes)
+    mine, lines = files_of(root, split, underscored=True), beside(root, split)
+    if not mine and root.rstrip("/").lower().endswith(suffixes) and not files_of(root, "val"):
+        # The folder is what its writer calls a file.
+        mine, lines = list_files(root) if split == "train" else [], ()
+    top = len(filesystem_of(root)[1])
+    hidden = {f.path for f in mine if is_hidden(f.path[top:])}
+    read, notes = sort_out(root, [f for f in mine if f.path not in hidden], suffixes)
+    left = [path[top:].strip("/") for path in sorted(hidden) if path.lower().endswith(suffixes)]
     if mine and not read and (name := _folder_name(root, split)):
         list_files(join(root, name), suffixes)  # says what is there instead
     if not read and split == "train":
@@ -124,7 +131,7 @@ def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> tuple[list[
             f"{root}: no train split: expected a folder train/ or files train-*{suffixes[0]}"
             f" (found {list_files(root, suffixes)[0].base_name})"
         )
-    return read, (*beside(root, split), *notes)
+    return read, (*lines, *notes, *not_read(root, left))
 
 
 def files_of(root: str, split: str, underscored: bool = False) -> list[Any]:
@@ -140,8 +147,8 @@ def files_of(root: str, split: str, underscored: bool = False) -> list[Any]:
     """
     if name := _folder_name(root, split):
         return list_files(join(root, name), underscored=underscored)
-    files = list_files(root)
-    found = {name: [f for f in files if _is_of((name,), f)] for name in SPLIT_NAMES[split]}
+    files, top = list_files(root, underscored=underscored), len(filesystem_of(root)[1])
+    found = {name: [f for f in files if _is_of((name,), f.path[top:])] for name in SPLIT_NAMES[split]}
     return found.get(only(root, split, [name for name in found if found[name]]), [])
 
 
@@ -221,7 +228,8 @@ def beside(root: str, split: str) -> tuple[str, ...]:
     if any(f.base_name in names for f in there):
         found = [f.base_name + "/" * (not f.is_file) for f in there if f.base_name not in names]
     else:
-        found = [f.base_name for f in list_files(root) if not _is_of(names, f)] if there else []
+        top = len(filesystem_of(root)[1])
+        found = [f.base_name for f in list_files(root) if not _is_of(names, f.path[top:])] if there else []
     found = [n for n in found if not (is_hidden(n) or n.startswith("_") or _HARMLESS.fullmatch(n.lower()))]
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return (f"{root}: {', '.join(found[:3])}{more} not read: in no split",) if found else ()
@@ -231,11 +239,13 @@ def _prefixes(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name + sign for name in names for sign in "-_.0123456789")
 
 
-def _is_of(names: tuple[str, ...], file: Any) -> bool:
-    """Whether a file's name begins with that of a split, or a folder above it is a partition `split=NAME`."""
-    return file.base_name.startswith(_prefixes(names)) or any(
-        f"/split={name}/" in file.path for name in names
-    )
+def _is_of(names: tuple[str, ...], path: str) -> bool:
+    """Whether the name of a file, or of a folder that Spark wrote as one, begins with that of a split, or a
+    folder is a partition `split=NAME`."""
+    *folders, name = path.split("/")
+    written = [folder for folder in folders if folder.lower().endswith(PARQUET_SUFFIXES)]
+    begins = any(part.startswith(_prefixes(names)) for part in (name, *written))
+    return begins or any(f"split={name}" in folders for name in names)
 
 
 def partitions_of(root: str, files: list[Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:

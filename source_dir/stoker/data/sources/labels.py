@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -87,10 +89,29 @@ def labels_of(data: str, source: Any, column: str, numbers: bool) -> list[Any] |
     Raises:
         UsageError: the labels are neither integers nor text.
     """
+    import pyarrow as pa
+
     kind = column_types(source).get(column)
     if kind is None or not (numbers or is_text(kind)):
         return None
-    if not _may_be_label(kind):
-        raise UsageError(f"{data}: column {column} is {kind}; labels must be integers or text")
+    wrong = f"{data}: column {column} {{}}; labels must be integers or text"
+    # pandas writes integers beside a NULL as floats, and Snowflake as decimals.
+    if not (_may_be_label(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
+        raise UsageError(wrong.format(f"is {kind}"))
     found = source.unique(column) if hasattr(source, "map_batches") else source.label_values(column)
-    return None if found is None else sorted({value for value in found if value is not None})
+    if found is None:
+        return None
+    labels = sorted({value for value in found if value is not None})
+    for value in labels:
+        if not (value.strip() if isinstance(value, str) else value % 1 == 0):
+            raise UsageError(wrong.format(f"holds {value!r}"))
+    return labels if is_text(kind) else [int(value) for value in labels]
+
+
+def alike(names: list[str]) -> tuple[str, ...]:
+    """Head: a line on names that only capitals, spaces or the encoding of accents tell apart."""
+    folded: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        folded["".join(unicodedata.normalize("NFKC", name).casefold().split())].append(name)
+    same = [name for those in folded.values() if len(those) > 1 for name in those]
+    return (f"classes that look alike: {', '.join(map(repr, same[:6]))}",) if same else ()

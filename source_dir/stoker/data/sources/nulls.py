@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from stoker.data.sources.arrow import content_of_struct
 from stoker.errors import UsageError
 from stoker.figures import count_of
 
@@ -112,6 +113,8 @@ def check_nulls(source: ParquetSource, columns: list[str]) -> None:
                 counts[path] = nulls
         if counts:
             problems.append(refusal(column, counts, rows))
+            if content_of_struct(source.types.get(column)) and sum(counts.values()) == source.count():
+                problems[-1] += "; its images lie elsewhere (field path): embed them when you write the files"
     if problems:
         raise UsageError(*problems)
 

@@ -74,6 +74,10 @@ def read_groups(filesystem: Any, path: str, groups: list[Group], columns: list[s
     if table.num_rows != rows and (columns is None or columns):
         raise UsageError(f"{path}: damaged: its row groups list {rows} rows but hold {table.num_rows}")
     refuse_code(table.schema, path)
+    for i, field in enumerate(table.schema):
+        if field.type in (pa.string_view(), pa.binary_view()):  # many of Arrow's functions lack them
+            kind = pa.large_string() if field.type == pa.string_view() else pa.large_binary()
+            table = table.set_column(i, field.name, table[field.name].cast(kind))
     return table
 
 
