@@ -15,7 +15,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 import boto3
 import pytest
 
-from stoker.data import read_any
+from stoker.data import read_any, read_images
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
 from aws import moto_server
@@ -95,3 +95,26 @@ def test_half_of_the_answers_being_503_loses_nothing(
             assert len(read("parquet", least_passes=36)) == 360
     finally:
         server.shutdown()
+
+
+def test_images_come_from_s3_by_content_and_with_their_labels_in_a_file(s3: dict[str, str]) -> None:
+    client, jpeg = boto3.client("s3"), b"\xff\xd8\xff\xe0" + bytes(40)
+    for split in ("train", "val"):
+        for name in ("cat/0.jpg", "cat/1", "dog/x.jpg?w=640", "dog/page", "_eel/2"):
+            content = b"<html>" if name == "dog/page" else jpeg
+            client.put_object(Bucket=BUCKET, Key=f"photos/{split}/{name}", Body=content)
+    table = b"id,label,split\n0,b,train\n2,a,train\n1,a,val\n"
+    for name, content in {"labels.csv": table, "0.png": jpeg, "deep/1": jpeg, "2": jpeg}.items():
+        client.put_object(Bucket=BUCKET, Key=f"labelled/{name}", Body=content)
+    train = read_any(f"s3://{BUCKET}/photos", "train")
+    assert train is not None and train.classes() == ["_eel", "cat", "dog"] and train.count() == 4
+    assert [note for note in train.notes if "1 file not read" in note and "dog/page" in note]
+    [shard] = train.shards(10, None)
+    records = [*train.for_workers().read(shard, None)]
+    assert sorted(record["key"] for record in records) == ["_eel/2", "cat/0.jpg", "cat/1", "dog/x.jpg?w=640"]
+    for split, labels in {"train": {"0.png": 1, "2": 0}, "val": {"deep/1": 0}}.items():
+        source = read_images(f"s3://{BUCKET}/labelled", split, "labels.csv")
+        assert source is not None
+        [shard] = source.shards(10, None)
+        found = [*source.for_workers().read(shard, None)]
+        assert found == [{"key": k, "image": jpeg, "label": label} for k, label in labels.items()]

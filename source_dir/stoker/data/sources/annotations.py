@@ -131,14 +131,14 @@ def read_labels(
         or (per_class and any(len(row.labels) != 1 for row in used))
     )
     names = [header[i] for i in columns.labels] if per_class else class_names or _names(used, wrong)
+    number = {name: label for label, name in enumerate(names)}
     for row in used:
         if not row.labels and not several:
             wrong["without a label; fill or remove them"].append(row.where)
-        if names and not {*row.labels} <= {*names}:
+        if names and not {*row.labels} <= number.keys():
             wrong["with a label that no training image has"].append(f"{row.where}: {', '.join(row.labels)}")
     if wrong:
         raise UsageError(*(_counted(path, "row", what, which) for what, which in wrong.items()))
-    number = {name: label for label, name in enumerate(names)}
     splits: dict[str, list[tuple[Any, Any]]] = {split: [] for split in SPLIT_NAMES}
     for row in used:
         labels = tuple(sorted({number[text] for text in row.labels}))
@@ -293,8 +293,9 @@ class _Images:
 
     def named(self, name: str) -> list[str]:
         """Paths below the root of the images that an id names."""
-        name = normpath(name.replace("\\", "/").removeprefix(f"{self.top}/"))
-        name = name if name in self.files else name.removeprefix(f"{basename(self.top)}/")
+        if "/" in (name := name.replace("\\", "/")):
+            name = normpath(name.removeprefix(f"{self.top}/"))
+            name = name if name in self.files else name.removeprefix(f"{basename(self.top)}/")
         for place, form in enumerate(self._forms):
             if place == len(self._known):
                 self._known.append(defaultdict(list))
