@@ -201,6 +201,9 @@ def test_what_moves_an_image_without_its_mask(entry: Any, found: list[tuple[str,
         assert [(text.split()[1], random) for text, random in lines] == found
     assert moved_alone(as_stages([entry])) == [], "without masks"
     assert moved_alone(as_stages([DecodeMask(), entry, Drop("mask")])) == []
+    if found:
+        line = moved_alone(as_stages([entry, Joint(CROP, boxes=["boxes"])]))[0][0]
+        assert "not those of boxes;" in line, "a mask is not required beside boxes"
 
 
 def test_all_of_torchvisions_geometric_transforms_are_known() -> None:

@@ -133,7 +133,10 @@ REFUSED: dict[str, tuple[list[Members], str]] = {
     "ids only": ([shard("id", lambda i: b"%d" % i)], "params.label_column=id"),
     "cls2 only": ([shard("cls2", lambda i: b"%d" % (i % 2))], "params.label_column=cls2"),
     "captions only": ([shard("txt", lambda i: b"photo %d" % i)], "params.label_column=text"),
-    "metadata only": ([shard("json", lambda i: b'{"width": 3}')], "has no column label"),
+    "metadata only": (
+        [shard("json", lambda i: b'{"width": 3}')],
+        "no field of label, cls, class, target is a",
+    ),
     "lists of classes": (
         [shard("cls", lambda i: str([1, 0, 0][: 2 + i % 2]).encode())],
         "lists of different lengths, which are not one-hot",

@@ -268,6 +268,7 @@ def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> N
         raise ValueError("the image is empty (0 bytes)")
     if content.startswith(PNG):
         check_png(content)
+        pixels.allow_text()
     layout = tiff.layout_of(content)
     try:
         with tiff.opened(content, layout) as opened:

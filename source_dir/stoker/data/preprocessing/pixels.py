@@ -29,12 +29,19 @@ def limit_pixels(most: int) -> None:
     if "cv2" not in sys.modules:
         os.environ["OPENCV_IO_MAX_IMAGE_PIXELS"] = str(most)
     with contextlib.suppress(ImportError):
-        from PIL import Image, PngImagePlugin
+        from PIL import Image
 
-        PngImagePlugin.MAX_TEXT_CHUNK = MOST_TEXT_BYTES
+        allow_text()
         # Pillow warns above this number and refuses above twice this number.
         Image.MAX_IMAGE_PIXELS = (most + 1) // 2
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+
+
+def allow_text() -> None:
+    """Chain worker: let Pillow read PNGs with long texts and profiles, in this process."""
+    from PIL import PngImagePlugin
+
+    PngImagePlugin.MAX_TEXT_CHUNK = MOST_TEXT_BYTES
 
 
 def allowed() -> int:

@@ -15,7 +15,7 @@ from stoker.data.sources.checksums import sums_of
 from stoker.data.sources.files import TAR_SUFFIXES, split_files
 from stoker.data.sources.identity import fingerprint_of_files
 from stoker.data.sources.members import NUMBERS, Naming, value_of
-from stoker.data.sources.survey import NO_RULE, Survey, label_of, merged, survey_of
+from stoker.data.sources.survey import JSON, LABEL_KEYS, NO_RULE, Survey, label_of, merged, survey_of
 from stoker.data.sources.tar import CHUNKS_PREPARED, Ahead, members, streamed
 from stoker.errors import UsageError
 from stoker.storage.filesystems import common_folder, filesystem_of_files, is_local
@@ -140,7 +140,10 @@ class WebDatasetSource(StreamedSource):
         """Head: by parameter of `ImageClassification`, what else to do if shards lack its column."""
         found = self.survey()
         far = "" if self.walked else "class folders are read in local shards of up to 4 GB only"
-        why = f" ({self.rule.why or far})" if self.rule.why or far else ""
+        fields = (
+            f"no field of {', '.join(LABEL_KEYS)} is a label in every .json" if JSON in found.columns else ""
+        )
+        why = f" ({self.rule.why or fields or far})" if self.rule.why or fields or far else ""
         dotted = found.dotted and f"; {found.dotted}: rename it without dots if that is not meant"
         return {"image_column": dotted, "label_column": f"; or add it as 0.cls beside 0.jpg{why}"}
 
