@@ -27,6 +27,9 @@ class Pictures:
         return 8
 
     def __getitem__(self, number: int) -> Record:
+        if self.mode == "I;16":
+            deep = Image.fromarray(257 * pixels(number)[..., 0].astype(np.uint16))
+            return {"image": deep, "label": number % 2}
         image: Any = Image.fromarray(pixels(number)).convert(self.mode if number % 2 else "RGB")
         return {"image": np.asarray(image) if self.array else image, "label": number % 2}
 

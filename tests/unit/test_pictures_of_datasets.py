@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from pictured import pixels
 from PIL import Image
+from typer.testing import CliRunner
 
+from launcher.submit import app
 from stoker.config import load
 from stoker.data import DecodeImage, Joint, read_torch
 from stoker.data.opening import Data, open_data
@@ -76,6 +80,21 @@ def test_pictures_that_no_batch_holds_are_refused_with_the_stage_to_add(
     with pytest.raises(UsageError, match=expected) as refused:
         opened(**params)
     assert "pad =" not in str(refused.value)
+
+
+@pytest.mark.parametrize("first", ["decode", "image"])
+def test_peek_names_what_becomes_of_pictures_of_16_bits(first: str, tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    params = {"first": first, "mode": "I;16"}
+    job.write_text(yaml.safe_dump({"recipe": "pictured:Pictured", "params": params}))
+    result = CliRunner().invoke(app, ["peek", str(job), "--out", str(tmp_path / "page.html")])
+    assert {
+        "decode": "8 of 8 have more than 8 bits per channel; decoding keeps the upper 8 of them",
+        "image": "has uint16 images from 0 to ",
+    }[first] in result.output
+    if first == "decode":
+        grey = np.stack([pixels(number)[..., 0] for number in range(8)])
+        assert np.array_equal(batched(opened(**params)), np.repeat(grey[:, None], 3, axis=1))
 
 
 def test_boxes_need_no_mask_and_a_mask_beside_them_moves_along() -> None:

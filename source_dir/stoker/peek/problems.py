@@ -170,6 +170,12 @@ def _image(name: str, kind: str, column: Column) -> Iterator[Problem]:
             )
         else:
             yield Problem("warning", f"column {name!r} has {kind} images; {advice}")
+    elif name == "image" and kind.startswith(("int", "uint")) and kind != "uint8":
+        yield Problem(
+            "warning",
+            f"column {name!r} has {kind} images from {low:g} to {high:g}, which normalisation takes for 0 to"
+            " 255; begin the chain with DecodeImage(), or scale them in on_device()",
+        )
     elif kind == "uint8" and high <= 1:
         yield Problem(
             "warning",
