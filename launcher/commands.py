@@ -240,15 +240,16 @@ def config_lines(resolved: Resolved | None, source_dir: Path | None) -> list[str
         rows.append((key, kind, default, info.description or ""))
     if resolved and resolved.config.script is None:
         from launcher.job import beside, examples_root
-        from stoker.recipe import ALIASES, Recipe, load_object
+        from stoker.recipe import ALIASES, Recipe, load_object, typed_params
 
         path = ALIASES.get(resolved.config.recipe, resolved.config.recipe)
         source = source_dir or beside(resolved) or examples_root()
         recipe = load_object(path, source, "recipe", offers=Recipe)
+        params = typed_params(recipe, resolved.config.params)
         for name, info in recipe.model_fields.items():
             key = f"params.{info.alias or name}"
             default = "required" if info.is_required() else default_of(info)
-            given = resolved.config.params.get(info.alias or name)
+            given = params.get(info.alias or name)
             if given is not None:
                 default = f"{shown(redact(given, key))} ({resolved.origins.get(key, 'file')})"
             rows.append((key, type_name(info.annotation), default, info.description or ""))

@@ -108,7 +108,7 @@ def expanded_data(value: Any, certain: bool) -> Any:
     """Anywhere: a recipe's parameter with its paths expanded.
 
     Args:
-        value: text, or a list of texts; others are left as they are.
+        value: text, or a list or mapping of texts; others are left as they are.
         certain: whether the field is one of paths; if not, only a path that then exists is one.
 
     Raises:
@@ -116,6 +116,8 @@ def expanded_data(value: Any, certain: bool) -> Any:
     """
     if isinstance(value, list):
         return [expanded_data(item, certain) for item in value]
+    if isinstance(value, dict):
+        return {key: expanded_data(below, certain) for key, below in value.items()}
     if not isinstance(value, str) or not (certain or value[:1] in ("~", "$")):
         return value
     if certain and not (isinstance(value, Text) and value[:1] == "["):

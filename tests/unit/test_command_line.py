@@ -224,3 +224,13 @@ def test_printed_commands_can_be_pasted_whatever_the_paths(
     code, _, shown = type_command(["init", "my project", "--kind", "tabular"], capsys)
     assert code == 0
     assert "stoker 'my project/job.yaml'" in shown and "pytest 'my project/test_recipe.py'" in shown
+
+
+def test_shown_parameters_are_what_the_recipe_gets(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["params.image_size=032", "params.num_classes=null", "params.augment=none", "params.data=a #1"]
+    code, _, shown = type_command(
+        ["example:digits", "recipe=ImageClassification", *words, "--show-config"], capsys
+    )
+    assert code == 0
+    rows = dict(re.findall(r"^params\.(\w+) +\S.*? {2,}(.+?) \(command line\)", shown, re.MULTILINE))
+    assert rows["image_size"] == "32" and rows["augment"] == '"none"' and rows["data"] == '"a #1"'

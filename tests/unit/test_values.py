@@ -383,3 +383,7 @@ def test_a_parameter_that_is_a_path_is_expanded_and_other_text_is_not(
     assert (recipe.file, recipe.text) == (tmp_path / "not/there", str(tmp_path / "labels.csv"))
     assert (recipe.maybe, recipe.names) == ("~/not/there", ["$PRICE", "b"])
     assert read(file={"params": {"file": "~/f"}}).file == tmp_path / "f"
+    data = load(
+        {"params": {"data": {"a": ["~/a", "s3://b/~c"], "n": 5}}}, ["params.data.b=$HOME/b"]
+    ).config.params
+    assert data == {"data": {"a": [f"{tmp_path}/a", "s3://b/~c"], "n": 5, "b": f"{tmp_path}/b"}}
