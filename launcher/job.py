@@ -207,7 +207,7 @@ def open_job(resolved: Resolved, source_dir: Path | None = None) -> Job:
         raise UsageError(*problems)
     prepare_data(resolved, source_dir)
     data = {
-        name: str(Path(value).resolve())
+        name: str(_located(Path(value)))
         for name, value in resolved.config.params.items()
         if _names_local_data(value)
     }
@@ -232,6 +232,11 @@ def prepare_data(resolved: Resolved, source_dir: Path | None) -> None:
         prepare()
     except Exception as error:
         raise UsageError(f"data.prepare: {target} failed: {type(error).__name__}: {error}") from error
+
+
+def _located(path: Path) -> Path:
+    """The absolute path; of a link to a file, whose target may have no suffix, the link's."""
+    return path.resolve() if path.is_dir() else path.parent.resolve() / path.name
 
 
 def _names_local_data(value: Any) -> bool:

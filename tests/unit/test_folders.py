@@ -231,12 +231,26 @@ def test_what_is_uploaded_is_what_is_read_here_links_included(
         (tmp_path / "far" / name).unlink()
 
 
+def test_commands_that_would_leave_out_linked_folders_are_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_links(tmp_path)
+    words = [*PLANNED["vertex"], MORE["vertex"], f"params.data={tmp_path}/data", "name=flowers"]
+    command = [*words, "--on", "vertex", "--offline", "--request", str(tmp_path / "job.yaml")]
+    code, errors, _ = type_command(["example:digits", *command], capsys)
+    assert (code, [line for line in errors if "train/eel is a link to a folder, which gcloud" in line]) == (
+        2,
+        errors[-1:],
+    )
+
+
 def test_a_file_named_in_params_becomes_absolute_like_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "words").write_bytes(b"a")
-    (tmp_path / "rows.parquet").write_bytes(b"a")
+    (tmp_path / "blob").write_bytes(b"a")
+    (tmp_path / "rows.parquet").symlink_to(tmp_path / "blob")
     job = open_job(
         load(None, ["params.data=rows.parquet", "params.vocabulary=words", "params.model=resnet18"])
     )
