@@ -65,6 +65,8 @@ def make(name: str) -> Any:
         return many.MulticlassConfusionMatrix(3)
     if name == "classwise":
         return ClasswiseWrapper(many.MulticlassAccuracy(3, average=None), labels=["cat", "dog", "horse"])
+    if name == "numbered":
+        return ClasswiseWrapper(many.MulticlassAccuracy(3, average=None))
     if name == "collection":
         one, other = many.MulticlassAccuracy(3, average="micro"), many.MulticlassRecall(3, average=None)
         return MetricCollection({"acc": one, "recall": other})
@@ -90,6 +92,7 @@ def make(name: str) -> Any:
         "update": "update",
         "half": torch.tensor([0.5, 0.25, 0.125], dtype=torch.bfloat16),
         "labels": torch.arange(12.0).reshape(3, 2, 2),
+        "boxes": {"iou": 0.5, "iou/cl_1": 0.25, "iou/cl_7": 0.125, "iou_50": 1.0},
         "pairs": {(image, 0): torch.tensor(0.5) for image in range(101)},
         "images": [torch.zeros(2)] * 101,
         "rates": torch.arange(6.0).reshape(3, 2),

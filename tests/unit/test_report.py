@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from launcher.commands import last_progress
 from launcher.submit import app
 from stoker.errors import UsageError
+from stoker.report import charts
 from stoker.report.charts import _labels, nice_ticks, thin
 from stoker.report.page import write_report
 from stoker.report.panels import of_run
@@ -39,6 +40,14 @@ def page_of(*runs: Path) -> Page:
     target = runs[0] / "report.html"
     write_report(runs, target)
     return Page(target.read_text())
+
+
+def test_a_negative_value_is_shown_as_it_is() -> None:
+    """As of MeanAveragePrecision, where -1 stands for none."""
+    drawn = charts.bars("t", "d", [charts.Bar("none", -1.0), charts.Bar("half", 0.5)], "")
+    assert "> -1</tspan>" in drawn and "cut" not in drawn
+    widths = [float(width) for width in re.findall(r'width="([\d.]+)"', drawn)]
+    assert widths[0] < 2 < 300 < widths[1]
 
 
 def test_start_up_records_and_the_part_that_limits_are_charts_of_their_own(tmp_path: Path) -> None:

@@ -92,6 +92,13 @@ def test_dicts_have_a_scalar_for_each_part_and_class(tmp_path: Path) -> None:
     )
 
 
+def test_parts_that_number_classes_get_their_names(tmp_path: Path) -> None:
+    found = last(run(tmp_path, "numbered", "boxes"))
+    names = {f"val/numbered/multiclassaccuracy/{name}": value for name, value in by_class().items()}
+    boxes = {"iou": 0.5, "iou/dog": 0.25, "iou_cl_7": 0.125, "iou_50": 1.0}
+    assert found == pytest.approx(names | {f"val/boxes/{name}": value for name, value in boxes.items()})
+
+
 def test_a_confusion_matrix_is_a_table_with_its_diagonal_as_scalars(tmp_path: Path) -> None:
     made = run(tmp_path, "confusion")
     names = ["cat", "dog", "sea/horse"]

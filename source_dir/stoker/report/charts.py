@@ -240,7 +240,7 @@ def bars(title: str, description: str, rows: Sequence[Bar], unit: str, cut_at: f
         unit: unit of the values.
         cut_at: cut bars longer than this many times the shortest, marked with an arrow.
     """
-    known = [row.value for row in rows if row.value]
+    known = [row.value for row in rows if row.value and row.value > 0]
     end = min(max(known, default=1.0), cut_at * min(known, default=1.0)) or 1.0
     step, body = 40, []
     for number, row in enumerate(rows):

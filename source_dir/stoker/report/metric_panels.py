@@ -62,7 +62,7 @@ def by_part(run: RunData, name: str, names: list[str]) -> Panel:
     best = {part: run.summary.metrics.best.get(part) for part in names}
     order = sorted(names, key=lambda part: last[part])
     label = len(name) + 1
-    bars = [Bar(part[label:], max(last[part], 0.0), "" if last[part] >= 0 else "negative") for part in order]
+    bars = [Bar(part[label:], last[part]) for part in order]
     text = f"From {figure(last[order[0]])} to {figure(last[order[-1]])} in the last epoch."
     if len(order) > MOST_ROWS:
         text += f" The chart shows the {MOST_ROWS} lowest of {len(order)}, the table all."
@@ -79,7 +79,7 @@ def table_of(name: str, table: Table) -> Panel:
         [row, *("–" if cell is None else figure(cell) for cell in cells)]
         for row, cells in zip(rows, values, strict=True)
     ]
-    heads, wide = ["", *columns], len(columns) > 8
+    heads = ["", *columns]
     if rows == columns and len(rows) > MOST_DRAWN:
         pairs = [
             (cell or 0.0, row, columns[n])
@@ -94,10 +94,10 @@ def table_of(name: str, table: Table) -> Panel:
         return Panel(name, [], text, ["row (target)", "column (predicted)", "value"], shown)
     if rows != columns:
         text += f"The first {MOST_LISTED} of {len(shown)} rows." if len(shown) > MOST_LISTED else ""
-        return Panel(name, [], text, heads, shown[:MOST_LISTED], wide=wide)
+        return Panel(name, [], text, heads, shown[:MOST_LISTED], wide=len(columns) > 8)
     text += "Rows are targets and columns predictions, shaded by their share of the row."
     svg = matrix(name, text, rows, values)
-    return panel(name, svg, caption=text, heads=heads, rows=shown, wide=wide)
+    return panel(name, svg, caption=text, heads=heads, rows=shown)
 
 
 def matrix(title: str, description: str, names: Sequence[str], rows: Sequence[Sequence[float | None]]) -> str:
@@ -115,7 +115,7 @@ def matrix(title: str, description: str, names: Sequence[str], rows: Sequence[Se
                 f'<text class="tick" x="{left - 5}" y="{middle}" text-anchor="end">{escape(short)}</text>'
             )
         for column, cell in enumerate(row):
-            x, share = left + column * side, abs(cell or 0.0) / total
+            x, share = left + column * side, 0.12 + 0.88 * abs(cell) / total if cell else 0.0
             told = f"{escape(name)} as {escape(names[column])}: {'–' if cell is None else figure(cell)}"
             box = f'x="{x:.1f}" y="{y:.1f}" width="{side:.1f}" height="{side:.1f}"'
             kind = "f1" if number == column else "f3"

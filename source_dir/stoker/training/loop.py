@@ -14,7 +14,7 @@ from stoker.data.feed.feed import EpochFeed, PrefetchLimit
 from stoker.data.transport.client import open_transport
 from stoker.data.transport.collator import Collator
 from stoker.errors import where_raised
-from stoker.recipe import SOURCE_FOLDER, Recipe, class_names_of, load_recipe
+from stoker.recipe import SOURCE_FOLDER, class_names_of, load_recipe
 from stoker.schema import Config
 from stoker.storage.checkpoint_store import open_store
 from stoker.training.build import build, own_loop
@@ -27,7 +27,6 @@ from stoker.training.worker import (
     Worker,
     check_finite,
     finite,
-    import_ahead,
     mean_over_ranks,
     reached,
     reconcile,
@@ -79,9 +78,6 @@ def train(settings: dict[str, Any]) -> None:
     worker.log("train_worker", every_rank=True, rank=worker.rank, node=node)
     worker.log("phase", phase="train workers started")
     keeper = CheckpointManager(worker, open_store(*settings["checkpoints"]))
-    if settings["has_val"] and type(worker.recipe).metrics is not Recipe.metrics:
-        # Validation needs it, and importing it takes seconds.
-        import_ahead("torchmetrics.classification")
     try:
         resumed = begin(worker, keeper, settings["resume"])
         build(worker, settings["records"])

@@ -15,7 +15,7 @@ from typing import Any
 from stoker.errors import UsageError, where_raised
 from stoker.figures import count_of
 from stoker.recipe import Recipe
-from stoker.training.worker import Worker, at_least_float32, import_quietly
+from stoker.training.worker import Worker, at_least_float32
 
 MOST_SCALARS = 100
 """Of one metric: each is a curve. A larger one has a table only."""
@@ -35,9 +35,6 @@ class Scores:
         if not self.classes and isinstance(count, int):
             self.classes = [str(number) for number in range(count)]
         self.own = type(worker.recipe).metrics is not Recipe.metrics
-        if self.own:
-            # Wait for the thread that imports it: importing another part of it meanwhile raises a KeyError.
-            import_quietly("torchmetrics.classification")
         try:
             made = worker.recipe.metrics()
             self.metrics = {name: metric.to(worker.device) for name, metric in made.items()}
@@ -138,8 +135,9 @@ class Scores:
             # MeanAveragePrecision lists the classes that have boxes, and -1 for what it was not asked for.
             counted = _as_array(parts.get("classes")).reshape(-1).astype(int)
             classes = [classes[n] if 0 <= n < len(classes) else str(n) for n in counted]
+        labels = _with_names([str(key) for key in parts], classes)
         for key, part in parts.items():
-            named, array = f"{name}/{_plain(str(key))}", _as_array(part)
+            named, array = f"{name}/{labels[str(key)]}", _as_array(part)
             if counted is None or not (key == "classes" or str(key).endswith("_per_class")):
                 self._show(named, part, classes)
             elif key != "classes" and array.size == len(classes) and not (array < 0).all():
@@ -220,6 +218,23 @@ def _as_array(value: Any) -> Any:
 def _plain(label: str) -> str:
     """A label as a part of a metric's name, which MLflow takes."""
     return re.sub(r"[^\w.\- :]", "_", label).strip(" .")[:60] or "_"
+
+
+def _with_names(keys: list[str], classes: Sequence[str]) -> dict[str, str]:
+    """Keys as parts of metrics' names, with the names of classes that they number.
+
+    ClasswiseWrapper has `multiclassaccuracy_0`, … for all classes, IntersectionOverUnion `iou/cl_1`.
+    """
+    found = {key: re.fullmatch(r"(.+?)(/cl)?_(\d+)", key) for key in keys}
+    whole = (
+        [int(match[3]) for match in found.values() if match] == [*range(len(keys))] == [*range(len(classes))]
+    )
+    named = {}
+    for key, match in found.items():
+        number = int(match[3]) if match and (match[2] or whole) else len(classes)
+        parts = [match[1], classes[number]] if match and number < len(classes) else [key]
+        named[key] = "/".join(map(_plain, parts))
+    return named
 
 
 def _cell(value: float) -> float | int | None:

@@ -192,22 +192,6 @@ def finite(value: Any) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-def import_ahead(name: str) -> None:
-    """Train worker: import in a thread, ahead of need."""
-    import threading
-
-    threading.Thread(target=import_quietly, args=(name,), daemon=True).start()
-
-
-def import_quietly(name: str) -> None:
-    """Train worker: import a module; a failure shows where the module is used."""
-    import contextlib
-    import importlib
-
-    with contextlib.suppress(Exception):
-        importlib.import_module(name)
-
-
 def tee_prints(worker: Worker) -> None:
     """Train worker: also show on the head's screen what the user's code prints on rank 0."""
     write: Callable[[str], int] = sys.stdout.write
