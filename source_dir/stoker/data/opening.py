@@ -47,7 +47,7 @@ class Data:
         """Head: lines on what lies beside the records and is not read, and on what their first ones show."""
         beside = [note for source in self.sources.values() for note in getattr(source, "notes", ())]
         shown = [chain.note for chain in self.chains.values() if chain.note]
-        return [*beside, *dict.fromkeys(shown)]
+        return [*dict.fromkeys([*beside, *shown])]
 
     def identity(self, split: str) -> Identity:
         """Head: identity of a split's records; computed once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,6 +34,8 @@ SHUFFLE_WINDOW = 1024
 """Number of records to buffer while a shuffled shard is read."""
 
 _END = b"\0" * 1024
+_surveys: dict[tuple[str, int, int, bool, str], Survey] = {}
+"""(path, size, modification time, how) of shards that this process has walked: a run opens its data twice."""
 
 T = TypeVar("T")
 
@@ -65,6 +68,7 @@ class WebDatasetSource(StreamedSource):
         self.paths = [f.path for f in files]
         self.folder = common_folder(files)
         self.sizes = [f.size for f in files]
+        self.times = [f.mtime_ns for f in files]
         self.filesystem = filesystem_of_files(files)
         self.sums = sums or {}
         self.rows: list[int | None] = [None] * len(files)
@@ -159,8 +163,15 @@ class WebDatasetSource(StreamedSource):
         return found.values[name].labels
 
     def _walk(self, path: str, labels: bool, texts: str = "") -> Survey:
+        at = self.paths.index(path)
+        key = (path, self.sizes[at], self.times[at], labels, texts)
+        if (known := _surveys.get(key)) is not None:
+            return known
         with self.filesystem.open_input_file(path) as file:
-            return survey_of(file, path, labels, texts)
+            found = survey_of(file, path, labels, texts)
+        if time.time_ns() - self.times[at] > 10**9:  # a file that changes again at once may keep its time
+            _surveys[key] = found
+        return found
 
     def _tail(self, path: str, size: int) -> None:
         """Refuse a truncated shard by one small read: a whole tar ends with two empty blocks."""
