@@ -26,7 +26,7 @@ class DataUpload:
     """Laptop: local data that becomes an input channel.
 
     The target prefix is a fingerprint of paths, sizes and modification times, so that a second job with
-    the same data uploads nothing.
+    the same data uploads nothing. With a key of encryption, it is that of the data under this key.
     """
 
     parameter: str
@@ -36,13 +36,16 @@ class DataUpload:
     bytes: int
 
 
-def find_data_uploads(data: Mapping[str, str], uri: str) -> tuple[DataUpload, ...]:
+def find_data_uploads(
+    data: Mapping[str, str], uri: str, kms_key: str | None = None
+) -> tuple[DataUpload, ...]:
     """Laptop: plan uploads below `uri` for local data, given as recipe parameter → path."""
     found = []
     for parameter, text in sorted(data.items()):
         source = Path(text)
         files = files_below(source)
         lines = [f"{name}\0{about.size}\0{about.mtime_ns}" for name, _, about in files]
+        lines += [kms_key] if kms_key else []
         fingerprint = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:20]
         size = sum(about.size for _, _, about in files)
         found.append(DataUpload(parameter, source, f"{uri}/data/{fingerprint}/", len(files), size))

@@ -173,16 +173,16 @@ def submit(request: SageMakerRequest, tell: Callable[[str], None] | None = None)
     tell = tell or (lambda line: print(line, file=sys.stderr, flush=True))
     wanted = request.draft
     settings = wanted.settings
-    s3 = aws.client("s3", wanted.region)
+    s3, options = aws.client("s3", wanted.region), upload.protection(wanted)
     with aws.readable_errors("upload"), upload.readable_errors():
         for item in wanted.data:
-            sent = upload.upload_data(s3, item, settings.kms_key)
+            sent = upload.upload_data(s3, item, options)
             tell(f"{item.parameter}: {figures.size(item.bytes)} {'uploaded' if sent else 'already there'}")
         with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
             folder = Path(scratch) / "code"
             request.stage(folder)
             archive = settings.entry == "script-mode"
-            upload.upload_code(s3, folder, wanted.code_uri, archive, settings.kms_key)
+            upload.upload_code(s3, folder, wanted.code_uri, archive, options)
         tell(f"code: {figures.size(request.code_bytes)} uploaded to {wanted.code_uri}/")
     with aws.readable_errors("SageMaker"):
         aws.client("sagemaker", wanted.region).create_training_job(**request.body)

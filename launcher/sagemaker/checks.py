@@ -10,13 +10,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 
 from launcher.sagemaker.groups import training_group
-from launcher.sagemaker.model import instance_types, limit_problems
+from launcher.sagemaker.model import REMEDIES, instance_types, limit_problems
 from launcher.sagemaker.request import CODE_CHANNEL, IMAGE_ACCOUNT, INPUT, Draft
 from stoker.config import load
 from stoker.costs import prices
 from stoker.errors import UsageError, nearest
 from stoker.figures import count_of
-from stoker.redaction import is_secret
+from stoker.redaction import is_secret, redact
 
 PYTHONS = ((3, 11), (3, 12))
 MAX_RUNTIME_S = 28 * 86_400
@@ -197,6 +197,12 @@ def _channels(draft: Draft) -> Iterator[str]:
                 yield (
                     f"{key}.groups: no such group (got {group!r}); the job has {', '.join(sorted(groups))}"
                 )
+        trains = training_group(draft.job.resolved.config, draft.groups)
+        if channel.groups and trains is not None and trains.name not in channel.groups:
+            yield (
+                f"{key}.groups: the head, a host of {trains.name}, reads the channel, too (got"
+                f" {channel.groups}); add {trains.name}"
+            )
         if len(set(channel.groups)) < len(channel.groups):
             yield f"{key}.groups: a group is listed twice (got {channel.groups}); remove one"
     for item in draft.data:
@@ -215,7 +221,7 @@ def _parameters(draft: Draft) -> Iterator[str]:
             continue
         if value.startswith(f"{INPUT}/"):
             channel = value.removeprefix(f"{INPUT}/").split("/")[0]
-            if channel not in settings.channels and channel not in draft.data_at:
+            if channel not in {each.get("ChannelName") for each in draft.body.get("InputDataConfig", [])}:
                 yield (
                     f"params.{name}: no channel {channel!r} (got {value!r}); add sagemaker.channels.{channel}"
                 )
@@ -231,6 +237,23 @@ def _parameters(draft: Draft) -> Iterator[str]:
             )
 
 
+def _request(draft: Draft) -> Iterator[str]:
+    for path in draft.taken:
+        key = draft.keys.get(path) or REMEDIES.get(path, ("",))[0]
+        yield f"sagemaker.request.{path}: set by {key or 'Stoker'}; {'use that key' if key else 'remove it'}"
+    names = [channel.get("ChannelName") for channel in draft.body.get("InputDataConfig", [])]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"sagemaker.request.InputDataConfig: two channels are named {name!r}; rename one"
+    source, image = draft.job.source_dir, draft.settings.image or IMAGE_ACCOUNT
+    wheels = source is not None and (source / "wheels").is_dir()
+    if draft.settings.network_isolation and IMAGE_ACCOUNT in image and not wheels:
+        yield (
+            "sagemaker.network_isolation: pip reaches no index then, and the image lacks Ray; put a wheels/"
+            " folder next to requirements.txt (pip download -d wheels -r requirements.txt), or use an image"
+            " that has the packages"
+        )
+
+
 def _secrets(draft: Draft) -> Iterator[str]:
     settings = draft.settings
     shown: dict[str, Mapping[str, object]] = {
@@ -240,7 +263,7 @@ def _secrets(draft: Draft) -> Iterator[str]:
     }
     for section, entries in shown.items():
         for name, value in entries.items():
-            if is_secret(name, str(value)):
+            if is_secret(name, str(value)) or redact(str(value)) != str(value):
                 yield (
                     f"sagemaker.{section}.{name}: looks like a secret, which everyone who may describe"
                     " the job can read; let the job read it from Secrets Manager instead"
@@ -286,6 +309,8 @@ def _image(draft: Draft) -> Iterator[str]:
         if draft.region:  # a missing region is a problem of its own
             yield f"{key}: no default image is known for region {draft.region!r}; name one"
         return
+    if draft.body["AlgorithmSpecification"].get("TrainingImageConfig"):
+        return  # a private registry
     registry = re.match(r"(\d{12})\.dkr\.ecr[a-z-]*\.([a-z0-9-]+)\.", image)
     if registry is None:
         yield (
@@ -320,6 +345,7 @@ RULES: tuple[Callable[[Draft], Iterator[str]], ...] = (
     _disks,
     _channels,
     _parameters,
+    _request,
     _secrets,
     _hyperparameters,
     _names,

@@ -59,6 +59,15 @@ REMEDIES: dict[str, tuple[str, str]] = {
 }
 
 
+PYTHON_TYPES: dict[str, Any] = {
+    **dict.fromkeys(("structure", "map"), dict),
+    **dict.fromkeys(("integer", "long"), int),
+    "list": list,
+    "string": str,
+    "boolean": bool,
+}
+
+
 @cache
 def shapes() -> Shapes:
     """Laptop: the shapes of the service model, loaded once (about 0.1 s)."""
@@ -91,12 +100,18 @@ def instance_types() -> list[str]:
 def _walk(value: Any, name: str, path: str, model: Shapes) -> Iterator[tuple[str, str, Any]]:
     shape = model[name]
     kind = shape["type"]
-    if kind == "structure":
+    wanted = PYTHON_TYPES.get(kind, object)
+    if not isinstance(value, wanted) or (isinstance(value, bool) and kind != "boolean"):
+        yield path, f"must be a {kind}", value
+    elif kind == "structure":
         for missing in shape.get("required", ()):
             if missing not in value:
                 yield _join(path, missing), "is required", None
         for member, item in value.items():
-            yield from _walk(item, shape["members"][member]["shape"], _join(path, member), model)
+            if member in shape["members"]:
+                yield from _walk(item, shape["members"][member]["shape"], _join(path, member), model)
+            else:
+                yield _join(path, member), f"unknown to botocore{nearest(member, shape['members'])}", None
     elif kind == "list":
         yield from _size_problem(len(value), shape, path, "entries")
         for index, item in enumerate(value):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.job import COMMAND, Job, examples_root
 from launcher.sagemaker.groups import Group, groups_of, training_group
+from launcher.sagemaker.model import REMEDIES
 from launcher.source import DataUpload, find_data_uploads
 from stoker.config import Resolved
 from stoker.recipe import load_recipe, metric_names
@@ -59,6 +61,8 @@ class Draft:
     keys: dict[str, str]
     data: tuple[DataUpload, ...]
     data_at: dict[str, str]
+    taken: tuple[str, ...] = ()
+    """Parts of `sagemaker.request` that other keys set."""
 
     @property
     def code_uri(self) -> str:
@@ -102,7 +106,9 @@ def draft(job: Job, name: str, region: str, s3_uri: str) -> Draft:
         job = replace(job, resolved=Resolved(config, job.resolved.origins))
     s3_uri = s3_uri.rstrip("/")
     data = find_data_uploads(
-        {name: path for name, path in job.data.items() if name not in settings.channels}, s3_uri
+        {name: path for name, path in job.data.items() if name not in settings.channels},
+        s3_uri,
+        settings.kms_key,
     )
     keys: dict[str, str] = {}
     channels = _channels(settings, data, f"{s3_uri}/{name}/code", groups, keys)
@@ -135,7 +141,9 @@ def draft(job: Job, name: str, region: str, s3_uri: str) -> Draft:
     }
     keys.update((f"Environment.{key}", f"sagemaker.environment.{key}") for key in settings.environment)
     data_at = _data_at(job, data)
-    return Draft(job, name, region, s3_uri, groups, pruned(body), keys, data, data_at)
+    taken: list[str] = []
+    body = overlaid(pruned(body), settings.request, keys, taken)
+    return Draft(job, name, region, s3_uri, groups, body, keys, data, data_at, tuple(taken))
 
 
 def _algorithm(job: Job, settings: SageMakerConfig, region: str) -> dict[str, Any]:
@@ -282,6 +290,39 @@ def _data_at(job: Job, data: tuple[DataUpload, ...]) -> dict[str, str]:
         in_place = isinstance(value, str) and ("://" in value or value.startswith(f"{INPUT}/"))
         if name in config.params and not in_place:
             found[name] = f"{INPUT}/{name}"
+    return found
+
+
+def overlaid(
+    body: dict[str, Any], more: Mapping[str, Any], keys: dict[str, str], taken: list[str], path: str = ""
+) -> dict[str, Any]:
+    """Laptop: the request with `sagemaker.request`, which adds to it: members, and elements of lists.
+
+    Args:
+        body: the request.
+        more: what to add.
+        keys: completed with the keys of what is added.
+        taken: completed with the paths of values that the request has already.
+        path: of `body`.
+    """
+    found = dict(body)
+    for name, value in more.items():
+        where = f"{path}.{name}" if path else name
+        here = found.get(name)
+        own_key = where in REMEDIES and where != "InputDataConfig"
+        if own_key or (here is not None and type(here) is not type(value)):
+            taken.append(where)
+        elif isinstance(here, dict):
+            found[name] = overlaid(here, value, keys, taken, where)
+        elif isinstance(here, list):
+            for index in range(len(here), len(here) + len(value)):
+                keys[f"{where}[{index}]"] = f"sagemaker.request.{where}"
+            found[name] = [*here, *value]
+        elif here is not None:
+            taken.append(where)
+        else:
+            found[name] = value
+            keys[where] = f"sagemaker.request.{where}"
     return found
 
 

@@ -51,7 +51,7 @@ def model_trainer(draft: Draft, **options: Any) -> ModelTrainer:
     # The SDK can upload local data, but its channels lack instance groups, which all channels need or none.
     with aws.readable_errors("upload"), upload.readable_errors():
         for item in draft.data:
-            upload.upload_data(aws.client("s3", draft.region), item, settings.kms_key)
+            upload.upload_data(aws.client("s3", draft.region), item, upload.protection(draft))
     inputs = [
         shapes.Channel(**_snake(channel))
         for channel in body.get("InputDataConfig", [])

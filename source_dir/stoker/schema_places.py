@@ -128,6 +128,16 @@ class SageMakerConfig(Section):
     channels: dict[str, ChannelConfig] = Field(
         {}, description="input channels, name → {uri, …}; each sets the recipe parameter of that name"
     )
+    bucket_owner: str | None = Field(
+        None,
+        pattern=r"^\d{12}$",
+        description="account that must own the bucket of s3_uri, 12 digits; default: the role's",
+    )
+    request: dict[str, Any] = Field(
+        {},
+        description="members to add to CreateTrainingJob that have no key here, such as a training plan, FSx"
+        " or a private registry: {ResourceConfig: {TrainingPlanArn: …}} (docs/console.md)",
+    )
     entry: Literal["container", "script-mode"] = Field(
         "container",
         description="container: plain entrypoint, any image; script-mode: the toolkit in AWS images",

@@ -96,7 +96,7 @@ def overrides(environment: dict[str, str], tmp_path: Path) -> list[str]:
         "sagemaker.environment={LEVEL: debug}",
         "sagemaker.hyperparameters={train.lr: 0.1}",
         "sagemaker.tags={team: vision}",
-        f"sagemaker.channels={{val: {{uri: 's3://{BUCKET}/val/', groups: [cpu]}}}}",
+        f"sagemaker.channels={{val: {{uri: 's3://{BUCKET}/val/', groups: [gpu]}}}}",
         f"params.data={tmp_path / 'shards'}",
     ]
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,6 +27,7 @@ from stoker.bootstrap.raynode import MISSED_DEADLINE, STARTS, ClusterError, RayN
 from stoker.bootstrap.services import sagemaker
 from stoker.bootstrap.topology import resolve
 from stoker.config import load
+from stoker.errors import ScriptError
 
 TOKEN = "0" * 64
 TWO_HOSTS = resolve({"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]})
@@ -330,6 +332,45 @@ def test_however_the_driver_fails_the_outcome_says_why(
     outcome = roles.drive(load(None, [f"params.behaviour={behaviour}"]), place, roles.Stop())
     assert outcome.code == code
     assert outcome.cause.startswith(cause)
+
+
+def test_a_host_that_is_paid_for_its_gpu_does_not_train_on_its_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(raynode, "count_gpus", lambda: 0)
+    monkeypatch.delenv("STOKER_BACKEND", raising=False)
+    hosts = {"current_host": "algo-1", "hosts": ["algo-1"]}
+
+    def arguments(kind: str) -> list[str]:
+        topology = resolve({**hosts, "current_instance_type": kind})
+        return roles._shared_arguments(load(None), topology, "127.0.0.1")
+
+    with pytest.raises(ClusterError, match=r"algo-1 of group homogeneousCluster has no usable GPU"):
+        arguments("ml.g5.2xlarge")
+    assert arguments("ml.c5.2xlarge"), "CPU hosts may train"
+    monkeypatch.setenv("STOKER_BACKEND", "rehearsal")
+    assert arguments("ml.g5.2xlarge"), "emulated hosts have none"
+
+
+@pytest.mark.parametrize("kind", ["RecipeConfig", "ScriptConfig"])
+def test_a_train_worker_whose_pytorch_cannot_use_its_gpu_fails(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stoker.training import rendezvous
+
+    class Group:
+        """Ray Train's group of one train worker, in this process."""
+
+        def execute(self, function: Any, *arguments: Any) -> Any:
+            return function(*arguments)
+
+        def __len__(self) -> int:
+            return 1
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = getattr(rendezvous, kind)(backend="nccl")
+    with pytest.raises(ScriptError, match=r"cannot use the GPU of .*; choose an image"):
+        config.backend_cls().on_start(Group(), config)
 
 
 def ray_that_misses(times: int, counter: Path) -> str:

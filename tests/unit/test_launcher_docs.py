@@ -19,7 +19,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 REQUIREMENTS = (DOCS.parent / "source_dir" / "requirements.txt").read_text()
 WITHOUT_NARROWER_RESOURCE = {
     *("ecr:GetAuthorizationToken", "cloudwatch:PutMetricData"),
-    *("pricing:GetProducts", "servicequotas:ListServiceQuotas"),
+    *("pricing:GetProducts", "servicequotas:ListServiceQuotas", "sts:GetServiceBearerToken"),
 }
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -122,6 +127,78 @@ def test_what_the_image_lacks_gets_the_staged_versions(tmp_path: Path, image: Pa
     assert installed(image, "helper") == "1.0", "and not the newest"
     assert installed(image, "torch") == "2.15.0+cu130"
     assert "{'torch': '2.15.0', 'goes-along': '1.0', 'helper': '1.0'}" in done.stdout
+
+
+@contextlib.contextmanager
+def private_index(package: Path, login: str) -> Iterator[int]:
+    """A package index at a free port that answers those who log in."""
+    wanted = "Basic " + base64.b64encode(login.encode()).decode()
+
+    class Index(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known = self.headers.get("Authorization") == wanted
+            self.send_response(200 if known else 401)
+            self.send_header("Content-Type", "text/html" if self.path.endswith("/") else "application/zip")
+            self.end_headers()
+            page = f"<a href='/{package.name}'>{package.name}</a>".encode()
+            self.wfile.write(b"" if not known else page if self.path.endswith("/") else package.read_bytes())
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Index)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server.server_address[1]
+    server.shutdown()
+
+
+BOTO3 = """
+def client(service, region_name):
+    assert (service, region_name) == ("codeartifact", "eu-west-1")
+    return Client()
+
+class Client:
+    def get_authorization_token(self, domain, domainOwner):
+        assert (domain, domainOwner) == ("d", "123456789012")
+        return {"authorizationToken": "hidden-token"}
+
+    def get_repository_endpoint(self, domain, domainOwner, repository, format):
+        assert (domain, repository, format) == ("d", "mine", "pypi")
+        return {"repositoryEndpoint": "http://127.0.0.1:PORT/pypi/mine/"}
+"""
+
+
+@pytest.mark.parametrize("how", ["pip.conf", "pip.conf of a script", "CodeArtifact"])
+def test_requirements_come_from_a_private_index_whose_password_no_message_shows(
+    tmp_path: Path, image: Path, how: str
+) -> None:
+    name = "private_" + "".join(letter for letter in how.lower() if letter.isalpha())
+    package = wheel(tmp_path / "wheel", name, "1.0")
+    variables = {"PYTHONPATH": f"{ROOT / 'source_dir'}:{tmp_path}"}
+    if how == "CodeArtifact":
+        arn = "arn:aws:codeartifact:eu-west-1:123456789012:repository/d/mine"
+        variables["CA_REPOSITORY_ARN"] = arn
+
+    def install(wanted: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "requirements.txt").write_text(f"{wanted}\n")
+        script = "import sys, pathlib; from stoker.bootstrap.requirements import ensure;"
+        script += "print(ensure(pathlib.Path(sys.argv[1])))"
+        environment = plain_environment(PIP_RETRIES="0", **variables)
+        command = [image, "-c", script, tmp_path]
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    with private_index(package, "aws:hidden-token") as port:
+        (tmp_path / "boto3.py").write_text(BOTO3.replace("PORT", str(port)))
+        folder = tmp_path / "script" if "script" in how else tmp_path
+        folder.mkdir(exist_ok=True)
+        if how != "CodeArtifact":
+            address = f"http://aws:hidden-token@127.0.0.1:{port}/simple/"
+            (folder / "pip.conf").write_text(f"[global]\nindex-url = {address}\n")
+        done = install(name)
+        assert (done.returncode, installed(image, name)) == (0, "1.0"), done.stderr
+        assert "hidden-token" not in done.stdout + done.stderr
+        failed = install(f"{name}==2.0")
+        assert f"cannot install {name}==2.0" in failed.stderr
+        assert "hidden-token" not in failed.stdout + failed.stderr
 
 
 def test_the_staged_copy_names_the_versions_of_the_machine_that_submits(tmp_path: Path) -> None:

@@ -140,7 +140,22 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
         "params.data",
         "sagemaker.channels.data.uri",
     ),
+    ({"sagemaker.network_isolation": "true"}, "sagemaker.network_isolation", "put a wheels/ folder"),
+    ({"sagemaker.bucket_owner": "me"}, "sagemaker.bucket_owner", "12 digits"),
+    # what has no key of its own
+    ({"sagemaker.request": "{ResourceConfig: {TrainingPlan: x}}"}, "sagemaker.request.ResourceConfig.TrainingPlan", "did you mean TrainingPlanArn"),
+    ({"sagemaker.request": "{ResourceConfig: {TrainingPlanArn: mine}}"}, "sagemaker.request.ResourceConfig.TrainingPlanArn", "at least 50"),
+    ({"sagemaker.request": "{StoppingCondition: {MaxPendingTimeInSeconds: 60}}"}, "sagemaker.request.StoppingCondition.MaxPendingTimeInSeconds", "at least 1,800"),
+    ({"sagemaker.request": "{StoppingCondition: {MaxPendingTimeInSeconds: soon}}"}, "sagemaker.request.StoppingCondition.MaxPendingTimeInSeconds", "integer"),
+    ({"sagemaker.request": "{StoppingCondition: {MaxRuntimeInSeconds: 60}}"}, "sagemaker.request.StoppingCondition.MaxRuntimeInSeconds", "sagemaker.max_runtime_s"),
+    ({"sagemaker.request": "{StoppingCondition: 60}"}, "sagemaker.request.StoppingCondition", "remove"),
+    ({"sagemaker.request": "{Environment: {HF_TOKEN: x}}"}, "sagemaker.request.Environment", "sagemaker.environment"),
+    ({"sagemaker.request": "{OutputDataConfig: {KmsKeyId: x}}"}, "sagemaker.request.OutputDataConfig.KmsKeyId", "sagemaker.kms_key"),
+    ({"sagemaker.request": "{RoleArn: x}"}, "sagemaker.request.RoleArn", "sagemaker.role"),
+    ({"sagemaker.request": "{InputDataConfig: [{ChannelName: code, DataSource: {}}]}"}, "sagemaker.request.InputDataConfig", "named 'code'"),
+    ({"sagemaker.request": "{InputDataConfig: [{ChannelName: a}]}"}, "sagemaker.request.InputDataConfig", "is required"),
     # channels and parameters
+    ({"sagemaker.channels": "{train: {uri: 's3://b/x', groups: [cpu]}}"}, "sagemaker.channels.train.groups", "add gpu"),
     ({"sagemaker.channels": "{code: {uri: 's3://b/x'}}"}, "sagemaker.channels.code", "choose another"),
     ({"sagemaker.channels": "{'my data': {uri: 's3://b/x'}}"}, "sagemaker.channels.my data", "letters, digits"),
     ({"sagemaker.channels": "{Train: {uri: 's3://b/x'}, train: {uri: 's3://b/y'}}"}, "sagemaker.channels.train", "case"),
@@ -165,6 +180,7 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
     # what everyone may read
     ({"sagemaker.environment": "{HF_TOKEN: abc}"}, "sagemaker.environment.HF_TOKEN", "Secrets Manager"),
     ({"sagemaker.environment": "{ID: AKIAABCDEFGHIJKLMNOP}"}, "sagemaker.environment.ID", "secret"),
+    ({"sagemaker.environment": "{PIP_INDEX_URL: 'https://me:secret@host/simple'}"}, "sagemaker.environment.PIP_INDEX_URL", "secret"),
     ({"sagemaker.environment": "{RAY_AUTH_MODE: disabled}"}, "sagemaker.environment.RAY_AUTH_MODE", "remove"),
     ({"sagemaker.environment": "{MY-NAME: x}"}, "sagemaker.environment.MY-NAME", "letters, digits"),
     ({"sagemaker.environment": "{LONG: " + "x" * 513 + "}"}, "sagemaker.environment.LONG", "at most 512"),
@@ -232,7 +248,7 @@ def test_right_request_field_by_field() -> None:
             "sagemaker.kms_key": "alias/mine",
             "sagemaker.max_retries": "3",
             "sagemaker.hyperparameters": "{train.lr: 0.1, train.epochs: 3}",
-            "sagemaker.channels": "{train: {uri: 's3://b/train/', groups: [cpu], input_mode: FastFile}}",
+            "sagemaker.channels": "{train: {uri: 's3://b/train/', groups: [gpu], input_mode: FastFile}}",
             "params.train": "anything",
         }
     )
@@ -250,7 +266,7 @@ def test_right_request_field_by_field() -> None:
     code, train = body["InputDataConfig"]
     assert code["ChannelName"] == "code"
     assert code["DataSource"]["S3DataSource"]["InstanceGroupNames"] == ["gpu", "cpu"]
-    assert train["DataSource"]["S3DataSource"]["InstanceGroupNames"] == ["cpu"]
+    assert train["DataSource"]["S3DataSource"]["InstanceGroupNames"] == ["gpu"]
     assert train["InputMode"] == "FastFile"
     assert body["StoppingCondition"] == {
         "MaxRuntimeInSeconds": 86_400,
@@ -266,6 +282,56 @@ def test_right_request_field_by_field() -> None:
     assert request.draft.data_at == {"train": "/opt/ml/input/data/train"}
     assert request.draft.job.resolved.config.cluster.gpu_group == "gpu"
     assert "token" not in request.to_json().lower()
+
+
+def test_what_has_no_key_is_added_to_the_request_and_checked_like_the_rest() -> None:
+    """A training plan, a limit on waiting, a file system and an image of a private registry."""
+    plan = "arn:aws:sagemaker:us-east-1:123456789012:training-plan/mine-0123456789"
+    lustre = {
+        "FileSystemId": "fs-0123456789abcdef0",
+        "FileSystemType": "FSxLustre",
+        "FileSystemAccessMode": "ro",
+        "DirectoryPath": "/mount/flowers",
+    }
+    more = {
+        "ResourceConfig": {"TrainingPlanArn": plan},
+        "StoppingCondition": {"MaxPendingTimeInSeconds": 7200},
+        "InputDataConfig": [{"ChannelName": "fsx", "DataSource": {"FileSystemDataSource": lustre}}],
+        "AlgorithmSpecification": {"TrainingImageConfig": {"TrainingRepositoryAccessMode": "Vpc"}},
+    }
+    changes = {
+        "sagemaker.request": json.dumps(more),
+        "sagemaker.image": "registry.example.com/me/train:1",
+        "params.data": "/opt/ml/input/data/fsx",
+    }
+    plain = backend.plan(make_job({}), offline=True).body
+    body = backend.plan(make_job(changes), offline=True).body
+    assert body["ResourceConfig"] == plain["ResourceConfig"] | more["ResourceConfig"]
+    assert body["StoppingCondition"] == plain["StoppingCondition"] | more["StoppingCondition"]
+    assert [channel["ChannelName"] for channel in body["InputDataConfig"]] == ["code", "fsx"]
+    assert body["InputDataConfig"][1] == more["InputDataConfig"][0]
+    assert body["AlgorithmSpecification"]["TrainingImageConfig"] == {"TrainingRepositoryAccessMode": "Vpc"}
+    assert body["AlgorithmSpecification"]["TrainingImage"] == "registry.example.com/me/train:1"
+
+
+def test_hosts_without_network_need_wheels_or_an_image_of_their_own(tmp_path: Path) -> None:
+    isolated = {"sagemaker.network_isolation": "true"}
+    own = isolated | {"sagemaker.image": "123456789012.dkr.ecr.us-east-1.amazonaws.com/mine:1"}
+    assert backend.plan(make_job(own), offline=True).body["EnableNetworkIsolation"]
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "ray.whl").touch()
+    assert backend.plan(make_job(isolated, tmp_path), offline=True).body["EnableNetworkIsolation"]
+
+
+def test_data_under_another_key_are_uploaded_again(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").touch()
+
+    def place(**keys: str) -> str:
+        changes = {"params.data": str(tmp_path), **{f"sagemaker.{key}": value for key, value in keys.items()}}
+        return backend.plan(make_job(changes), offline=True).draft.data[0].uri
+
+    places = [place(), place(kms_key="alias/a"), place(kms_key="alias/b")]
+    assert len({*places}) == 3 and places[1] == place(kms_key="alias/a")
 
 
 def test_one_group_is_a_homogeneous_job() -> None:

@@ -18,6 +18,9 @@ INSTALL_TIMEOUT_S = 900
 
 CONSTRAINTS = "constraints.txt"
 """In the staged copy: package versions of the submitting machine, for packages that the image lacks."""
+REPOSITORY_VARIABLE = "CA_REPOSITORY_ARN"
+"""Names a repository of CodeArtifact, as for SageMaker's own toolkits."""
+REPOSITORY_ARN = r"arn:aws[\w-]*:codeartifact:([\w-]+):(\d+):repository/([\w.-]+/[\w.-]+)"
 OF_THE_IMAGE = ("torch", "torchvision", "torchaudio", "ray")
 """Must match the image's CUDA and drivers, or all other hosts; requirements must not replace them."""
 
@@ -33,7 +36,8 @@ class ConflictError(InstallError):
 def ensure(folder: Path, install: bool = True) -> list[str]:
     """Every host: install the requirements in `folder/requirements.txt` that are not satisfied yet.
 
-    If there is a `wheels/` folder next to the file, it is the only source (for a VPC without internet).
+    If there is a `wheels/` folder next to the file, it is the only source (for a VPC without internet). Else
+    pip uses the index of a `pip.conf` next to it or of `CA_REPOSITORY_ARN`.
     Packages in `OF_THE_IMAGE` keep the image's version. Missing packages get the versions in `CONSTRAINTS`,
     so that all hosts install the same.
 
@@ -62,9 +66,10 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
     pins = image_pins()
     refuse_replacements(text, pins)
     command = [sys.executable, "-m", "pip", "install", "--no-input", "--progress-bar=off", "-r", str(file)]
-    wheels, staged = folder / "wheels", folder / CONSTRAINTS
+    staged = folder / CONSTRAINTS
+    wheels, pip_conf = beside(folder, "wheels"), beside(folder, "pip.conf")
     lines = [f"{name}=={version}" for name, version in pins.items()]
-    if wheels.is_dir():
+    if wheels.exists():
         command += ["--no-index", "--find-links", str(wheels)]
     elif staged.is_file():
         given = _requirements(staged.read_text(encoding="utf-8"))
@@ -73,8 +78,10 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
         **os.environ,
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_ROOT_USER_ACTION": "ignore",
+        **({"PIP_CONFIG_FILE": str(pip_conf)} if pip_conf.exists() else {}),
+        **code_artifact(os.environ.get(REPOSITORY_VARIABLE, "")),
     }
-    source = "wheels/" if wheels.is_dir() else "the package index"
+    source = "wheels/" if wheels.exists() else "the package index"
     what = f"requirements.txt: cannot install {', '.join(absent)} from {source}"
     with tempfile.NamedTemporaryFile("w", prefix="stoker-constraints-", suffix=".txt") as constraints:
         constraints.write("\n".join(lines) + "\n")
@@ -93,9 +100,39 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
         _explain_conflict(done.stdout + done.stderr, pins)
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("ERROR")] or lines
-        raise InstallError(f"{what}: {errors[-1] if errors else f'pip exit {done.returncode}'}")
+        cause = errors[-1] if errors else f"pip exit {done.returncode}"
+        raise InstallError(re.sub(r"(?<=://)[^/@\s]+(?=@)", "****", f"{what}: {cause}"))
     importlib.invalidate_caches()
     return absent
+
+
+def beside(folder: Path, name: str) -> Path:
+    """Every host: a file or folder next to the job's requirements.txt; a script's are in its folder."""
+    scripts = folder / "script" / name
+    return scripts if scripts.exists() else folder / name
+
+
+def code_artifact(repository: str) -> dict[str, str]:
+    """Every host: what pip needs for a repository of AWS CodeArtifact: its address with a token of the role.
+
+    Args:
+        repository: its ARN; empty: none.
+
+    Raises:
+        InstallError: the role may not read it, or there is no boto3.
+    """
+    if not repository:
+        return {}
+    try:
+        region, account, path = re.fullmatch(REPOSITORY_ARN, repository).groups()  # type: ignore[union-attr]
+        domain, _, name = path.partition("/")
+        client: Any = importlib.import_module("boto3").client("codeartifact", region_name=region)
+        of = {"domain": domain, "domainOwner": account}
+        token = client.get_authorization_token(**of)["authorizationToken"]
+        endpoint = client.get_repository_endpoint(**of, repository=name, format="pypi")["repositoryEndpoint"]
+    except Exception as error:  # botocore's have no common base with the others
+        raise InstallError(f"{REPOSITORY_VARIABLE}: {repository} cannot be used: {error}") from None
+    return {"PIP_INDEX_URL": f"{endpoint.rstrip('/')}/simple/".replace("://", f"://aws:{token}@", 1)}
 
 
 def unsatisfied(text: str) -> list[str]:

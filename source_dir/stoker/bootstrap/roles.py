@@ -281,6 +281,10 @@ def _shared_arguments(resolved: Resolved, topology: Topology, address: str) -> l
     if store.warning:
         say(f"warning: {store.warning}")
     gpus = raynode.count_gpus() if topology.trains else 0
+    # Emulated hosts have none, and Slurm grants devices itself.
+    if topology.rents_gpus and not gpus and os.environ.get(BACKEND_VARIABLE) not in ("rehearsal", "slurm"):
+        why = f"{topology.host} of group {topology.group} has no usable GPU (no /dev/nvidia*)"
+        raise ClusterError(f"{why}; training on its CPUs would cost as much: choose another image or type")
     return raynode.arguments_for(
         address=address,
         labels=cluster.labels_of(topology),

@@ -63,6 +63,11 @@ class Topology:
         return self.group == self.gpu_group
 
     @property
+    def rents_gpus(self) -> bool:
+        """Whether this host trains and its instances have GPUs, as far as their type says."""
+        return self.trains and self._named(self.group).has_gpu
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         """All hosts, the head first, then group by group."""
         groups = [self._named(self.gpu_group)]

@@ -17,6 +17,7 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
 from stoker.bootstrap.raynode import free_port
+from stoker.errors import ScriptError
 
 ATTEMPT_VARIABLE = "STOKER_ATTEMPT"
 """Identical in all train workers of a group start; changes with the next start."""
@@ -33,6 +34,7 @@ class Rendezvous(Backend):  # type: ignore[misc]
     """All ranks of a host see all its GPUs, as under torchrun; LOCAL_RANK selects one."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        worker_group.execute(refuse_unusable_gpu, backend_config.backend)
         alone = len(worker_group) == 1
         agreed = worker_group.execute_single(0, free_address if alone else open_store)
         worker_group.execute(set_variables, {**agreed, ATTEMPT_VARIABLE: secrets.token_hex(4)})
@@ -54,6 +56,7 @@ class ProcessGroup(TorchConfig().backend_cls):  # type: ignore[misc]
     """Ray Train's controller: for a recipe, whose train workers are the ranks; a single one has no store."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        worker_group.execute(refuse_unusable_gpu, backend_config.backend)
         agreed = worker_group.execute_single(0, open_store) if len(worker_group) > 1 else {}
         worker_group.execute(enter_group, backend_config, agreed)
 
@@ -64,6 +67,21 @@ class RecipeConfig(TorchConfig):  # type: ignore[misc]
     @property
     def backend_cls(self) -> type[ProcessGroup]:
         return ProcessGroup
+
+
+def refuse_unusable_gpu(backend: str) -> None:
+    """Train worker: refuse to train on the CPUs of a host whose GPU was counted on.
+
+    Raises:
+        ScriptError: PyTorch cannot use the GPU.
+    """
+    import torch
+
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise ScriptError(
+            f"PyTorch {torch.__version__} (CUDA: {torch.version.cuda or 'none'}) cannot use the GPU of"
+            f" {socket.gethostname()}; choose an image with CUDA that fits the driver"
+        )
 
 
 def open_store() -> dict[str, str]:
