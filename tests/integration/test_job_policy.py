@@ -35,6 +35,8 @@ class Policed:
     statements: list[dict[str, Any]]
     asked: set[str] = field(default_factory=set)
     denied: list[str] = field(default_factory=list)
+    owners: set[str | None] = field(default_factory=set)
+    """Accounts that must own the bucket, by the requests that upload."""
     guarded: bool = False
 
     def __post_init__(self) -> None:
@@ -49,6 +51,8 @@ class Policed:
         environ |= {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}
         for action, resource in wanted(environ, body) if self.guarded else ():
             self.asked.add(action)
+            if action == "s3:PutObject":
+                self.owners.add(environ.get("HTTP_X_AMZ_EXPECTED_BUCKET_OWNER"))
             if not self.allows(action, resource):
                 self.denied.append(f"{action} {resource}")
                 start_response("403 Forbidden", [("Content-Type", "application/xml")])
@@ -185,3 +189,4 @@ def test_the_launchers_policy_names_every_call_that_it_makes(s3: Policed, tmp_pa
         aws.client.cache_clear()
     assert s3.denied == []
     assert s3.asked == {"s3:ListBucket", "s3:PutObject"}
+    assert s3.owners == {ROLE.split(":")[4]}, "every upload names the account that must own the bucket"

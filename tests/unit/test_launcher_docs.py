@@ -168,8 +168,12 @@ def test_cluster_launcher_file_is_what_ray_accepts(monkeypatch: pytest.MonkeyPat
 
 def test_example_configuration_in_the_console_guide_is_valid() -> None:
     text = (DOCS / "console.md").read_text()
-    (example,) = re.findall(r"```yaml\n(.*?)```", text, re.S)
-    SageMakerConfig.model_validate(yaml.safe_load(example)["sagemaker"])
+    examples = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
+    keys: dict[str, Any] = {}
+    for example in examples:
+        keys |= SageMakerConfig.model_validate(example["sagemaker"]).model_dump(exclude_unset=True)
+    assert len(examples) == 2
+    assert [each["ChannelName"] for each in keys["request"]["InputDataConfig"]] == ["flowers"]
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: path.name)
