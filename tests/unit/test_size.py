@@ -18,6 +18,7 @@ from stoker.costs.prices import price_list
 from stoker.errors import UsageError
 from stoker.sizing.advice_table import Advice, advise
 from stoker.sizing.candidates import Candidate, Measured, Wanted
+from stoker.sizing.measure import job_samples
 
 BLURS = [{"stage": f"blur {i + 1}", "cpu_ms_per_sample": 10.4, "bytes_out": 150_528} for i in range(10)]
 POST = Measured(
@@ -204,3 +205,9 @@ def test_own_groups_are_not_overwritten(job: Path) -> None:
     shown = size(job, "--write", "sagemaker.groups=[{name: gpu, type: ml.g5.xlarge}]")
     assert "edit them there" in str(shown.exception)
     assert job.read_text() == JOB
+
+
+def test_a_job_of_limited_steps_is_sized_by_what_its_steps_take() -> None:
+    given = ["train.max_steps=10", "train.batch_size=4", "train.accumulate_steps=3", "train.workers=2"]
+    config = load(None, [*given, "train.epochs=5"]).config
+    assert (job_samples(config, 1000), job_samples(config, 20), job_samples(config, None)) == (240, 100, 240)
