@@ -19,6 +19,8 @@ def test_every_graph_finds_its_figure_in_the_lines(capsys: pytest.CaptureFixture
     console.take({**step, "wait_s": 1.0})
     metrics = {"train/loss": 0.5, "val/loss": 0.25, "val/acc1": 0.9861, "perf/samples_per_s": 2000.0}
     console.take({"event": "epoch", "epoch": 0, "metrics": {**metrics, "perf/input_wait_pct": 3.0}})
+    best = {"metric": "val/acc1", "value": 0.99, "mode": "max"}
+    console.take({"event": "model", "epoch": 3, "step": 9, "whole": True, **best})
     graphs = metrics_of(open_job(load(None, ["name=flowers", "params.data=flowers"])))
     text = capsys.readouterr().out
     assert metrics_text({"val/acc1": 0.9861}) == "val/acc1 98.61 %"
@@ -26,6 +28,8 @@ def test_every_graph_finds_its_figure_in_the_lines(capsys: pytest.CaptureFixture
     assert all(found.values()), found
     assert 98.61 in [value for values in found.values() for value in values]
     assert 50.0 in [value for values in found.values() for value in values]
+    assert "exported: epoch 3 by val/acc1" in text
+    assert 99.0 not in [value for values in found.values() for value in values], "no value of another epoch"
 
 
 def test_a_recipes_own_metrics_are_graphed_and_a_scripts_are_not(

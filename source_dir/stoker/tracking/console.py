@@ -251,11 +251,11 @@ def metric_text(name: str, value: float) -> str:
 
 
 def model_text(event: dict[str, Any]) -> str:
-    """Head: the checkpoint that becomes the model."""
+    """Head: the checkpoint that becomes the model; the comma keeps its value out of SageMaker's metrics."""
     where = f"epoch {event['epoch']}" + ("" if event["whole"] else f" up to step {event['step']}")
     if "metric" not in event:
         return f"{where}, the last checkpoint"
-    return f"{where} by {event['metric']} {metric_text(event['metric'], event['value'])}"
+    return f"{where} by {event['metric']}, {metric_text(event['metric'], event['value'])}"
 
 
 def export_text(event: dict[str, Any]) -> str:
