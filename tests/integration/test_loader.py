@@ -273,6 +273,33 @@ def test_a_dataset_that_changes_in_each_epoch_is_kept_twice_at_most() -> None:
     assert len(own) == 5 and len(own & kept[-1]) <= 2
 
 
+class OwnDraws(Records):
+    """Two generators per copy: seeded by `worker_init_fn`, and when the first record is loaded."""
+
+    first: Any = None
+    second: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        time.sleep(0.005)
+        self.second = self.second or random.Random(info.seed)
+        return self.first.random(), self.second.random()
+
+
+def seeds_its_copy(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.first = np.random.default_rng(torch.initial_seed())
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_generators_of_copies_in_several_processes_do_not_draw_alike(workers: int) -> None:
+    loader = DataLoader(OwnDraws(96), batch_size=4, num_workers=workers, worker_init_fn=seeds_its_copy)
+    found = [torch.stack(batch).tolist() for batch in loader]
+    for nth in range(2):
+        assert len({number for batch in found for number in batch[nth]}) == 96
+
+
 class Speaks(Records):
     def __getitem__(self, index: int) -> Any:
         if index == 7:

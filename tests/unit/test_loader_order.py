@@ -351,6 +351,11 @@ def test_quarantine_leaves_out_single_records_where_nothing_is_collated() -> Non
     assert [index for index, _ in loader.quarantine.records] == [3, 13, 23, 33]
 
 
+def test_quarantine_that_has_no_effect_is_said() -> None:
+    with pytest.warns(UserWarning, match="no effect on an IterableDataset"):
+        DataLoader(Stream(), on_error="quarantine")
+
+
 def test_a_batch_without_a_good_record_does_not_vanish_on_one_rank_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -230,6 +230,27 @@ def test_a_state_of_a_stream_that_does_not_repeat_is_refused(taken: int) -> None
         list(again)
 
 
+class Drawn(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        yield from info.dataset.drawn if info else ()
+
+
+def draws(worker: int) -> None:
+    info: Any = get_worker_info()
+    assert torch.initial_seed() == info.seed
+    info.dataset.drawn = [worker, random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+@pytest.mark.long
+def test_what_worker_init_fn_draws_for_a_stream_is_what_it_draws_in_torch() -> None:
+    found = []
+    for of in (TorchLoader, DataLoader):
+        torch.manual_seed(4)
+        found.append(list(of(Drawn(), batch_size=None, num_workers=2, worker_init_fn=draws)))
+    assert found[0] == found[1] and len(set(found[1])) == 8
+
+
 class Stateful(Counts):
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch}

@@ -86,6 +86,12 @@ class DataLoader(TorchDataLoader[Item]):
         """
         if on_error not in ("raise", "quarantine"):
             raise ValueError(f'on_error is "raise" or "quarantine", not {on_error!r}')
+        if on_error == "quarantine" and isinstance(self.dataset, IterableDataset):
+            warnings.warn(
+                'stoker.DataLoader: on_error="quarantine" has no effect on an IterableDataset: skip'
+                " records that cannot be loaded in its __iter__",
+                stacklevel=3,
+            )
         follow_accelerate(DataLoader)
         self.address, self.on_error = address, on_error
         self.bad_record_budget, self.stall_timeout_s = bad_record_budget, stall_timeout_s

@@ -266,8 +266,8 @@ class ClusterIterator(_BaseDataLoaderIter):
                 raise RuntimeError(
                     f"DataLoader: the stream of worker {worker} was opened again, after its process was lost"
                     f" or from a state, and its first {self._taken[worker]} batches are not those delivered"
-                    " before, so records would be lost or repeated; give it an order that repeats (seed what"
-                    " it shuffles with)"
+                    " before, so records would be lost or repeated; seed whatever it shuffles with and draws"
+                    " from, so that it repeats, or start a new pass"
                 )
             if getattr(made, "ended", False):
                 self._over.add(worker)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import sys
 import time
 import traceback
@@ -77,6 +78,7 @@ class LoaderWork:
         Several processes share the batches of a worker of a map-style dataset, so its seed is that of the
         batch: otherwise their generators would draw alike.
         """
+        import numpy as np
         import torch
         from torch.utils.data import IterDataPipe, MapDataPipe, graph_settings
         from torch.utils.data._utils import worker as torchs
@@ -96,7 +98,9 @@ class LoaderWork:
                     self.dataset, max(self.workers, 1) * world, worker * world + rank
                 )
             if self.worker_init_fn is not None and self.workers:
-                seed_globals(f"{order.seed}/worker/{worker}")
+                random.seed(order.base_seed + distinct)
+                torch.manual_seed(order.base_seed + distinct)
+                np.random.seed(torchs._generate_state(order.base_seed, distinct))  # type: ignore[no-untyped-call]
                 self.worker_init_fn(worker)
         self._begun.add(worker)
 
