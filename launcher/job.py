@@ -68,7 +68,7 @@ class Job:
         ignored = scripts.ignoring(*left_out)
         if config.script is not None and self.source_dir is not None:
             self._stage_requirements(folder, self.source_dir / "requirements.txt")
-            shutil.copytree(self.source_dir, folder / SCRIPT_FOLDER, ignore=ignored)
+            _copy_tree(self.source_dir, folder / SCRIPT_FOLDER, ignored)
         elif self.source_dir is not None:
             self._stage_user_source(folder, self.source_dir, ignored)
         else:
@@ -109,9 +109,13 @@ class Job:
             if item.name == "requirements.txt":
                 self._stage_requirements(folder, item)
             elif item.is_dir():
-                shutil.copytree(item, target, ignore=ignored)
-            else:
+                _copy_tree(item, target, ignored)
+            elif item.exists():  # editors lock files by links that lead nowhere
                 shutil.copy2(item, target)
+
+
+def _copy_tree(folder: Path, target: Path, ignored: scripts.Ignore) -> None:
+    shutil.copytree(folder, target, ignore=ignored, ignore_dangling_symlinks=True)
 
 
 def write_private(file: Path, text: str) -> None:

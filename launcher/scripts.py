@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-import os
 import re
 import shutil
 import tarfile
@@ -20,6 +19,7 @@ from stoker.config import Resolved
 from stoker.errors import UsageError
 from stoker.integrations.scripts.checks import no_such_script, refuse_foreign_keys
 from stoker.place import ORIGINS_FILE, TOKEN_FILE
+from stoker.storage.filesystems import walk
 
 MOST_BYTES = 500_000_000
 MOST_FILES = 20_000
@@ -85,15 +85,11 @@ def refuse_too_much(folder: Path, script: str, ignore: Ignore, key: str = "scrip
     """Laptop: refuse a folder that is too large to stage, before copying it.
 
     Raises:
-        UsageError: names the script and the folder.
+        UsageError: names the script and the folder, or a link that leads nowhere or to a folder above it.
     """
     size = files = 0
-    for at, folders, names in os.walk(folder, followlinks=True):
-        left_out = ignore(at, [*folders, *names])
-        folders[:] = [name for name in folders if name not in left_out]
-        for name in set(names) - left_out:
-            files += 1
-            size += (Path(at) / name).stat().st_size if (Path(at) / name).is_file() else 0
+    for entry in walk(str(folder), hidden=True, ignore=ignore):
+        files, size = files + entry.is_file, size + entry.size * entry.is_file
         if size > MOST_BYTES or files > MOST_FILES:
             raise UsageError(
                 f"{key}: {folder}, the folder of {script}, is staged with the job but holds more than"

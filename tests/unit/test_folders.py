@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,39 @@ def test_commands_that_would_leave_out_linked_folders_are_not_written(
         2,
         errors[-1:],
     )
+
+
+def test_links_in_the_source_are_followed_or_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hidden links that lead nowhere are an editor's locks."""
+    source, far = tmp_path / "code", tmp_path / "far"
+    (source / "deep").mkdir(parents=True)
+    far.mkdir()
+    (far / "parts.py").write_text("")
+    (source / "linked_rows.py").write_text(
+        "from stoker.image_classification import ImageClassification as Own\n"
+    )
+    (source / "deep/linked").symlink_to(far)
+    for lock in (source / ".#rows.py", source / "deep/.#rows.py"):
+        lock.symlink_to("user@host.7")
+    (source / "job.yaml").write_text(
+        "name: x\nrecipe: linked_rows:Own\nparams: {data: s3://b/d}\noutput_dir: /mnt/x\n"
+    )
+    command = [str(source / "job.yaml"), "--on", "ray", "--address", "http://h:8265", "--offline"]
+    package = tmp_path / "job.zip"
+    code, errors, _ = type_command([*command, "--request", str(package)], capsys)
+    assert code == 0, errors
+    with zipfile.ZipFile(package) as archive:
+        assert {"linked_rows.py", "deep/linked/parts.py"} <= {*archive.namelist()}
+    for target, expected in (
+        ("/nowhere", "is a link to /nowhere"),
+        (source, "is a link to a folder above it"),
+    ):
+        (source / "deep/x").symlink_to(target)
+        code, errors, _ = type_command([*command, "--dry-run"], capsys)
+        assert code == 2 and len(errors) == 1 and expected in errors[0]
+        (source / "deep/x").unlink()
 
 
 def test_a_file_named_in_params_becomes_absolute_like_a_folder(

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,19 +143,21 @@ class Entry(NamedTuple):
     mtime_ns: int
 
 
-def walk(root: str, hidden: bool = False) -> list[Entry]:
+def walk(
+    root: str, hidden: bool = False, ignore: Callable[[str, list[str]], set[str]] | None = None
+) -> Iterator[Entry]:
     """Anywhere: the files and folders below a local folder, through links.
 
-    Reading, counting, fingerprints and uploads all go this way, so that they agree.
+    Reading, counting, fingerprints, staging and uploads all go this way, so that they agree.
 
     Args:
         root: the folder.
         hidden: also look into folders whose names begin with a dot.
+        ignore: names to leave out, of a folder and the names in it, as for `shutil.copytree`.
 
     Raises:
         UsageError: a folder cannot be listed, or a link leads nowhere or to a folder above it.
     """
-    found: list[Entry] = []
     pending: list[tuple[str, tuple[Any, ...]]] = [(root, ())]
     while pending:
         folder, above = pending.pop()
@@ -162,17 +165,16 @@ def walk(root: str, hidden: bool = False) -> list[Entry]:
         here = about.st_dev, about.st_ino
         if here in above:
             raise UsageError(f"{folder}: is a link to a folder above it; remove it")
-        entries = _entries(folder)
-        found += entries
+        entries = _entries(folder, ignore)
+        yield from entries
         pending += [
             (entry.path, (*above, here))
             for entry in entries
             if not entry.is_file and (hidden or not entry.base_name.startswith("."))
         ]
-    return found
 
 
-def _entries(folder: str) -> list[Entry]:
+def _entries(folder: str, ignore: Callable[[str, list[str]], set[str]] | None = None) -> list[Entry]:
     """The files and folders in a local folder, without sockets and the like.
 
     Raises:
@@ -181,22 +183,25 @@ def _entries(folder: str) -> list[Entry]:
     found = []
     try:
         with os.scandir(folder) as entries:
-            for entry in entries:
-                entry.name.encode()
-                try:
-                    about = entry.stat()
-                except OSError:
-                    if not entry.is_symlink():
-                        continue  # it has gone meanwhile
-                    if not entry.name.startswith("."):
-                        where = Path(entry).readlink()
-                        raise UsageError(
-                            f"{entry.path}: is a link to {where}, which is not there; restore or remove it"
-                        ) from None
-                    continue
-                is_file = stat.S_ISREG(about.st_mode)
-                if is_file or stat.S_ISDIR(about.st_mode):
-                    found.append(Entry(entry.path, entry.name, is_file, about.st_size, about.st_mtime_ns))
+            there = [*entries]
+        left_out = ignore(folder, [entry.name for entry in there]) if ignore else set()
+        for entry in there:
+            if entry.name in left_out:
+                continue
+            entry.name.encode()
+            try:
+                about = entry.stat()
+            except OSError:
+                # Editors lock files by hidden links that lead nowhere; anything else has gone meanwhile.
+                if entry.is_symlink() and not entry.name.startswith("."):
+                    where = Path(entry).readlink()
+                    raise UsageError(
+                        f"{entry.path}: is a link to {where}, which is not there; restore or remove it"
+                    ) from None
+                continue
+            is_file = stat.S_ISREG(about.st_mode)
+            if is_file or stat.S_ISDIR(about.st_mode):
+                found.append(Entry(entry.path, entry.name, is_file, about.st_size, about.st_mtime_ns))
     except UnicodeEncodeError as error:
         raise UsageError(
             f"{folder}: the name {os.fsencode(error.object)!r} is not UTF-8; rename it"
@@ -211,7 +216,7 @@ def _below(filesystem: Any, folder: str, recursive: bool) -> list[Any]:
     from pyarrow import fs
 
     if isinstance(filesystem, fs.LocalFileSystem):
-        return walk(folder) if recursive else _entries(folder)
+        return [*walk(folder)] if recursive else _entries(folder)
     try:
         found: list[Any] = filesystem.get_file_info(fs.FileSelector(folder, recursive=recursive))
     except OSError as error:
