@@ -87,6 +87,8 @@ class ImageClassification(Recipe):
             raise ValueError(f"reduce_to must be at least image_size, {self.image_size}")
         if self.reduce_to is not None and self.augment != "crop":
             raise ValueError(f"reduce_to requires augment: crop; {self.augment} resizes images anyway")
+        if len({*self.names}) < len(self.names):
+            raise ValueError(f"class_names has a name twice: {', '.join(self.names[:20])}")
         if self.label_separator is not None and self.labels is None:
             raise ValueError("label_separator requires labels, the CSV file whose cells it separates")
         return self

@@ -133,7 +133,10 @@ def test_each_file_of_a_folder_of_tables_is_read_refused_or_named(
 
 
 def test_types_of_several_writers_are_one(tmp_path: Path) -> None:
-    images = [PNGS, pa.array(PNGS, pa.large_binary()), pa.array(PNGS).dictionary_encode(), PNGS]
+    turned = pa.StructArray.from_arrays(
+        [STRUCTS.field("path"), STRUCTS.field("bytes")], names=["path", "bytes"]
+    )
+    images = [PNGS, pa.array(PNGS, pa.large_binary()), STRUCTS, turned]
     labels = [LABELS, pa.array(LABELS, pa.int32()), pa.array(LABELS, pa.uint8()), LABELS]
     for number, (image, label) in enumerate(zip(images, labels, strict=True)):
         write(tmp_path, pa.table({"image": image, "label": label}), f"{number}.parquet")
@@ -269,6 +272,8 @@ def test_text_labels_in_a_given_order_and_number(tmp_path: Path) -> None:
     params, data = opened(root, class_names=[*NAMES, "bird"])
     assert params["num_classes"] == 3
     assert trained(data) == WHOLE
+    with pytest.raises(UsageError, match=r"params: class_names has a name twice"):
+        opened(root, class_names=["dog", "cat", "dog"])
     for number, names in ((5, []), (2, [*NAMES, "bird"])):
         with pytest.raises(UsageError, match=rf"params.num_classes: {number}, but the data has .* classes: "):
             opened(root, num_classes=number, class_names=names)
@@ -449,3 +454,51 @@ def test_a_table_with_an_underscore_is_named_and_one_without_a_suffix_may_be_all
     assert "1 file not read" in note and "train/_old.parquet" in note
     parquet.write_table(table, tmp_path / "part-0")
     assert trained(opened(tmp_path / "part-0")[1]) == WHOLE
+
+
+@pytest.mark.parametrize("form", ["delta", "partitioned", "parquet"])
+def test_a_column_split_of_a_single_table_tells_training_from_validation(form: str, tmp_path: Path) -> None:
+    rows = {
+        "image": PNGS * 3,
+        "label": LABELS * 3,
+        "split": ["train"] * 6 + ["validation"] * 6 + ["extra"] * 6,
+    }
+    if form == "parquet":
+        parquet.write_table(pa.table(rows), tmp_path / "all.parquet")
+        root = tmp_path / "all.parquet"
+    else:
+        by = ["split"] if form == "partitioned" else None
+        root = tmp_path / "table"
+        pytest.importorskip("deltalake").write_deltalake(root, pa.table(rows), partition_by=by)
+    _, data = opened(root)
+    assert trained(data) == trained(data, "val") == WHOLE
+    (note,) = data.notes()
+    assert note.endswith("rows not read: of split extra")
+
+
+def test_a_column_split_without_a_name_for_training_is_refused(tmp_path: Path) -> None:
+    table = pa.table({"image": PNGS, "label": LABELS, "split": ["TRAIN"] * 4 + ["TEST"] * 2})
+    parquet.write_table(table, tmp_path / "all.parquet")
+    with pytest.raises(UsageError, match="column split holds TEST, TRAIN, but no train"):
+        opened(tmp_path / "all.parquet")
+
+
+def test_tables_with_versions_are_not_read_as_a_heap_of_files(tmp_path: Path) -> None:
+    """Their folders hold files that are deleted in the newest version."""
+    deltalake = pytest.importorskip("deltalake")
+    table = pa.table({"image": PNGS, "label": LABELS})
+    for split in ("training", "validation"):
+        for _ in range(2):
+            deltalake.write_deltalake(tmp_path / "delta" / split, table, mode="overwrite")
+    _, data = opened(tmp_path / "delta")
+    assert trained(data) == trained(data, "val") == WHOLE
+    with pytest.raises(UsageError, match="the val split holds a Delta or Iceberg table"):
+        read_parquet(str(tmp_path / "delta"), "val")
+    root = write(tmp_path / "iceberg", table, splits=("train/data", "val/data"))
+    (tmp_path / "iceberg/train/metadata").mkdir()
+    (tmp_path / "iceberg/train/metadata/v1.metadata.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"the train split holds a Delta or Iceberg table"):
+        opened(root)
+    write(tmp_path / "hudi", table.append_column("_hoodie_commit_time", pa.array(["1"] * 6)))
+    with pytest.raises(UsageError, match="is of a Hudi table"):
+        opened(tmp_path / "hudi")

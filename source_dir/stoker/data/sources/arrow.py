@@ -131,7 +131,8 @@ def _plain(kind: Any, number: bool = True) -> Any:
     if is_list(kind):
         return pa.list_(_plain(kind.value_type, number=False))
     if types.is_struct(kind):
-        return pa.struct({kind.field(i).name: _plain(kind.field(i).type) for i in range(kind.num_fields)})
+        fields = sorted((kind.field(i).name, _plain(kind.field(i).type)) for i in range(kind.num_fields))
+        return pa.binary() if content_of_struct(kind) == "bytes" else pa.struct(fields)
     return kind
 
 

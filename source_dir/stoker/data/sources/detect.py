@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from stoker.data.sources.arrow import is_text
 from stoker.data.sources.base import Source
 from stoker.data.sources.delta import read_delta, refuse_catalog_name
 from stoker.data.sources.files import (
     IMAGE_SUFFIXES,
     PARQUET_SUFFIXES,
+    SPLIT_NAMES,
     TAR_SUFFIXES,
     files_of,
     is_delta_table,
     kinds_of,
+    only,
 )
 from stoker.data.sources.images import read_images
 from stoker.data.sources.parquet import read_parquet
 from stoker.data.sources.webdataset import read_webdataset
 from stoker.errors import UsageError
-from stoker.storage.filesystems import filesystem_of, is_hidden, join, list_files
+from stoker.storage.filesystems import filesystem_of, is_file, is_hidden, join, list_files
+
+
+def by_column(read: Callable[..., Any], split: str, columns: list[str] | None) -> Source | None:
+    """Head: the rows of one table that its column `split` gives to a split; all for training without one."""
+    table = read(columns=["split"])
+    kind = table.column_types().get("split")
+    if kind is None or not is_text(kind):
+        source: Source | None = read(columns=columns) if split == "train" else None
+        return source
+    values = table.label_values("split") - {None}
+    mine = {name: [each for each in SPLIT_NAMES[name] if each in values] for name in SPLIT_NAMES}
+    others = ", ".join(sorted(values - set(sum(SPLIT_NAMES.values(), ()))))
+    if not mine["train"]:
+        found = others or ", ".join(mine["val"])
+        raise UsageError(f"{table.folder}: column split holds {found}, but no train; rename its values")
+    name = only(table.folder, split, mine[split])
+    notes = [f"{table.folder}: rows not read: of split {others}"] if others and split == "train" else []
+    return read(columns=columns, filters=[("split", "==", name)]).noting(*notes) if name else None
 
 
 def read_any(root: str, split: str, columns: list[str] | None = None) -> Source | None:
@@ -33,8 +56,12 @@ def read_any(root: str, split: str, columns: list[str] | None = None) -> Source 
         UsageError: the folder is empty, or the split holds none of these formats, or several.
     """
     refuse_catalog_name(root)
-    if is_delta_table(root) or is_delta_table(join(root, split)):
+    if is_delta_table(root):
+        return by_column(partial(read_delta, root), split, columns)
+    if any(is_delta_table(join(root, name)) for name in SPLIT_NAMES[split]):
         return read_delta(root, split, columns)
+    if root.lower().endswith(PARQUET_SUFFIXES) and is_file(root):
+        return by_column(partial(read_parquet, root, "train"), split, columns)
     mine = files_of(root, split, underscored=True)
     if not mine and split == "val":
         return None

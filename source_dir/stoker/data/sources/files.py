@@ -120,6 +120,11 @@ def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> tuple[list[
     if not mine and root.rstrip("/").lower().endswith(suffixes) and not files_of(root, "val"):
         # The folder is what its writer calls a file.
         mine, lines = list_files(root) if split == "train" else [], ()
+    if any("/_delta_log/" in f.path or f.path.endswith(".metadata.json") for f in mine):
+        raise UsageError(
+            f"{root}: the {split} split holds a Delta or Iceberg table, so some files may be outdated; read"
+            " it with read_delta, or with ray.data.read_iceberg"
+        )
     top = len(filesystem_of(root)[1])
     hidden = {f.path for f in mine if is_hidden(f.path[top:])}
     read, notes = sort_out(root, [f for f in mine if f.path not in hidden], suffixes)

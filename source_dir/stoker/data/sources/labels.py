@@ -42,11 +42,12 @@ def refuse_absent_columns(
     problems = []
     for param, column in params.items():
         if column not in types:
-            likely = [name for name, kind in types.items() if fits[param](kind) and name != "key"] or ["NAME"]
+            likely = [name for name, kind in types.items() if fits[param](kind) and name != "key"]
             likely.sort(key=lambda name: USUAL.search(name.lower()) is None)
             others = f" (or {', '.join(likely[1:])})" if len(likely) > 1 else ""
             there = f"has no column {column}; it has {', '.join(types)}"
-            problems.append(f"{data}: {there}: set params.{param}={likely[0]}{others}{hints.get(param, '')}")
+            write = f": set params.{param}={likely[0]}{others}" if likely else ", which cannot stand for it"
+            problems.append(f"{data}: {there}{write}{hints.get(param, '')}")
     if problems:
         raise UsageError(*problems)
 

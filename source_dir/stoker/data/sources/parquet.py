@@ -103,6 +103,10 @@ class ParquetSource(StreamedSource):
                 f"{first}: has a column key, which names a record (its file and row); leave it out with"
                 " columns=[…], or rename it"
             )
+        if "_hoodie_commit_time" in schema:
+            raise UsageError(
+                f"{first}: is of a Hudi table, so some files may be outdated; write a copy of its rows"
+            )
         for path, footer in zip(self.paths, self.footers, strict=True):
             other = self._whole_schema(path, footer.schema)
             if absent := [c for c in wanted if c not in other]:
