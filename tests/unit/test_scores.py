@@ -19,6 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from stoker.checkpoints.train_state import rng_state
 from stoker.errors import UsageError
 from stoker.report.page import write_report
+from stoker.tracking.console import PlainConsole
+from stoker.tracking.scalars import Scalars
 from stoker.tracking.tensorboard import Board
 from stoker.training.evaluation import try_validation
 
@@ -157,6 +159,28 @@ def test_the_extremes_of_a_metric_cover_all_epochs_of_a_resumed_run(tmp_path: Pa
     for epoch, entry in enumerate(entries):
         so_far = raw[: epoch + 1]
         assert (entry["val/minmax/min"], entry["val/minmax/max"]) == (min(so_far), max(so_far))
+
+
+def test_a_class_without_a_value_is_null_and_never_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = run(tmp_path / "run", "holes", monitor="val/holes/dog")
+    found = last(made)
+    assert found == {"val/holes/cat": 0.5, "val/holes/dog": None, "val/holes/sea_horse": None}
+    events = tuple({"time": 99.0, **event} for event in made.head.of("epoch"))
+    folder = record(tmp_path / "recorded", 4, extra=events)
+
+    def refuse(token: str) -> None:
+        raise AssertionError(token)
+
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    epoch = [json.loads(line, parse_constant=refuse) for line in lines if '"val/holes/dog"' in line]
+    assert len(epoch) == 1
+    assert Scalars().of(epoch[0]).keys() & {*found} == {"val/holes/cat"}
+    PlainConsole(epochs=1).take(epoch[0])
+    assert "val/holes/dog not finite" in capsys.readouterr().out
+    best = json.loads((folder / "summary.json").read_text())["metrics"]["best"]
+    assert "val/holes/cat" in best and "val/holes/dog" not in best
 
 
 def test_one_class_selects_the_best_model(tmp_path: Path) -> None:

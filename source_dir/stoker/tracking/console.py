@@ -227,26 +227,24 @@ def make_console(epochs: int, log: Path | None = None) -> PlainConsole:
     return PlainConsole(epochs, log)
 
 
-def metrics_text(metrics: dict[str, float]) -> str:
+def metrics_text(metrics: dict[str, Any]) -> str:
     """Head: an epoch's metrics on one line."""
     parts = []
-    deep = [name for name in metrics if name.count("/") > 1]
+    deep = [name for name in metrics if name.count("/") > 1][MOST_PARTS:]
     for name, value in metrics.items():
-        if name in deep[MOST_PARTS:]:
-            continue
         if name == "perf/samples_per_s":
             parts.append(f"{value:.0f} samples/s")
         elif name == "perf/input_wait_pct":
             parts.append(f"input wait {value:.0f} %")
-        elif name != "lr":
+        elif name != "lr" and name not in deep:
             parts.append(f"{name} {metric_text(name, value)}")
-    if len(deep) > MOST_PARTS:
-        parts.append(f"({len(deep) - MOST_PARTS} more in the report)")
-    return "  ".join(parts)
+    return "  ".join([*parts, f"({len(deep)} more in the report)"] if deep else parts)
 
 
-def metric_text(name: str, value: float) -> str:
+def metric_text(name: str, value: float | None) -> str:
     """Head and laptop: a metric's value."""
+    if value is None:
+        return "not finite"
     return f"{100 * value:.2f} %" if name.endswith("acc1") else f"{value:.4f}"
 
 

@@ -39,8 +39,7 @@ class Scalars:
         return values
 
     def _of_epoch(self, event: dict[str, Any]) -> dict[str, float]:
-        self.step = event["step"]
-        return dict(event["metrics"])
+        return self._of_metrics(event)
 
     def _of_metrics(self, event: dict[str, Any]) -> dict[str, float]:
         self.step = event["step"]

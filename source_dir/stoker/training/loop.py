@@ -169,7 +169,8 @@ def close_epoch(
             return stop, True
         carry_extremes(more, keeper.history)
         metrics, books = metrics | more, [*books, counts]
-    worker.log("epoch", epoch=epoch, step=worker.step, metrics=metrics, whole=trained["whole"])
+    shown = {name: finite(value) for name, value in metrics.items()}  # JSON has no NaN
+    worker.log("epoch", epoch=epoch, step=worker.step, metrics=shown, whole=trained["whole"])
     return keeper.after_epoch(epoch, metrics, books, None if trained["whole"] else progress), False
 
 
