@@ -211,7 +211,7 @@ class Recorder(Sink):
             return
         self.step_ms += event["step_ms"]
         self.running.clear()
-        self.told_step = self.pass_from = self.pass_from + event["steps"]
+        self.summary.steps = self.told_step = self.pass_from = self.pass_from + event["steps"]
         figures = {name: event[name] for name in ("samples", "elapsed_s", "steps")} | event["times"]
         self.totals = _together(self.totals, Counter(figures))
         if event["epoch"] > 0:
