@@ -159,3 +159,12 @@ def test_nulls_of_a_ray_dataset_leave_the_numbers_beside_them_as_they_are() -> N
     assert (first["x"], second["x"]) == (2**53 + 1, None)
     assert (first["y"], second["v"].tolist()) == (1.5, [3, 4])
     assert [record["key"] for record in (first, second)] == ["a", "b"]
+
+
+def test_images_in_structs_of_a_ray_dataset_are_images() -> None:
+    from stoker.data.engine.datasets import as_records
+
+    spark = {"origin": "f", "height": 1, "width": 1, "nChannels": 3, "mode": 16, "data": b"\1\2\3"}
+    columns = {"hf": [{"bytes": b"x", "path": "p"}] * 2, "spark": [spark] * 2, "other": [{"bytes": 1}] * 2}
+    _, row = as_records(pa.table({"key": ["a", "b"], **columns}))
+    assert (row["hf"], row["spark"].tolist(), row["other"]) == (b"x", [[[3, 2, 1]]], {"bytes": 1})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.data.messages import BadRecord, Record, Shard
 from stoker.data.preprocessing.blocks import columns_of
-from stoker.data.sources.arrow import mask_of, values_of
+from stoker.data.sources.arrow import content_of_struct, mask_of, values_of
 from stoker.data.sources.base import Source
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ def as_records(block: Any) -> list[Record]:
             mask = mask_of(block[name])
             if mask is not None:
                 values[name] = partial(_or_none, mask, values_of(block[name]))
+            elif content_of_struct(block[name].type):
+                values[name] = values_of(block[name])
     count = len(next(iter(columns.values()))) if columns else 0
     rows = [{name: value(row) for name, value in values.items()} for row in range(count)]
     return [{**row, "key": _key(row)} for row in rows]
