@@ -85,6 +85,19 @@ def test_grey_tiffs_of_any_depth_and_white_as_zero(bits: int, step: int, photome
     same(decoded(content, "L"), 255 - expected if photometric == 0 else expected)
 
 
+@pytest.mark.parametrize("alpha", [1, 2])
+@pytest.mark.parametrize("planes", [False, True])
+def test_grey_with_alpha_gives_the_grey_that_it_covers(alpha: int, planes: bool) -> None:
+    grey, cover = (smooth(1) * 255).astype(np.uint8), np.full((37, 29, 1), 128, np.uint8)
+    stored = (grey.astype(int) * 128 // 255).astype(np.uint8) if alpha == 1 else grey
+    content = tiff(np.dstack([stored, cover]), extra=(alpha,), planes=planes, packed=planes)
+    if planes and alpha == 1:
+        with pytest.raises(ValueError, match="in separate planes, multiplied by its alpha"):
+            decoded(content)
+        return
+    same(decoded(content, "L"), grey, within=3)
+
+
 REFUSED: dict[str, tuple[bytes, str]] = {
     "five bands": (
         tiff(U16[..., [0, 1, 2, 3, 0]], photometric=1, extra=(0,) * 4),

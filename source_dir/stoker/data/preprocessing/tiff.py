@@ -58,6 +58,9 @@ class Layout(NamedTuple):
             raise ValueError(f"{self}, which are marked neither grey nor RGB; {_REMEDY}")
         if self.photometric == _PALETTE and self.dark_palette:
             raise ValueError(f"the palette of {self} has 8-bit colours, which would be black; {_REMEDY}")
+        if self.planes and self.extra[:1] == (1,):
+            # Pillow divides by alpha only where it lies beside the colours.
+            raise ValueError(f"{self} in separate planes, multiplied by its alpha; {_REMEDY}")
         if self.planes and self.bits > 8 and not by_libtiff:
             # Pillow's own reader takes each byte of a plane for a pixel.
             raise ValueError(f"{self} in separate planes; give its bytes to DecodeImage, or {_REMEDY}")
