@@ -19,6 +19,12 @@ from stoker.errors import UsageError
 if TYPE_CHECKING:
     from sagemaker.train import ModelTrainer
 
+CONVERTED = (
+    *("AlgorithmSpecification", "InputDataConfig", "OutputDataConfig", "CheckpointConfig"),
+    *("ResourceConfig", "StoppingCondition"),
+)
+"""Members of the request whose additions by `sagemaker.request` reach a ModelTrainer."""
+
 
 def model_trainer(draft: Draft, **options: Any) -> ModelTrainer:
     """Laptop: convert a checked draft to a `ModelTrainer` whose `train()` starts the same job.
@@ -40,10 +46,18 @@ def model_trainer(draft: Draft, **options: Any) -> ModelTrainer:
         from sagemaker.train import ModelTrainer
     except ImportError as error:
         raise UsageError(
-            f"ModelTrainer: {error}; install the SDK, 3.18 or newer: pip install 'stoker[sagemaker]'"
+            f"ModelTrainer: {error}; install the SDK, 3.18 or newer: pip install -c constraints.txt"
+            " 'stoker[sagemaker]'"
         ) from None
 
     body, settings = draft.body, draft.settings
+    of_image = settings.request.get("AlgorithmSpecification", {})
+    lost = [name for name in settings.request if name not in CONVERTED]
+    lost += [f"AlgorithmSpecification.{name}" for name in of_image if name != "TrainingImageConfig"]
+    if lost:
+        raise UsageError(
+            f"ModelTrainer: it has no place for sagemaker.request.{', '.join(lost)}; use --on sagemaker"
+        )
     folder = Path(tempfile.mkdtemp(prefix="stoker-")) / "code"
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     stage(draft.job, folder, draft.data_at)
@@ -82,6 +96,10 @@ def model_trainer(draft: Draft, **options: Any) -> ModelTrainer:
         "checkpoint_config": shapes.CheckpointConfig(**_snake(body["CheckpointConfig"])),
         "tags": [shapes.Tag(**_snake(tag)) for tag in body["Tags"]],
     }
+    if of_image:
+        arguments["training_image_config"] = shapes.TrainingImageConfig(
+            **_snake(of_image["TrainingImageConfig"])
+        )
     if "sagemaker_session" not in options:
         import boto3
 

@@ -283,6 +283,14 @@ def test_a_file_of_ranks_that_were_killed_is_not_taken_for_that_of_these(
         cluster._with_other_ranks()
 
 
+def test_what_killed_ranks_have_left_the_next_ones_remove(tmp_path: Path) -> None:
+    own, other = f"{os.getppid()}-mine", f"{os.getpid()}-of-a-running-job"
+    for name in (f"{own}.json", f"{own}.123", f"{other}.json", "4194305-killed.json", "4194305-killed.7"):
+        (tmp_path / name).touch()
+    cluster._forget_killed(tmp_path / f"{own}.json")
+    assert [path.name for path in tmp_path.iterdir()] == [f"{other}.json"]
+
+
 @pytest.mark.parametrize("failed", [False, True])
 def test_the_rank_that_started_the_cluster_leaves_after_the_others_or_when_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: bool

@@ -53,6 +53,7 @@ def private_folder() -> Path:
     base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     if len(os.fsencode(base)) > LONGEST_TEMP_DIR or not Path(base).is_absolute():
         base = "/tmp"  # noqa: S108 - what is created in it is private
+    Path(base).mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
 
 

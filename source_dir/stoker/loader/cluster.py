@@ -162,8 +162,7 @@ def _with_other_ranks() -> None:
             "token": os.environ["RAY_AUTH_TOKEN"],
             "pid": os.getpid(),
         }
-        for left_behind in _others(file).values():
-            left_behind.unlink(missing_ok=True)
+        _forget_killed(file)
         draft = file.with_suffix(".new")
         draft.touch(mode=0o600)
         draft.write_text(json.dumps(about))
@@ -205,6 +204,14 @@ def _leave(file: Path, own: int) -> None:
         time.sleep(0.05)
     for each in others.values():
         each.unlink(missing_ok=True)
+
+
+def _forget_killed(file: Path) -> None:
+    """Local rank 0: remove the files of torchruns that have ended, and of an earlier one of this name."""
+    for left_behind in file.parent.iterdir():
+        number = left_behind.name.partition("-")[0]
+        if left_behind.stem == file.stem or not (number.isdigit() and runs(int(number))):
+            left_behind.unlink(missing_ok=True)
 
 
 def _others(file: Path) -> dict[int, Path]:

@@ -33,7 +33,8 @@ class Cleaner:
         sweep(folder.parent, prefix, folder)
         draft = folder / f"{OWNER}.new"
         self._lock = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # a file system without locks, on which nothing is swept
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
         draft.rename(folder / OWNER)  # locked from its first moment
         shell = subprocess.Popen(
             ["/bin/sh", "-c", _SCRIPT, "stoker-cleaner", str(folder)],
