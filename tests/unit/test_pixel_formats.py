@@ -119,6 +119,15 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         tiff((smooth(1) * 16).astype(np.uint8), photometric=3, bits=4, palette=np.arange(48).reshape(16, 3)),
         "has 8-bit colours, which would be black",
     ),
+    "a FITS file": (
+        b"".join(
+            f"{name:8}= {value:>20}".ljust(80).encode()
+            for name, value in {"SIMPLE": "T", "BITPIX": 16, "NAXIS": 2, "NAXIS1": 9, "NAXIS2": 9}.items()
+        )
+        + b"END".ljust(2480)
+        + bytes(2880),
+        "FITS pixels, whose range only you can tell",
+    ),
     "a PFM": (
         b"Pf\n29 37\n-1.0\n" + smooth(1).astype("<f4").tobytes(),
         "32-bit pixels, whose range only you",

@@ -306,8 +306,10 @@ def array_of(image: Any, mode: Mode, bits: int | None = None) -> NDArray[Any]:
     layout = tiff.Layout.of(image.tag_v2) if hasattr(image, "tag_v2") else None
     if layout:
         layout.check(image.use_load_libtiff)
-    if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
-        raise ValueError("32-bit pixels, whose range only you can tell; convert it to 8 or 16 bits")
+    fits = image.format == "FITS"  # Pillow ignores its zero and scale
+    if fits or image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
+        kind = "FITS" if fits else "32-bit"
+        raise ValueError(f"{kind} pixels, whose range only you can tell; convert it to 8 or 16 bits")
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I"):
         # Pillow clips 16-bit values on conversion; scaling preserves the picture.
