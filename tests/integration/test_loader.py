@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import itertools
 import json
+import logging
 import os
 import random
 import signal
@@ -303,15 +305,20 @@ def test_generators_of_copies_in_several_processes_do_not_draw_alike(workers: in
 class Speaks(Records):
     def __getitem__(self, index: int) -> Any:
         if index == 7:
-            print("seven is here")
+            faulthandler.enable()  # needs the stream's file
+            print("seven is here", "in", sys.stdout.encoding)
             warnings.warn("seven is odd", stacklevel=2)
+        if index % 6 == 1:
+            logging.basicConfig()  # keeps the stream of the first batch
+            logging.getLogger(__name__).warning("record %s", index)
         return index
 
 
 def test_what_a_dataset_prints_and_warns_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     assert len(list(DataLoader(Speaks(), batch_size=6))) == 11
     shown = capfd.readouterr()
-    assert "seven is here\n" in shown.out and "UserWarning: seven is odd" in shown.err
+    assert "seven is here in utf-8\n" in shown.out and "UserWarning: seven is odd" in shown.err
+    assert [f"record {index}\n" in shown.err for index in range(1, 61, 6)] == [True] * 10
 
 
 EDITS = """

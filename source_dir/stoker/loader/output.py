@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 Said = list[tuple[str, str]]
 """Texts in their order, each with the name of its stream: `stdout` or `stderr`."""
@@ -13,31 +13,53 @@ MOST = 100_000
 """Characters per block; the rest is left out."""
 
 
-class Listener(io.TextIOBase):
-    """Chain worker: stands in for a stream.
+class Listener:
+    """Chain worker: stands in for a stream; all but its texts is that of the stream (`fileno`, `encoding`).
 
-    Args:
-        name: of the stream.
-        said: takes its texts.
+    There is one per process and stream, because handlers of `logging` keep the stream that they find.
     """
 
-    def __init__(self, name: str, said: Said) -> None:
-        self._name, self._said, self._left = name, said, MOST
+    def __init__(self, name: str) -> None:
+        self._name, self._stream = name, getattr(sys, name)
+        self.said: Said | None = None
+        """Takes the texts; None: the stream does."""
+        self.left = MOST
 
     def write(self, text: str) -> int:
         """Keep a text for the script."""
-        if self._left > 0:
-            self._said.append((self._name, text if len(text) <= self._left else text[: self._left] + " …\n"))
-            self._left -= len(text)
+        if self.said is None:
+            return int(self._stream.write(text))
+        if self.left > 0:
+            self.said.append((self._name, text if len(text) <= self.left else text[: self.left] + " …\n"))
+            self.left -= len(text)
         return len(text)
+
+    def writelines(self, texts: Iterable[str]) -> None:
+        """Keep texts for the script."""
+        for text in texts:
+            self.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+_listeners: dict[str, Any] = {}
 
 
 @contextlib.contextmanager
 def heard(said: Said) -> Iterator[None]:
     """Chain worker: a context whose prints and warnings are appended to `said`."""
-    out, error = Listener("stdout", said), Listener("stderr", said)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
-        yield
+    if not _listeners:
+        _listeners.update({name: Listener(name) for name in ("stdout", "stderr")})
+    for listener in _listeners.values():
+        listener.said, listener.left = said, MOST
+    out, error = _listeners["stdout"], _listeners["stderr"]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+            yield
+    finally:
+        for listener in _listeners.values():
+            listener.said = None
 
 
 def repeat(said: Said) -> None:
