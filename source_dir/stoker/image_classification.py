@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-MOST_CLASSES = 1_000_000
-"""More are ids of something else."""
 
 
 class ImageClassification(Recipe):
@@ -127,7 +125,13 @@ class ImageClassification(Recipe):
 
     def discover(self) -> dict[str, Any]:
         from stoker.data.sources.arrow import is_text
-        from stoker.data.sources.labels import column_types, labels_of, names_in, refuse_absent_columns
+        from stoker.data.sources.labels import (
+            MOST_CLASSES,
+            column_types,
+            labels_of,
+            names_in,
+            refuse_absent_columns,
+        )
 
         source = self.read("train")
         if self.labels is not None:
@@ -146,7 +150,9 @@ class ImageClassification(Recipe):
         if types and type(self).preprocess is ImageClassification.preprocess:
             params = {"image_column": self.image_column, "label_column": self.label_column}
             refuse_absent_columns(self.data, types, params, getattr(source, "hints", dict)())
-        names = self.class_names or names_in(source, self.label_column)
+        if named := names_in(self.data, source, self.label_column):
+            names_in(self.data, self.read("val"), self.label_column, named)
+        names = self.class_names or named
         labels = labels_of(self.data, source, self.label_column, numbers=not (names or self.num_classes))
         if labels and isinstance(labels[0], str):
             names = names or labels
@@ -155,9 +161,9 @@ class ImageClassification(Recipe):
                 raise UsageError(
                     f"{self.data}: column {self.label_column} is text in train and {kind} in val"
                 )
-            those = labels_of(self.data, val, self.label_column, numbers=False) or []
+            those, known = labels_of(self.data, val, self.label_column, numbers=False) or [], {*names}
             for split, label in [("train", label) for label in labels] + [("val", label) for label in those]:
-                if label not in names:
+                if label not in known:
                     whose = "params.class_names" if self.class_names else "train"
                     raise UsageError(
                         f"{self.data}: {split} has the label {label}, which is no class of {whose}:"

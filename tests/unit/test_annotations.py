@@ -103,6 +103,7 @@ SEVERAL: dict[str, tuple[dict[str, Any], str]] = {
     "separated": ({"label_separator": "|"}, BY_SIGN),
     "by spaces": ({"label_separator": " "}, BY_SIGN.replace("|", "  ")),
     "lists": ({}, LISTS),
+    "lists with commas": ({}, LISTS.replace("dog", "dog, small").replace("[eel]", '["eel"]')),
     "a column per class": ({}, PER_CLASS),
 }
 
@@ -111,7 +112,7 @@ SEVERAL: dict[str, tuple[dict[str, Any], str]] = {
 def test_several_labels_of_an_image_are_a_vector_of_0_and_1(case: str, tmp_path: Path) -> None:
     params, csv = SEVERAL[case]
     found, names, notes = read(folder(tmp_path, csv), **params)
-    assert names == ["cat", "dog", "eel"]
+    assert names == ["cat", "dog, small" if "commas" in case else "dog", "eel"]
     train = {"images/a.jpg": [1, 0, 0], "images/b.png": [1, 1, 0], "images/c": [0, 0, 0]}
     assert found["train"] == {**train, "images/deep/d.jpg": [0, 0, 1]}
     assert found["val"] == {"e.JPG": [1, 0, 0], "images/_f.jpg": [1, 1, 0]}
@@ -200,6 +201,7 @@ WRONG: dict[str, tuple[str, list[str]]] = {
     "an unknown split": (changed("val", "hold"), ["2 rows of no known split", "first: line 6, e: 'hold'"]),
     "an empty split": (changed(",val", ","), ["2 rows of no known split", "write train, val or test"]),
     "two of validation": (changed("e,cat,val", "e,cat,valid"), ["val and valid both name the val"]),
+    "an array": (changed("a,cat", "a,['cat' 'dog']", "b,dog", "b,[1 2]"), ["2 rows with an unclear list"]),
     "several perhaps": (changed("a,cat", "a,cat|dog"), ["1 row with '|' in", "label_separator: '|' if"]),
     "fractions": (changed("cat", "0.5", *NUMBERS), ["2 rows with labels such as 0.5 or -1"]),
     "negative numbers": (changed("cat", "-1", *NUMBERS), ["number no class"]),
@@ -263,6 +265,11 @@ def test_columns_may_be_named_or_found_by_their_content(tmp_path: Path) -> None:
     assert names == ["NV", "MEL"] and any("(first: age)" in note for note in notes)
     found, names, _ = read(folder(tmp_path, SPLIT), class_names=["eel", "dog", "cat"], multi_label=True)
     assert (found["val"], names) == ({"e.JPG": [0, 0, 1], "images/_f.jpg": [1, 0, 0]}, ["eel", "dog", "cat"])
+    numbered = SPLIT.replace("cat", "0").replace("dog", "1.0").replace("eel", "2")
+    found, names, _ = read(folder(tmp_path, numbered), class_names=["cat", "dog", "eel"])
+    assert (found, names) == ({"train": TRAIN, "val": VAL}, ["cat", "dog", "eel"])
+    found, names, _ = read(folder(tmp_path, SPLIT.replace("cat", "[cat]")), label_separator="")
+    assert (found, names) == ({"train": TRAIN, "val": VAL}, ["[cat]", "dog", "eel"])
 
 
 def test_the_file_may_lie_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,6 +295,13 @@ def test_names_that_hugging_face_left_in_the_schema_are_those_of_the_classes(tmp
     params, data = opened(write(tmp_path, table))
     assert (params["num_classes"], params["class_names"]) == (3, ["a", "b", "c"])
     assert trained(data) == WHOLE
+    features["label"]["names"] = ["b", "a", "c"]
+    other = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    for split in ("val", "train"):
+        root = write(tmp_path / split, table)
+        write(tmp_path / split, other, "part-1.parquet", (split,))
+        with pytest.raises(UsageError, match="0 in column label is a in one file and b in another"):
+            opened(root)
 
 
 def test_names_of_classes_cannot_contradict_class_folders(tmp_path: Path) -> None:
@@ -456,16 +463,19 @@ def test_a_table_with_an_underscore_is_named_and_one_without_a_suffix_may_be_all
     assert trained(opened(tmp_path / "part-0")[1]) == WHOLE
 
 
-@pytest.mark.parametrize("form", ["delta", "partitioned", "parquet"])
+@pytest.mark.parametrize("form", ["delta", "partitioned", "all.parquet", "all", "spark.parquet"])
 def test_a_column_split_of_a_single_table_tells_training_from_validation(form: str, tmp_path: Path) -> None:
     rows = {
         "image": PNGS * 3,
         "label": LABELS * 3,
-        "split": ["train"] * 6 + ["validation"] * 6 + ["extra"] * 6,
+        "split": ["train"] * 6 + ["validation"] * 6 + ["extra"] * 5 + [None],
     }
-    if form == "parquet":
-        parquet.write_table(pa.table(rows), tmp_path / "all.parquet")
-        root = tmp_path / "all.parquet"
+    if form == "spark.parquet":
+        root = Path(write(tmp_path / form, pa.table(rows), "part-0.parquet", ("",)))
+        (root / "_SUCCESS").touch()
+    elif form.startswith("all"):
+        root = tmp_path / form
+        parquet.write_table(pa.table(rows), root)
     else:
         by = ["split"] if form == "partitioned" else None
         root = tmp_path / "table"
@@ -473,7 +483,7 @@ def test_a_column_split_of_a_single_table_tells_training_from_validation(form: s
     _, data = opened(root)
     assert trained(data) == trained(data, "val") == WHOLE
     (note,) = data.notes()
-    assert note.endswith("rows not read: of split extra")
+    assert note.endswith("rows not read: of split NULL, extra")
 
 
 def test_a_column_split_without_a_name_for_training_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from stoker.data.preprocessing.decode import decode_image
 from stoker.data.preprocessing.entries import as_stages
 from stoker.data.preprocessing.pixels import MOST, limit_pixels
 from stoker.data.preprocessing.transforms import DecodeImage, RecordTransform
+from stoker.errors import UsageError
 
 pytestmark = pytest.mark.long
 
@@ -187,7 +188,8 @@ def test_the_limit_is_a_key_of_the_configuration(tmp_path: Path, digits: Path) -
         return len(data.chains["val"].run(data.sources["val"].read(shard, None), 0)[1].bad)
 
     assert bad() == bad("data.max_pixels=1024") == 0
-    assert bad("data.max_pixels=1023") == 240
+    with pytest.raises(UsageError, match=r"each of the first 256 records is refused: .*data.max_pixels"):
+        bad("data.max_pixels=1023")
 
 
 def test_a_wrong_checksum_anywhere_in_a_png_quarantines_it() -> None:

@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from posixpath import basename, normpath
 from typing import Any, NamedTuple
 
 from stoker.data.sources.files import IMAGE_SUFFIXES, SPLIT_NAMES, only, sort_out
+from stoker.data.sources.labels import MOST_CLASSES
 from stoker.errors import UsageError
 from stoker.figures import count_of
 from stoker.storage.filesystems import filesystem_of, is_there, join, list_files
+from stoker.values import Texts, read_yaml
 
 IDS = (
-    *(
-        "id",
-        "image",
-        "image_id",
-        "imageid",
-        "image_name",
-        "imagename",
-        "image_path",
-        "img",
-        "img_name",
-        "file",
-    ),
-    *("filename", "file_name", "fname", "filepath", "file_path", "path"),
+    *("id", "image", "image_id", "imageid", "image_name", "imagename", "image_path", "img", "img_name"),
+    *("file", "filename", "file_name", "fname", "filepath", "file_path", "path"),
 )
 LABELS = ("label", "labels", "class", "classes", "class_name", "category", "target", "tag", "tags")
 SPLITS = ("split", "set", "subset", "partition")
 SEPARATORS = "|;,"
 """What probably separates several labels in one cell."""
-MOST_CLASSES = 1_000_000
-"""Higher numbers are ids of something else."""
 _SIGNS = {
     **dict.fromkeys(("0", "0.0", "-1", "-1.0", "False", "FALSE", "false"), False),
     **dict.fromkeys(("1", "1.0", "True", "TRUE", "true"), True),
 }
 _COUNT = re.compile(r"(0|[1-9]\d*)(\.0)?")
+_ARRAY = re.compile(r"[-\d.]+\s[-\d.\s]+")
 _FRACTION = re.compile(r"-\d+|-?\d*\.\d+(e-?\d+)?", re.IGNORECASE)
 _SPLIT_OF = {name: split for split, names in SPLIT_NAMES.items() for name in names}
 
@@ -124,13 +116,9 @@ def read_labels(
     if not any(row.split == "train" for row in rows):
         raise UsageError(f"{path}: no row of the split train")
     used, wrong, per_class = [row for row in rows if row.split], columns.wrong, len(columns.labels) > 1
-    several = (
-        multi_label
-        or bool(separator)
-        or columns.lists
-        or (per_class and any(len(row.labels) != 1 for row in used))
-    )
-    names = [header[i] for i in columns.labels] if per_class else class_names or _names(used, wrong)
+    sums = per_class and any(len(row.labels) != 1 for row in used)
+    several = multi_label or bool(separator) or columns.lists or sums
+    names = [header[i] for i in columns.labels] if per_class else _names(used, wrong, class_names or [])
     number = {name: label for label, name in enumerate(names)}
     for row in used:
         if not row.labels and not several:
@@ -244,8 +232,10 @@ def _rows(
         else:
             cell = cells[columns.labels[0]]
             labels = [text.strip() for text in cell.split(separator)] if separator else [cell]
-            if cell.startswith("[") and cell.endswith("]"):
-                labels, columns.lists = [text.strip(" '\"") for text in cell[1:-1].split(",")], True
+            if separator != "" and cell.startswith("[") and cell.endswith("]"):
+                if (listed := _listed(cell)) is None:
+                    columns.wrong["with an unclear list; write ['cat', 'dog']"].append(f"{where}: {cell}")
+                labels, columns.lists = listed or [], True
             elif separator is None and (sign := next((sign for sign in SEPARATORS if sign in cell), "")):
                 columns.wrong[
                     f"with {sign!r} in the label; write params.label_separator: {sign!r} if it separates"
@@ -255,6 +245,16 @@ def _rows(
         split = "train" if columns.split is None else cells[columns.split]
         found.append(Row(where, labels, cells[columns.id], split))
     return found
+
+
+@cache
+def _listed(cell: str) -> list[str] | None:
+    """The labels in a list; None if commas do not separate them, as in arrays of NumPy."""
+    with contextlib.suppress(ValueError):
+        found = read_yaml(cell, Texts)
+        if all(isinstance(text, str) and not _ARRAY.fullmatch(text) for text in found):
+            return [str(text) for text in found]
+    return None
 
 
 def _choose_splits(path: str, rows: list[Row]) -> tuple[str, ...]:
@@ -334,17 +334,23 @@ def _stem(path: str) -> str:
     return path[: len(path) - len(suffix)]
 
 
-def _names(rows: list[Row], wrong: dict[str, list[str]]) -> list[str]:
-    """The classes: 0 … n - 1 if all labels are numbers, else the texts of the training rows, sorted."""
+def _names(rows: list[Row], wrong: dict[str, list[str]], given: list[str]) -> list[str]:
+    """The classes: those given; 0 … n - 1 if all labels are numbers; or the training rows' texts, sorted."""
     texts = {text for row in rows for text in row.labels}
-    if texts and all(map(_COUNT.fullmatch, texts)):
+    counts = bool(texts) and all(map(_COUNT.fullmatch, texts))
+    if given and (not counts or texts & {*given}):
+        return given
+    if counts:
         for row in rows:
             row.labels = [text.removesuffix(".0") for text in row.labels]
         most = max((int(text) for row in rows if row.split == "train" for text in row.labels), default=-1)
         if most > MOST_CLASSES:
             wrong[f"with labels up to {most}; number the classes 0, 1, …"] += [row.where for row in rows]
             return []
-        return [str(number) for number in range(most + 1)]
+        if given:  # of class 0, 1, …
+            for row in rows:
+                row.labels = [given[int(text)] if int(text) < len(given) else text for text in row.labels]
+        return given or [str(number) for number in range(most + 1)]
     if any(map(_FRACTION.fullmatch, texts)) and all(map(re.compile(r"[-\d.e]+").fullmatch, texts)):
         wrong["with labels such as 0.5 or -1, which number no class"] += [
             row.where for row in rows if any(map(_FRACTION.fullmatch, row.labels))

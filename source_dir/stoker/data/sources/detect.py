@@ -16,6 +16,7 @@ from stoker.data.sources.files import (
     TAR_SUFFIXES,
     files_of,
     is_delta_table,
+    is_one,
     kinds_of,
     only,
 )
@@ -23,7 +24,7 @@ from stoker.data.sources.images import read_images
 from stoker.data.sources.parquet import read_parquet
 from stoker.data.sources.webdataset import read_webdataset
 from stoker.errors import UsageError
-from stoker.storage.filesystems import filesystem_of, is_file, is_hidden, join, list_files
+from stoker.storage.filesystems import filesystem_of, is_hidden, join, list_files
 
 
 def by_column(read: Callable[..., Any], split: str, columns: list[str] | None) -> Source | None:
@@ -33,7 +34,7 @@ def by_column(read: Callable[..., Any], split: str, columns: list[str] | None) -
     if kind is None or not is_text(kind):
         source: Source | None = read(columns=columns) if split == "train" else None
         return source
-    values = table.label_values("split") - {None}
+    values = {"NULL" if value is None else value for value in table.label_values("split")}
     mine = {name: [each for each in SPLIT_NAMES[name] if each in values] for name in SPLIT_NAMES}
     others = ", ".join(sorted(values - set(sum(SPLIT_NAMES.values(), ()))))
     if not mine["train"]:
@@ -60,10 +61,8 @@ def read_any(root: str, split: str, columns: list[str] | None = None) -> Source 
         return by_column(partial(read_delta, root), split, columns)
     if any(is_delta_table(join(root, name)) for name in SPLIT_NAMES[split]):
         return read_delta(root, split, columns)
-    if root.lower().endswith(PARQUET_SUFFIXES) and is_file(root):
-        return by_column(partial(read_parquet, root, "train"), split, columns)
-    mine = files_of(root, split, underscored=True)
-    if not mine and split == "val":
+    mine, one = files_of(root, split, underscored=True), is_one(root, PARQUET_SUFFIXES)
+    if not mine and split == "val" and not one:
         return None
     files = mine or list_files(root)
     top = len(filesystem_of(root)[1])
@@ -83,6 +82,8 @@ def read_any(root: str, split: str, columns: list[str] | None = None) -> Source 
         )
     if TAR_SUFFIXES in kinds:
         return read_webdataset(root, split, columns, strict=False)
+    if PARQUET_SUFFIXES in kinds and one:
+        return by_column(partial(read_parquet, root, "train"), split, columns)
     if PARQUET_SUFFIXES in kinds:
         return read_parquet(root, split, columns)
     if IMAGE_SUFFIXES in kinds:

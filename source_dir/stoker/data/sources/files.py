@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 from urllib.parse import unquote
 
@@ -41,17 +42,7 @@ _UNREAD: dict[tuple[str, ...], tuple[str, ...]] = {
 }
 """Files of the same kind that no source reads: beside others they would be missing silently."""
 _COPIES = (
-    ".bak",
-    ".old",
-    ".orig",
-    ".tmp",
-    ".temp",
-    ".part",
-    ".partial",
-    ".crdownload",
-    ".download",
-    ".swp",
-    "~",
+    *(".bak", ".old", ".orig", ".tmp", ".temp", ".part", ".partial", ".crdownload", ".download", ".swp", "~"),
 )
 """Copies and unfinished files, which would be records twice or in part."""
 _HARMLESS = re.compile(
@@ -114,12 +105,11 @@ def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> tuple[list[
     Raises:
         UsageError: the train split has no files, or the split holds compressed ones.
     """
+    one = is_one(root, suffixes)
+    mine = (list_files(root) if split == "train" else []) if one else files_of(root, split, underscored=True)
     if is_file(root):
-        return (list_files(root) if split == "train" else []), ()
-    mine, lines = files_of(root, split, underscored=True), beside(root, split)
-    if not mine and root.rstrip("/").lower().endswith(suffixes) and not files_of(root, "val"):
-        # The folder is what its writer calls a file.
-        mine, lines = list_files(root) if split == "train" else [], ()
+        return mine, ()
+    lines = () if one else beside(root, split)
     if any("/_delta_log/" in f.path or f.path.endswith(".metadata.json") for f in mine):
         raise UsageError(
             f"{root}: the {split} split holds a Delta or Iceberg table, so some files may be outdated; read"
@@ -137,6 +127,12 @@ def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> tuple[list[
             f" (found {list_files(root, suffixes)[0].base_name})"
         )
     return read, (*lines, *notes, *not_read(root, left))
+
+
+def is_one(root: str, suffixes: tuple[str, ...]) -> bool:
+    """Head: whether data without splits is one file, or a folder that its writer calls a file, as Spark."""
+    named = root.rstrip("/").lower().endswith(suffixes)
+    return is_file(root) or (named and not any(files_of(root, split, True) for split in SPLIT_NAMES))
 
 
 def files_of(root: str, split: str, underscored: bool = False) -> list[Any]:
@@ -240,6 +236,7 @@ def beside(root: str, split: str) -> tuple[str, ...]:
     return (f"{root}: {', '.join(found[:3])}{more} not read: in no split",) if found else ()
 
 
+@cache
 def _prefixes(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name + sign for name in names for sign in "-_.0123456789")
 
@@ -264,8 +261,10 @@ def partitions_of(root: str, files: list[Any]) -> tuple[dict[str, dict[str, Any]
     """
     import pyarrow as pa
 
+    top = len(filesystem_of(root)[1])
+
     def columns(file: Any) -> dict[str, str]:
-        folders = file.path[len(filesystem_of(root)[1]) :].split("/")[:-1]
+        folders = file.path[top:].split("/")[:-1]
         return {
             unquote(name): unquote(value)
             for name, sign, value in (folder.partition("=") for folder in folders)

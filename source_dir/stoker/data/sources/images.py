@@ -56,15 +56,15 @@ class ImageFolderSource(IndexedSource):
             raise UsageError(
                 f"{folder}: holds the splits {', '.join(found)}; name this folder, not the one above"
             )
-        if empty := [f"{name}/" for name in child_folders(folder) if name not in found]:
+        if empty := [f"{name}/" for name in child_folders(folder) if name not in {*found}]:
             self.noting(f"{folder}: {', '.join(empty)} holds no image and is no class")
         self.names = found if classes is None else classes
-        if unknown := [name for name in found if name not in self.names]:
+        label_of = {name: label for label, name in enumerate(self.names)}
+        if unknown := [name for name in found if name not in label_of]:
             raise UsageError(
                 f"{folder}: the training split has no class folder {' or '.join(unknown)}"
                 f" (it has {', '.join(self.names)})"
             )
-        label_of = {name: label for label, name in enumerate(self.names)}
         self._hold(data or folder, files, [label_of[path.split("/")[0]] for path in relative])
 
     def _hold(self, data: str, files: list[Any], labels: list[Any]) -> None:

@@ -6,12 +6,14 @@ import json
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.data.sources.arrow import content_of_struct, is_list, is_text
 from stoker.errors import UsageError
 
+MOST_CLASSES = 1_000_000
+"""Higher numbers are ids of something else."""
 USUAL = re.compile("im(g|age)|pic|label|class|target|categor")
 """Parts of the names of columns with images or labels."""
 
@@ -65,14 +67,32 @@ def _may_be_label(kind: Any) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_boolean(kind) or is_text(kind))
 
 
-def names_in(source: Any, column: str) -> list[str]:
-    """Head: the names of a column's classes, if Hugging Face datasets wrote the files."""
-    metadata: Any = getattr(source, "metadata", dict)() or {}
-    try:
-        features = json.loads(metadata[b"huggingface"])["info"]["features"]
-        return [str(name) for name in features[column]["names"]]
-    except (KeyError, TypeError, ValueError):
-        return []
+def names_in(data: str, source: Any, column: str, train: Sequence[str] = ()) -> list[str]:
+    """Head: the names of a column's classes, if Hugging Face datasets wrote the files.
+
+    Args:
+        data: what was read, for the message.
+        source: a split.
+        column: its name.
+        train: the names in the training split.
+
+    Raises:
+        UsageError: one number has different names.
+    """
+    found = [*train]
+    for text in dict.fromkeys(each.get(b"huggingface") for each in getattr(source, "metadata", list)()):
+        try:
+            names = [str(name) for name in json.loads(text)["info"]["features"][column]["names"]]
+        except (KeyError, TypeError, ValueError):
+            continue
+        for number, (one, other) in enumerate(zip(found, names, strict=False)):
+            if one != other:
+                raise UsageError(
+                    f"{data}: {number} in column {column} is {one} in one file and {other} in another; write"
+                    " them again with the same ClassLabel"
+                )
+        found = found or names
+    return found
 
 
 def labels_of(data: str, source: Any, column: str, numbers: bool) -> list[Any] | None:

@@ -295,10 +295,10 @@ class ParquetSource(StreamedSource):
         """Head: column → its type in the first file."""
         return {c: kind or self.types.get(c) for c, kind in self._whole_schema(*self._first()).items()}
 
-    def metadata(self) -> dict[bytes, bytes] | None:
-        """Head: what the writer of the first file left beside its schema."""
-        metadata: dict[bytes, bytes] | None = self._first()[1].metadata
-        return metadata
+    def metadata(self) -> list[dict[bytes, bytes]]:
+        """Head: what the writers of the files left beside their schemas."""
+        self._ensure_footers()
+        return [footer.schema.metadata or {} for footer in self.footers]
 
     def label_values(self, column: str) -> set[Any]:
         """Head: the distinct values of a column.
@@ -309,15 +309,18 @@ class ParquetSource(StreamedSource):
         from pyarrow import compute
 
         self._check_schemas()
-        found: set[Any] = set()
-        for path, footer in zip(self.paths, self.footers, strict=True):
+
+        def values(path: str, footer: Footer) -> list[Any]:
             if column in self.constants.get(path, {}):
-                found.add(self.constants[path][column])
-            elif footer.groups:
-                table = read_groups(self.filesystem, path, footer.groups, [column])
-                values = table[column].take(self._rows(path, footer.groups))
-                found.update(compute.unique(values).to_pylist())
-        return found
+                return [self.constants[path][column]]
+            if not footer.groups:
+                return []
+            table = read_groups(self.filesystem, path, footer.groups, [column])
+            rows = self._rows(path, footer.groups)
+            return list(compute.unique(table[column].take(rows)).to_pylist())
+
+        with ThreadPoolExecutor(16) as pool:
+            return {value for each in pool.map(values, self.paths, self.footers) for value in each}
 
 
 def _same(value: Any, row: int) -> Any:

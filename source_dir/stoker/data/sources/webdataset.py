@@ -110,7 +110,7 @@ class WebDatasetSource(StreamedSource):
         labels = "label" in (self.columns or ())
         if self.walked:
             with ThreadPoolExecutor(8) as pool:
-                each = list(pool.map(lambda path: self._walk(path, labels), self.paths))
+                each = list(pool.map(lambda at: self._walk(at, labels), range(len(self.paths))))
             self.rows = [survey.rows for survey in each]
             found = merged(each)
         elif labels:
@@ -157,13 +157,13 @@ class WebDatasetSource(StreamedSource):
         if not self.walked or not (self.rule.place or column in found.columns):
             return None
         if name not in found.values:
-            found = merged(self._walk(path, False, column) for path in self.paths)
+            found = merged(self._walk(at, False, column) for at in range(len(self.paths)))
         if why := found.values[name].why_none:
             raise UsageError(f"{self.folder}: column {column} holds {why}")
         return found.values[name].labels
 
-    def _walk(self, path: str, labels: bool, texts: str = "") -> Survey:
-        at = self.paths.index(path)
+    def _walk(self, at: int, labels: bool, texts: str = "") -> Survey:
+        path = self.paths[at]
         key = (path, self.sizes[at], self.times[at], labels, texts)
         if (known := _surveys.get(key)) is not None:
             return known
