@@ -13,7 +13,7 @@ import pytest
 import torch
 from inprocess import Batches, Run, no_cluster, start
 from recorded import record
-from shaped import Shaped
+from shaped import Shaped, Strange
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from stoker.checkpoints.train_state import rng_state
@@ -253,8 +253,29 @@ def test_what_the_first_records_are_too_few_for_is_a_note(tmp_path: Path) -> Non
     assert notes == [] and "val/found/map" in values, "no dog among the first records"
 
 
+def draw() -> None:
+    random.random(), np.random.rand(), torch.rand(1)
+
+
+class Draws(Strange):
+    """Creating it, and what it computes, draws, as of bootstrapped metrics and distances of features."""
+
+    def __init__(self) -> None:
+        draw()
+        super().__init__(1.0)
+
+    def compute(self) -> Any:
+        draw()
+        return super().compute()
+
+
 class Drawing(Shaped):
     """Its validation draws from every generator; its model has dropout and batch norm."""
+
+    metric_draws: bool = True
+
+    def metrics(self) -> dict[str, Any]:
+        return {"draws": Draws()} if self.metric_draws else {}
 
     def model(self) -> Any:
         from torch import nn
@@ -262,12 +283,13 @@ class Drawing(Shaped):
         return nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
 
     def validation_step(self, model: Any, batch: Any) -> Any:
-        random.random(), np.random.rand(), torch.rand(1)
+        if self.metric_draws:
+            draw()
         return super().validation_step(model, batch)
 
 
 def test_a_trial_leaves_no_trace(tmp_path: Path) -> None:
-    made = start(tmp_path, data, Drawing(kinds=("accuracy",)), train={**TRAIN, "optimizer": "adamw"})
+    made = start(tmp_path, data, Drawing(), train={**TRAIN, "optimizer": "adamw"})
     assert made.error is None
     worker = made.worker
 
@@ -283,6 +305,17 @@ def test_a_trial_leaves_no_trace(tmp_path: Path) -> None:
     assert len(flat) == len(other) > 20
     assert all(torch.equal(a, b) if torch.is_tensor(a) else a == b for a, b in zip(flat, other, strict=True))
     assert len(made.head.events) == told
+
+
+def test_draws_of_a_validation_do_not_reach_training(tmp_path: Path) -> None:
+    """With dropout, as the metrics draw or not."""
+    losses = []
+    for number, metric_draws in enumerate((True, False)):
+        recipe = Drawing(metric_draws=metric_draws)
+        made = start(tmp_path / str(number), data, recipe, train={**TRAIN, "epochs": 3})
+        assert made.error is None
+        losses.append([epoch["train/loss"] for epoch in made.metrics])
+    assert losses[0] == losses[1]
 
 
 def test_metrics_that_get_nothing_are_named(tmp_path: Path) -> None:

@@ -41,7 +41,8 @@ class Evaluation:
             strategies.share_buffers(model)
         self.model = strategies.plain(model).eval()
         self.sharded, self.spare = strategies.is_sharded(self.model), dict[str, Any]()
-        self.scores, self.micro_batches = Scores(worker), MicroBatches(worker)
+        with self.quietly():
+            self.scores, self.micro_batches = Scores(worker), MicroBatches(worker)
         self.sums = torch.zeros(3, dtype=torch.float64)
         """Sum of the losses, records that have one, all records."""
 
@@ -112,12 +113,13 @@ class Evaluation:
                 f" only ({with_loss:.0f} of {records:.0f}); return one in each batch, or in none"
             )
         ranks = [rank for rank, flag in enumerate(fed.tolist()) if flag]
-        if len(ranks) == worker.world_size:
-            self.scores.compute(few=self.epoch is None)
-        elif ranks:
-            # Fewer records than ranks: torchmetrics mixes up the states of ranks of which some have none.
-            self.scores.compute(group=dist.new_group(ranks))
-            self.scores.take(from_rank_0(worker, self.scores.found))
+        with self.quietly():
+            if len(ranks) == worker.world_size:
+                self.scores.compute(few=self.epoch is None)
+            elif ranks:
+                # Fewer records than ranks: torchmetrics mixes up the states of ranks of which some have none.
+                self.scores.compute(group=dist.new_group(ranks))
+                self.scores.take(from_rank_0(worker, self.scores.found))
         return values | self.scores.values
 
     def tell(self) -> None:
@@ -206,7 +208,7 @@ def try_validation(worker: Worker, batch: Batch) -> tuple[dict[str, float], list
     # Compiled for a few records, the model would be compiled again for any number of them.
     with torch.compiler.set_stance("force_eager"), evaluation.quietly():
         evaluation.take(to_device(batch, worker.device))
-        values = evaluation.result()
+    values = evaluation.result()
     evaluation.scores.note_unfed()
     config = worker.config
     for key, name in (
