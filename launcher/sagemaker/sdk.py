@@ -37,8 +37,16 @@ def model_trainer(draft: Draft, **options: Any) -> ModelTrainer:
         options: arguments of `ModelTrainer` that override the derived ones.
 
     Raises:
-        UsageError: the SDK is not installed, or an upload failed.
+        UsageError: the SDK is not installed, has no place for a part of the request, or an upload failed.
     """
+    body, settings = draft.body, draft.settings
+    of_image = settings.request.get("AlgorithmSpecification", {})
+    lost = [name for name in settings.request if name not in CONVERTED]
+    lost += [f"AlgorithmSpecification.{name}" for name in of_image if name != "TrainingImageConfig"]
+    if lost:
+        raise UsageError(
+            f"ModelTrainer: it has no place for sagemaker.request.{', '.join(lost)}; use --on sagemaker"
+        )
     try:
         from sagemaker.core import shapes
         from sagemaker.core.helper.session_helper import Session
@@ -50,14 +58,6 @@ def model_trainer(draft: Draft, **options: Any) -> ModelTrainer:
             " 'stoker[sagemaker]'"
         ) from None
 
-    body, settings = draft.body, draft.settings
-    of_image = settings.request.get("AlgorithmSpecification", {})
-    lost = [name for name in settings.request if name not in CONVERTED]
-    lost += [f"AlgorithmSpecification.{name}" for name in of_image if name != "TrainingImageConfig"]
-    if lost:
-        raise UsageError(
-            f"ModelTrainer: it has no place for sagemaker.request.{', '.join(lost)}; use --on sagemaker"
-        )
     folder = Path(tempfile.mkdtemp(prefix="stoker-")) / "code"
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
     stage(draft.job, folder, draft.data_at)

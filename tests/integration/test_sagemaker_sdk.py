@@ -129,6 +129,12 @@ def test_both_ask_for_the_same_job(overrides: list[str], environment: dict[str, 
     assert "token" not in json.dumps(theirs, default=str).lower()
 
 
+def test_what_a_model_trainer_cannot_carry_is_refused(overrides: list[str]) -> None:
+    more = "{ProfilerConfig: {S3OutputPath: 's3://b/x'}, StoppingCondition: {MaxPendingTimeInSeconds: 7200}}"
+    with pytest.raises(UsageError, match=r"no place for sagemaker\.request\.ProfilerConfig; use --on"):
+        backend.model_trainer(open_job(load(None, [*overrides, f"sagemaker.request={more}"])))
+
+
 def test_without_the_sdk_it_says_what_to_install(environment: dict[str, str]) -> None:
     job = open_job(
         load(

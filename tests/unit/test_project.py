@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from stoker.bootstrap.requirements import canonical
+
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER_ONLY = {"typer", "rich", "boto3", "requests"}
 FROM_THE_IMAGE = {"torch", "torchvision"}
@@ -17,7 +21,7 @@ FROM_THE_IMAGE = {"torch", "torchvision"}
 
 def requirement_names(lines: list[str]) -> dict[str, str]:
     rows = [line.split("#")[0].strip() for line in lines]
-    return {re.split(r"[\[<>=!~]", row)[0].strip().lower(): row for row in rows if row}
+    return {canonical(re.split(r"[\[<>=!~]", row)[0].strip()): row for row in rows if row}
 
 
 def test_the_container_and_the_laptop_agree_on_dependencies() -> None:
@@ -32,8 +36,25 @@ def test_every_dependency_is_pinned_by_name_and_version_alone() -> None:
     pins = requirement_names(lines)
     assert all(re.fullmatch(r"[a-z0-9._-]+==[A-Za-z0-9.!+_-]+", row) for row in pins.values())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    extras = project["optional-dependencies"].values()
+    wanted = [*project["dependencies"], *itertools.chain(*extras)]
     assert set(requirement_names(wanted)) <= set(pins)
+
+
+@pytest.mark.soak
+def test_all_extras_and_the_pins_resolve_together(tmp_path: Path) -> None:
+    """In one go and without trying version after version; needs a package index."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    report = tmp_path / "report.json"
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-input", "--quiet"]
+    options = ["-c", "constraints.txt", "--report", str(report), f".[{','.join(extras)}]"]
+    done = subprocess.run([*pip, *options], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {each["metadata"]["name"]: each for each in json.loads(report.read_text())["install"]}
+    assert "stoker" in found
+    pins = requirement_names((ROOT / "constraints.txt").read_text().splitlines())
+    unpinned = set(requirement_names(list(found))) - set(pins)
+    assert unpinned <= {"stoker", "pyarrow"}, "each has its version"
 
 
 @pytest.mark.parametrize("module", ["stoker.config", "stoker.schema", "stoker.recipe", "launcher.submit"])
