@@ -142,8 +142,9 @@ def submit(request: LocalRequest) -> LocalRun:
     latest = runs.point_latest(run_dir)
     command = [sys.executable, *COMMAND[1:]]
     cwd, variables = run_dir / "code", environment(run_dir)
-    # A killed launcher stops its job like a SIGTERM.
-    process = subprocess.Popen(command, cwd=cwd, env=variables, preexec_fn=end_with_parent)
+    # A killed launcher stops its job like a SIGTERM; the kernel counts the end of a thread as that, too.
+    end = end_with_parent if threading.current_thread() is threading.main_thread() else None
+    process = subprocess.Popen(command, cwd=cwd, env=variables, preexec_fn=end)
     (run_dir / PROCESS_FILE).write_text(str(process.pid))
     return LocalRun(run_dir, process, new, latest)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -18,6 +18,16 @@ from stoker.config import load
 from stoker.errors import UsageError
 
 __all__ = ["no_cluster"]
+
+
+class Heavy(Normed):
+    """Notes where its weights are made."""
+
+    made: ClassVar[list[str]] = []
+
+    def model(self):  # type: ignore[no-untyped-def]
+        self.made.append(torch.empty(1).device.type)
+        return super().model()
 
 
 def refusal(folder: Path, *words: str, records: int = 9, batch: int = 4, norm: str = "batch") -> str:
@@ -71,6 +81,13 @@ def test_only_what_would_fail_is_refused(
     tmp_path: Path, words: list[str], records: int, norm: str, refused: bool
 ) -> None:
     assert bool(refusal(tmp_path, *words, records=records, norm=norm)) == refused
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_model_without_batch_norm_is_not_loaded_for_that(tmp_path: Path, batch: int) -> None:
+    Heavy.made.clear()
+    assert refusal(tmp_path, "recipe=test_last_batch:Heavy", batch=batch, norm="layer") == ""
+    assert Heavy.made == ["meta"]
 
 
 @pytest.mark.long

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from launcher.backends import local
+from launcher.job import Job
+from stoker.config import load
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = """
@@ -54,3 +59,20 @@ def test_sigterm_to_the_launcher_alone_reaches_the_job_and_its_checkpoint_is_wai
     rest, _ = process.communicate(timeout=60)
     assert rest == "the job writes a checkpoint\n", "once"
     assert process.returncode == 143
+
+
+class Short(Job):
+    def stage(self, folder: Path, data_at: object = None) -> None:
+        folder.mkdir(parents=True)
+        (folder / "train.py").write_text("import time; time.sleep(1)")
+
+
+def test_a_job_outlasts_the_thread_that_started_it(tmp_path: Path) -> None:
+    job, started = (
+        Short(load(None, [f"output_dir={tmp_path}", "name=short"]), None, {}),
+        list[local.LocalRun](),
+    )
+    thread = threading.Thread(target=lambda: started.append(local.submit(local.plan(job))))
+    thread.start()
+    thread.join()
+    assert started[0].process.wait() == 0

@@ -96,6 +96,17 @@ def test_a_loss_weight_that_is_no_sum_over_records_is_refused() -> None:
         trained(Longest(), 64)
 
 
+def test_the_parts_of_a_batch_without_weight_are_one_batch() -> None:
+    class Unweighted(NextWord):
+        def loss_weight(self, batch: Any) -> Any:
+            return 0
+
+    worker, _ = make(Unweighted(), max_tokens=64)
+    (batch,) = feed(1)
+    shares = [share for _, share in MicroBatches(worker).of(batch)]
+    assert len(shares) > 1 and sum(shares) == pytest.approx(1)
+
+
 def test_a_record_beyond_the_limit_is_quarantined_by_its_key() -> None:
     chain = Chain([], seed=5, pads={"ids": Padding(0, 4)}, bucket_by="ids", max_tokens=10)
     columns, report = chain.run(of_lengths([8, 9, 3, 0, 40]), 0)

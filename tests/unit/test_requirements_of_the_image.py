@@ -201,6 +201,17 @@ def test_requirements_come_from_a_private_index_whose_password_no_message_shows(
         assert "hidden-token" not in failed.stdout + failed.stderr
 
 
+def test_with_wheels_no_index_is_asked(tmp_path: Path, image: Path) -> None:
+    wheel(tmp_path / "wheels", "brought", "1.0")
+    (tmp_path / "requirements.txt").write_text("brought\n")
+    script = "import sys, pathlib; from stoker.bootstrap.requirements import ensure;"
+    script += "ensure(pathlib.Path(sys.argv[1]))"
+    arn = "arn:aws:codeartifact:eu-west-1:123456789012:repository/d/mine"
+    variables = plain_environment(PYTHONPATH=str(ROOT / "source_dir"), CA_REPOSITORY_ARN=arn)
+    done = subprocess.run([image, "-c", script, tmp_path], capture_output=True, text=True, env=variables)
+    assert (done.returncode, installed(image, "brought")) == (0, "1.0"), done.stderr
+
+
 def test_the_staged_copy_names_the_versions_of_the_machine_that_submits(tmp_path: Path) -> None:
     source = tmp_path / "mine"
     source.mkdir()

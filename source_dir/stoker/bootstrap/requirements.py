@@ -79,7 +79,7 @@ def ensure(folder: Path, install: bool = True) -> list[str]:
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_ROOT_USER_ACTION": "ignore",
         **({"PIP_CONFIG_FILE": str(pip_conf)} if pip_conf.exists() else {}),
-        **code_artifact(os.environ.get(REPOSITORY_VARIABLE, "")),
+        **code_artifact("" if wheels.exists() else os.environ.get(REPOSITORY_VARIABLE, "")),
     }
     source = "wheels/" if wheels.exists() else "the package index"
     what = f"requirements.txt: cannot install {', '.join(absent)} from {source}"

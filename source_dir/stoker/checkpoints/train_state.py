@@ -146,11 +146,16 @@ def id_sum_of(parts: list[dict[str, Any]]) -> int:
 
 def from_rank_0(worker: Worker, value: Any) -> Any:
     """Train worker: broadcast rank 0's value. Collective."""
+    return from_rank(worker, value, 0)
+
+
+def from_rank(worker: Worker, value: Any, rank: int) -> Any:
+    """Train worker: broadcast a rank's value. Collective."""
     import torch.distributed as dist
 
     box = [value]
     if worker.world_size > 1:
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=rank)
     return box[0]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.checkpoints.train_state import from_rank_0, rng_state, set_rng_state
+from stoker.checkpoints.train_state import from_rank, rng_state, set_rng_state
 from stoker.data.feed.feed import as_one_batch
 from stoker.data.messages import BlockReport
 from stoker.data.preprocessing.collating import Collate
@@ -119,7 +120,7 @@ class Evaluation:
             elif ranks:
                 # Fewer records than ranks: torchmetrics mixes up the states of ranks of which some have none.
                 self.scores.compute(group=dist.new_group(ranks))
-                self.scores.take(from_rank_0(worker, self.scores.found))
+                self.scores.take(from_rank(worker, self.scores.found, ranks[0]))
         return values | self.scores.values
 
     def tell(self) -> None:
@@ -172,9 +173,19 @@ def fails_alone(
         columns: the first training records, as the head made them.
         report: of them.
     """
+    import torch
     from torch.nn import SyncBatchNorm
+    from torch.nn.modules.batchnorm import _BatchNorm
 
-    with drawing(f"{config.seed}/recipe"):
+    with drawing(f"{config.seed}/recipe"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that weights are not loaded
+        try:
+            with torch.device("meta"):  # without weights, which may not fit into this host's memory
+                if not any(isinstance(part, _BatchNorm) for part in recipe.model().modules()):
+                    return ""
+        except Exception:
+            if config.train.batch_size == 1:
+                return ""  # the first step tells, which costs nothing
         try:
             batch = {name: values[:1] for name, values in sample_of(config, recipe, columns, report).items()}
             module = recipe.on_device("train")

@@ -62,7 +62,8 @@ class MicroBatches:
                 f"{type(self.recipe).__name__}.loss_weight is {whole:g} for a batch and {sum(weights):g} for"
                 " its parts together; data.max_tokens needs a sum over records, such as a number of tokens"
             )
-        return [(part, weight / whole if whole else 1.0) for part, weight in zip(parts, weights, strict=True)]
+        shares = [weight / whole if whole else 1 / len(parts) for weight in weights]
+        return list(zip(parts, shares, strict=True))
 
     def _part(self, batch: Batch, group: list[int], widths: dict[str, list[int]]) -> Batch:
         import torch

@@ -148,6 +148,7 @@ def refuse_single_records(config: Config, data: Data, workers: int) -> None:
         ends_before = train.max_steps is not None and train.max_steps * train.accumulate_steps <= batches
         if last_batch(config, total, workers) != 1 or ends_before:
             return
+    del data.samples["train"]  # tried once
     if not (reason := fails_alone(config, data.recipe, workers, *sample)):
         return
     if size == 1:
