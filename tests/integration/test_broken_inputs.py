@@ -81,6 +81,7 @@ BEFORE_TRAINING = {
     "preprocess raises": (recipe("rows:RaisesIn", where="preprocess"), "broken preprocess (rows.py:"),
     "reads nothing": (recipe("rows:Nothing"), "returned nothing to train on"),
     "no model": (recipe("rows:NoModel"), "NoModel does not say what to train: define model()"),
+    "every record fails": (recipe("rows:RaisesIn", where="record"), "Fails: ValueError: cannot be used"),
     "zero records": (recipe("rows:Nothing", empty=True), "the dataset is empty"),
     "absent data": (recipe(BUILT_IN, data="/nowhere/at/all"), "/nowhere/at/all: no such file or folder"),
     "other scheme": (recipe(BUILT_IN, data="ftp://host/data"), "cannot read ftp:// addresses"),
@@ -113,22 +114,21 @@ IN_TRAINING = {
         "broken training_step (rows.py:",
     ),
     "the loss is not a number": (recipe("rows:RaisesIn", where="nan"), "the loss is nan by step 1"),
-    "every record fails": (recipe("rows:RaisesIn", where="record"), "Fails: ValueError: cannot be used"),
-}
-"""Each ends in another place: the step, the check of the loss, the data."""
-
-IN_THE_CHAIN = {
     "truncated JPEG": (
         copied("images", lambda d: truncate(next((d / "train" / "3").iterdir()))),
         "1 of 1437 train records cannot be used, more than data.bad_record_budget allows (0.00%;",
     ),
+}
+"""Each ends in another place: the step, the check of the loss, the data."""
+
+IN_THE_CHAIN = {
     "a batch stage raises": (
         recipe("rows:RaisesIn", where="batch"),
         "stage fails: ValueError: no such batch",
     ),
     "a stage loses records": (recipe("rows:RaisesIn", where="loses"), "a chain must keep every record"),
 }
-"""What the train workers are told, and end with as "every record fails" does."""
+"""What the train workers are told, and end with as "truncated JPEG" does."""
 
 
 def check(folder: Path, digits: Path, make: Any, expected: str, code: int, *overrides: str) -> None:
