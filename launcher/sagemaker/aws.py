@@ -100,6 +100,10 @@ def existence_problems(draft: Draft) -> Iterator[str]:
                 yield from _prefix_problem(s3, channel.uri, f"sagemaker.channels.{name}.uri")
 
 
+class PassingError(UsageError):
+    """Laptop: an error that may pass by itself, or once somebody has signed in again."""
+
+
 @contextmanager
 def readable_errors(what: str) -> Iterator[None]:
     """Laptop: convert botocore exceptions to a one-line `UsageError`."""
@@ -123,9 +127,10 @@ def readable_errors(what: str) -> Iterator[None]:
     except ClientError as error:
         code = error.response.get("Error", {}).get("Code", "")
         message = error.response.get("Error", {}).get("Message", str(error))
-        raise UsageError(f"AWS {what}: {error.operation_name}: {code}: {message}{_remedy(code)}") from None
+        kind = UsageError if "AccessDenied" in code else PassingError
+        raise kind(f"AWS {what}: {error.operation_name}: {code}: {message}{_remedy(code)}") from None
     except BotoCoreError as error:
-        raise UsageError(f"AWS {what}: {error}") from None
+        raise PassingError(f"AWS {what}: {error}") from None
 
 
 def _remedy(code: str) -> str:

@@ -40,7 +40,7 @@ class SageMakerRun:
     _groups: dict[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        self._patiently = Patience(self.poll_s, answered=self.submitted)
+        self._patiently = Patience(self.poll_s, aws.PassingError, self.submitted)
 
     @property
     def id(self) -> str:

@@ -332,6 +332,17 @@ def test_ends_of_a_job(
     assert job.status() == text
 
 
+def test_a_denied_request_is_not_asked_again(
+    stubbed: Stubber, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runs, "UNREACHABLE_S", 0.2)
+    stubbed.add_response("describe_training_job", answer("InProgress", "Training"))
+    stubbed.add_client_error("describe_training_job", "AccessDeniedException")
+    with pytest.raises(runs.LostError, match=r"launcher\.json"):
+        run.SageMakerRun(REGION, "j", poll_s=0.01).wait()
+    assert "asking again" not in capsys.readouterr().err
+
+
 def test_stop_asks_the_service_by_name(stubbed: Stubber) -> None:
     stubbed.add_response("stop_training_job", {}, {"TrainingJobName": "j"})
     run.SageMakerRun(REGION, "j").stop()
