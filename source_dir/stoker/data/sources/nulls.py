@@ -9,10 +9,11 @@ read_parquet(root, split, nulls={"age": 0.0})            use this value instead
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from stoker.data.sources.arrow import content_of_struct
+from stoker.data.sources.arrow import content_of_struct, is_text
 from stoker.errors import UsageError
 from stoker.figures import count_of
 
@@ -99,19 +100,20 @@ def check_nulls(source: ParquetSource, columns: list[str]) -> None:
             if column + VALID_SUFFIX in columns:
                 problems.append(f"nulls: column {column} and {column}{VALID_SUFFIX}: rename the latter")
             continue
-        counts = {}
+        counts, unclear = {}, []
         for path, footer in files:
             found = footer.nulls.get(column, Found())
-            nulls = found.nulls
             if source.constants.get(path, {}).get(column, ()) is None:
-                nulls = footer.matching
-            elif found.unclear or (nulls and source.filters):
+                counts[path] = footer.matching
+            elif not found.unclear and not (found.nulls and source.filters):
+                counts[path] = found.nulls
+            else:
                 reads += found.unclear_bytes
-                fits = reads <= READ_LIMIT_BYTES
-                nulls = source.count_nulls(path, column, footer.groups) if fits else 0
-            if nulls:
-                counts[path] = nulls
-        if counts:
+                unclear += [(path, column, footer.groups)] if reads <= READ_LIMIT_BYTES else []
+        with ThreadPoolExecutor(16) as pool:
+            counted = pool.map(lambda each: source.count_nulls(*each), unclear)
+            counts |= {path: nulls for (path, *_), nulls in zip(unclear, counted, strict=True)}
+        if counts := {path: counts[path] for path in rows if counts.get(path)}:
             problems.append(refusal(column, counts, rows))
             if content_of_struct(source.types.get(column)) and sum(counts.values()) == source.count():
                 problems[-1] += "; its images lie elsewhere (field path): embed them when you write the files"
@@ -147,7 +149,7 @@ def stand_in(column: str, rule: Any, kind: Any) -> Any:
             return False
         if types.is_integer(kind):
             return 0
-        if types.is_string(kind) or types.is_large_string(kind):
+        if is_text(kind):
             return ""
         raise UsageError(
             f"nulls: column {column} is {kind}; keep is for numbers, booleans and text: use quarantine"
@@ -159,7 +161,7 @@ def stand_in(column: str, rule: Any, kind: Any) -> Any:
         return int(rule)
     if isinstance(rule, bool) and types.is_boolean(kind):
         return rule
-    if isinstance(rule, str) and (types.is_string(kind) or types.is_large_string(kind)):
+    if isinstance(rule, str) and is_text(kind):
         return rule
     raise UsageError(
         f"nulls: {rule!r} does not fit column {column}, which is {kind}; use quarantine, keep or a value of"

@@ -113,24 +113,26 @@ class ParquetSource(StreamedSource):
                 raise UsageError(f"{path}: lacks the column {', '.join(absent)} that {first} has")
             if not self.columns and (more := [c for c in other if c not in schema]):
                 raise UsageError(f"{first}: lacks the column {', '.join(more)} that {path} has")
-            for column in self.constants.get(path, {}).keys() & {*footer.schema.names}:
-                self._refuse_other_values(path, footer, column)
             for column in wanted:
                 kinds = schema[column], other[column]
                 if None not in kinds and not same_values(*kinds):
                     raise UsageError(f"{path}: column {column} is {kinds[1]}, in {first} it is {kinds[0]}")
                 if self.types.get(column) in (None, pa.null()):
                     self.types[column] = other[column]
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(self._refuse_other_values, self.paths, self.footers))
         return schema
 
-    def _refuse_other_values(self, path: str, footer: Footer, column: str) -> None:
+    def _refuse_other_values(self, path: str, footer: Footer) -> None:
         """Refuse a file with other values in a column than the folder of its partition says."""
-        table = read_groups(self.filesystem, path, footer.groups, [column]) if footer.groups else {column: []}
-        constant = self.constants[path][column]
-        if others := {str(value) for value in set(table[column].to_pylist())} - {str(constant)}:
-            raise UsageError(
-                f"{path}: column {column} holds {min(others)}, but its folder says {constant}; rename one"
-            )
+        constants = self.constants.get(path, {})
+        for column in constants.keys() & {*footer.schema.names} if footer.groups else ():
+            values = read_groups(self.filesystem, path, footer.groups, [column])[column].to_pylist()
+            if others := {*map(str, values)} - {str(constants[column])}:
+                raise UsageError(
+                    f"{path}: column {column} holds {min(others)}, but its folder says {constants[column]};"
+                    " rename one"
+                )
 
     def count_nulls(self, path: str, column: str, groups: list[Group]) -> int:
         """Head: number of NULLs of a column in rows that match the filters, found by reading it."""
@@ -311,10 +313,8 @@ class ParquetSource(StreamedSource):
         self._check_schemas()
 
         def values(path: str, footer: Footer) -> list[Any]:
-            if column in self.constants.get(path, {}):
-                return [self.constants[path][column]]
-            if not footer.groups:
-                return []
+            if column in (own := self.constants.get(path, {})) or not footer.groups:
+                return [own[column]] if column in own else []
             table = read_groups(self.filesystem, path, footer.groups, [column])
             rows = self._rows(path, footer.groups)
             return list(compute.unique(table[column].take(rows)).to_pylist())
