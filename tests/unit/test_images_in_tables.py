@@ -304,6 +304,18 @@ def test_names_that_hugging_face_left_in_the_schema_are_those_of_the_classes(tmp
             opened(root)
 
 
+def test_configurations_that_are_read_as_one_are_named(tmp_path: Path) -> None:
+    table = pa.table({"image": PNGS, "label": LABELS})
+    for number, name in enumerate(("blood", "derma"), 1):
+        for split in ("train", "test"):
+            write(tmp_path, table, f"{split}-00000-of-00001.parquet", (name,))
+        _, data = opened(tmp_path)
+        assert len(trained(data)) == 6 * number
+    (note,) = data.notes()
+    assert "the files of 2 folders (blood, derma) are read as one split" in note
+    assert opened(tmp_path / "blood")[1].notes() == []
+
+
 def test_names_of_classes_cannot_contradict_class_folders(tmp_path: Path) -> None:
     for path in (tmp_path / s / c / "0.png" for s in ("train", "val") for c in ("cat", "dog")):
         path.parent.mkdir(parents=True)

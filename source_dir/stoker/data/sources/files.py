@@ -109,7 +109,7 @@ def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> tuple[list[
     mine = (list_files(root) if split == "train" else []) if one else files_of(root, split, underscored=True)
     if is_file(root):
         return mine, ()
-    lines = () if one else beside(root, split)
+    lines = () if one else (*beside(root, split), *_gathered(root, split, mine))
     if any("/_delta_log/" in f.path or f.path.endswith(".metadata.json") for f in mine):
         raise UsageError(
             f"{root}: the {split} split holds a Delta or Iceberg table, so some files may be outdated; read"
@@ -232,8 +232,23 @@ def beside(root: str, split: str) -> tuple[str, ...]:
         top = len(filesystem_of(root)[1])
         found = [f.base_name for f in list_files(root) if not _is_of(names, f.path[top:])] if there else []
     found = [n for n in found if not (is_hidden(n) or n.startswith("_") or _HARMLESS.fullmatch(n.lower()))]
+    found.sort(key=lambda name: not name.endswith("/"))
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return (f"{root}: {', '.join(found[:3])}{more} not read: in no split",) if found else ()
+
+
+def _gathered(root: str, split: str, files: list[Any]) -> tuple[str, ...]:
+    """A line on folders whose files are one split, as the configurations of a dataset on the Hub would be."""
+    top = len(filesystem_of(root)[1])
+    folders = {f.path[top:].strip("/").partition("/")[0] for f in files if f.path[top:].count("/") > 1}
+    folders = {name for name in folders if "=" not in name and not name.lower().endswith(PARQUET_SUFFIXES)}
+    if len(folders) < 2 or split != "train" or _folder_name(root, split):
+        return ()
+    names = ", ".join(sorted(folders)[:3]) + ", …" * (len(folders) > 3)
+    return (
+        f"{root}: the files of {len(folders)} folders ({names}) are read as one split; name one folder if"
+        " each is a dataset of its own",
+    )
 
 
 @cache
