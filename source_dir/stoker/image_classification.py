@@ -137,7 +137,7 @@ class ImageClassification(Recipe):
         if self.labels is not None:
             source.check()
         names = source.classes() if hasattr(source, "classes") else None
-        if names is not None and self.class_names not in ([], names):
+        if names is not None and self.names not in ([], names):
             raise UsageError(f"params.class_names: the classes are {', '.join(names[:20])}, in this order")
         if self.labels is not None:
             if self.num_classes is not None and self.num_classes < len(source.names):
@@ -152,10 +152,10 @@ class ImageClassification(Recipe):
             refuse_absent_columns(self.data, types, params, getattr(source, "hints", dict)())
         if named := names_in(self.data, source, self.label_column):
             names_in(self.data, self.read("val"), self.label_column, named)
-        names = self.class_names or named
+        names = self.names or named
         labels = labels_of(self.data, source, self.label_column, numbers=not (names or self.num_classes))
         if labels and isinstance(labels[0], str):
-            names = names or labels
+            names = names or [*self.class_names] or labels
             val = self.read("val")
             if (kind := column_types(val).get(self.label_column)) is not None and not is_text(kind):
                 raise UsageError(
@@ -202,7 +202,7 @@ class ImageClassification(Recipe):
         renamed = {new: old for new, old in columns.items() if new != old and self.labels is None}
         chain: list[Any] = [*([Rename(**renamed)] if renamed else []), DecodeImage(self.color, self.bits)]
         if self.num_classes and not self.multi_label:
-            chain.append(CheckLabel(self.num_classes, self.class_names))
+            chain.append(CheckLabel(self.num_classes, self.names))
         if split == "train" and self.augment == "crop":
             if self.reduce_to:
                 chain.append(ShrinkLarger(self.reduce_to))

@@ -21,6 +21,7 @@ from stoker.checks import open_all
 from stoker.config import load
 from stoker.data import read_parquet
 from stoker.errors import UsageError
+from stoker.image_classification import ImageClassification
 
 COLOURS = [(40 * i, 255 - 30 * i, 10 * i) for i in range(6)]
 LABELS = [i % 2 for i in range(6)]
@@ -54,8 +55,9 @@ def rows_of(root: Any, columns: list[str] | None = None) -> list[Any]:
 
 def opened(root: Any, **params: Any) -> tuple[dict[str, Any], Any]:
     """The parameters and data of a job, as they are before its cluster forms."""
+    recipe = params.pop("recipe", "ImageClassification")
     params = {"data": str(root), "model": "test_resnet", "image_size": 8, "augment": "none", **params}
-    config, data = open_all(load({"recipe": "ImageClassification", "params": params}))
+    config, data = open_all(load({"recipe": recipe, "params": params}))
     return config.params, data
 
 
@@ -265,6 +267,26 @@ def test_text_labels_are_classes_in_sorted_order(form: str, tmp_path: Path) -> N
     params, data = opened(save(tmp_path, pa.table({"image": PNGS, "label": text})))
     assert (params["num_classes"], params["class_names"]) == (2, ["cat", "dog"])
     assert trained(data, "val") == [(colour, 1 - label) for colour, label in WHOLE]
+
+
+class Shown(ImageClassification):
+    """Names its classes, as any recipe may."""
+
+    class_names = ("dog", "cat")
+
+
+def test_a_recipe_names_the_classes_of_numbers_and_folders_and_orders_those_of_text(tmp_path: Path) -> None:
+    recipe = "test_images_in_tables:Shown"
+    params, data = opened(write(tmp_path / "n", pa.table({"image": PNGS, "label": LABELS})), recipe=recipe)
+    assert params["num_classes"] == 2 and "class_names" not in params and trained(data) == WHOLE
+    params, data = opened(write(tmp_path / "t", pa.table({"image": PNGS, "label": TEXT})), recipe=recipe)
+    assert params["class_names"] == ["dog", "cat"] and trained(data) == WHOLE
+    for at, content in enumerate(PNGS):
+        for split in ("train", "val"):
+            file = tmp_path / "f" / split / f"class{LABELS[at]}" / f"{at}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+    assert opened(tmp_path / "f", recipe=recipe)[0]["num_classes"] == 2
 
 
 def test_text_labels_in_a_given_order_and_number(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def test_what_cannot_be_gone_on_from_is_refused_in_one_line(tmp_path: Path, valu
         ("train.momentum=0.5", "", "train.momentum: 0.5 has no effect"),
         ("train.epochs=20", "", ""),
         ("train.threads=1", "", ""),
+        ("params.class_names=[a, b]", "", ""),
     ],
 )
 def test_another_run_is_refused_and_a_different_one_is_said(

@@ -222,7 +222,7 @@ def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callabl
         hidden = [".".join(keys) for keys in redacted_at({name: new})]
         if hidden:
             log(f"params.{', params.'.join(hidden)}: secret, not compared with {start.name}")
-        if old == new:
+        if old == new or (name == "class_names" and old is None):  # names alone change nothing
             continue
         text = f"params.{name}: {new!r} here, {old!r} in {start.name}"
         if _is_place(old) and _is_place(new):
