@@ -19,6 +19,10 @@ LAUNCHER_ONLY = {"typer", "rich", "boto3", "requests"}
 FROM_THE_IMAGE = {"torch", "torchvision"}
 
 
+UNPINNED = {"pyarrow"}
+"""constraints.txt says why."""
+
+
 def requirement_names(lines: list[str]) -> dict[str, str]:
     rows = [line.split("#")[0].strip() for line in lines]
     return {canonical(re.split(r"[\[<>=!~]", row)[0].strip()): row for row in rows if row}
@@ -38,7 +42,7 @@ def test_every_dependency_is_pinned_by_name_and_version_alone() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
     wanted = [*project["dependencies"], *itertools.chain(*extras)]
-    assert set(requirement_names(wanted)) <= set(pins)
+    assert set(requirement_names(wanted)) - UNPINNED <= set(pins)
 
 
 @pytest.mark.soak
@@ -54,7 +58,7 @@ def test_all_extras_and_the_pins_resolve_together(tmp_path: Path) -> None:
     assert "stoker" in found
     pins = requirement_names((ROOT / "constraints.txt").read_text().splitlines())
     unpinned = set(requirement_names(list(found))) - set(pins)
-    assert unpinned <= {"stoker", "pyarrow"}, "each has its version"
+    assert unpinned <= {"stoker", *UNPINNED}, "each has its version"
 
 
 @pytest.mark.parametrize("module", ["stoker.config", "stoker.schema", "stoker.recipe", "launcher.submit"])
