@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,18 +62,22 @@ def test_records_come_from_s3(form: str, s3: dict[str, str]) -> None:
 def test_half_of_the_answers_being_503_loses_nothing(
     s3: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faults = random.Random(3)
+    faults, in_a_row = random.Random(3), Counter[tuple[str, ...]]()
     refused = 0
 
     def flaky(environ: dict[str, Any], start_response: Any) -> Any:
         nonlocal refused
-        if faults.random() < 0.5:
+        request = tuple(environ.get(name, "") for name in ("REQUEST_METHOD", "PATH_INFO", "HTTP_RANGE"))
+        # Ten refusals in a row, after which a client gives up, are no matter of chance here.
+        if faults.random() < 0.5 and in_a_row[request] < 5:
+            in_a_row[request] += 1
             refused += 1
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
             start_response("503 Slow Down", [("Content-Type", "application/xml")])
             return [
                 b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
             ]
+        in_a_row[request] = 0
         from moto.server import DomainDispatcherApplication, create_backend_app
 
         app = flaky.__dict__.setdefault("app", DomainDispatcherApplication(create_backend_app))
