@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import tempfile
 from dataclasses import dataclass, field
@@ -64,6 +63,4 @@ def mlflow_of_notebook() -> Tracked:
         return Tracked(
             note="MLflow: off, because this process has no experiment; call mlflow.set_experiment('/Users/…')"
         )
-    return Tracked(
-        ("tracking.mlflow.uri=databricks", f"tracking.mlflow.experiment={json.dumps(name)}"), environment
-    )
+    return Tracked(("tracking.mlflow.uri=databricks", f"tracking.mlflow.experiment={name}"), environment)
