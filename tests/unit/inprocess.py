@@ -165,3 +165,9 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     ray.train = train  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "ray.train", train)
+
+
+@pytest.fixture(autouse=True)
+def no_ray_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is imported: Ray Data that an earlier test imported is not taken for the recipe's."""
+    monkeypatch.delitem(sys.modules, "ray.data", raising=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from inprocess import no_ray_data
 from spoilt import JPG, PNG
 
 from stoker import checks, driver
@@ -15,6 +16,8 @@ from stoker.config import Resolved, load
 from stoker.errors import UsageError
 from stoker.image_classification import ImageClassification
 from stoker.schema import Config
+
+__all__ = ["no_ray_data"]
 
 SIX = ("images/a.jpg", "images/b.png", "images/c", "images/deep/d.jpg", "e.JPG", "images/_f.jpg")
 SPLIT = "id,label,split\na,cat,train\nb,dog,train\nc,eel,train\nd,dog,train\ne,cat,val\n_f,eel,val\n"

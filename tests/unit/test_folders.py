@@ -128,7 +128,7 @@ def test_what_is_neither_read_nor_known_is_named_with_its_count_on_the_screen_an
     source = read_any(str(root), "train")
     assert source is not None and source.count() == 4
     files, empty, beside = source.notes
-    assert "flowers.zip, holdout/, train.csv not read" in beside
+    assert "holdout/, flowers.zip, train.csv not read" in beside
     assert "7 files not read" in files and "2 without a suffix" in files and "a.npy" in files
     assert "eel/ holds no image" in empty
     job = tmp_path / "job.yaml"

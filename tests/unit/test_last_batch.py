@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import yaml
-from inprocess import Batches, batches, no_cluster, start
+from inprocess import Batches, batches, no_cluster, no_ray_data, start
 from last_batches import Normed, images_of
 from typer.testing import CliRunner
 
@@ -17,7 +17,7 @@ from stoker import checks
 from stoker.config import load
 from stoker.errors import UsageError
 
-__all__ = ["no_cluster"]
+__all__ = ["no_cluster", "no_ray_data"]
 
 
 class Heavy(Normed):

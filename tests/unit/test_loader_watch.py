@@ -17,6 +17,14 @@ from stoker.tracking.recorder import Recorder
 from stoker.tracking.summary import Summary
 
 
+@pytest.fixture(autouse=True)
+def no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No optimizer has made a step, whatever earlier tests of this process did."""
+    watch._count_optimizer_steps()
+    monkeypatch.setattr(watch, "_optimizer_steps", [0])
+    monkeypatch.setattr(watch, "_over", [])
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Seconds that have passed, for the watch."""
@@ -66,9 +74,6 @@ def test_a_loop_tells_of_its_training_and_not_of_its_validation(
 @pytest.fixture
 def no_step_yet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The file of events of a process in which no optimizer has made a step."""
-    watch._count_optimizer_steps()
-    monkeypatch.setattr(watch, "_optimizer_steps", [0])
-    monkeypatch.setattr(watch, "_over", [])
     monkeypatch.setenv("STOKER_EVENTS", str(tmp_path / "events"))
     monkeypatch.setenv("STOKER_LOADER", "process")
     monkeypatch.setattr(watch, "EVERY_S", 1e9)

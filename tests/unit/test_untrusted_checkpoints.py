@@ -18,8 +18,9 @@ from stoker.storage.checkpoint_store import MANIFEST, open_store, sha256, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SAFE_LOADERS = ("_UniqueKeys", "yaml.BaseLoader", "yaml.SafeLoader")
+SAFE_LOADERS = ("UniqueKeys", "yaml.BaseLoader", "yaml.SafeLoader")
 ARGUED = {
+    "source_dir/stoker/values.py": (1, "YAML, by loaders derived from SafeLoader and BaseLoader"),
     "source_dir/stoker/data/engine/shards.py": (1, "chains, pickled by the head of this run"),
     "source_dir/stoker/data/cache/store.py": (1, "records in a folder that only this user may enter"),
     "source_dir/stoker/data/preprocessing/collating.py": (2, "records and a recipe's name, by this run"),
