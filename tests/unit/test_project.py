@@ -17,8 +17,6 @@ from stoker.bootstrap.requirements import canonical
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER_ONLY = {"typer", "rich", "boto3", "requests"}
 FROM_THE_IMAGE = {"torch", "torchvision"}
-
-
 UNPINNED = {"pyarrow"}
 """constraints.txt says why."""
 
