@@ -15,14 +15,14 @@ import torch
 
 from benchmarks.harness import Measure, cpu_seconds
 from benchmarks.per_core import CROP, IMAGES, photos
-from stoker.data.cache.store import SHARED_MEMORY, CacheSpec, HostCache
-from stoker.data.engine.shards import Loaded, blocks_of
-from stoker.data.messages import EpochPlan, Work
-from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.entries import as_stages
-from stoker.data.preprocessing.prefix import prefix_length
-from stoker.data.preprocessing.transforms import DecodeImage, ShrinkLarger
-from stoker.data.sources.images import ImageFolderSource
+from stoker.chain.chain import Chain
+from stoker.chain.entries import as_stages
+from stoker.chain.prefix import prefix_length
+from stoker.chain.transforms import DecodeImage, ShrinkLarger
+from stoker.messages import EpochPlan, Work
+from stoker.read.cache_store import SHARED_MEMORY, CacheSpec, HostCache
+from stoker.read.images import ImageFolderSource
+from stoker.serve.shards import Loaded, blocks_of
 
 COPIES = 25
 """Copies of each photo: 600 images, 0.34 GB decoded."""
@@ -79,7 +79,7 @@ def per_core(width: int, height: int) -> list[Measure]:
 
 def by_epoch() -> list[Measure]:
     """Images/s of the first and later epochs, through chain tasks, coordinator and feed."""
-    from stoker.bootstrap.cluster import set_environment
+    from stoker.hosts.cluster import set_environment
 
     set_environment(secrets.token_hex(32))
     import ray
@@ -111,7 +111,7 @@ def by_epoch() -> list[Measure]:
 
 def two_hosts() -> list[Measure]:
     """Share of the records that two CPU hosts find in their own caches in later epochs, in both orders."""
-    from stoker.sizing.nodes import ray_nodes
+    from launcher.advise.size.nodes import ray_nodes
 
     rows = []
     with tempfile.TemporaryDirectory() as folder, ray_nodes(head_cpus=1) as nodes:
@@ -150,10 +150,10 @@ def epochs(
     """
     import ray
 
-    from stoker.data.feed.feed import EpochFeed, PrefetchLimit
-    from stoker.data.opening import open_data, start_coordinator
-    from stoker.data.transport.client import open_transport
-    from stoker.schema import Config
+    from stoker.config.schema import Config
+    from stoker.serve.blocks.client import open_transport
+    from stoker.serve.opening import open_data, start_coordinator
+    from stoker.train.feed import EpochFeed, PrefetchLimit
 
     count = COPIES * IMAGES
     settings: dict[str, Any] = {

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.harness import Measure
 from benchmarks.per_core import photos
-from stoker.sizing.nodes import ray_nodes
+from launcher.advise.size.nodes import ray_nodes
 
 ROUNDS, IMAGES, BATCH = 3, 1_920, 64
 WARM_BATCHES = 6

@@ -19,15 +19,15 @@ import torch
 from benchmarks.harness import Measure
 from benchmarks.loaders.work import slope
 from benchmarks.sleeping import wake_all_slots
-from stoker.config import load
+from launcher.advise.size.nodes import ray_nodes
+from stoker.chain.chain import Chain
+from stoker.chain.entries import as_stages
+from stoker.config.loading import load
+from stoker.config.schema import Config
 from stoker.data import read_range
-from stoker.data.feed.feed import EpochFeed, PrefetchLimit
-from stoker.data.opening import Data, start_coordinator
-from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.entries import as_stages
-from stoker.data.transport.client import open_transport
-from stoker.schema import Config
-from stoker.sizing.nodes import ray_nodes
+from stoker.serve.blocks.client import open_transport
+from stoker.serve.opening import Data, start_coordinator
+from stoker.train.feed import EpochFeed, PrefetchLimit
 
 GPU_HOSTS, GPU_HOST_CPUS = 2, 5
 CPU_HOSTS, CPU_HOST_CPUS = 2, 2

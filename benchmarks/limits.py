@@ -21,10 +21,10 @@ import yaml
 from benchmarks import sleeping
 from benchmarks.harness import Measure
 from benchmarks.sleeping import CPU_HOST_USD, GPU_HOST_USD, HEAD_CPUS, HOST_CPUS, MAX_HOSTS, Case
-from stoker.data.feed.step_timer import WAITS
+from launcher.advise.size.nodes import ray_nodes
+from stoker.events.bottleneck import INPUT_BOUND_PCT
 from stoker.sizing import model
-from stoker.sizing.nodes import ray_nodes
-from stoker.tracking.bottleneck import INPUT_BOUND_PCT
+from stoker.train.step_timer import WAITS
 
 ROOT = Path(__file__).resolve().parent.parent
 WITHIN = 0.10

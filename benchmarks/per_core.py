@@ -13,9 +13,9 @@ from torchvision.transforms import v2
 
 from benchmarks.harness import Measure, cpu_seconds
 from recipes.synthetic_vit import RandomImage
-from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.entries import as_stages
-from stoker.data.preprocessing.transforms import DecodeImage
+from stoker.chain.chain import Chain
+from stoker.chain.entries import as_stages
+from stoker.chain.transforms import DecodeImage
 
 IMAGES = 24
 ROUNDS = 9

@@ -60,7 +60,7 @@ class Receiver:
     """GPU host: the process that receives in place of a train worker."""
 
     def __init__(self) -> None:
-        from stoker.data.transport.buffers import BufferPool
+        from stoker.serve.blocks.buffers import BufferPool
 
         # A training process allocates its batch buffers once, in the first seconds.
         self.buffers = BufferPool(pinned=False)
@@ -87,9 +87,9 @@ class Receiver:
         import ray
         import torch
 
+        from launcher.advise.size.stream import one_pass
+        from stoker.config.schema import Config
         from stoker.data import read_range
-        from stoker.schema import Config
-        from stoker.sizing.stream import one_pass
 
         data = {"block_records": rows, "preprocess_on": ["cpu"], "transport": transport, "shuffle": False}
         config = Config.model_validate({"data": data, "train": {"batch_size": BATCH}})

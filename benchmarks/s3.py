@@ -35,12 +35,12 @@ from benchmarks.harness import Measure
 from benchmarks.jobs import ROOT, environment
 from benchmarks.loaders.work import slope
 from benchmarks.sleeping import wake_all_slots
-from stoker.config import load
+from launcher.advise.size.nodes import ray_nodes
+from launcher.advise.size.stream import one_pass
+from stoker.config.loading import load
 from stoker.data import read_webdataset
-from stoker.data.feed.feed import EpochFeed
-from stoker.data.sources.base import ID_MODULUS, record_id
-from stoker.sizing.nodes import ray_nodes
-from stoker.sizing.stream import one_pass
+from stoker.read.base import ID_MODULUS, record_id
+from stoker.train.feed import EpochFeed
 
 RECORD_BYTES, SHARD_RECORDS, SHARDS = 100_000, 400, 48
 TOTAL = SHARD_RECORDS * SHARDS

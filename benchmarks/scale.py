@@ -14,15 +14,15 @@ from itertools import count
 from typing import Any
 
 from benchmarks.harness import Measure
+from stoker.config.schema import Config
 from stoker.data import Shard, Source
-from stoker.data.coordinator.accounting import ChainCosts
-from stoker.data.coordinator.attempt import Attempt
-from stoker.data.engine.passes import Passes
-from stoker.data.engine.pool import ChainHost
-from stoker.data.engine.pool import Pool as Hosts
-from stoker.data.engine.suspects import Suspects
-from stoker.data.messages import BlockReport, DataCursor, Told
-from stoker.schema import Config
+from stoker.messages import BlockReport, DataCursor, Told
+from stoker.serve.accounting import ChainCosts
+from stoker.serve.attempt import Attempt
+from stoker.serve.passes import Passes
+from stoker.serve.pool import ChainHost
+from stoker.serve.pool import Pool as Hosts
+from stoker.serve.suspects import Suspects
 
 HOSTS, CORES, WORKERS, BATCH = 100, 96, 64, 256
 SHARDS, ROWS, HELD = 390_000, 1024, 50_000

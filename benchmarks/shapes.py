@@ -121,7 +121,7 @@ def consume(batches: Iterable[dict[str, Any]], total: int) -> dict[str, Any]:
 
 def peer(kind: str, folder: str) -> dict[str, Any]:
     """In a separate process: an epoch with torch's DataLoader."""
-    from stoker.data.opening import pads_of
+    from stoker.serve.opening import pads_of
 
     recipe = recipe_of(kind)(data=folder)
     columns = getattr(recipe.read("train"), "columns", None) or []
@@ -132,9 +132,9 @@ def peer(kind: str, folder: str) -> dict[str, Any]:
 
 def stoker(kind: str, folder: str) -> dict[str, Any]:
     """Connected to the cluster: an epoch with Stoker."""
-    from stoker.data.opening import open_data
-    from stoker.schema import Config
-    from stoker.sizing.stream import pass_over
+    from launcher.advise.size.stream import pass_over
+    from stoker.config.schema import Config
+    from stoker.serve.opening import open_data
 
     settings = {"recipe": KINDS[kind][0], "params": {"data": folder}, "train": {"batch_size": BATCH}}
     config = Config.model_validate(settings)
@@ -197,7 +197,7 @@ def check(kind: str, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 def run() -> list[Measure]:
     """Run the benchmark and return its rows."""
-    from stoker.bootstrap.cluster import set_environment
+    from stoker.hosts.cluster import set_environment
 
     set_environment(secrets.token_hex(32))
     os.environ.update(environment())

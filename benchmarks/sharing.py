@@ -21,7 +21,7 @@ GOAL = 1.2
 
 def run() -> list[Measure]:
     """Run the benchmark and return its rows."""
-    from stoker.bootstrap.cluster import set_environment
+    from stoker.hosts.cluster import set_environment
 
     set_environment(secrets.token_hex(32))
     import ray

@@ -21,13 +21,13 @@ import numpy as np
 import psutil
 
 from benchmarks.harness import Measure
-from stoker.config import load
+from launcher.advise.size.nodes import ray_nodes
+from launcher.advise.size.stream import one_pass
+from stoker.config.loading import load
+from stoker.config.schema import Config
 from stoker.data import read_range
-from stoker.data.feed import feed
-from stoker.schema import Config
 from stoker.sizing import model
-from stoker.sizing.nodes import ray_nodes
-from stoker.sizing.stream import one_pass
+from stoker.train import feed
 
 HEAD_CPUS, HOST_CPUS, MAX_HOSTS = 2, 3, 6
 MAX_REAL_CPUS = 1.2

@@ -21,10 +21,10 @@ from benchmarks.harness import Measure
 from benchmarks.jobs import ROOT, environment
 from benchmarks.loaders.work import slope
 from benchmarks.sleeping import wake_all_slots
-from stoker.config import load
+from launcher.advise.size.nodes import ray_nodes
+from launcher.advise.size.stream import one_pass
+from stoker.config.loading import load
 from stoker.data import read_range
-from stoker.sizing.nodes import ray_nodes
-from stoker.sizing.stream import one_pass
 
 WORKERS, ROUNDS = 12, 3
 FAST_S, SLOW_S, SLOW_SHARE = 0.02, 0.4, 0.05

@@ -94,7 +94,7 @@ def hosts(folder: Path) -> list[Measure]:
     parts = json.loads((run_dir / "summary.json").read_text())["startup"]
     submit(folder, *job, "rehearsal.join_delay={algo-3: never}", f"rehearsal.faults=['{LATE}']")
     formed = json.loads((run_dir / "rehearsal.json").read_text())["formed_after_last_host_s"]
-    code = "from pathlib import Path; from stoker.bootstrap.requirements import ensure; ensure(Path())"
+    code = "from pathlib import Path; from stoker.hosts.requirements import ensure; ensure(Path())"
     began = time.time()
     folder_of_code = ROOT / "source_dir"
     subprocess.run([sys.executable, "-c", code], cwd=folder_of_code, env=environment(), check=True)

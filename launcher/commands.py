@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic.fields import FieldInfo
 
-from launcher.backends import attach, backend, backends
-from launcher.backends.base import Backend, Options, RemoteRun
-from stoker.config import Resolved, load, schema_rows, type_name
+from launcher.places import attach, backend, backends
+from launcher.places.base import Backend, Options, RemoteRun
+from stoker.config.loading import Resolved, load, schema_rows, type_name
+from stoker.config.redaction import learn_job, redact, scrub
+from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.figures import count_of
-from stoker.redaction import learn_job, redact, scrub
-from stoker.schema import Config
 
 if TYPE_CHECKING:
     from launcher.job import Job
@@ -64,8 +64,8 @@ def run(
             f"{config}: name the configuration file or script before overrides: JOB.yaml {config}"
         )
     from launcher import runs
-    from launcher.backends.local import LocalRequest
     from launcher.job import open_job
+    from launcher.places.local import LocalRequest
     from launcher.resuming import continuation, resolve
     from launcher.scripts import as_overrides
 
@@ -124,7 +124,7 @@ def check_recipe(job: Job, local: bool) -> None:
     from launcher.job import examples_root
     from launcher.recipe_source import refuse_unimportable
     from stoker.recipe import Recipe, load_recipe
-    from stoker.training.stopping import check_monitors
+    from stoker.train.stopping import check_monitors
 
     config, source = job.resolved.config, job.source_dir or examples_root()
     try:
@@ -153,8 +153,8 @@ def status(run_id: str) -> int:
 
 def standing(run_dir: Path) -> list[str]:
     """Laptop: the verdict and figures of a finished or running run on this machine."""
-    from stoker.report.page import judged
-    from stoker.tracking.summary import read_summary
+    from stoker.events.report.page import judged
+    from stoker.events.summary import read_summary
 
     # A rehearsal's head holds the files until the rehearsal ends.
     inside = ("hosts/*/ml/output/data/summary.json", "hosts/gcs/*/*/run/summary.json")

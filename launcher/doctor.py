@@ -22,10 +22,10 @@ from launcher import runs
 from launcher.job import examples_root
 from launcher.scripts import as_overrides
 from stoker import figures
-from stoker.bootstrap import requirements
-from stoker.config import load
+from stoker.config.loading import load
+from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.schema import Config
+from stoker.hosts import requirements
 
 PYTHONS = ((3, 11), (3, 12))
 LEAST_SHM_BYTES = 512 * 2**20
@@ -232,7 +232,7 @@ def namespaces(config: Config) -> Iterator[Finding]:
 
 def aws(config: Config) -> Iterator[Finding]:
     """Laptop: AWS identity and quotas, if the job names instance types or credentials exist."""
-    from launcher.sagemaker import quotas
+    from launcher.places.sagemaker import quotas
 
     yield from (Finding(*row) for row in quotas.findings(config))
 

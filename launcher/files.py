@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from stoker.config.values import expanded
 from stoker.errors import UsageError
 from stoker.storage.filesystems import Entry, walk
-from stoker.values import expanded
 
 
 def files_below(source: Path) -> list[tuple[str, Path, Entry]]:

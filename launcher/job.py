@@ -16,13 +16,13 @@ from typing import Any
 
 from launcher import scripts
 from launcher.scripts import IGNORED
-from stoker.bootstrap.requirements import CONSTRAINTS, constraint_lines
-from stoker.config import SECRETS_FILE, Resolved, resolved_yaml, secrets_json
-from stoker.costs import prices
+from stoker.config.extras import requirement_lines
+from stoker.config.loading import SECRETS_FILE, Resolved, resolved_yaml, secrets_json
 from stoker.errors import UsageError, nearest
-from stoker.extras import requirement_lines
-from stoker.integrations.scripts.checks import SCRIPT_FOLDER
+from stoker.events import prices
+from stoker.hosts.requirements import CONSTRAINTS, constraint_lines
 from stoker.place import COMMIT_FILE, ORIGINS_FILE
+from stoker.scripts.script_checks import SCRIPT_FOLDER
 
 COMMAND = ("python", "train.py", "--config", "job.yaml")
 """The command that every backend runs in the staged folder."""

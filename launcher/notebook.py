@@ -20,19 +20,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from launcher import databricks, ray_jobs, runs
-from launcher.backends import backend
+from launcher import databricks, runs
 from launcher.commands import check_recipe, refuse_unsupported
 from launcher.job import Job, beside, example_file, open_job
 from launcher.notebook_run import NotebookRequest, RunResult, submit
+from launcher.places import backend
+from launcher.places.ray import jobs as ray_jobs
 from launcher.resuming import resolve
 from launcher.scripts import as_overrides, located
-from stoker.config import Resolved, load, parse_yaml
+from stoker.config.extras import refuse_missing
+from stoker.config.loading import Resolved, load, parse_yaml
+from stoker.config.redaction import learn_job
+from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.extras import refuse_missing
 from stoker.place import BACKEND_VARIABLE, LASTING_DIR_VARIABLE, LAUNCH_DIR_VARIABLE, RUN_DIR_VARIABLE
-from stoker.redaction import learn_job
-from stoker.schema import Config
 
 ORIGIN = "stoker.run"
 _HOST_AND_PORT = re.compile(r"[\w.-]+:\d+|\[[0-9a-fA-F:]+\]:\d+")

@@ -17,15 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher import ray_jobs, runs
-from launcher.backends.local import PROCESS_FILE, PastRun
+from launcher import runs
 from launcher.job import COMMAND, Job
+from launcher.places.local import PROCESS_FILE, PastRun
+from launcher.places.ray import jobs as ray_jobs
 from stoker import figures
-from stoker.bootstrap.copies import Copies
-from stoker.bootstrap.raynode import end_with_parent
+from stoker.config.redaction import scrub
 from stoker.errors import UsageError
+from stoker.hosts.copies import Copies
+from stoker.hosts.raynode import end_with_parent
 from stoker.place import PACKAGE_VARIABLE, STOP_FILE
-from stoker.redaction import scrub
 
 POLL_S = 0.5
 REACH_S = 10.0

@@ -9,9 +9,9 @@ from datetime import date
 from typing import Any
 
 from launcher.files import table
-from launcher.sagemaker import aws
-from stoker.costs import prices
+from launcher.places.sagemaker import aws
 from stoker.errors import UsageError, nearest
+from stoker.events import prices
 
 LIST_REGION = "us-east-1"
 """The region that serves the price list of all regions."""

@@ -8,13 +8,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from stoker.config import describe
+from stoker.config.extras import refuse_missing
+from stoker.config.loading import describe
+from stoker.config.schema import Config, MlflowConfig, TrackingConfig
 from stoker.errors import UsageError
-from stoker.extras import refuse_missing
-from stoker.schema import Config, MlflowConfig, TrackingConfig
-from stoker.tracking.mlflow_sender import MlflowSender, run_tags
-from stoker.tracking.runs import flat_config
-from stoker.tracking.summary import Summary
+from stoker.events.mlflow_sender import MlflowSender, run_tags
+from stoker.events.runs import flat_config
+from stoker.events.summary import Summary
 
 SECTION = "tracking.mlflow."
 

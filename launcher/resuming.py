@@ -11,11 +11,11 @@ import shlex
 import sys
 from pathlib import Path
 
-from launcher.backends.base import Backend, Resume
-from launcher.backends.local import PastRun
+from launcher.places.base import Backend, Resume
+from launcher.places.local import PastRun
+from stoker.config.redaction import redact
+from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.redaction import redact
-from stoker.schema import Config
 from stoker.storage.filesystems import deepest_there
 
 _STEP = re.compile(r"step-\d{8,}")

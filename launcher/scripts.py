@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stoker.config import Resolved
+from stoker.config.loading import Resolved
 from stoker.errors import UsageError
-from stoker.integrations.scripts.checks import no_such_script, refuse_foreign_keys
 from stoker.place import ORIGINS_FILE, TOKEN_FILE
+from stoker.scripts.script_checks import no_such_script, refuse_foreign_keys
 from stoker.storage.filesystems import walk
 
 MOST_BYTES = 500_000_000

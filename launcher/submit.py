@@ -22,8 +22,8 @@ from typer.exceptions import TyperException
 
 import stoker
 from launcher.files import expanded_words
+from stoker.config.redaction import scrub
 from stoker.errors import UsageError, nearest
-from stoker.redaction import scrub
 
 EXAMPLE = "python launcher/submit.py source_dir/configs/digits.yaml"
 
@@ -114,15 +114,15 @@ def start(
 
 def keys(incomplete: str) -> list[str]:
     """Laptop: shell completion of configuration keys."""
-    from stoker.config import schema_rows
-    from stoker.schema import Config
+    from stoker.config.loading import schema_rows
+    from stoker.config.schema import Config
 
     return [f"{key}=" for key, _, _ in schema_rows(Config) if key.startswith(incomplete)]
 
 
 def places(incomplete: str) -> list[str]:
     """Laptop: shell completion of the values of `--on`."""
-    from launcher.backends import names
+    from launcher.places import names
 
     return [name for name in names() if name.startswith(incomplete)]
 
@@ -156,7 +156,7 @@ def run(
 ) -> None:
     """Run a job from a YAML file or a script; its arguments follow --."""
     from launcher import commands
-    from launcher.backends.base import Options
+    from launcher.places.base import Options
 
     if show_config:
         raise typer.Exit(commands.show(config, overrides or [], source_dir))
@@ -201,7 +201,7 @@ def report(
     show: Annotated[bool, Option("--open", help="open the report in the browser")] = False,
 ) -> None:
     """Write an HTML report of a run, or of several side by side."""
-    from launcher.compare import report
+    from launcher.advise.comparing import report
 
     raise typer.Exit(report(runs or [Path("runs/latest")], output, show))
 
@@ -212,7 +212,7 @@ def compare(
     csv: Annotated[str | None, Option(help="write all columns to this file; - for stdout")] = None,
 ) -> None:
     """Compare runs: results, speed, cost and configuration differences."""
-    from launcher.compare import compare
+    from launcher.advise.comparing import compare
 
     raise typer.Exit(compare(runs or ["runs"], csv))
 
@@ -247,7 +247,7 @@ def size(
     as_json: Annotated[bool, Option("--json", help="print everything as JSON")] = False,
 ) -> None:
     """Profile a job and recommend hosts, with speed and cost."""
-    from launcher import sizing
+    from launcher.advise import sizing
 
     raise typer.Exit(sizing.size(config, overrides or [], given_to(sizing.SizeOptions, ctx)))
 
@@ -266,8 +266,8 @@ def peek(
     source_dir: Annotated[Path | None, Option(help="your folder with recipes")] = None,
 ) -> None:
     """Show a job's records after each stage, or one batch of a run."""
-    from launcher.peek import peek
-    from launcher.peek_run import PeekOptions
+    from launcher.advise.peeking import peek
+    from launcher.advise.peeking_run import PeekOptions
 
     raise typer.Exit(peek(target, overrides or [], given_to(PeekOptions, ctx)))
 
@@ -289,7 +289,7 @@ def check(
     as_json: Annotated[bool, Option("--json", help="print everything as JSON")] = False,
 ) -> None:
     """Measure how long your script waits for data, and suggest fixes."""
-    from launcher import check
+    from launcher.advise import checking as check
 
     raise typer.Exit(check.check(script, given_to(check.CheckOptions, ctx)))
 

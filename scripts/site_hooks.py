@@ -16,9 +16,9 @@ from mkdocs.structure.files import File, Files
 
 import stoker.data
 from launcher.submit import app
-from stoker.config import schema_rows, type_name
-from stoker.schema import Config
-from stoker.tracking.summary import Summary
+from stoker.config.loading import schema_rows, type_name
+from stoker.config.schema import Config
+from stoker.events.summary import Summary
 
 ROOT = Path(__file__).resolve().parents[1]
 ERRORS = {"UsageError": "exit code 2", "DataError": "exit code 1", "ClusterError": "exit code 1"}
@@ -27,7 +27,7 @@ API = {
     "In a notebook": ("launcher.notebook.run", "launcher.notebook_run.RunResult"),
     "Recipes": ("stoker.recipe.Recipe",),
     "Data and transforms": tuple(
-        f"stoker.data.{room}.{name}" for room, names in stoker.data._ROOMS.items() for name in names
+        f"stoker.{room}.{name}" for room, names in stoker.data._EXPORTS.items() for name in names
     ),
 }
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./|docs/iam|iam/|ray/)[^)]*)\)")

@@ -1,6 +1,6 @@
 """Container entry, the same for every backend: `python train.py --config job.yaml`."""
 
-from stoker.bootstrap.run import main
+from stoker.entry.main import main
 
 if __name__ == "__main__":
     main()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stoker.data import read_any
-from stoker.data.messages import BadRecord
+from stoker.messages import BadRecord
 
 DAMAGES = int(os.environ.get("STOKER_FUZZ", "500"))
 """Damages per format; STOKER_FUZZ raises the number."""

@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from stoker.config import load, resolved_yaml
-from stoker.data.feed.step_timer import StepTimes
-from stoker.tracking.recorder import Recorder
-from stoker.tracking.summary import Cluster, Host, Summary
+from stoker.config.loading import load, resolved_yaml
+from stoker.events.recorder import Recorder
+from stoker.events.summary import Cluster, Host, Summary
+from stoker.train.step_timer import StepTimes
 
 PIXEL = (
     "iVBORw0KGgoAAAANSUhEUgAAAAgAAAAICAIAAABLbSncAAAAFklEQVR4nGP8z4APMOGVHbHSDAwMAABd0QEPw0nFfQAAAABJRU5E"

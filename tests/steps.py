@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from stoker.config.schema import Config
 from stoker.recipe import Recipe
-from stoker.schema import Config
-from stoker.training import strategies
-from stoker.training.build import build
-from stoker.training.step import Step, windows
-from stoker.training.worker import Worker
+from stoker.train import strategies
+from stoker.train.build import build
+from stoker.train.state import Worker
+from stoker.train.step import Step, windows
 
 EVERYTHING: dict[str, Any] = {
     "optimizer": "adamw",

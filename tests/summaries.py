@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.tracking.summary import Summary
+from stoker.events.summary import Summary
 
 
 def fields(summary: dict[str, Any]) -> set[str]:

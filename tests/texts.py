@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from stoker.config.schema import Config
 from stoker.data import Pad
 from stoker.recipe import Recipe
-from stoker.schema import Config
-from stoker.training.build import build
-from stoker.training.step import Step
-from stoker.training.worker import Worker
+from stoker.train.build import build
+from stoker.train.state import Worker
+from stoker.train.step import Step
 
 BATCH, WORDS = 12, 50
 

@@ -38,9 +38,9 @@ class Ours(Dataset[Any]):
     """Stoker's chain in a DataLoader, batch by batch, which isolates the data path."""
 
     def __init__(self, files: list[tuple[str, int]]) -> None:
-        from stoker.data.preprocessing.chain import Chain
-        from stoker.data.preprocessing.entries import as_stages
-        from stoker.data.preprocessing.transforms import DecodeImage
+        from stoker.chain.chain import Chain
+        from stoker.chain.entries import as_stages
+        from stoker.chain.transforms import DecodeImage
 
         self.files = files
         self.chain = Chain(as_stages([DecodeImage(), *transforms()]), seed=0)

@@ -11,10 +11,10 @@ import numpy as np
 
 from benchmarks.jobs import ROOT
 from benchmarks.recipes.stormy import HURRY
-from launcher.backends import rehearsal
 from launcher.job import Job
+from launcher.places import rehearsal
 from launcher.rehearsal.running import RehearsalRun
-from stoker.config import load
+from stoker.config.loading import load
 
 RECIPES = ROOT / "benchmarks" / "recipes"
 BUCKET, PREFIX = "storm", "rows"

@@ -7,8 +7,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from stoker.bootstrap.logs import FAILURE_CHARACTERS
-from stoker.redaction import scrub
+from stoker.config.redaction import scrub
+from stoker.hosts.output import FAILURE_CHARACTERS
 
 
 def collect(hosts: dict[str, Path], run_dir: Path, given: Iterable[Path] = ()) -> list[str]:

@@ -11,11 +11,11 @@ from pathlib import Path
 from launcher.job import Job, examples_root
 from launcher.rehearsal import faults
 from launcher.rehearsal.shapes import shape_of
-from stoker.bootstrap.topology import Topology, TopologyError, resolve
+from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.machine import HOST_CPUS_VARIABLE
+from stoker.hosts.machine import HOST_CPUS_VARIABLE
+from stoker.hosts.topology import Topology, TopologyError, resolve
 from stoker.place import BACKEND_VARIABLE
-from stoker.schema import Config
 
 MAX_HOSTS = 100
 _NETWORK = "10.77.0"

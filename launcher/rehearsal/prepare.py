@@ -11,7 +11,7 @@ from launcher.rehearsal import plan as planning
 from launcher.rehearsal import toolkit
 
 if TYPE_CHECKING:
-    from launcher.backends.rehearsal import RehearsalRequest
+    from launcher.places.rehearsal import RehearsalRequest
 
 LINGER_S = 30.0
 """How long hosts may outlive the head before the rehearsal kills them and reports it."""

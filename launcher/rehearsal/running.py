@@ -17,7 +17,7 @@ from launcher.rehearsal import faults, isolation, outputs
 from launcher.rehearsal.display import Display
 
 if TYPE_CHECKING:
-    from launcher.backends.rehearsal import RehearsalRequest
+    from launcher.places.rehearsal import RehearsalRequest
 
 HELD_LINES = 20
 END_S = 60.0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from launcher.notebook import RunError, RunInterrupt, run
     from launcher.notebook_run import RunResult
+    from stoker.events.runs import runs_dataframe
     from stoker.loader.dataloader import DataLoader, replace_torch_loader
     from stoker.recipe import Recipe
     from stoker.session import checkpoint_dir, log
@@ -23,9 +24,10 @@ __all__ = [
     "log",
     "replace_torch_loader",
     "run",
+    "runs_dataframe",
 ]
 
-_LIES_IN = {
+_EXPORTS = {
     "DataLoader": "stoker.loader.dataloader",
     "Recipe": "stoker.recipe",
     **dict.fromkeys(("RunError", "RunInterrupt", "run"), "launcher.notebook"),
@@ -33,11 +35,12 @@ _LIES_IN = {
     "checkpoint_dir": "stoker.session",
     "log": "stoker.session",
     "replace_torch_loader": "stoker.loader.dataloader",
+    "runs_dataframe": "stoker.events.runs",
 }
 
 
 def __getattr__(name: str) -> Any:
     """Anywhere: import public names lazily, so that `import stoker` loads nothing else."""
-    if name not in _LIES_IN:
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LIES_IN[name]), name)
+    return getattr(importlib.import_module(_EXPORTS[name]), name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from stoker.config import Resolved
+from stoker.config.loading import Resolved
 from stoker.errors import Problems, UsageError, nearest
 from stoker.recipe import Recipe, Split
 from stoker.storage.filesystems import refuse_absent
@@ -107,7 +107,7 @@ class ImageClassification(Recipe):
 
     def read(self, split: Split) -> Any:
         from stoker.data import read_any, read_images
-        from stoker.data.sources.labels import alike
+        from stoker.read.labels import alike
 
         if self.labels is not None:
             given = self.model_fields_set
@@ -124,14 +124,8 @@ class ImageClassification(Recipe):
         return [self.image_column, self.label_column]
 
     def discover(self) -> dict[str, Any]:
-        from stoker.data.sources.arrow import is_text
-        from stoker.data.sources.labels import (
-            MOST_CLASSES,
-            column_types,
-            labels_of,
-            names_in,
-            refuse_absent_columns,
-        )
+        from stoker.read.arrow import is_text
+        from stoker.read.labels import MOST_CLASSES, column_types, labels_of, names_in, refuse_absent_columns
 
         source = self.read("train")
         if self.labels is not None:
@@ -195,7 +189,7 @@ class ImageClassification(Recipe):
     def preprocess(self, split: Split) -> list[Any]:
         from torchvision.transforms import v2
 
-        from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, Rename, ShrinkLarger
+        from stoker.chain.transforms import CheckLabel, DecodeImage, Rename, ShrinkLarger
 
         columns = {"image": self.image_column, "label": self.label_column}
         # Of a CSV file, the source has named them.

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from stoker.config import Resolved, describe
+from stoker.config.loading import Resolved, describe
+from stoker.config.schema import Config
+from stoker.config.values import expanded_data, has_text, is_path, typed
 from stoker.errors import UsageError, nearest, where_raised
-from stoker.schema import Config
-from stoker.values import expanded_data, has_text, is_path, typed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -48,7 +48,7 @@ class Recipe(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     own_loop: ClassVar[str] = ""
-    """A module whose `build` and `run_epochs` replace those of `stoker.training.loop`."""
+    """A module whose `build` and `run_epochs` replace those of `stoker.train.loop`."""
 
     pad: ClassVar[dict[str, Any]] = {}
     """Variable-length columns → the padding value up to the longest row of the batch, or
@@ -69,7 +69,7 @@ class Recipe(BaseModel):
         """Head: define the records of a split; nothing is read yet.
 
         Returns:
-            A `stoker.data.sources.base.Source` or a `ray.data.Dataset`; None if the split does not exist.
+            A `stoker.read.base.Source` or a `ray.data.Dataset`; None if the split does not exist.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what to read: define read()")
 
@@ -151,7 +151,7 @@ class Recipe(BaseModel):
         The default is top-1 accuracy as `acc1`, or for `multi_label` the micro-averaged F1 score as `f1`, for
         recipes that return both.
         """
-        from stoker.training.accuracy import F1, Accuracy
+        from stoker.accuracy import F1, Accuracy
 
         return {"f1": F1()} if several_labels(self) else {"acc1": Accuracy()}
 

@@ -14,7 +14,7 @@ import yaml
 from pages import DOCS, examples
 from typer.testing import CliRunner
 
-from launcher import backends
+from launcher import places as backends
 from launcher.submit import app
 
 SUBMIT = Path(__file__).resolve().parents[2] / "launcher" / "submit.py"

@@ -14,13 +14,13 @@ from typing import Any
 import boto3
 import pytest
 
-from launcher.backends import rehearsal
-from launcher.backends import sagemaker as backend
 from launcher.job import Job, open_job
+from launcher.places import rehearsal
+from launcher.places import sagemaker as backend
+from launcher.places.sagemaker import aws
+from launcher.places.sagemaker.upload import split_uri
 from launcher.rehearsal.running import RehearsalRun
-from launcher.sagemaker import aws
-from launcher.sagemaker.upload import split_uri
-from stoker.config import load
+from stoker.config.loading import load
 from tests.fakes.aws import REGION, ROLE, moto_server
 from tests.fakes.sagemaker_sdk import train_through_sdk
 from tests.summaries import EVERYWHERE, fields
@@ -35,7 +35,7 @@ if os.environ.get("STARTED_BY_SDK") is None:  # first as the container's entrypo
     os.environ["STARTED_BY_SDK"] = "1"
     drivers = "/opt/ml/input/data/sm_drivers/sm_train.sh"
     os.execv("/bin/bash", ["/bin/bash", drivers])  # the rehearsal's channels are read-only: no chmod
-from stoker.bootstrap.run import main
+from stoker.entry.main import main
 main()
 """
 

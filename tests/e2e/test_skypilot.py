@@ -15,7 +15,7 @@ import pytest
 import yaml
 from commands import DIGITS, ROOT
 
-from stoker.bootstrap.raynode import free_port
+from stoker.hosts.raynode import free_port
 from tests.fakes.ray_nodes import stop_all
 
 _, GPU, CPU = yaml.safe_load_all((ROOT / "docs/ray/sky.yaml").read_text())

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fakes.ray_nodes import started, stop_all
 
-from stoker.bootstrap.raynode import RAY, free_port
+from stoker.hosts.raynode import RAY, free_port
 
 HEAD_ID = "f" * 51 + "00000"
 """The head's node id for Ray's fake provider."""

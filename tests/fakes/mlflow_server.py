@@ -11,7 +11,7 @@ from typing import Any
 
 import requests
 
-from stoker.bootstrap.raynode import free_port
+from stoker.hosts.raynode import free_port
 
 START_S = 300.0
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from stoker.bootstrap import forks
-from stoker.bootstrap.raynode import MISSED_DEADLINE, RAY, STARTS, free_port
+from stoker.hosts import forks
+from stoker.hosts.raynode import MISSED_DEADLINE, RAY, STARTS, free_port
 
 LIBRARIES = forks.Imports((*(name for name in forks.TRAINING if not name.startswith("stoker")),), forks.LATER)
 """What workers find imported; Stoker itself comes with each job."""
@@ -44,7 +44,7 @@ class RayNodes:
         """One more node, the head with options of its own; its number."""
         index, self.started = self.started, self.started + 1
         # Workers of a cluster as users have it import everything anew: tests/fakes/autoscaled.py.
-        forked = f"from stoker.bootstrap.forks import use_forks; use_forks(); {RAY}"
+        forked = f"from stoker.hosts.forks import use_forks; use_forks(); {RAY}"
         command = [
             sys.executable, "-c", forked, "start", "--block",
             "--node-ip-address=127.0.0.1", f"--num-cpus={self.cpus}", "--num-gpus=0",

@@ -32,9 +32,9 @@ def train_through_sdk(overrides: list[str], environment: dict[str, str], root: P
     """Build `model_trainer(job)` and call its `train()`; the training job's name."""
     script = (
         "import sys, warnings; warnings.simplefilter('ignore')\n"
-        "from stoker.config import load\n"
+        "from stoker.config.loading import load\n"
         "from launcher.job import open_job\n"
-        "from launcher.backends.sagemaker import model_trainer\n"
+        "from launcher.places.sagemaker import model_trainer\n"
         "trainer = model_trainer(open_job(load(None, sys.argv[1:])))\n"
         "trainer.train(wait=False, logs=False)\n"
         "print('job:', trainer._latest_training_job.training_job_name)\n"

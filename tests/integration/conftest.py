@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import two_ranks
 
-from stoker.bootstrap.cluster import set_environment
+from stoker.hosts.cluster import set_environment
 from tests.fakes.ray_nodes import RayNodes, ray_nodes
 
 # Before any test module is imported: Ray reads its authentication mode when it is.

@@ -11,13 +11,14 @@ from typing import Any
 
 import yaml
 
-from stoker import checks, driver
-from stoker.bootstrap import forks, raynode
-from stoker.bootstrap.raynode import MISSED_DEADLINE, STARTS
-from stoker.config import load
+from stoker.config.loading import load
+from stoker.entry import driver
+from stoker.entry import job_checks as checks
 from stoker.errors import UsageError
+from stoker.events.summary import Summary
+from stoker.hosts import forks, raynode
+from stoker.hosts.raynode import MISSED_DEADLINE, STARTS
 from stoker.place import Place
-from stoker.tracking.summary import Summary
 
 
 @contextlib.contextmanager

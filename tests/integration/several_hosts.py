@@ -25,9 +25,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join([RECIPES, os.environ.get("PYTHONPATH"
 
 from streaming import Train  # noqa: E402
 
-from stoker.data.engine.shards import order_of  # noqa: E402
-from stoker.data.sources.base import cut_indices, record_id  # noqa: E402
-from stoker.schema import Config  # noqa: E402
+from stoker.config.schema import Config  # noqa: E402
+from stoker.read.base import cut_indices, record_id  # noqa: E402
+from stoker.serve.shards import order_of  # noqa: E402
 from tests.fakes.ray_nodes import RayNodes  # noqa: E402
 
 SEED = 3
@@ -119,8 +119,8 @@ def lost_server() -> dict[str, Any]:
     import ray
     import torch
 
-    from stoker.data.feed.feed import EpochFeed, PrefetchLimit
-    from stoker.data.transport.client import open_transport
+    from stoker.serve.blocks.client import open_transport
+    from stoker.train.feed import EpochFeed, PrefetchLimit
 
     # Little is fetched ahead, and much is left when the server is killed.
     kinds: dict[str, Any] = {"preprocess_on": ["cpu"], "prefetch_s": 0.001}

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.data.messages import ID_COLUMN, StepAssignment
-from stoker.data.opening import open_data, start_coordinator
-from stoker.data.preprocessing.blocks import columns_of
-from stoker.data.sources.base import ID_MODULUS
-from stoker.schema import Config
+from stoker.chain.blocks import columns_of
+from stoker.config.schema import Config
+from stoker.messages import ID_COLUMN, StepAssignment
+from stoker.read.base import ID_MODULUS
+from stoker.serve.opening import open_data, start_coordinator
 
 
 @dataclass

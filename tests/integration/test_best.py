@@ -11,9 +11,9 @@ import pytest
 from running import run_job
 from safetensors.torch import load_file
 
-from stoker.report.page import write_report
-from stoker.sizing.advice import verdict
-from stoker.tracking import runs_dataframe
+from stoker import runs_dataframe
+from stoker.events.advice import verdict
+from stoker.events.report.page import write_report
 
 STEPS = 4
 

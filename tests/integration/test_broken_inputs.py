@@ -13,7 +13,7 @@ from pyarrow import parquet
 from running import run_job
 from streaming import Train
 
-from stoker.schema import Config
+from stoker.config.schema import Config
 
 BUILT_IN = "ImageClassification"
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from streaming import Train
 
-from stoker.schema import Config
+from stoker.config.schema import Config
 
 
 def job(budget: float, **params: Any) -> Config:

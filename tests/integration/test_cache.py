@@ -11,8 +11,8 @@ from typing import Any
 from running import run_job
 from streaming import Train
 
-from stoker.data.preprocessing.blocks import columns_of
-from stoker.schema import Config
+from stoker.chain.blocks import columns_of
+from stoker.config.schema import Config
 
 
 def job(data: Path, **changes: Any) -> Config:

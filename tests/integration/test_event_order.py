@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stoker.training.worker import Worker
+from stoker.train.state import Worker
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 

@@ -14,15 +14,15 @@ from steps import EVERYTHING, Tiny, feed, run
 from torch import nn
 
 from stoker.checkpoints import format as checkpoint
-from stoker.checkpoints import train_state as snapshot
 from stoker.checkpoints.format import Content
-from stoker.checkpoints.train_state import Progress
-from stoker.schema import Config
+from stoker.config.schema import Config
 from stoker.storage.checkpoint_store import open_store
-from stoker.training import strategies
-from stoker.training.build import build
-from stoker.training.step import Step
-from stoker.training.worker import Worker
+from stoker.train import strategies
+from stoker.train import train_state as snapshot
+from stoker.train.build import build
+from stoker.train.state import Worker
+from stoker.train.step import Step
+from stoker.train.train_state import Progress
 
 CASES: dict[str, dict[str, Any]] = {
     "ddp fp32": {"strategy": "ddp"},

@@ -8,9 +8,9 @@ import pytest
 import torch
 from steps import feed, make, run
 
-from stoker.checkpoints.finite import check_state
-from stoker.checkpoints.train_state import Progress
-from stoker.training import strategies
+from stoker.train import strategies
+from stoker.train.finite import check_state
+from stoker.train.train_state import Progress
 
 
 def answer(rank: int, worker: Any, progress: Progress) -> str:

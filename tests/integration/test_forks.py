@@ -11,8 +11,8 @@ import pytest
 
 SCRIPT = """
 import os, sys
-from stoker.bootstrap import cluster, forks
-from stoker.schema import Config
+from stoker.hosts import cluster, forks
+from stoker.config.schema import Config
 
 servers = []
 
@@ -108,7 +108,7 @@ def count():
     raise SystemExit("counts GPUs")
 
 torch._C._cuda_getDeviceCount = count
-from stoker.bootstrap import forks
+from stoker.hosts import forks
 
 for name in (*forks.TRAINING, *forks.LATER):
     importlib.import_module(name)
@@ -139,8 +139,8 @@ def test_a_forked_worker_is_a_process_like_any_other(tmp_path: Path) -> None:
 def test_forking_can_be_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOKER_FORK_WORKERS", "0")
     started = run(
-        "from stoker.bootstrap import cluster\n"
-        "from stoker.schema import Config\n"
+        "from stoker.hosts import cluster\n"
+        "from stoker.config.schema import Config\n"
         "cluster.set_environment('0' * 32)\n"
         "with cluster.LocalCluster(Config(), lambda server: print('forks')):\n"
         "    pass\n",

@@ -11,9 +11,9 @@ import pytest
 from running import run_job
 from streaming import Train
 
-from stoker.data.engine.shards import order_of
-from stoker.data.sources.base import cut_indices, record_id
-from stoker.schema import Config
+from stoker.config.schema import Config
+from stoker.read.base import cut_indices, record_id
+from stoker.serve.shards import order_of
 
 RECORDS, SHARD, SEED = 120, 40, 3
 

@@ -168,10 +168,10 @@ def test_a_denied_delete_is_said_once_and_every_checkpoint_stays(s3: Policed) ->
 
 
 def test_the_launchers_policy_names_every_call_that_it_makes(s3: Policed, tmp_path: Path) -> None:
-    from launcher.backends import sagemaker
     from launcher.job import open_job
-    from launcher.sagemaker import aws
-    from stoker.config import load
+    from launcher.places import sagemaker
+    from launcher.places.sagemaker import aws
+    from stoker.config.loading import load
     from tests.fakes.aws import REGION, ROLE
 
     s3.statements = statements("launcher")

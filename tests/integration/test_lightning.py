@@ -10,7 +10,7 @@ import pytest
 from running import Outcome, run_job
 from test_stop_in_validation import when
 
-from stoker import driver
+from stoker.entry import driver
 
 pytest.importorskip("lightning")
 
@@ -23,7 +23,7 @@ def lit_job(
         folder,
         *overrides,
         run_dir=run_dir,
-        recipe="stoker.integrations.lightning:LightningRecipe",
+        recipe="stoker.train.lightning_recipe:LightningRecipe",
         params={
             "data": str(digits / "webdataset"),
             "num_classes": 10,

@@ -16,11 +16,11 @@ import yaml
 from running import run_job
 
 from launcher.replay import replay
-from stoker.schema import MlflowConfig
+from stoker.config.schema import MlflowConfig
+from stoker.events import mlflow_sender
+from stoker.events.mlflow_sender import MlflowSender
+from stoker.events.summary import Metrics, Summary
 from stoker.storage.checkpoint_store import Store, open_store
-from stoker.tracking import mlflow_sender
-from stoker.tracking.mlflow_sender import MlflowSender
-from stoker.tracking.summary import Metrics, Summary
 from tests.fakes.aws import moto_server
 from tests.fakes.mlflow_server import MlflowServer, latest, pairs
 

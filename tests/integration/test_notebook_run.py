@@ -25,8 +25,8 @@ import stoker
 from launcher import databricks
 from launcher.notebook import plan
 from launcher.notebook_run import submit
-from stoker.bootstrap.raynode import free_port
 from stoker.errors import UsageError
+from stoker.hosts.raynode import free_port
 from tests.fakes.mlflow_server import MlflowServer, latest, pairs
 from tests.fakes.ray_nodes import RayNodes
 from tests.summaries import EVERYWHERE, fields

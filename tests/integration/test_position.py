@@ -13,8 +13,8 @@ import pytest
 from streaming import Train
 
 from benchmarks.storm.hosts import anonymous_mb
+from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.schema import Config
 
 RECORDS, BAD = 523, (5, 77, 300)
 

@@ -9,8 +9,8 @@ import numpy as np
 from lengths import values
 from streaming import Train
 
-from stoker.data.transport.client import Transport
-from stoker.schema import Config
+from stoker.config.schema import Config
+from stoker.serve.blocks.client import Transport
 
 
 def job() -> Config:

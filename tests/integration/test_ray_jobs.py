@@ -15,13 +15,14 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
-from launcher import ray_jobs, runs
-from launcher.backends import attach
-from launcher.backends import ray as ray_backend
+from launcher import runs
 from launcher.job import Job, open_job
-from stoker.bootstrap.raynode import free_port
-from stoker.config import load
+from launcher.places import attach
+from launcher.places import ray as ray_backend
+from launcher.places.ray import jobs as ray_jobs
+from stoker.config.loading import load
 from stoker.errors import UsageError
+from stoker.hosts.raynode import free_port
 from tests.fakes.ray_nodes import RayNodes
 from tests.summaries import EVERYWHERE, fields
 

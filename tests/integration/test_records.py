@@ -12,9 +12,9 @@ from rebuilding import rebuilt_as_recorded
 from running import Outcome, run_job
 from streaming import Train
 
-from stoker.schema import Config
-from stoker.tracking.console import books_text
-from stoker.tracking.summary import Summary
+from stoker.config.schema import Config
+from stoker.events.console import books_text
+from stoker.events.summary import Summary
 
 
 def ids(outcome: Outcome, split: str, epoch: int) -> Counter[str]:

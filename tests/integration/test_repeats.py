@@ -11,7 +11,7 @@ from rebuilding import rebuilt_as_recorded
 from running import run_job
 from streaming import Train
 
-from stoker.schema import Config
+from stoker.config.schema import Config
 
 
 def job(order: str, block_records: int = 32) -> Config:

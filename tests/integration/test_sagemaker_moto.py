@@ -16,10 +16,10 @@ from botocore.client import BaseClient
 from botocore.stub import Stubber
 
 from launcher import runs
-from launcher.backends import sagemaker as backend
 from launcher.job import Job, open_job
-from launcher.sagemaker import aws, run
-from stoker.config import load
+from launcher.places import sagemaker as backend
+from launcher.places.sagemaker import aws, run
+from stoker.config.loading import load
 from stoker.errors import UsageError
 from tests.fakes.aws import REGION, ROLE, moto_server
 
@@ -98,7 +98,7 @@ def test_what_is_submitted_is_what_was_planned(tmp_path: Path) -> None:
 
     code = f"stoker/{request.name}/code/"
     names = {key.removeprefix(code) for key in keys_below(code)}
-    assert {"train.py", "job.yaml", "requirements.txt", ".ray-token", "stoker/config.py"} <= names
+    assert {"train.py", "job.yaml", "requirements.txt", ".ray-token", "stoker/config/loading.py"} <= names
     assert not any("__pycache__" in name for name in names)
     text = boto3.client("s3").get_object(Bucket=BUCKET, Key=f"{code}job.yaml")["Body"].read().decode()
     assert "data: /opt/ml/input/data/data" in text

@@ -13,10 +13,10 @@ from typing import Any
 import boto3
 import pytest
 
-from launcher.backends import sagemaker as backend
 from launcher.job import open_job
-from launcher.sagemaker import aws
-from stoker.config import load
+from launcher.places import sagemaker as backend
+from launcher.places.sagemaker import aws
+from stoker.config.loading import load
 from stoker.errors import UsageError
 from tests.fakes.aws import REGION, ROLE, moto_server
 from tests.fakes.sagemaker_sdk import train_through_sdk
@@ -125,7 +125,7 @@ def test_both_ask_for_the_same_job(overrides: list[str], environment: dict[str, 
     prefix = source.removeprefix(f"s3://{BUCKET}/")
     listed = boto3.session.Session().client("s3").list_objects_v2(Bucket=BUCKET, Prefix=prefix)
     names = {entry["Key"].removeprefix(prefix).lstrip("/") for entry in listed["Contents"]}
-    assert {"train.py", "job.yaml", ".ray-token", "stoker/config.py"} <= names
+    assert {"train.py", "job.yaml", ".ray-token", "stoker/config/loading.py"} <= names
     assert "token" not in json.dumps(theirs, default=str).lower()
 
 

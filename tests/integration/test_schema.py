@@ -11,11 +11,11 @@ from pyarrow import parquet
 from running import run_job
 from streaming import Train
 
-from stoker.config import Resolved
-from stoker.data.opening import discover, open_data
-from stoker.data.transport.client import Transport
+from stoker.config.loading import Resolved
+from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.schema import Config
+from stoker.serve.blocks.client import Transport
+from stoker.serve.opening import discover, open_data
 
 
 def config(recipe: str, **changes: Any) -> Config:
@@ -93,7 +93,7 @@ def test_records_that_lack_a_column_are_quarantined_by_every_task(ray_cluster: N
 def test_a_first_record_that_ends_its_process_does_not_end_the_head(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.data.preprocessing.probing.PROBE_S", 300.0)
+    monkeypatch.setattr("stoker.chain.probing.PROBE_S", 300.0)
     data = open_data(config("holes:FirstKills"))
     assert data.chains["train"].schemas == ()
     assert [sorted(schema.columns) for schema in data.chains["val"].schemas] == [["__id", "x0", "x1", "y"]]

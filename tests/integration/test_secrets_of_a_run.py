@@ -12,8 +12,8 @@ import pytest
 import torch
 from running import Outcome, run_job
 
-from stoker import redaction
 from stoker.checkpoints import format as checkpoint
+from stoker.config import redaction
 from stoker.storage.checkpoint_store import MANIFEST, sha256
 
 TOKEN, PASSWORD, TAG, VARIABLE = "tok-4f9a1c77", "Corr3ct horse", "tag-secret-81", "env-secret-52"

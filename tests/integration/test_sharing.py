@@ -9,9 +9,9 @@ import pytest
 from running import run_job
 from streaming import Train
 
-from stoker.data.preprocessing.blocks import columns_of
+from stoker.chain.blocks import columns_of
+from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.schema import Config
 
 EPOCHS = 2
 

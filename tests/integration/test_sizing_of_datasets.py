@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from worked import Busy, work
 
+from launcher.advise.size import dataset as sizing
 from stoker.errors import UsageError
-from stoker.sizing import dataset as sizing
 
 
 class BusyActor:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from stoker.data.engine import statistics
-from stoker.data.engine.ray_internals import Execution
+from stoker.serve import statistics
+from stoker.serve.ray_internals import Execution
 
 ROWS, TASKS = 60, 3
 

@@ -13,7 +13,7 @@ import texts
 import torch
 from steps import EVERYTHING, assert_same, feed, make, run
 
-from stoker.training import strategies
+from stoker.train import strategies
 
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},

@@ -14,8 +14,8 @@ import torch
 from running import run_job
 from safetensors.torch import load_file
 
-from stoker import driver
 from stoker.checkpoints import format as checkpoint
+from stoker.entry import driver
 from stoker.storage.checkpoint_store import open_store
 
 RECORDS, VALIDATED = 48, 200

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from stoker.training import strategies
+from stoker.train import strategies
 
 STEPS = 3
 OPTIMIZERS = {"momentum": {"momentum": 0.0}, "sgd": {"momentum": 0.9}, "adamw": {}, "madgrad": {}}

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from launcher import commands
-from launcher.backends import attach
-from launcher.backends import vertex as backend
 from launcher.job import Job, open_job
-from launcher.vertex import client
-from launcher.vertex.run import VertexRun
-from stoker.config import load
+from launcher.places import attach
+from launcher.places import vertex as backend
+from launcher.places.vertex import client
+from launcher.places.vertex.run import VertexRun
+from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.storage.filesystems import filesystem_of, list_files
 
@@ -94,7 +94,7 @@ def test_the_job_is_created_after_its_code_and_data(service: JobService, tmp_pat
     mounted = f"/gcs/{base.removeprefix('gs://')}/code.tar.gz"
     assert f"python -m tarfile -e {mounted} /tmp/stoker-code && cd /tmp/stoker-code && exec python" in command
     with tarfile.open(download(f"{base}/code.tar.gz", tmp_path)) as tar:
-        assert {"train.py", "job.yaml", "stoker/driver.py", ".ray-token"} <= set(tar.getnames())
+        assert {"train.py", "job.yaml", "stoker/entry/driver.py", ".ray-token"} <= set(tar.getnames())
         staged = tar.extractfile("job.yaml")
         assert staged is not None
         assert f"data: /gcs/{BUCKET}/stoker/data/" in staged.read().decode()

@@ -10,7 +10,7 @@ import numpy as np
 from rows import Counting, Regression
 
 from stoker.data import Record, RecordTransform
-from stoker.tracking.sinks import Sink
+from stoker.events.sinks import Sink
 
 
 class Connects(Counting):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.tracking.sinks import Sink
+from stoker.events.sinks import Sink
 
 
 class Broken(Sink):

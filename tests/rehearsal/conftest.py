@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from rehearsals import CHEAP, Rehearse, Rehearsed, StandInJob, new_name, processes_left
 
-from launcher.backends import rehearsal
+from launcher.places import rehearsal
 from launcher.rehearsal.running import RehearsalRun
-from stoker.config import load
+from stoker.config.loading import load
 
 
 @pytest.fixture(scope="session")

@@ -49,9 +49,9 @@ class StandInJob(Job):
 
     def stage(self, folder: Path, data_at: dict[str, str] | None = None) -> None:
         super().stage(folder, data_at)
-        for name in ("driver.py", "checks.py"):
-            shutil.copy2(HERE / "standin.py", folder / "stoker" / name)
-        with (folder / "stoker/bootstrap/forks/__init__.py").open("a") as forks:
+        for name in ("driver.py", "job_checks.py"):
+            shutil.copy2(HERE / "standin.py", folder / "stoker/entry" / name)
+        with (folder / "stoker/hosts/forks/__init__.py").open("a") as forks:
             forks.write(RAY_ALONE)
 
 

@@ -1,7 +1,7 @@
 """A driver to stand in for the real one: it runs Ray tasks on every host and can be told to fail.
 
-It replaces `stoker/driver.py` and `stoker/checks.py` in the staged copy only; hosts, Ray and the bootstrap
-are real.
+It replaces `stoker/entry/driver.py` and `stoker/entry/job_checks.py` in the staged copy only; hosts, Ray
+and the bootstrap are real.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ def test_ctrl_c_commits_a_checkpoint_and_leaves_nothing(tmp_path: Path) -> None:
     """The command as a user types it, with SIGINT as a terminal sends it: SIGTERM for every host."""
     script = (
         "import sys; sys.path.insert(0, 'tests/rehearsal');"
-        "from rehearsals import StandInJob; from launcher.backends import rehearsal;"
-        "from stoker.config import load;"
+        "from rehearsals import StandInJob; from launcher.places import rehearsal;"
+        "from stoker.config.loading import load;"
         "job = StandInJob(load(None, sys.argv[1:]), None, {});"
         "sys.exit(rehearsal.submit(rehearsal.plan(job)).wait())"
     )
@@ -113,8 +113,8 @@ def test_a_killed_launcher_takes_its_hosts_along(tmp_path: Path) -> None:
     """Even SIGKILL to the launcher leaves no host behind: their world ends with its pipe."""
     script = (
         "import sys; sys.path.insert(0, 'tests/rehearsal');"
-        "from rehearsals import StandInJob, CHEAP; from launcher.backends import rehearsal;"
-        "from stoker.config import load;"
+        "from rehearsals import StandInJob, CHEAP; from launcher.places import rehearsal;"
+        "from stoker.config.loading import load;"
         "job = StandInJob(load(None, [*CHEAP, *sys.argv[1:]]), None, {});"
         "rehearsal.submit(rehearsal.plan(job)).wait()"
     )

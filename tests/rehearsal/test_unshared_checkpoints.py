@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rehearsals import CHEAP, new_name
 
-from launcher.backends import rehearsal
 from launcher.job import Job
-from stoker.config import load
+from launcher.places import rehearsal
+from stoker.config.loading import load
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 

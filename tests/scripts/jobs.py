@@ -11,7 +11,7 @@ import secrets
 import sys
 from pathlib import Path
 
-from stoker.bootstrap.cluster import set_environment
+from stoker.hosts.cluster import set_environment
 
 set_environment(secrets.token_hex(32))  # before Ray is imported
 

@@ -18,15 +18,15 @@ import torch
 from rows import Counting
 
 from stoker.checkpoints import format as checkpoint
-from stoker.checkpoints.manager import CheckpointManager
-from stoker.data.feed.step_timer import StepTimes
+from stoker.config.schema import Config
 from stoker.recipe import class_names_of
-from stoker.schema import Config
 from stoker.storage.checkpoint_store import open_store
-from stoker.training import loop
-from stoker.training.build import build
-from stoker.training.starting import nothing_left
-from stoker.training.worker import Worker
+from stoker.train import loop
+from stoker.train.build import build
+from stoker.train.manager import CheckpointManager
+from stoker.train.starting import nothing_left
+from stoker.train.state import Worker
+from stoker.train.step_timer import StepTimes
 
 Tensors = dict[str, Any]
 

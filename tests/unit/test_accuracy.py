@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchmetrics.classification import MulticlassAccuracy
 
-from stoker.training.accuracy import Accuracy
+from stoker.accuracy import Accuracy
 
 pytestmark = pytest.mark.long  # torchmetrics takes seconds to import
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.sizing.advice import Verdict, verdict
-from stoker.tracking.summary import Summary
+from stoker.events.advice import Verdict, verdict
+from stoker.events.summary import Summary
 
 GPU_HOST = {"host": "algo-1", "group": "gpu", "cpus": 3, "gpus": 1, "ip": "10.0.0.1", "type": "ml.g5.xlarge"}
 BLURS = [{"stage": f"blur {i}", "cpu_ms_per_sample": 4.0, "bytes_out": 150_528} for i in range(1, 6)]

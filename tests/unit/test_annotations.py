@@ -11,11 +11,12 @@ import torch
 from inprocess import no_ray_data
 from spoilt import JPG, PNG
 
-from stoker import checks, driver
-from stoker.config import Resolved, load
+from stoker.config.loading import Resolved, load
+from stoker.config.schema import Config
+from stoker.entry import driver
+from stoker.entry import job_checks as checks
 from stoker.errors import UsageError
 from stoker.image_classification import ImageClassification
-from stoker.schema import Config
 
 __all__ = ["no_ray_data"]
 

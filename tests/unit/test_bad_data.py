@@ -41,11 +41,11 @@ from spoilt import (
     written,
 )
 
-from stoker import driver
-from stoker.bootstrap import run as bootstrap
-from stoker.config import Resolved
+from stoker.config.loading import Resolved
+from stoker.config.schema import Config
+from stoker.entry import driver
+from stoker.entry import main as bootstrap
 from stoker.errors import UsageError
-from stoker.schema import Config
 from stoker.storage.filesystems import list_files
 
 HEIC = b"\0\0\0\x18ftypheic"

@@ -15,8 +15,8 @@ from PIL import Image
 from benchmarks import end_to_end, epoch_gap, gpu
 from benchmarks.jobs import RECIPES
 from benchmarks.loaders.work import Consumer, files_of, longest_gap, pillow, rate, write_folder
+from stoker.config.schema import Config
 from stoker.recipe import load_recipe
-from stoker.schema import Config
 
 pytestmark = pytest.mark.unit
 
@@ -100,9 +100,9 @@ def test_training_on_a_gpu_says_that_there_is_none(
 @pytest.mark.parametrize("kind", ["JPEG", "synthetic"])
 @pytest.mark.long
 def test_both_kinds_of_data_train_the_same_model(tmp_path: Path, kind: str) -> None:
-    from stoker.data.feed.feed import as_tensors
-    from stoker.data.preprocessing.chain import Chain
-    from stoker.data.preprocessing.entries import as_stages
+    from stoker.chain.chain import Chain
+    from stoker.chain.entries import as_stages
+    from stoker.train.feed import as_tensors
 
     write_folder(tmp_path / "data", [jpeg(9)], total=8)
     size = gpu.Size(records=8, batch=4, precision="fp32", image=32)

@@ -11,7 +11,7 @@ import ray
 from whole_way import OtherHost, Store, Way
 
 from benchmarks import shapes
-from stoker.data.opening import pads_of
+from stoker.serve.opening import pads_of
 
 
 @pytest.fixture

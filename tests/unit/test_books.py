@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from stoker.data.coordinator.accounting import EpochAccount
-from stoker.data.messages import BadRecord, BlockReport
-from stoker.data.sources.base import record_id
 from stoker.errors import DataError
+from stoker.messages import BadRecord, BlockReport
+from stoker.read.base import record_id
+from stoker.serve.accounting import EpochAccount
 
 
 def books_of(keys: list[str], bad: list[str] | None = None) -> EpochAccount:

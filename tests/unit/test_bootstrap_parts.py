@@ -18,16 +18,17 @@ from unittest import mock
 
 import pytest
 
-from stoker import machine
-from stoker.bootstrap import arrivals, cluster, raynode, requirements, roles, run
-from stoker.bootstrap.cluster import read_token, set_environment
-from stoker.bootstrap.lifeline import Ended, Lifeline, LifelineServer
-from stoker.bootstrap.logs import PrefixedStream, write_failure
-from stoker.bootstrap.raynode import MISSED_DEADLINE, STARTS, ClusterError, RayNode, probe_port, size_store
-from stoker.bootstrap.services import sagemaker
-from stoker.bootstrap.topology import resolve
-from stoker.config import load
+from stoker.config.loading import load
+from stoker.entry import main as run
+from stoker.entry import roles
 from stoker.errors import ScriptError
+from stoker.hosts import arrivals, cluster, machine, raynode, requirements
+from stoker.hosts.cluster import read_token, set_environment
+from stoker.hosts.lifeline import Ended, Lifeline, LifelineServer
+from stoker.hosts.output import PrefixedStream, write_failure
+from stoker.hosts.raynode import MISSED_DEADLINE, STARTS, ClusterError, RayNode, probe_port, size_store
+from stoker.hosts.services import sagemaker
+from stoker.hosts.topology import resolve
 
 TOKEN = "0" * 64
 TWO_HOSTS = resolve({"current_host": "algo-2", "hosts": ["algo-1", "algo-2"]})
@@ -94,7 +95,7 @@ def test_a_wheel_beside_the_code_is_installed_without_a_network(tmp_path: Path) 
 def test_entering_loads_only_the_standard_library() -> None:
     """What requirements.txt would install cannot be imported before it is installed."""
     code = (
-        "import sys; before = set(sys.modules); import stoker.bootstrap.run, stoker.bootstrap.requirements;"
+        "import sys; before = set(sys.modules); import stoker.entry.main, stoker.hosts.requirements;"
         "tops = {m.split('.')[0] for m in set(sys.modules) - before};"
         "print(sorted(tops - set(sys.stdlib_module_names) - {'stoker'}))"
     )
@@ -143,7 +144,7 @@ def test_the_lifeline_refuses_a_wrong_token_and_a_silent_head(monkeypatch: pytes
         Lifeline("127.0.0.1", port_of(server), "algo-2", "1" * 64)
     assert server.connected() == set()
     server.end(0)
-    monkeypatch.setattr("stoker.bootstrap.lifeline.HELLO_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("stoker.hosts.lifeline.HELLO_TIMEOUT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(OSError):
         Lifeline("127.0.0.1", other.getsockname()[1], "algo-2", TOKEN, timeout_s=1)
 
@@ -156,7 +157,7 @@ def test_no_process_of_a_cluster_unpickles_what_data_files_bring_along() -> None
 
 def test_a_killed_head_ends_the_lifeline_at_once() -> None:
     code = (
-        "import sys, time; from stoker.bootstrap.lifeline import LifelineServer;"
+        "import sys, time; from stoker.hosts.lifeline import LifelineServer;"
         f"s = LifelineServer('127.0.0.1', 0, '{TOKEN}'); s.ready();"
         "print(s._socket.getsockname()[1], flush=True); time.sleep(600)"
     )
@@ -217,7 +218,7 @@ def test_a_missing_or_short_token_is_refused(tmp_path: Path) -> None:
 
 def test_ray_takes_this_jobs_token_and_no_other_whatever_the_environment_says() -> None:
     code = (
-        "from stoker.bootstrap.cluster import set_environment; set_environment('a' * 64);"
+        "from stoker.hosts.cluster import set_environment; set_environment('a' * 64);"
         "from ray._private.authentication.authentication_utils import validate_request_token as takes;"
         "print(takes('Bearer ' + 'a' * 64), takes('Bearer ' + 'b' * 64))"
     )
@@ -323,11 +324,11 @@ def test_however_the_driver_fails_the_outcome_says_why(
     """The rehearsals' stand-in driver, of which nothing but its end is wanted here."""
     driver = tmp_path / "driver.py"
     shutil.copy(Path(__file__).parents[1] / "rehearsal/standin.py", driver)
-    spec = importlib.util.spec_from_file_location("stoker.driver", driver)
+    spec = importlib.util.spec_from_file_location("stoker.entry.driver", driver)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setitem(sys.modules, "stoker.driver", module)
+    monkeypatch.setitem(sys.modules, "stoker.entry.driver", module)
     place = roles.place_of(sagemaker.SERVICE, TWO_HOSTS, 1.0)
     outcome = roles.drive(load(None, [f"params.behaviour={behaviour}"]), place, roles.Stop())
     assert outcome.code == code
@@ -356,7 +357,7 @@ def test_a_host_that_is_paid_for_its_gpu_does_not_train_on_its_cpus(
 def test_a_train_worker_whose_pytorch_cannot_use_its_gpu_fails(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stoker.training import rendezvous
+    from stoker.train import rendezvous
 
     class Group:
         """Ray Train's group of one train worker, in this process."""

@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from stoker.data.messages import HWC_SUFFIX, ID_COLUMN, BadRecord, Record
-from stoker.data.preprocessing.chain import Chain, ChainError
-from stoker.data.preprocessing.entries import as_stages
-from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, RecordTransform, decode_image
-from stoker.data.sources.base import record_id
+from stoker.chain.chain import Chain, ChainError
+from stoker.chain.entries import as_stages
+from stoker.chain.transforms import CheckLabel, DecodeImage, RecordTransform, decode_image
 from stoker.errors import UsageError
+from stoker.messages import HWC_SUFFIX, ID_COLUMN, BadRecord, Record
+from stoker.read.base import record_id
 
 IMAGE = "image" + HWC_SUFFIX
 

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from stoker.costs.prices import price_list
-from stoker.errors import UsageError
-from stoker.integrations.check import fetching as fetching_module
-from stoker.integrations.check.gpu_clock import GpuClock
-from stoker.integrations.check.timeline import (
+from launcher.advise.check import fetching as fetching_module
+from launcher.advise.check.gpu_clock import GpuClock
+from launcher.advise.check.help import help_here
+from launcher.advise.check.timeline import (
     Loader,
     Share,
     Take,
@@ -26,11 +25,12 @@ from stoker.integrations.check.timeline import (
     training,
     waiting,
 )
-from stoker.integrations.check.watch import Watch, about
-from stoker.sizing.advice_table import advise
-from stoker.sizing.candidates import Wanted
-from stoker.sizing.script import Checked, Fetched, checked, fetched_of, headline, measured
-from stoker.sizing.script_help import help_here
+from launcher.advise.check.verdict import Checked, Fetched, checked, fetched_of, headline, measured
+from launcher.advise.check.watch import Watch, about
+from launcher.advise.size.advice_table import advise
+from launcher.advise.size.candidates import Wanted
+from stoker.errors import UsageError
+from stoker.events.prices import price_list
 
 TRAINS = Loader("train.py:9", "Images", 8, 0, 0, False, 100, batches=60, trained=60, optimizer_steps=60)
 HOSTS = Wanted(("ml.g5.xlarge",), ("ml.c5.xlarge", "ml.c5.2xlarge"))

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from stoker.checkpoints import format as checkpoint
-from stoker.checkpoints import train_state as snapshot
 from stoker.checkpoints.format import Content, Retention
 from stoker.checkpoints.writer import Writer
-from stoker.data.feed.feed import EpochFeed, Loaded, PrefetchLimit
-from stoker.data.feed.step_timer import Stamps
-from stoker.data.messages import StepAssignment
+from stoker.messages import StepAssignment
 from stoker.storage.checkpoint_store import MANIFEST, Store, open_store, verify
 from stoker.storage.filesystems import takes_whole_files
+from stoker.train import train_state as snapshot
+from stoker.train.feed import EpochFeed, Loaded, PrefetchLimit
+from stoker.train.step_timer import Stamps
 
 
 def save(store: Store, step: int, value: float | None = None, **meta: Any) -> checkpoint.Checkpoint:

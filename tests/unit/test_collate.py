@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from stoker.data.feed.device import on_tensors
-from stoker.data.feed.feed import as_tensors
-from stoker.data.messages import BlockSlice
-from stoker.data.opening import open_data
-from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.collating import all_of, collated, seed_of
-from stoker.data.transport.batches import as_batch
-from stoker.data.transport.collator import Hosts
+from stoker.chain.chain import Chain
+from stoker.chain.collating import all_of, collated, seed_of
+from stoker.config.schema import Config
 from stoker.errors import SchemaError, UsageError
-from stoker.schema import Config
+from stoker.messages import BlockSlice
+from stoker.serve.blocks.batches import as_batch
+from stoker.serve.blocks.collator import Hosts
+from stoker.serve.opening import open_data
+from stoker.train.device import on_tensors
+from stoker.train.feed import as_tensors
 
 RECORDS = [
     {

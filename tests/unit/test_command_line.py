@@ -15,12 +15,12 @@ from PIL import Image
 
 import stoker
 from launcher.job import open_job
+from launcher.places.slurm.run import SlurmRun
 from launcher.rehearsal.display import results
-from launcher.slurm.run import SlurmRun
-from stoker.config import load
+from stoker.config.loading import load
+from stoker.events import console
+from stoker.events.summary import Summary
 from stoker.place import TOKEN_FILE
-from stoker.tracking import console
-from stoker.tracking.summary import Summary
 from tests.command_line import type_command
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from launcher.compare import metric_columns
+from launcher.advise.comparing import metric_columns
 from launcher.submit import app
-from stoker.config import load, resolved_yaml
+from stoker import runs_dataframe
+from stoker.config.loading import load, resolved_yaml
 from stoker.errors import UsageError
-from stoker.tracking import runs_dataframe
-from stoker.tracking.summary import Cluster, Host, Metrics, Speed, Summary
+from stoker.events.summary import Cluster, Host, Metrics, Speed, Summary
 
 
 def make_run(folder: Path, name: str, acc1: float | None, *overrides: str, cost: Any = None) -> Path:

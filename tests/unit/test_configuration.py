@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from stoker.config import hyperparameter_overrides, load, resolved_yaml, schema_rows
+from stoker.config.loading import hyperparameter_overrides, load, resolved_yaml, schema_rows
+from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.schema import Config
 
 
 def test_the_command_line_wins_over_the_file_and_origins_are_kept(tmp_path: Path) -> None:

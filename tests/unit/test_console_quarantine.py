@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from stoker.report.panels import of_run
-from stoker.report.reading import read_run
-from stoker.tracking.console import PlainConsole, closing_rows
-from stoker.tracking.summary import Records, Summary
+from stoker.events.console import PlainConsole, closing_rows
+from stoker.events.report.panels import of_run
+from stoker.events.report.reading import read_run
+from stoker.events.summary import Records, Summary
 
 pytestmark = pytest.mark.unit
 

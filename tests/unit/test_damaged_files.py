@@ -23,12 +23,12 @@ from damage import DAMAGES, SEED, Damage, damages, keys, records, tar_of, write_
 from PIL import Image
 from pyarrow import parquet
 
+from stoker.chain.chain import Chain, ChainError
+from stoker.chain.entries import as_stages
+from stoker.chain.transforms import DecodeImage
 from stoker.data import read_images
-from stoker.data.messages import HWC_SUFFIX, KEY_COLUMN, BadRecord
-from stoker.data.preprocessing.chain import Chain, ChainError
-from stoker.data.preprocessing.entries import as_stages
-from stoker.data.preprocessing.transforms import DecodeImage
 from stoker.errors import UsageError
+from stoker.messages import HWC_SUFFIX, KEY_COLUMN, BadRecord
 
 pytestmark = pytest.mark.long
 

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from launcher.submit import app
-from stoker.bootstrap.cluster import write_token
-from stoker.config import load
+from stoker.config.extras import refuse_missing
+from stoker.config.loading import load
 from stoker.errors import UsageError
-from stoker.extras import refuse_missing
+from stoker.hosts.cluster import write_token
 
 DIGITS = str(Path(__file__).resolve().parents[2] / "source_dir/configs/digits.yaml")
 

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from launcher import doctor
-from launcher.sagemaker import aws, quotas
-from stoker.config import load
+from launcher.places.sagemaker import aws, quotas
+from stoker.config.loading import load
 from tests.command_line import type_command
 from tests.fakes.aws import moto_server, service_quotas
 
@@ -79,7 +79,7 @@ def test_torchvision_of_another_torch() -> None:
         found = only(doctor.torch(CONFIG))
     assert (found.mark, found.remedy[:35]) == ("FAIL", "torchvision needs torch==1.0.0; ins")
     versions = {"torch": "2.15.0+cu130", "torchvision": "0.30.0+cpu"}
-    with mock.patch("stoker.bootstrap.requirements.image_pins", return_value=versions):
+    with mock.patch("stoker.hosts.requirements.image_pins", return_value=versions):
         found = only(doctor.torch(CONFIG))
     assert (found.mark, found.remedy[:10]) == ("FAIL", "two builds")
 

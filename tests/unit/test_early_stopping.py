@@ -7,9 +7,9 @@ import math
 import pytest
 from rows import Counting
 
-from stoker.config import load
+from stoker.config.loading import load
 from stoker.errors import UsageError
-from stoker.training.stopping import EarlyStopping, check_monitors
+from stoker.train.stopping import EarlyStopping, check_monitors
 
 
 def stops_after(values: list[float], **limits: object) -> int | None:

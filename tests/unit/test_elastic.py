@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from stoker.data.coordinator.accounting import ChainCosts
-from stoker.data.coordinator.elastic import EXPIRES_S, RENEW_S, Elastic, Scaled
-from stoker.data.engine.pool import ChainHost, Pool
-from stoker.schema_places import CpuHostsConfig
+from stoker.config.places import CpuHostsConfig
+from stoker.serve.accounting import ChainCosts
+from stoker.serve.elastic import EXPIRES_S, RENEW_S, Elastic, Scaled
+from stoker.serve.pool import ChainHost, Pool
 from stoker.sizing.scaler import Decision
 
 GPU = ChainHost("g", 2, trains=True, name="gpu-1")

@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from launcher.job import open_job
-from stoker.config import load
+from stoker.config.extras import ONNX, refuse_missing, requirement_lines
+from stoker.config.loading import load
 from stoker.errors import UsageError
-from stoker.extras import ONNX, refuse_missing, requirement_lines
 from stoker.image_classification import normalize
 from stoker.recipe import Recipe
-from stoker.training.export import keep_example, wanted, write_forms
-from stoker.training.export_formats import FILES, Example
-from stoker.training.worker import Worker
+from stoker.train.export import keep_example, wanted, write_forms
+from stoker.train.export_formats import FILES, Example
+from stoker.train.state import Worker
 
 pytestmark = pytest.mark.long
 

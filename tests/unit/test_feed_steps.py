@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from stoker.data.feed.feed import Prefetcher, PrefetchLimit
-from stoker.data.feed.step_timer import StepTimes
 from stoker.errors import DataError
+from stoker.train.feed import Prefetcher, PrefetchLimit
+from stoker.train.step_timer import StepTimes
 
 
 class Answering(Prefetcher):

@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from stoker.data import read_images, read_torch
-from stoker.data.messages import BadRecord
-from stoker.data.sources import images, rereading
+from stoker.messages import BadRecord
+from stoker.read import images, rereading
 
 
 class Flaky:

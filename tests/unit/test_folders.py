@@ -17,7 +17,7 @@ from spoilt import JPG, PHOTO, PNG, both, encoded, images, table, written
 
 from launcher.job import open_job
 from stoker import figures
-from stoker.config import load
+from stoker.config.loading import load
 from stoker.data import DecodeImage, read_any, read_images
 from stoker.errors import UsageError
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from stoker.data import read_any
-from stoker.data.messages import BadRecord
 from stoker.errors import UsageError
+from stoker.messages import BadRecord
 from stoker.storage.checkpoint_store import open_store, verify, write_manifest
 from stoker.storage.filesystems import child_folders, common_folder, filesystem_of, list_files
 

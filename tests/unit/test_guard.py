@@ -12,15 +12,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stoker.chain.chain import Chain
+from stoker.chain.entries import as_stages
+from stoker.chain.transforms import RecordTransform
 from stoker.data import read_torch
-from stoker.data.engine.shards import Loaded, blocks_of
-from stoker.data.engine.suspects import Suspects
-from stoker.data.engine.witness import Guard
-from stoker.data.messages import BadRecord, BlockReport, EpochPlan, Record, Shard, Work
-from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.entries import as_stages
-from stoker.data.preprocessing.transforms import RecordTransform
-from stoker.data.sources.base import Source, record_id
+from stoker.messages import BadRecord, BlockReport, EpochPlan, Record, Shard, Work
+from stoker.read.base import Source, record_id
+from stoker.serve.shards import Loaded, blocks_of
+from stoker.serve.suspects import Suspects
+from stoker.serve.witness import Guard
 
 COUNT = 23
 

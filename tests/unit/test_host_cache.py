@@ -18,23 +18,23 @@ import pytest
 import torch
 from torchvision.transforms import v2
 
+from stoker.chain.chain import Chain
+from stoker.chain.entries import as_stages
+from stoker.chain.prefix import key_of, prefix_length, refuse_nothing_to_keep
+from stoker.chain.transforms import CheckLabel, DecodeImage
+from stoker.config.schema import Config, DataConfig
 from stoker.data import read_any, read_range
-from stoker.data.cache.affinity import LOOK_AHEAD, CacheAffinity
-from stoker.data.cache.reading import homes_of
-from stoker.data.cache.store import PREFIX, CacheSpec, HostCache, decode, encode, room
-from stoker.data.coordinator.accounting import EpochAccount
-from stoker.data.engine.passes import Passes
-from stoker.data.engine.shards import Loaded, blocks_of
-from stoker.data.messages import BlockReport, DataCursor, EpochPlan, Shard, Work
-from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.entries import as_stages
-from stoker.data.preprocessing.prefix import key_of, prefix_length, refuse_nothing_to_keep
-from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage
-from stoker.data.sources.base import Source, cut_indices
-from stoker.data.sources.identity import agree
-from stoker.data.sources.images import ImageFolderSource
 from stoker.errors import CacheError, UsageError
-from stoker.schema import Config, DataConfig
+from stoker.messages import BlockReport, DataCursor, EpochPlan, Shard, Work
+from stoker.read.base import Source, cut_indices
+from stoker.read.cache_store import PREFIX, CacheSpec, HostCache, decode, encode, room
+from stoker.read.cached import homes_of
+from stoker.read.identity import agree
+from stoker.read.images import ImageFolderSource
+from stoker.serve.accounting import EpochAccount
+from stoker.serve.affinity import LOOK_AHEAD, CacheAffinity
+from stoker.serve.passes import Passes
+from stoker.serve.shards import Loaded, blocks_of
 from stoker.storage.cleaning import LEFT_AFTER_S, OWNER, sweep
 
 pytestmark = pytest.mark.long
@@ -45,7 +45,7 @@ SPEC = CacheSpec("memory", "test", 10**9)
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # What others on this machine leave free is not the question.
-    monkeypatch.setattr("stoker.data.cache.store.memory", lambda: (16 << 30, 12 << 30))
+    monkeypatch.setattr("stoker.read.cache_store.memory", lambda: (16 << 30, 12 << 30))
     return tmp_path / "stoker-cache-test"
 
 
@@ -261,7 +261,7 @@ def test_a_host_without_room_says_so_and_what_helps(root: Path) -> None:
 HOLDS_A_FOLDER = """
 import sys, time
 from pathlib import Path
-from stoker.data.cache.store import PREFIX, open_root
+from stoker.read.cache_store import PREFIX, open_root
 from stoker.storage.cleaning import Cleaner
 open_root(Path(sys.argv[1]))
 cleaner = Cleaner(Path(sys.argv[1]), PREFIX)

@@ -20,19 +20,19 @@ from pyarrow import parquet
 from rows import Numbers
 from torch.utils.data import Subset, TensorDataset
 
+from stoker.chain.chain import Chain
+from stoker.chain.entries import as_stages
+from stoker.chain.prefix import key_of
+from stoker.config.schema import Config
 from stoker.data import read_any, read_images, read_parquet, read_torch
-from stoker.data.cache.store import CacheSpec, HostCache
-from stoker.data.coordinator.cursor import refuse_other_data
-from stoker.data.engine.shards import Loaded, blocks_of
-from stoker.data.messages import DataCursor, EpochPlan, Plan, Work
-from stoker.data.opening import open_data
-from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.entries import as_stages
-from stoker.data.preprocessing.prefix import key_of
-from stoker.data.sources.base import Source
-from stoker.data.sources.identity import agree, identity_of
 from stoker.errors import CacheError, UsageError
-from stoker.schema import Config
+from stoker.messages import DataCursor, EpochPlan, Plan, Work
+from stoker.read.base import Source
+from stoker.read.cache_store import CacheSpec, HostCache
+from stoker.read.identity import agree, identity_of
+from stoker.serve.cursor import refuse_other_data
+from stoker.serve.opening import open_data
+from stoker.serve.shards import Loaded, blocks_of
 
 pytestmark = pytest.mark.long
 
@@ -150,7 +150,7 @@ def test_looking_at_a_dataset_leaves_it_as_it_was(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def _no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
     """How much is looked at must not depend on the machine."""
-    monkeypatch.setattr("stoker.data.sources.identity.BUDGET_S", 600.0)
+    monkeypatch.setattr("stoker.read.identity.BUDGET_S", 600.0)
 
 
 def numbers(source: Source, cache: HostCache, epoch: int) -> list[int]:
@@ -265,7 +265,7 @@ def test_two_samples_agree_as_far_as_both_go(tmp_path: Path, monkeypatch: pytest
     # One machine is slower than the other, so it looks at less within the same time.
     before = images(tmp_path / "data")
     whole = identity_of(before).text
-    monkeypatch.setattr("stoker.data.sources.identity.BUDGET_S", 0.0)
+    monkeypatch.setattr("stoker.read.identity.BUDGET_S", 0.0)
     little = identity_of(before).text
     assert len(little) < len(whole)
     assert agree(little, whole) and agree(whole, little)
@@ -282,7 +282,7 @@ class Slow(Augmenting):
 
 
 def test_of_a_slow_dataset_no_more_is_read_than_a_second_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.data.sources.identity.BUDGET_S", 0.25)
+    monkeypatch.setattr("stoker.read.identity.BUDGET_S", 0.25)
     identity_of(read_torch(Slow(1000)))
     assert len(Slow.reads) == 3 * 2, "two records, each of them thrice"
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-AGENT = Path(__file__).resolve().parents[2] / "source_dir/stoker/bootstrap/forks/agent.py"
+AGENT = Path(__file__).resolve().parents[2] / "source_dir/stoker/hosts/forks/agent.py"
 
 
 def test_it_ends_where_the_raylet_was_killed_before_it_began(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ from PIL import Image, ImageOps
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from stoker.data.messages import HWC_SUFFIX
-from stoker.data.preprocessing.blur import GaussianBlurs
-from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.decode import decode_image
-from stoker.data.preprocessing.entries import as_stages
-from stoker.data.preprocessing.picture import Picture
-from stoker.data.preprocessing.transforms import CheckLabel, DecodeImage, RandomResizedCrop
+from stoker.chain.blur import GaussianBlurs
+from stoker.chain.chain import Chain
+from stoker.chain.decode import decode_image
+from stoker.chain.entries import as_stages
+from stoker.chain.picture import Picture
+from stoker.chain.transforms import CheckLabel, DecodeImage, RandomResizedCrop
+from stoker.messages import HWC_SUFFIX
 
 IMAGE = "image" + HWC_SUFFIX
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from pyarrow import parquet
 
-from stoker.checks import open_all
-from stoker.config import load
+from stoker.config.loading import load
 from stoker.data import read_parquet
+from stoker.entry.job_checks import open_all
 from stoker.errors import UsageError
 from stoker.image_classification import ImageClassification
 

@@ -15,7 +15,7 @@ import pytest
 
 from launcher.init import KINDS
 from launcher.job import open_job
-from stoker.config import load
+from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.recipe import load_recipe
 from tests.command_line import type_command

@@ -13,11 +13,11 @@ from torchvision import transforms, tv_tensors
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import _geometry
 
+from stoker.chain.chain import Chain
+from stoker.chain.entries import as_stages
+from stoker.chain.geometry import _DRAWN, _STILL, moved_alone
 from stoker.data import DecodeImage, DecodeMask, DecodeVideo, Drop, Joint, Pad, RandomResizedCrop
-from stoker.data.messages import BlockReport
-from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.entries import as_stages
-from stoker.data.preprocessing.geometry import _DRAWN, _STILL, moved_alone
+from stoker.messages import BlockReport
 
 
 def encoded(pixels: Any, kind: str = "PNG", mode: str | None = None) -> bytes:

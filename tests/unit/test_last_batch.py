@@ -13,8 +13,8 @@ from last_batches import Normed, images_of
 from typer.testing import CliRunner
 
 from launcher.submit import app
-from stoker import checks
-from stoker.config import load
+from stoker.config.loading import load
+from stoker.entry import job_checks as checks
 from stoker.errors import UsageError
 
 __all__ = ["no_cluster", "no_ray_data"]

@@ -12,7 +12,7 @@ import boto3
 import pytest
 import yaml
 
-from stoker.schema_places import CpuHostsConfig, SageMakerConfig
+from stoker.config.places import CpuHostsConfig, SageMakerConfig
 from tests.fakes.aws import moto_server
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

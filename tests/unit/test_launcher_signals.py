@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from launcher.backends import local
 from launcher.job import Job
-from stoker.config import load
+from launcher.places import local
+from stoker.config.loading import load
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = """
 import sys
-from launcher.backends import local
+from launcher.places import local
 from launcher.job import Job
 from stoker.config import load
 

@@ -16,14 +16,14 @@ import torch
 from test_step import Linear
 
 from stoker.checkpoints import format as checkpoint
-from stoker.checkpoints import train_state as snapshot
-from stoker.checkpoints.train_state import Progress
-from stoker.schema import Config
+from stoker.config.schema import Config
 from stoker.storage.checkpoint_store import open_store
-from stoker.training.build import build
-from stoker.training.optimizers import learning_rate
-from stoker.training.step import Step
-from stoker.training.worker import Worker
+from stoker.train import train_state as snapshot
+from stoker.train.build import build
+from stoker.train.optimizers import learning_rate
+from stoker.train.state import Worker
+from stoker.train.step import Step
+from stoker.train.train_state import Progress
 
 pytestmark = pytest.mark.long
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stoker.bootstrap.forks.libraries import libraries_of
-from stoker.schema import Config
+from stoker.config.schema import Config
+from stoker.entry.libraries import libraries_of
 
 RECIPE = """
 from typing import TYPE_CHECKING

@@ -22,12 +22,12 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from stoker import DataLoader
-from stoker.data.engine.items import ITEM_S
-from stoker.data.engine.pool import ChainHost, Pool
-from stoker.data.messages import BlockReport, Shard, Told
 from stoker.errors import UsageError
 from stoker.loader import cluster
 from stoker.loader.attempt import LoaderAttempt, LoaderSettings
+from stoker.messages import BlockReport, Shard, Told
+from stoker.serve.items import ITEM_S
+from stoker.serve.pool import ChainHost, Pool
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import BatchSampler, SequentialSampler, TensorDataset
 
 from stoker import DataLoader
+from stoker.events.advice import verdict
+from stoker.events.recorder import Recorder
+from stoker.events.summary import Summary
 from stoker.loader import watch
-from stoker.sizing.advice import verdict
-from stoker.tracking.recorder import Recorder
-from stoker.tracking.summary import Summary
 
 
 @pytest.fixture(autouse=True)

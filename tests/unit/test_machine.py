@@ -10,10 +10,9 @@ from unittest import mock
 import psutil
 import pytest
 
-from stoker import machine
-from stoker.bootstrap import cluster, raynode
-from stoker.data.transport.agents import CpuMeter
-from stoker.schema import Config
+from stoker.config.schema import Config
+from stoker.hosts import cluster, machine, raynode
+from stoker.serve.blocks.agents import CpuMeter
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from launcher.job import open_job
-from launcher.sagemaker.request import METRICS, metrics_of
-from stoker.config import load
-from stoker.tracking.console import PlainConsole, metrics_text
+from launcher.places.sagemaker.request import METRICS, metrics_of
+from stoker.config.loading import load
+from stoker.events.console import PlainConsole, metrics_text
 
 
 def test_every_graph_finds_its_figure_in_the_lines(capsys: pytest.CaptureFixture[str]) -> None:

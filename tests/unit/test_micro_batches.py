@@ -16,15 +16,15 @@ from test_pictures import Log
 from test_ragged import of_lengths
 from texts import Classified, NextWord, feed, make
 
+from stoker.chain.chain import Chain
+from stoker.config.schema import Config
 from stoker.data import Pad
-from stoker.data.messages import Pad as Padding
-from stoker.data.opening import open_data
-from stoker.data.preprocessing.chain import Chain
 from stoker.errors import DataError, UsageError
+from stoker.messages import Pad as Padding
 from stoker.recipe import Recipe
-from stoker.schema import Config
-from stoker.training import loop
-from stoker.training.micro_batches import MicroBatches, grouped
+from stoker.serve.opening import open_data
+from stoker.train import loop
+from stoker.train.micro_batches import MicroBatches, grouped
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,13 +15,13 @@ from rows import Counting
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from stoker import driver
 from stoker.checkpoints import format as checkpoint
-from stoker.checkpoints import resume as resuming
 from stoker.checkpoints.format import Content
-from stoker.data.coordinator.signals import Pace, Signal
+from stoker.entry import driver
+from stoker.events.summary import Summary
+from stoker.serve.signals import Pace, Signal
 from stoker.storage.checkpoint_store import open_store, write_manifest
-from stoker.tracking.summary import Summary
+from stoker.train import resume as resuming
 
 pytestmark = [pytest.mark.usefixtures("no_cluster"), pytest.mark.long]
 __all__ = ["no_cluster"]
@@ -204,7 +204,7 @@ def test_steps_that_fp16_skips_are_no_error_until_all_are(tmp_path: Path) -> Non
     assert run.worker.scaler.get_scale() < 2.0**16, "some were skipped"
     assert all_finite(tmp_path)
     run.worker.scaler.update(2.0**-30)
-    from stoker.checkpoints.train_state import Progress
+    from stoker.train.train_state import Progress
 
     with pytest.raises(FloatingPointError, match=r"fp16: the gradient of every step.*train.precision=bf16"):
         run.keeper.take(Progress(9), {})

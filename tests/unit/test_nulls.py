@@ -12,9 +12,9 @@ import pytest
 from pyarrow import parquet
 
 from stoker.data import read_delta, read_parquet
-from stoker.data.messages import BadRecord
-from stoker.data.sources.base import Source
 from stoker.errors import UsageError
+from stoker.messages import BadRecord
+from stoker.read.base import Source
 
 
 def records(source: Source | None) -> list[Any]:
@@ -129,7 +129,7 @@ def test_a_rule_that_does_not_fit_is_refused(column: str, rule: Any, expected: s
 def test_a_null_that_nobody_found_before_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.data.sources.nulls.READ_LIMIT_BYTES", 0)
+    monkeypatch.setattr("stoker.read.nulls.READ_LIMIT_BYTES", 0)
     with pytest.raises(UsageError, match="column x holds 1 NULL"):
         records(read_parquet(write(tmp_path, statistics=False, x=INTS), "train"))
 
@@ -154,7 +154,7 @@ def test_columns_added_to_a_delta_table_later_are_nulls_of_its_older_files(tmp_p
 
 
 def test_nulls_of_a_ray_dataset_leave_the_numbers_beside_them_as_they_are() -> None:
-    from stoker.data.engine.datasets import as_records
+    from stoker.serve.datasets import as_records
 
     table = pa.table({"key": ["a", "b"], "x": [2**53 + 1, None], "y": [1.5, 2.5], "v": [[1, 2], [3, 4]]})
     first, second = as_records(table)
@@ -164,7 +164,7 @@ def test_nulls_of_a_ray_dataset_leave_the_numbers_beside_them_as_they_are() -> N
 
 
 def test_images_in_structs_of_a_ray_dataset_are_images() -> None:
-    from stoker.data.engine.datasets import as_records
+    from stoker.serve.datasets import as_records
 
     spark = {"origin": "f", "height": 1, "width": 1, "nChannels": 3, "mode": 16, "data": b"\1\2\3"}
     columns = {"hf": [{"bytes": b"x", "path": "p"}] * 2, "spark": [spark] * 2, "other": [{"bytes": 1}] * 2}

@@ -13,12 +13,12 @@ from PIL import Image
 from test_pictures import Log
 from torchvision.transforms import v2
 
+from stoker.config.schema import Config
 from stoker.data import DecodeImage, DecodeMask, Joint
 from stoker.recipe import Recipe
-from stoker.schema import Config
-from stoker.training.overlays import SIDE, Box, Overlay, Painter, color
-from stoker.training.sample_images import show_once, show_predictions
-from stoker.training.worker import Worker
+from stoker.train.overlays import SIDE, Box, Overlay, Painter, color
+from stoker.train.sample_images import show_once, show_predictions
+from stoker.train.state import Worker
 
 H, W = 32, 64
 Region = tuple[int, int, int, int]

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils.data._utils.collate import default_collate, default_collate_fn_map
 
-from stoker.data.transport.packing import PAGE, pack, unpack
-from stoker.data.transport.room import Room
+from stoker.serve.blocks.packing import PAGE, pack, unpack
+from stoker.serve.blocks.room import Room
 
 
 @dataclasses.dataclass

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.data.engine.deadlines import Patience, others
-from stoker.data.sources.rereading import reread_wait_s
+from stoker.read.rereading import reread_wait_s
+from stoker.serve.deadlines import Patience, others
 
 
 def test_a_deadline_is_twenty_times_what_such_blocks_take_and_doubles() -> None:

@@ -18,15 +18,15 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from launcher.submit import app
-from stoker.config import load
-from stoker.data.opening import open_data
+from stoker.config.loading import load
 from stoker.errors import UsageError
+from stoker.serve.opening import open_data
 
 
 @pytest.fixture(autouse=True)
 def _no_haste(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """How many records are examined must not depend on the machine; the command sets Ray's environment."""
-    monkeypatch.setattr("stoker.peek.looking.SECONDS", 600.0)
+    monkeypatch.setattr("launcher.advise.peek.looking.SECONDS", 600.0)
     with mock.patch.dict(os.environ):
         yield
 

@@ -18,18 +18,18 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from launcher.submit import app
-from stoker.config import load
-from stoker.data.coordinator.accounting import ChainCosts
-from stoker.data.coordinator.attempt import Attempt
-from stoker.data.coordinator.cursor import about
-from stoker.data.engine.items import ReadyBlock
-from stoker.data.engine.passes import Passes, pack_work
-from stoker.data.engine.shards import Loaded, blocks_of
-from stoker.data.engine.suspects import Suspects
-from stoker.data.messages import ID_COLUMN, KEY_COLUMN, DataCursor
-from stoker.data.opening import open_data
-from stoker.data.sources.base import ID_MODULUS
+from stoker.config.loading import load
 from stoker.errors import UsageError
+from stoker.messages import ID_COLUMN, KEY_COLUMN, DataCursor
+from stoker.read.base import ID_MODULUS
+from stoker.serve.accounting import ChainCosts
+from stoker.serve.attempt import Attempt
+from stoker.serve.cursor import about
+from stoker.serve.items import ReadyBlock
+from stoker.serve.opening import open_data
+from stoker.serve.passes import Passes, pack_work
+from stoker.serve.shards import Loaded, blocks_of
+from stoker.serve.suspects import Suspects
 
 
 class Run:
@@ -123,7 +123,7 @@ class Run:
         )
 
     def rebuilt(self, step: int) -> dict[int, list[str]]:
-        from launcher.peek_run import rebuild
+        from launcher.advise.peeking_run import rebuild
 
         found: dict[int, list[str]] = {}
         for line in rebuild(self.folder, step, []).lines:

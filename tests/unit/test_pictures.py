@@ -12,15 +12,15 @@ import pytest
 import torch
 from PIL import Image
 
+from stoker.config.schema import Config
+from stoker.events.recorder import Recorder
+from stoker.events.report.reading import read_run
+from stoker.events.sinks import Tracking
+from stoker.events.summary import Summary
+from stoker.events.tensorboard import Board
 from stoker.recipe import Recipe
-from stoker.report.reading import read_run
-from stoker.schema import Config
-from stoker.tracking.recorder import Recorder
-from stoker.tracking.sinks import Tracking
-from stoker.tracking.summary import Summary
-from stoker.tracking.tensorboard import Board
-from stoker.training.sample_images import MOST, as_picture, pictures, show_once
-from stoker.training.worker import Worker
+from stoker.train.sample_images import MOST, as_picture, pictures, show_once
+from stoker.train.state import Worker
 
 
 def opened(picture: dict[str, str]) -> Any:

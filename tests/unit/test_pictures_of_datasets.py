@@ -15,12 +15,12 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from launcher.submit import app
-from stoker.config import load
+from stoker.chain.chain import Chain
+from stoker.chain.entries import as_stages
+from stoker.config.loading import load
 from stoker.data import DecodeImage, Joint, read_torch
-from stoker.data.opening import Data, open_data
-from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.entries import as_stages
 from stoker.errors import UsageError
+from stoker.serve.opening import Data, open_data
 
 
 def opened(**params: Any) -> Data:

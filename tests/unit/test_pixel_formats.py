@@ -19,13 +19,13 @@ from torchvision.transforms import v2
 from typer.testing import CliRunner
 
 from launcher.submit import app
-from stoker.config import load
+from stoker.chain.chain import Chain
+from stoker.chain.entries import as_stages
+from stoker.config.loading import load
 from stoker.data import DecodeImage, DecodeMask
-from stoker.data.messages import Record
-from stoker.data.opening import open_data
-from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.entries import as_stages
 from stoker.errors import UsageError
+from stoker.messages import Record
+from stoker.serve.opening import open_data
 
 
 def saved(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:

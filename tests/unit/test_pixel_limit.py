@@ -15,16 +15,16 @@ import pytest
 from PIL import Image
 from torchvision.transforms import v2
 
-from stoker.config import load
+from stoker.chain.chain import Chain
+from stoker.chain.decode import decode_image
+from stoker.chain.entries import as_stages
+from stoker.chain.pixels import MOST, limit_pixels
+from stoker.chain.transforms import DecodeImage, RecordTransform
+from stoker.config.loading import load
 from stoker.data import read_torch
-from stoker.data.messages import Record
-from stoker.data.opening import open_data
-from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.decode import decode_image
-from stoker.data.preprocessing.entries import as_stages
-from stoker.data.preprocessing.pixels import MOST, limit_pixels
-from stoker.data.preprocessing.transforms import DecodeImage, RecordTransform
 from stoker.errors import UsageError
+from stoker.messages import Record
+from stoker.serve.opening import open_data
 
 pytestmark = pytest.mark.long
 
@@ -94,10 +94,10 @@ def test_a_bomb_of_a_few_kilobytes_is_quarantined_in_little_memory(tmp_path: Pat
         (tmp_path / "train" / name).write_bytes(whole)
     code = (
         "import pickle, resource, sys\n"
-        "from stoker.data.preprocessing.chain import Chain\n"
+        "from stoker.chain.chain import Chain\n"
         "from stoker.data import read_any\n"
         "from stoker.data import DecodeImage\n"
-        "from stoker.data.preprocessing.entries import as_stages\n"
+        "from stoker.chain.entries import as_stages\n"
         "source = read_any(sys.argv[1], 'train')\n"
         "chain = pickle.loads(pickle.dumps(Chain(as_stages([DecodeImage()]), 0)))\n"
         "[shard] = source.shards(100, None)\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.backends import names
+from launcher.places import names
 from tests.command_line import type_command
 from tests.pages import DOCS
 

@@ -16,19 +16,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stoker.config.schema import Config
 from stoker.data import Shard, Source
-from stoker.data.coordinator.accounting import ChainCosts, EpochAccount
-from stoker.data.coordinator.attempt import Attempt
-from stoker.data.coordinator.splitter import Splitter
-from stoker.data.coordinator.streams import Stream
-from stoker.data.engine.items import Held, ReadyBlock
-from stoker.data.engine.passes import Passes
-from stoker.data.engine.planner import Planner
-from stoker.data.engine.pool import ChainHost, Pool
-from stoker.data.engine.suspects import Suspects
-from stoker.data.messages import BlockReport, Claim, DataCursor, Failure, Told
 from stoker.errors import DataError
-from stoker.schema import Config
+from stoker.messages import BlockReport, Claim, DataCursor, Failure, Told
+from stoker.serve.accounting import ChainCosts, EpochAccount
+from stoker.serve.attempt import Attempt
+from stoker.serve.items import Held, ReadyBlock
+from stoker.serve.passes import Passes
+from stoker.serve.planner import Planner
+from stoker.serve.pool import ChainHost, Pool
+from stoker.serve.splitter import Splitter
+from stoker.serve.streams import Stream
+from stoker.serve.suspects import Suspects
 
 PROCESSES = count()
 RECORDS = 4

@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.data.engine.pool import (
-    GROW_AFTER_S,
-    MOVE_EVERY_S,
-    SHRINK_AFTER_S,
-    ChainHost,
-    Pool,
-    chain_hosts,
-)
+from stoker.serve.pool import GROW_AFTER_S, MOVE_EVERY_S, SHRINK_AFTER_S, ChainHost, Pool, chain_hosts
 
 GPU, A, B = ChainHost("gpu", 4, trains=True), ChainHost("a", 4), ChainHost("b", 4)
 

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stoker.data.coordinator.accounting import EpochAccount
-from stoker.data.coordinator.cursor import Trail, ranges, refuse_other_data
-from stoker.data.coordinator.signals import OneTimeSignal, Pace, Signal
-from stoker.data.coordinator.splitter import Splitter
-from stoker.data.coordinator.streams import Stream
-from stoker.data.engine.items import ReadyBlock
-from stoker.data.messages import BadRecord, BlockReport, DataCursor, Plan
-from stoker.data.sources.base import record_id
-from stoker.data.sources.identity import identity_of
-from stoker.data.sources.images import ImageFolderSource
-from stoker.data.sources.indexed import RangeSource, TorchSource
 from stoker.errors import UsageError
+from stoker.messages import BadRecord, BlockReport, DataCursor, Plan
+from stoker.read.base import record_id
+from stoker.read.identity import identity_of
+from stoker.read.images import ImageFolderSource
+from stoker.read.indexed import RangeSource, TorchSource
+from stoker.serve.accounting import EpochAccount
+from stoker.serve.cursor import Trail, ranges, refuse_other_data
+from stoker.serve.items import ReadyBlock
+from stoker.serve.signals import OneTimeSignal, Pace, Signal
+from stoker.serve.splitter import Splitter
+from stoker.serve.streams import Stream
 
 PLAN = Plan(seed=1, shuffle=True, order="any", block_records=4, fingerprint="f")
 EPOCH = st.lists(st.lists(st.booleans(), min_size=1, max_size=11), min_size=1, max_size=6)

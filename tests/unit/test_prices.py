@@ -13,15 +13,15 @@ from botocore.stub import Stubber
 
 from launcher import pricing
 from launcher.job import open_job
-from launcher.sagemaker import aws
-from stoker.bootstrap.cluster import labels_of
-from stoker.bootstrap.topology import resolve
-from stoker.config import load
-from stoker.costs import prices
-from stoker.costs.cost import cost_row, run_cost
+from launcher.places.sagemaker import aws
+from stoker.config.loading import load
 from stoker.errors import UsageError
-from stoker.tracking.runs import shape_of
-from stoker.tracking.summary import Summary
+from stoker.events import prices
+from stoker.events.cost import cost_row, run_cost
+from stoker.events.runs import shape_of
+from stoker.events.summary import Summary
+from stoker.hosts.cluster import labels_of
+from stoker.hosts.topology import resolve
 
 REGION_FILTER = [
     {"Type": "TERM_MATCH", "Field": "regionCode", "Value": "eu-west-1"},

@@ -20,9 +20,9 @@ import numpy as np
 import psutil
 import pytest
 
-from stoker.bootstrap.lifeline import Lifeline, LifelineServer
-from stoker.data.transport import wire
-from stoker.data.transport.server import BlockServer
+from stoker.hosts.lifeline import Lifeline, LifelineServer
+from stoker.serve.blocks import wire
+from stoker.serve.blocks.server import BlockServer
 
 FRAMES = int(os.environ.get("STOKER_FRAMES", "2000"))
 SECRET, TOKEN, NAME = b"s" * 32, "the job's token", b"w" * wire.NONCE_BYTES
@@ -115,7 +115,7 @@ def fetched(server: BlockServer) -> list[int]:
 def test_a_block_server_survives_requests_that_are_none(
     leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.data.transport.server.BLOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("stoker.serve.blocks.server.BLOCK_TIMEOUT_S", 0.0)
     failed: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
     server, chance = BlockServer("127.0.0.1", SECRET), random.Random(4)

@@ -13,21 +13,21 @@ import ray
 import torch
 from whole_way import Listed, OtherHost, Reference, Store, Way
 
+from launcher.advise.size.profile import _few
+from stoker.chain.blocks import columns_of, to_table
+from stoker.chain.chain import Chain
+from stoker.chain.columns import schema_of
+from stoker.chain.ragged import Ragged
+from stoker.config.schema import Config
 from stoker.data import Pad
-from stoker.data.messages import BlockSlice
-from stoker.data.opening import open_data
-from stoker.data.preprocessing.blocks import columns_of, to_table
-from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.columns import schema_of
-from stoker.data.preprocessing.ragged import Ragged
-from stoker.data.sources.base import record_id
-from stoker.data.transport import wire
-from stoker.data.transport.batches import BatchBuilder, as_batch
-from stoker.data.transport.buffers import BufferPool
-from stoker.data.transport.connections import Request
 from stoker.errors import DataError, SchemaError, UsageError
-from stoker.schema import Config
-from stoker.sizing.profile import _few
+from stoker.messages import BlockSlice
+from stoker.read.base import record_id
+from stoker.serve.blocks import wire
+from stoker.serve.blocks.batches import BatchBuilder, as_batch
+from stoker.serve.blocks.buffers import BufferPool
+from stoker.serve.blocks.connections import Request
+from stoker.serve.opening import open_data
 
 LENGTHS = [3, 0, 5, 1, 2, 0, 4, 4, 1, 0, 7, 2]
 ROWS = [

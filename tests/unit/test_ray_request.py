@@ -13,12 +13,13 @@ from typing import ClassVar
 
 import pytest
 
-from launcher import ray_jobs, runs
-from launcher.backends import attach
-from launcher.backends import ray as ray_backend
-from launcher.backends.ray import RayRun
+from launcher import runs
 from launcher.job import open_job
-from stoker.config import load
+from launcher.places import attach
+from launcher.places import ray as ray_backend
+from launcher.places.ray import RayRun
+from launcher.places.ray import jobs as ray_jobs
+from stoker.config.loading import load
 from stoker.errors import UsageError
 
 ADDRESS = "http://head.example.com:8265"
@@ -40,7 +41,7 @@ def test_written_source_is_a_zip_with_files_at_the_root(tmp_path: Path) -> None:
     request = plan()
     text = request.write(tmp_path / "job.zip")
     with zipfile.ZipFile(tmp_path / "job.zip") as archive:
-        assert {"train.py", "job.yaml", "stoker/config.py"} <= set(archive.namelist())
+        assert {"train.py", "job.yaml", "stoker/config/loading.py"} <= set(archive.namelist())
     assert "STOKER_BACKEND" in text and request.run_dir in text and "job.zip" in text
 
 
@@ -114,7 +115,7 @@ class Flaky(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def flaky(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr("launcher.backends.ray.POLL_S", 0.01)
+    monkeypatch.setattr("launcher.places.ray.POLL_S", 0.01)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Flaky) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         Flaky.state = "RUNNING"

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from stoker.data.messages import Shard
-from stoker.data.sources import tar, webdataset
-from stoker.data.sources.tar import CHUNKS_AHEAD, CHUNKS_PREPARED, Ahead, streamed
+from stoker.messages import Shard
+from stoker.read import tar, webdataset
+from stoker.read.tar import CHUNKS_AHEAD, CHUNKS_PREPARED, Ahead, streamed
 
 pytestmark = pytest.mark.unit
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from recorded import record
 
-from stoker.costs.prices import price_list
-from stoker.sizing.advice import verdict
-from stoker.tracking.console import PlainConsole, report
-from stoker.tracking.recorder import Recorder
-from stoker.tracking.summary import MEASURED, Cluster, Host, Summary, read_summary
+from stoker.events.advice import verdict
+from stoker.events.console import PlainConsole, report
+from stoker.events.prices import price_list
+from stoker.events.recorder import Recorder
+from stoker.events.summary import MEASURED, Cluster, Host, Summary, read_summary
 
 STEP = {"event": "step", "time": 9.0, "epoch": 2, "step": 201, "epoch_samples": 64, "wait_s": 0.0}
 EXPORT = {"event": "export", "time": 9.0, "path": "model.pt2", "error": None}

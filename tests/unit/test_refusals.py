@@ -17,11 +17,11 @@ from pyarrow import parquet
 
 from launcher.commands import check_recipe
 from launcher.job import Job
-from stoker.config import Resolved
+from stoker.config.loading import Resolved
+from stoker.config.schema import Config
 from stoker.errors import Problems, UsageError
 from stoker.image_classification import ImageClassification
-from stoker.schema import Config
-from stoker.training.optimizers import optimizer_names
+from stoker.train.optimizers import optimizer_names
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "tests/recipes"
@@ -62,7 +62,7 @@ def test_settings_that_do_not_fit_the_data_are_told_before_a_cluster_forms(tmp_p
 
 REFUSE = """
 import os, sys, time
-from stoker.bootstrap.run import run
+from stoker.entry.main import run
 code, deadline = run(["--config", "job.yaml"]), time.monotonic() + 60
 while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
     time.sleep(0.01)  # threads that were joined exist for another moment
@@ -141,7 +141,7 @@ def test_another_ray_is_refused_before_it_forms_a_cluster(how: str, tmp_path: Pa
     other.mkdir(parents=True)
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.49.2\n")
     (tmp_path / "job.yaml").write_text("recipe: rows:Counting\ntrain: {epochs: 1}\n")
-    code = "from stoker.bootstrap.run import main; main(['--config', 'job.yaml'])"
+    code = "from stoker.entry.main import main; main(['--config', 'job.yaml'])"
     if how == "notebook":
         code = f"import stoker; stoker.run('job.yaml', address='local', source_dir={str(RECIPES)!r})"
     if how == "loader":

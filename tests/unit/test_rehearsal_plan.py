@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from launcher.backends.rehearsal import plan
 from launcher.job import Job
+from launcher.places.rehearsal import plan
 from launcher.rehearsal import faults, isolation, outputs
 from launcher.rehearsal.display import results
 from launcher.rehearsal.plan import plan_hosts
 from launcher.rehearsal.shapes.sagemaker import hyperparameters, resource_config
-from stoker.config import load
+from stoker.config.loading import load
 from stoker.errors import UsageError
-from stoker.tracking.console import closing_rows
-from stoker.tracking.summary import Summary
+from stoker.events.console import closing_rows
+from stoker.events.summary import Summary
 
 
 def job(*overrides: str, data: dict[str, str] | None = None) -> Job:

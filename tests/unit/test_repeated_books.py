@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from stoker.data.coordinator.accounting import EpochAccount
-from stoker.data.messages import BlockReport, CarriedAccount
-from stoker.data.sources.base import record_id
 from stoker.errors import DataError
-from stoker.tracking.console import books_text
-from stoker.tracking.scalars import Scalars
-from stoker.tracking.summary import Records
+from stoker.events.console import books_text
+from stoker.events.scalars import Scalars
+from stoker.events.summary import Records
+from stoker.messages import BlockReport, CarriedAccount
+from stoker.read.base import record_id
+from stoker.serve.accounting import EpochAccount
 
 
 def counts(split: str, epoch: int, read: int = 100, repeated: int = 0) -> dict[str, Any]:

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stoker.config import load
+from launcher.advise.size.gpu_profile import measure_gpu
+from launcher.advise.size.measure import table_name
+from stoker.config.loading import load
 from stoker.recipe import load_recipe
-from stoker.sizing.gpu_profile import measure_gpu
-from stoker.sizing.measure import table_name
 
 RECIPES = Path(__file__).resolve().parents[2] / "benchmarks/recipes"
 PARAMS = {"records": 1000, "cpu_s": 0.0, "bytes_per_sample": 10}

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from launcher.commands import last_progress
 from launcher.submit import app
 from stoker.errors import UsageError
-from stoker.report import charts
-from stoker.report.charts import _labels, nice_ticks, thin
-from stoker.report.page import write_report
-from stoker.report.panels import of_run
-from stoker.report.reading import read_run
-from stoker.tracking.summary import read_summary
+from stoker.events.report import charts
+from stoker.events.report.charts import _labels, nice_ticks, thin
+from stoker.events.report.page import write_report
+from stoker.events.report.panels import of_run
+from stoker.events.report.reading import read_run
+from stoker.events.summary import read_summary
 
 
 class Page(HTMLParser):

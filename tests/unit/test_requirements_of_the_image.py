@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from launcher.job import Job
-from stoker.bootstrap import requirements
-from stoker.bootstrap.lifeline import Lifeline, LifelineServer
-from stoker.config import load
+from stoker.config.loading import load
+from stoker.hosts import requirements
+from stoker.hosts.lifeline import Lifeline, LifelineServer
 
 pytestmark = pytest.mark.long
 
@@ -117,7 +117,7 @@ def test_a_requirement_that_would_replace_the_images_torch_is_refused(
 def test_what_the_image_lacks_gets_the_staged_versions(tmp_path: Path, image: Path, index: Path) -> None:
     (tmp_path / "requirements.txt").write_text("goes_along\n")
     (tmp_path / requirements.CONSTRAINTS).write_text("helper==1.0\n")
-    script = "import sys, pathlib; from stoker.bootstrap.requirements import *;"
+    script = "import sys, pathlib; from stoker.hosts.requirements import *;"
     script += "print(ensure(pathlib.Path(sys.argv[1])), versions('goes_along'))"
     where = {"PYTHONPATH": str(ROOT / "source_dir"), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index)}
     done = subprocess.run(
@@ -180,7 +180,7 @@ def test_requirements_come_from_a_private_index_whose_password_no_message_shows(
 
     def install(wanted: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "requirements.txt").write_text(f"{wanted}\n")
-        script = "import sys, pathlib; from stoker.bootstrap.requirements import ensure;"
+        script = "import sys, pathlib; from stoker.hosts.requirements import ensure;"
         script += "print(ensure(pathlib.Path(sys.argv[1])))"
         environment = plain_environment(PIP_RETRIES="0", **variables)
         command = [image, "-c", script, tmp_path]
@@ -204,7 +204,7 @@ def test_requirements_come_from_a_private_index_whose_password_no_message_shows(
 def test_with_wheels_no_index_is_asked(tmp_path: Path, image: Path) -> None:
     wheel(tmp_path / "wheels", "brought", "1.0")
     (tmp_path / "requirements.txt").write_text("brought\n")
-    script = "import sys, pathlib; from stoker.bootstrap.requirements import ensure;"
+    script = "import sys, pathlib; from stoker.hosts.requirements import ensure;"
     script += "ensure(pathlib.Path(sys.argv[1]))"
     arn = "arn:aws:codeartifact:eu-west-1:123456789012:repository/d/mine"
     variables = plain_environment(PYTHONPATH=str(ROOT / "source_dir"), CA_REPOSITORY_ARN=arn)

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from launcher import resuming as launcher
-from launcher.backends import backend
+from launcher.places import backend
 from stoker.checkpoints import format as checkpoint
-from stoker.checkpoints import resume as resuming
 from stoker.checkpoints.format import Content
-from stoker.config import load
+from stoker.config.loading import load
+from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.place import Place
-from stoker.schema import Config
 from stoker.storage.checkpoint_store import open_store
+from stoker.train import resume as resuming
 
 
 def resolve(asked: str | None, on: str, config: Config) -> launcher.Resume:

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from launcher.backends import sagemaker as backend
 from launcher.job import Job, open_job
-from launcher.sagemaker import checks, model
-from launcher.sagemaker.request import default_image, draft, job_name
-from stoker.config import load
-from stoker.costs import prices
+from launcher.places import sagemaker as backend
+from launcher.places.sagemaker import checks, model
+from launcher.places.sagemaker.request import default_image, draft, job_name
+from stoker.config.loading import load
 from stoker.errors import UsageError
+from stoker.events import prices
 
 BASE = {
     "name": "flowers",
@@ -469,8 +469,8 @@ def test_dry_run_loads_no_training_library(tmp_path: Path) -> None:
     overrides = [f"{key}={value}" for key, value in BASE.items()]
     code = (
         "import sys\n"
-        "from stoker.config import load; from launcher.job import open_job\n"
-        "from launcher.backends import sagemaker\n"
+        "from stoker.config.loading import load; from launcher.job import open_job\n"
+        "from launcher.places import sagemaker\n"
         "text = sagemaker.plan(open_job(load(None, sys.argv[1:])), offline=True).render()\n"
         "assert 'ml.c5.4xlarge' in text\n"
         "print(sorted({'ray', 'torch', 'boto3', 'numpy'} & set(sys.modules)))"

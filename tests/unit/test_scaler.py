@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from stoker.schema_places import CpuHostsConfig
+from stoker.config.places import CpuHostsConfig
 from stoker.sizing.model import Shape, Workload, cheapest_count
 from stoker.sizing.scaler import Scaler
 

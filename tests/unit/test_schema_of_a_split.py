@@ -18,14 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from whole_way import Listed, OtherHost, Reference, Store, Way
 
+from stoker.chain.columns import schema_of
+from stoker.chain.transforms import Drop
 from stoker.data import Pad, read_torch, read_webdataset
-from stoker.data.messages import BadRecord, BlockSlice
-from stoker.data.preprocessing.columns import schema_of
-from stoker.data.preprocessing.transforms import Drop
-from stoker.data.sources.base import record_id
-from stoker.data.transport.batches import BatchBuilder
-from stoker.data.transport.buffers import BufferPool
 from stoker.errors import STATED, DataError, SchemaError, UsageError
+from stoker.messages import BadRecord, BlockSlice
+from stoker.read.base import record_id
+from stoker.serve.blocks.batches import BatchBuilder
+from stoker.serve.blocks.buffers import BufferPool
 
 EXAMPLES = int(os.environ.get("STOKER_SCHEMA_EXAMPLES", "2000"))
 

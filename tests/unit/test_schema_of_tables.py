@@ -16,8 +16,8 @@ from pyarrow import parquet
 from whole_way import OtherHost, Store, Way
 
 from stoker.data import read_parquet
-from stoker.data.sources.base import record_id
 from stoker.errors import UsageError
+from stoker.read.base import record_id
 
 pytestmark = pytest.mark.long
 

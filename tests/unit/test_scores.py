@@ -16,13 +16,13 @@ from recorded import record
 from shaped import Shaped, Strange
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stoker.checkpoints.train_state import rng_state
 from stoker.errors import UsageError
-from stoker.report.page import write_report
-from stoker.tracking.console import PlainConsole
-from stoker.tracking.scalars import Scalars
-from stoker.tracking.tensorboard import Board
-from stoker.training.evaluation import try_validation
+from stoker.events.console import PlainConsole
+from stoker.events.report.page import write_report
+from stoker.events.scalars import Scalars
+from stoker.events.tensorboard import Board
+from stoker.train.evaluation import try_validation
+from stoker.train.train_state import rng_state
 
 pytestmark = pytest.mark.usefixtures("no_cluster")
 __all__ = ["no_cluster"]

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.backends.base import Options
 from launcher.commands import run
 from launcher.job import open_job
+from launcher.places.base import Options
 from launcher.scripts import as_overrides
-from stoker import redaction
-from stoker.config import Resolved, load, resolved_yaml
+from stoker.config import redaction
+from stoker.config.loading import Resolved, load, resolved_yaml
 from stoker.errors import UsageError
-from stoker.integrations.scripts.checks import command_line, refuse_foreign_keys
 from stoker.place import local_place
+from stoker.scripts.script_checks import command_line, refuse_foreign_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -160,7 +160,7 @@ def test_the_scripts_folder_is_staged_apart_from_the_containers_entry(project: P
     job = open_job(job_of("train.py", "output_dir=out"))
     staged = project / "out" / "new-run" / "code"
     job.stage(staged)
-    assert "bootstrap" in (staged / "train.py").read_text()
+    assert "stoker.entry.main" in (staged / "train.py").read_text()
     assert (staged / "script" / "train.py").read_text() == "import helper\n"
     assert (staged / "script" / "helper.py").is_file()
     assert not (staged / "script" / "out").exists(), "what runs leave does not travel with the next"
@@ -206,7 +206,7 @@ def test_params_of_a_script_name_its_data_and_nothing_else(project: Path) -> Non
 
 
 def test_resuming_a_script_is_going_on_in_its_run_directory(project: Path) -> None:
-    from launcher.backends import backend
+    from launcher.places import backend
     from launcher.resuming import resolve
 
     config, place = job_of("train.py").config, backend("local")
@@ -225,7 +225,7 @@ def test_resuming_a_script_is_going_on_in_its_run_directory(project: Path) -> No
 
 
 def test_what_measures_a_recipes_chain_refuses_a_script(project: Path) -> None:
-    from launcher.sizing import SizeOptions, size
+    from launcher.advise.sizing import SizeOptions, size
 
     with pytest.raises(UsageError, match="size: needs a recipe"):
         size(Path("train.py"), [], SizeOptions())
@@ -235,8 +235,8 @@ def test_a_run_directory_that_only_the_head_keeps_has_a_copy_for_the_other_hosts
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On Databricks and Vertex AI the head copies its own disk's to a volume or bucket that all hosts see."""
-    from stoker.integrations.scripts.work import ScriptWork
-    from stoker.integrations.scripts.worker import run_dir_on
+    from stoker.scripts.rank import run_dir_on
+    from stoker.scripts.script_work import ScriptWork
 
     for lasting in ("", str(project / "volume")):
         monkeypatch.setenv("STOKER_RUN_DIR", str(project / "disk"))
@@ -250,7 +250,7 @@ def test_a_run_directory_that_only_the_head_keeps_has_a_copy_for_the_other_hosts
 
 
 def test_the_opening_line_counts_in_proper_plurals(project: Path) -> None:
-    from stoker.integrations.scripts.work import ScriptWork
+    from stoker.scripts.script_work import ScriptWork
 
     work = ScriptWork.__new__(ScriptWork)
     work.config, work.use_gpu, work.where = job_of("train.py").config, False, str(project)

@@ -13,16 +13,16 @@ import pytest
 import torch
 
 import stoker
-from launcher.backends.local import PastRun
 from launcher.commands import standing
+from launcher.places.local import PastRun
 from stoker import session
-from stoker.config import load, resolved_yaml
-from stoker.report.page import write_report
-from stoker.sizing.advice import verdict
-from stoker.tracking.console import PlainConsole, closing_rows
-from stoker.tracking.recorder import Recorder
-from stoker.tracking.scalars import Scalars
-from stoker.tracking.summary import Summary, read_summary
+from stoker.config.loading import load, resolved_yaml
+from stoker.events.advice import verdict
+from stoker.events.console import PlainConsole, closing_rows
+from stoker.events.recorder import Recorder
+from stoker.events.report.page import write_report
+from stoker.events.scalars import Scalars
+from stoker.events.summary import Summary, read_summary
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_in_a_job_checkpoints_lie_in_the_runs_folder(monkeypatch: pytest.MonkeyP
 def test_a_scripts_events_become_summary_files_report_and_screen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.tracking.console.PLAIN_EVERY_S", 60.0)
+    monkeypatch.setattr("stoker.events.console.PLAIN_EVERY_S", 60.0)
     run_dir = tmp_path / "run"
     (run_dir / "logs").mkdir(parents=True)
     resolved = load(None, ["script=train.py", 'args=["--lr", "0.1"]'])

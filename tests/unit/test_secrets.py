@@ -18,15 +18,15 @@ from launcher.rehearsal.host import SPEC_VARIABLE
 from launcher.rehearsal.outputs import keep_ray_logs
 from launcher.rehearsal.world import World
 from launcher.resuming import continuation
-from stoker import redaction
-from stoker.bootstrap import run as bootstrap
 from stoker.checkpoints import format as checkpoint
-from stoker.checkpoints import resume as resuming
 from stoker.checkpoints.format import Content
-from stoker.config import SECRETS_FILE, load
+from stoker.config import redaction
+from stoker.config.loading import SECRETS_FILE, load
+from stoker.config.redaction import REDACTED, is_secret, redact
+from stoker.entry import main as bootstrap
 from stoker.errors import UsageError
-from stoker.redaction import REDACTED, is_secret, redact
 from stoker.storage.checkpoint_store import open_store
+from stoker.train import resume as resuming
 from tests.command_line import type_command
 
 SECRET = 's3cr3t-V4lue/+"quoted"'

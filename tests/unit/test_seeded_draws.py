@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from stoker.data.engine.shards import Loaded, blocks_of
-from stoker.data.messages import KEY_COLUMN, EpochPlan, Work
-from stoker.data.opening import open_data
-from stoker.schema import Config
+from stoker.config.schema import Config
+from stoker.messages import KEY_COLUMN, EpochPlan, Work
+from stoker.serve.opening import open_data
+from stoker.serve.shards import Loaded, blocks_of
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -79,8 +79,8 @@ def test_torch_is_seeded_also_where_users_code_is_the_first_to_import_it(tmp_pat
     (tmp_path / "work").write_bytes(pickle.dumps((source, chain, source.shards(30, None)[0])))
     code = (
         "import importlib, json, pickle, sys\n"
-        "from stoker.data.messages import EpochPlan, Work\n"
-        "from stoker.data.engine.shards import Loaded, blocks_of\n"
+        "from stoker.messages import EpochPlan, Work\n"
+        "from stoker.serve.shards import Loaded, blocks_of\n"
         "source, chain, shard = pickle.load(open(sys.argv[1], 'rb'))\n"
         "plan = EpochPlan(seed=3, epoch=0, split='train', shuffle=False, block_records=15)\n"
         "work = Work(0, shard)\n"

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from stoker.bootstrap import raynode, requirements
-from stoker.bootstrap.lifeline import Ended, Lifeline
-from stoker.bootstrap.requirements import ConflictError
-from stoker.bootstrap.services import vertex
-from stoker.bootstrap.topology import TopologyError
+from stoker.hosts import raynode, requirements
+from stoker.hosts.lifeline import Ended, Lifeline
+from stoker.hosts.requirements import ConflictError
+from stoker.hosts.services import vertex
+from stoker.hosts.topology import TopologyError
 
 TRAIN = Path(requirements.__file__).parents[2] / "train.py"
 

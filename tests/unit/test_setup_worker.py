@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stoker.bootstrap.forks import setup_worker
+from stoker.hosts.forks import setup_worker
 
 FOUND = "import json, os, sys; print(json.dumps([os.getcwd(), os.environ['OWN'], sys.argv[1:]]))"
 

@@ -17,9 +17,9 @@ import pytest
 import typer
 
 from launcher.submit import app
-from stoker.config import load, schema_rows
+from stoker.config.loading import load, schema_rows
+from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

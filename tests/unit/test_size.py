@@ -12,13 +12,13 @@ import pytest
 from recorded import record
 from typer.testing import CliRunner
 
+from launcher.advise.size.advice_table import Advice, advise
+from launcher.advise.size.candidates import Candidate, Measured, Wanted
+from launcher.advise.size.measure import job_samples
 from launcher.submit import app
-from stoker.config import load
-from stoker.costs.prices import price_list
+from stoker.config.loading import load
 from stoker.errors import UsageError
-from stoker.sizing.advice_table import Advice, advise
-from stoker.sizing.candidates import Candidate, Measured, Wanted
-from stoker.sizing.measure import job_samples
+from stoker.events.prices import price_list
 
 BLURS = [{"stage": f"blur {i + 1}", "cpu_ms_per_sample": 10.4, "bytes_out": 150_528} for i in range(10)]
 POST = Measured(

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from launcher.backends import attach
-from launcher.backends import slurm as backend
 from launcher.job import open_job
-from launcher.slurm import commands
-from launcher.slurm.run import SlurmRun
-from launcher.slurm.script import clock
-from stoker.bootstrap.services import slurm as service
-from stoker.config import load
+from launcher.places import attach
+from launcher.places import slurm as backend
+from launcher.places.slurm import commands
+from launcher.places.slurm.run import SlurmRun
+from launcher.places.slurm.script import clock
+from stoker.config.loading import load
 from stoker.errors import UsageError
+from stoker.hosts.services import slurm as service
 from tests.fakes.slurm import commands_in, fake
 
 ID_IS_GONE = "slurm_load_jobs error: Invalid job id specified"

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.bootstrap.raynode import count_gpus
-from stoker.bootstrap.services.slurm import hosts_in, memory_mb, port_of, resource_of
-from stoker.bootstrap.topology import Topology, TopologyError, resolve
+from stoker.hosts.raynode import count_gpus
+from stoker.hosts.services.slurm import hosts_in, memory_mb, port_of, resource_of
+from stoker.hosts.topology import Topology, TopologyError, resolve
 
 GUIDE = {
     "SLURM_JOB_ID": "11751",

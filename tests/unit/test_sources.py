@@ -15,15 +15,15 @@ import pytest
 import torch
 from pyarrow import parquet
 
+from stoker.chain.chain import Chain
+from stoker.chain.entries import as_stages
+from stoker.chain.transforms import DecodeImage
 from stoker.data import read_any, read_images, read_parquet, read_torch, read_webdataset
-from stoker.data.engine.shards import Loaded, blocks_of, order_of
-from stoker.data.messages import KEY_COLUMN, BadRecord, EpochPlan, Work
-from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.entries import as_stages
-from stoker.data.preprocessing.transforms import DecodeImage
-from stoker.data.sources.base import Source
 from stoker.errors import UsageError
+from stoker.messages import KEY_COLUMN, BadRecord, EpochPlan, Work
+from stoker.read.base import Source
 from stoker.recipe import Recipe
+from stoker.serve.shards import Loaded, blocks_of, order_of
 
 
 def everything(source: Source | None, records: int = 100, seed: int | None = None) -> list[Any]:

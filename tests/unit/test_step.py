@@ -10,12 +10,12 @@ import torch
 from steps import EVERYTHING, Tiny, assert_same, feed, make, run
 from torch import nn
 
+from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.schema import Config
-from stoker.training.build import build
-from stoker.training.evaluation import try_validation
-from stoker.training.step import Step, autocast
-from stoker.training.worker import Worker
+from stoker.train.build import build
+from stoker.train.evaluation import try_validation
+from stoker.train.state import Worker
+from stoker.train.step import Step, autocast
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.data.feed.step_timer import TERMS, HostClock, Stamps, StepTimes, exposed, on_device
-from stoker.tracking.bottleneck import HostLoad, bottleneck
-from stoker.tracking.summary import Host, Summary
+from stoker.events.bottleneck import HostLoad, bottleneck
+from stoker.events.summary import Host, Summary
+from stoker.train.step_timer import TERMS, HostClock, Stamps, StepTimes, exposed, on_device
 
 moments = st.floats(0, 100, allow_nan=False)
 

@@ -12,8 +12,8 @@ from damage import keys, records, tar_of, write_sums
 from pyarrow import parquet
 
 from stoker.data import read_any
-from stoker.data.messages import BadRecord
 from stoker.errors import UsageError
+from stoker.messages import BadRecord
 
 
 def make(root: Path, form: str) -> Path:

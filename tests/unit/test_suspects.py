@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.data.engine.suspects import NAMED_DEATHS, UNNAMED_DEATHS, Suspects
 from stoker.errors import DataError
+from stoker.serve.suspects import NAMED_DEATHS, UNNAMED_DEATHS, Suspects
 
 
 def run(

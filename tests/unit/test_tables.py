@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from inprocess import Batches, batches, no_cluster, start
 from pyarrow import parquet
 
-from stoker.checks import open_all
-from stoker.config import load
+from stoker.config.loading import load
 from stoker.data import read_any, read_delta, read_parquet
-from stoker.data.sources.base import Source
+from stoker.entry.job_checks import open_all
 from stoker.errors import UsageError
+from stoker.read.base import Source
 
 __all__ = ["no_cluster"]
 

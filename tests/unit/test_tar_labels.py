@@ -13,12 +13,12 @@ import pytest
 from damage import tar_of
 from PIL import Image
 
-from stoker import driver
-from stoker.config import Resolved
+from stoker.config.loading import Resolved
+from stoker.config.schema import Config
 from stoker.data import read_webdataset
-from stoker.data.messages import BadRecord
+from stoker.entry import driver
 from stoker.errors import UsageError
-from stoker.schema import Config
+from stoker.messages import BadRecord
 
 Members = list[tuple[str, bytes]]
 CLASSES = ("cat", "dog", "eel")
@@ -191,7 +191,7 @@ def test_labels_of_two_kinds_in_two_splits_are_refused(tmp_path: Path) -> None:
 def test_text_in_shards_that_are_not_read_before_training_needs_the_classes(
     given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.data.sources.webdataset.WALK_LIMIT_BYTES", 0)
+    monkeypatch.setattr("stoker.read.webdataset.WALK_LIMIT_BYTES", 0)
     write(tmp_path, shard("cls", text))
     with pytest.raises(UsageError, match=r"column label is text; list the classes in params.class_names"):
         opened(tmp_path, **given)

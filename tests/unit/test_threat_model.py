@@ -17,23 +17,23 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from stoker.bootstrap.lifeline import LifelineServer
 from stoker.data import read_parquet
-from stoker.data.transport import wire
-from stoker.data.transport.server import BlockServer
 from stoker.errors import UsageError
+from stoker.hosts.lifeline import LifelineServer
+from stoker.serve.blocks import wire
+from stoker.serve.blocks.server import BlockServer
 
 SECRET, NAME = b"s" * 32, b"w" * wire.NONCE_BYTES
 Server = BlockServer | LifelineServer
 SERVERS: dict[str, tuple[str, str, Callable[[], Server]]] = {
     "block server": (
-        "stoker.data.transport.server",
-        "stoker.data.transport.wire.GREETING_TIMEOUT_S",
+        "stoker.serve.blocks.server",
+        "stoker.serve.blocks.wire.GREETING_TIMEOUT_S",
         lambda: BlockServer("127.0.0.1", SECRET),
     ),
     "lifeline": (
-        "stoker.bootstrap.lifeline",
-        "stoker.bootstrap.lifeline.HELLO_TIMEOUT_S",
+        "stoker.hosts.lifeline",
+        "stoker.hosts.lifeline.HELLO_TIMEOUT_S",
         lambda: LifelineServer("127.0.0.1", 0, "t" * 64),
     ),
 }

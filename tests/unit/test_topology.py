@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stoker.bootstrap.topology import HOMOGENEOUS, TopologyError, in_order, label, resolve
+from stoker.hosts.topology import HOMOGENEOUS, TopologyError, in_order, label, resolve
 
 REAL = {
     "current_group_name": "data_group",

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from rows import Numbers, Regression
 
-from stoker.data.opening import Data
+from stoker.config.schema import Config, TrainConfig
 from stoker.errors import UsageError
 from stoker.recipe import Recipe
-from stoker.schema import Config, TrainConfig
-from stoker.training.optimizers import scaled_lr
-from stoker.training.plan import blocks_note, refuse_impossible, steps_per_epoch
-from stoker.training.trainer import count_workers
+from stoker.serve.opening import Data
+from stoker.train.optimizers import scaled_lr
+from stoker.train.trainer import count_workers
+from stoker.train.training_checks import blocks_note, refuse_impossible, steps_per_epoch
 
 
 class OwnOptimizer(Recipe):

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stoker.data.messages import BlockSlice, Server
-from stoker.data.preprocessing.columns import schema_of
-from stoker.data.transport import wire
-from stoker.data.transport.batches import BatchBuilder
-from stoker.data.transport.buffers import BufferPool
-from stoker.data.transport.connections import DirectHosts
-from stoker.data.transport.server import BlockServer
+from stoker.chain.columns import schema_of
+from stoker.messages import BlockSlice, Server
+from stoker.serve.blocks import wire
+from stoker.serve.blocks.batches import BatchBuilder
+from stoker.serve.blocks.buffers import BufferPool
+from stoker.serve.blocks.connections import DirectHosts
+from stoker.serve.blocks.server import BlockServer
 
 SECRET = b"s" * 32
 
@@ -168,7 +168,7 @@ def test_a_host_that_went_away_is_told_once_and_avoided(far: Setting) -> None:
 
 
 def test_a_block_that_never_reaches_the_host_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stoker.data.transport.server.BLOCK_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("stoker.serve.blocks.server.BLOCK_TIMEOUT_S", 0.1)
     here = setting(deaf=True)
     _, came = here.fetch((block(4), 0, 4))
     assert came == [False] and "did not come here" in here.notes[0]

@@ -20,16 +20,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 SAFE_LOADERS = ("UniqueKeys", "yaml.BaseLoader", "yaml.SafeLoader")
 ARGUED = {
-    "source_dir/stoker/values.py": (1, "YAML, by loaders derived from SafeLoader and BaseLoader"),
-    "source_dir/stoker/data/engine/shards.py": (1, "chains, pickled by the head of this run"),
-    "source_dir/stoker/data/cache/store.py": (1, "records in a folder that only this user may enter"),
-    "source_dir/stoker/data/preprocessing/collating.py": (2, "records and a recipe's name, by this run"),
-    "source_dir/stoker/data/transport/packing.py": (1, "by chain workers of this script's own job"),
-    "source_dir/stoker/training/export.py": (1, "a copy of an object of this very process"),
-    "source_dir/stoker/data/sources/identity.py": (1, "a copy of an object of this very process"),
-    "source_dir/stoker/data/preprocessing/probing.py": (1, "of the head of this run"),
-    "source_dir/stoker/sizing/profile.py": (1, "sent by the parent process through a pipe"),
-    "source_dir/stoker/peek/rebuild.py": (1, "a copy of an object of this very process"),
+    "source_dir/stoker/config/values.py": (1, "YAML, by loaders derived from SafeLoader and BaseLoader"),
+    "source_dir/stoker/serve/shards.py": (1, "chains, pickled by the head of this run"),
+    "source_dir/stoker/read/cache_store.py": (1, "records in a folder that only this user may enter"),
+    "source_dir/stoker/chain/collating.py": (2, "records and a recipe's name, by this run"),
+    "source_dir/stoker/serve/blocks/packing.py": (1, "by chain workers of this script's own job"),
+    "source_dir/stoker/train/export.py": (1, "a copy of an object of this very process"),
+    "source_dir/stoker/read/identity.py": (1, "a copy of an object of this very process"),
+    "source_dir/stoker/chain/probing.py": (1, "of the head of this run"),
+    "launcher/advise/size/profile.py": (1, "sent by the parent process through a pipe"),
+    "launcher/advise/peek/rebuild.py": (1, "a copy of an object of this very process"),
 }
 """Where pickles are read, how often, and why nobody else can have written them."""
 

@@ -7,13 +7,13 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from stoker.data.coordinator.accounting import ChainCosts
-from stoker.data.coordinator.actor import Coordinator
-from stoker.data.coordinator.attempt import Attempt
-from stoker.data.engine.items import ReadyBlock
-from stoker.data.engine.suspects import Suspects
-from stoker.data.messages import BlockReport, DataCursor, Plan
-from stoker.schema import Config
+from stoker.config.schema import Config
+from stoker.messages import BlockReport, DataCursor, Plan
+from stoker.serve.accounting import ChainCosts
+from stoker.serve.actor import Coordinator
+from stoker.serve.attempt import Attempt
+from stoker.serve.items import ReadyBlock
+from stoker.serve.suspects import Suspects
 
 PLAN = Plan(seed=0, shuffle=True, order="exact", block_records=8, fingerprint="f")
 ROWS = 8

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field, PositiveInt
 
-from stoker.bootstrap import run
-from stoker.bootstrap.services import sagemaker
-from stoker.config import load, resolved_yaml
+from stoker.config.loading import load, resolved_yaml
+from stoker.entry import main as run
 from stoker.errors import UsageError
+from stoker.hosts.services import sagemaker
 from stoker.recipe import Recipe, load_recipe
 
 HERE = Path(__file__).parent

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from launcher.backends import vertex as backend
 from launcher.job import Job, open_job
-from launcher.vertex import checks, client
-from launcher.vertex.pools import replicas_by_pool
-from launcher.vertex.request import draft
-from stoker.config import load
-from stoker.costs import google
+from launcher.places import vertex as backend
+from launcher.places.vertex import checks, client
+from launcher.places.vertex.pools import replicas_by_pool
+from launcher.places.vertex.request import draft
+from stoker.config.loading import load
 from stoker.errors import UsageError
+from stoker.events import google
 
 pytest.importorskip("google.cloud.aiplatform_v1", reason="the extra `vertex`")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from stoker.bootstrap.services.vertex import CLUSTER_VARIABLE, POOLS_VARIABLE, resource_of
-from stoker.bootstrap.topology import Topology, TopologyError, resolve
+from stoker.hosts.services.vertex import CLUSTER_VARIABLE, POOLS_VARIABLE, resource_of
+from stoker.hosts.topology import Topology, TopologyError, resolve
 
 OUTPUTS = {
     "AIP_MODEL_DIR": "gs://bucket/job/model/",

@@ -10,11 +10,11 @@ import av
 import numpy as np
 import pytest
 
+from stoker.chain.chain import Chain
+from stoker.chain.entries import as_stages
 from stoker.data import DecodeVideo
-from stoker.data.messages import BlockReport
-from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.entries import as_stages
 from stoker.errors import UsageError
+from stoker.messages import BlockReport
 
 FORMATS = {
     "mkv": ("libx264rgb", "rgb24", {"qp": "0", "g": "12", "bf": "2"}),

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from stoker.data.engine import joining
-from stoker.data.engine.datasets import DatasetSource
-from stoker.data.engine.joining import depends_on
-from stoker.data.engine.sharing import Shared, Window
-from stoker.data.messages import BlockReport
-from stoker.data.opening import open_data
-from stoker.data.preprocessing.chain import Chain
-from stoker.data.preprocessing.entries import as_stages
-from stoker.data.sources.identity import identity_of
+from stoker.chain.chain import Chain
+from stoker.chain.entries import as_stages
+from stoker.config.schema import Config
 from stoker.errors import UsageError
-from stoker.schema import Config
+from stoker.messages import BlockReport
+from stoker.read.identity import identity_of
+from stoker.serve import joining
+from stoker.serve.datasets import DatasetSource
+from stoker.serve.joining import depends_on
+from stoker.serve.opening import open_data
+from stoker.serve.sharing import Shared, Window
 
 
 def block(nth: int, last: bool = False, run: str = "one", seconds: float = 0.1) -> Shared:

@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.data.coordinator.attempt import Attempt
-from stoker.data.engine.items import ReadyBlock
-from stoker.data.engine.passes import Passes, pack_work
-from stoker.data.engine.shards import Loaded, blocks_of
-from stoker.data.engine.suspects import Suspects
-from stoker.data.feed.feed import as_tensors
-from stoker.data.messages import BadRecord, DataCursor, Server, Shard
-from stoker.data.opening import open_data
-from stoker.data.preprocessing.blocks import columns_of, to_table
-from stoker.data.sources.base import Source, cut_indices
-from stoker.data.transport.client import Transport
-from stoker.data.transport.connections import DirectHosts
-from stoker.data.transport.server import BlockServer
+from stoker.chain.blocks import columns_of, to_table
+from stoker.config.schema import Config
+from stoker.messages import BadRecord, DataCursor, Server, Shard
+from stoker.read.base import Source, cut_indices
 from stoker.recipe import Recipe
-from stoker.schema import Config
+from stoker.serve.attempt import Attempt
+from stoker.serve.blocks.client import Transport
+from stoker.serve.blocks.connections import DirectHosts
+from stoker.serve.blocks.server import BlockServer
+from stoker.serve.items import ReadyBlock
+from stoker.serve.opening import open_data
+from stoker.serve.passes import Passes, pack_work
+from stoker.serve.shards import Loaded, blocks_of
+from stoker.serve.suspects import Suspects
+from stoker.train.feed import as_tensors
 
 SECRET = b"s" * 32
 _numbers = itertools.count()
@@ -185,7 +185,7 @@ class Way:
 
 
 def _books() -> dict[str, Any]:
-    from stoker.data.coordinator.accounting import ChainCosts
+    from stoker.serve.accounting import ChainCosts
 
     return {split: ChainCosts() for split in ("train", "val")}
 

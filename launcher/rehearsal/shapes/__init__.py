@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stoker.schema import Config
+from stoker.config.schema import Config
 
 if TYPE_CHECKING:
-    from launcher.backends.rehearsal import RehearsalRequest
+    from launcher.places.rehearsal import RehearsalRequest
     from launcher.rehearsal.plan import PlannedHost
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.job import Job
+from launcher.places.sagemaker import upload
 from launcher.rehearsal import outputs
 from launcher.rehearsal.plan import PlannedHost, host_environment
 from launcher.rehearsal.shapes import Shape
-from launcher.sagemaker import upload
-from stoker.schema import Config
+from stoker.config.schema import Config
 
 if TYPE_CHECKING:
-    from launcher.backends.rehearsal import RehearsalRequest
+    from launcher.places.rehearsal import RehearsalRequest
 
 CODE_CHANNEL = "code"
 

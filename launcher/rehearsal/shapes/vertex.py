@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launcher.places.vertex.pools import pools_variable, replicas_by_pool
+from launcher.places.vertex.request import ARCHIVE, container_command
 from launcher.rehearsal import outputs
 from launcher.rehearsal.plan import PlannedHost, host_environment
 from launcher.rehearsal.shapes import Shape
 from launcher.source import pack
-from launcher.vertex.pools import pools_variable, replicas_by_pool
-from launcher.vertex.request import ARCHIVE, container_command
-from stoker.bootstrap.services import vertex as service
-from stoker.costs import google
+from stoker.events import google
+from stoker.hosts.services import vertex as service
 
 if TYPE_CHECKING:
-    from launcher.backends.rehearsal import RehearsalRequest
+    from launcher.places.rehearsal import RehearsalRequest
 
 BUCKET = "rehearsal"
 JOB_NUMBER = "1234567890123456789"

@@ -13,21 +13,13 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, cast
 
-from stoker.data.engine.items import Held, Item, Line, Numbered, ReadyBlock
-from stoker.data.engine.planner import Planner
-from stoker.data.engine.pool import Pool
-from stoker.data.engine.suspects import Suspects
-from stoker.data.messages import (
-    BlockReport,
-    Claim,
-    EpochPlan,
-    Origin,
-    Shard,
-    Start,
-    Told,
-)
+from stoker.config.schema import Config
 from stoker.errors import DataError
-from stoker.schema import Config
+from stoker.messages import BlockReport, Claim, EpochPlan, Origin, Shard, Start, Told
+from stoker.serve.items import Held, Item, Line, Numbered, ReadyBlock
+from stoker.serve.planner import Planner
+from stoker.serve.pool import Pool
+from stoker.serve.suspects import Suspects
 
 STREAM_AHEAD = 4
 """Batches that one worker of an iterable dataset may be ahead."""

@@ -25,9 +25,9 @@ from typing import Any
 
 import psutil
 
-from stoker.bootstrap.raynode import runs
-from stoker.data.engine import ray_internals
 from stoker.errors import UsageError
+from stoker.hosts.raynode import runs
+from stoker.serve import ray_internals
 from stoker.session import JOB_VARIABLE
 
 RANKS_WAIT_S = 120.0
@@ -54,7 +54,7 @@ def connect(address: str | None) -> None:
     Raises:
         UsageError: no cluster answers there, or this is another Ray than the engine was written for.
     """
-    from stoker.bootstrap.cluster import refuse_other_ray
+    from stoker.hosts.cluster import refuse_other_ray
 
     refuse_other_ray()
     ray: Any = sys.modules.get("ray")
@@ -119,9 +119,9 @@ def _join(address: str) -> None:
 
 def _start() -> None:
     """Start a cluster on this machine; it ends with this process."""
-    from stoker.bootstrap import forks
-    from stoker.bootstrap.cluster import LocalCluster, set_environment
-    from stoker.schema import Config
+    from stoker.config.schema import Config
+    from stoker.hosts import forks
+    from stoker.hosts.cluster import LocalCluster, set_environment
 
     set_environment(secrets.token_hex(32))
     ray_internals.read_environment_again()
@@ -179,7 +179,7 @@ def _with_other_ranks() -> None:
                 " every rank must iterate over its loaders"
             )
         time.sleep(0.05)
-    from stoker.bootstrap.cluster import set_environment
+    from stoker.hosts.cluster import set_environment
 
     about = json.loads(file.read_text())
     set_environment(about["token"])

@@ -17,8 +17,6 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from stoker.data.sources.seeding import put_back, states
-from stoker.data.transport.packing import pack
 from stoker.errors import UsageError
 from stoker.loader import cluster
 from stoker.loader.adoption import adopt, follow_accelerate
@@ -27,6 +25,8 @@ from stoker.loader.makers import ClusterMaker, ProcessMaker, end_passes_before_r
 from stoker.loader.modules import reloaded
 from stoker.loader.watch import Watch
 from stoker.loader.work import LoaderWork
+from stoker.read.seeding import put_back, states
+from stoker.serve.blocks.packing import pack
 
 HERE_VARIABLE = "STOKER_LOADER"
 """Set it to `process` to make batches in the script's own process, for debugging."""

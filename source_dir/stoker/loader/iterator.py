@@ -16,9 +16,9 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
-from stoker.data.messages import Shard
 from stoker.loader.messages import Failed, Order
 from stoker.loader.watch import Watch
+from stoker.messages import Shard
 
 STREAM_BATCHES = 8
 """Batches of an iterable dataset that are requested ahead."""

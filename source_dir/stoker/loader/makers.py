@@ -28,14 +28,14 @@ from typing import Any
 
 import torch
 
-from stoker.data.messages import Shard
-from stoker.data.transport.client import Transport
-from stoker.data.transport.packing import PAGES, SCHEMA, unpack
 from stoker.errors import where_raised
 from stoker.loader.messages import Failed, Made
 from stoker.loader.output import repeat
 from stoker.loader.watch import Watch
 from stoker.loader.work import LoaderWork, copy_for, opened, packed
+from stoker.messages import Shard
+from stoker.serve.blocks.client import Transport
+from stoker.serve.blocks.packing import PAGES, SCHEMA, unpack
 from stoker.session import EVENTS_VARIABLE
 
 ANSWER_S = 60.0
@@ -322,7 +322,7 @@ class ProcessMaker:
         """Script: see the module."""
         from torch.utils.data._utils import worker
 
-        from stoker.data.sources.seeding import drawing
+        from stoker.read.seeding import drawing
 
         place = self._wanted.popleft()
         with drawing("batch"):  # leaves the script's own generators untouched

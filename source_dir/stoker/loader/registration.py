@@ -7,8 +7,8 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from stoker.data.engine.shards import Setup
 from stoker.loader.work import LoaderChain, LoaderSource
+from stoker.serve.shards import Setup
 from stoker.session import CPU_HOSTS_VARIABLE
 
 ANSWER_S = 60.0
@@ -22,10 +22,10 @@ def service_of(group: str, stall_s: float) -> Any:
     """
     import ray
 
-    from stoker.bootstrap.topology import NODE_LABEL
-    from stoker.data.coordinator.elastic import Hosts
-    from stoker.data.opening import BUFFER_SHARE, LEAST_BUFFER_BYTES
+    from stoker.hosts.topology import NODE_LABEL
     from stoker.loader.service import LoaderService
+    from stoker.serve.elastic import Hosts
+    from stoker.serve.opening import BUFFER_SHARE, LEAST_BUFFER_BYTES
 
     node = ray.get_runtime_context().get_node_id()
     resources = ray.cluster_resources()
@@ -39,8 +39,8 @@ def service_of(group: str, stall_s: float) -> Any:
         label_selector={NODE_LABEL: node},
     )
     budget = max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * resources.get("object_store_memory", 0)))
-    from stoker.schema import ClusterConfig, Config
-    from stoker.schema_places import CpuHostsConfig
+    from stoker.config.places import CpuHostsConfig
+    from stoker.config.schema import ClusterConfig, Config
     from stoker.sizing.scaler import Scaler
 
     options = CpuHostsConfig.model_validate_json(os.environ.get(CPU_HOSTS_VARIABLE, "{}"))

@@ -13,18 +13,18 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
-from stoker.data.coordinator.accounting import ChainCosts
-from stoker.data.coordinator.elastic import Elastic, Scaled, Scaling
-from stoker.data.coordinator.production import Production
-from stoker.data.engine import ray_internals
-from stoker.data.engine.chain_worker import MOST_LOADED
-from stoker.data.engine.items import ReadyBlock
-from stoker.data.engine.pool import ChainHost
-from stoker.data.engine.ray_internals import HostRequest
-from stoker.data.messages import BlockReport, Origin, Server, Shard, Told
-from stoker.data.transport.agents import Agents
 from stoker.loader.attempt import STREAM_AHEAD, LoaderAttempt, LoaderPass, LoaderSettings, Place
 from stoker.loader.watch import Progress
+from stoker.messages import BlockReport, Origin, Server, Shard, Told
+from stoker.serve import ray_internals
+from stoker.serve.accounting import ChainCosts
+from stoker.serve.blocks.agents import Agents
+from stoker.serve.chain_worker import MOST_LOADED
+from stoker.serve.elastic import Elastic, Scaled, Scaling
+from stoker.serve.items import ReadyBlock
+from stoker.serve.pool import ChainHost
+from stoker.serve.production import Production
+from stoker.serve.ray_internals import HostRequest
 from stoker.session import append
 
 ANSWER_S = 5.0

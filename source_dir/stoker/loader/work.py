@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stoker.data.messages import BadRecord, BlockReport, Record, Shard
-from stoker.data.preprocessing.chain import use_one_thread
-from stoker.data.sources.seeding import seed_globals
-from stoker.data.transport.packing import PAGES, pack, unpack
-from stoker.data.transport.room import Room
+from stoker.chain.chain import use_one_thread
 from stoker.loader.digests import digest
 from stoker.loader.messages import Failed, Made, Order
 from stoker.loader.modules import reload
 from stoker.loader.output import Said, heard
+from stoker.messages import BadRecord, BlockReport, Record, Shard
+from stoker.read.seeding import seed_globals
+from stoker.serve.blocks.packing import PAGES, pack, unpack
+from stoker.serve.blocks.room import Room
 
 BATCHES = "__batches"
 """How many batches the pages hold."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from stoker.config.places import CpuHostsConfig
 from stoker.figures import count_of
-from stoker.schema_places import CpuHostsConfig
 from stoker.sizing.model import Prediction, Shape, Workload, cheapest_count, predict, usd_per_million_samples
 
 GROW_AFTER_S = 5.0

@@ -1,0 +1,298 @@
+"""Laptop: `submit.py check train.py`: measures how long an unchanged script waits for data."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher.advise.check import runner
+from launcher.advise.check import verdict as judging
+from launcher.advise.check.help import BLOCKED, help_here
+from launcher.advise.check.timeline import LEAST_STEPS
+from launcher.advise.check.watch import RESULT
+from launcher.advise.size.advice_table import Advice, advise
+from launcher.advise.size.candidates import Wanted
+from launcher.advise.sizing import DEFAULT_CPUS, DEFAULT_GPU, HostOptions
+from stoker.errors import UsageError
+from stoker.events.prices import price_list
+from stoker.hosts.raynode import end_with_parent
+
+CLOSING_S = 30.0
+"""How long the script may take to exit once enough steps are measured or it is interrupted."""
+ROWS = 8
+
+
+@dataclass(frozen=True)
+class CheckOptions(HostOptions):
+    """Laptop: the command-line options of `check`."""
+
+    arguments: list[str] = field(default_factory=list)
+    steps: int | None = None
+    timeout: float = 900.0
+    as_json: bool = False
+
+
+class ScriptError(Exception):
+    """Laptop: the script ended before a verdict was possible; exit code 1."""
+
+
+def check(script: Path | None, options: CheckOptions) -> int:
+    """Laptop: run the script under observation and print the verdict.
+
+    Returns:
+        0, 1 if the script failed, or 2 if the figures are too uncertain for a verdict.
+
+    Raises:
+        UsageError: options are wrong, or the script does not exist or has no DataLoader of torch's.
+    """
+    rates = options.rates()
+    if options.steps is not None and options.steps < LEAST_STEPS:
+        raise UsageError(f"--steps: must be at least {LEAST_STEPS} (got {options.steps})")
+    if options.timeout <= 0:
+        raise UsageError(f"--timeout: must be more than 0 seconds (got {options.timeout:g})")
+    path = existing(script)
+    try:
+        seen, sums = observe(path, options)
+    except ScriptError as error:
+        print(f"error: {path.name}: {error}", file=sys.stderr)
+        return 1
+    loaders = judging.checked(seen, sums, path.name, options.steps)
+    advice = advised(loaders[0], seen, rates, options)
+    if options.as_json:
+        print(json.dumps(as_json(loaders, seen, advice), indent=1))
+    else:
+        show(loaders, seen, advice)
+    return 0 if loaders[0].certain else 2
+
+
+def existing(script: Path | None) -> Path:
+    """Laptop: the script as typed.
+
+    Raises:
+        UsageError: it does not exist; suggests a close match.
+    """
+    if script is None:
+        raise UsageError("no script given; run: check train.py")
+    if script.suffix in (".yaml", ".yml"):
+        raise UsageError(
+            f"{script}: is a job's configuration; measure it with `size {shlex.quote(str(script))}`"
+        )
+    if script.is_file():
+        return script
+    beside = [path.name for path in script.parent.glob("*.py")] if script.parent.is_dir() else []
+    close = difflib.get_close_matches(script.name, beside, n=1, cutoff=0.5)
+    hint = f"; did you mean {script.parent / close[0]}?" if close else ""
+    raise UsageError(f"{script}: no such script{hint}")
+
+
+def observe(path: Path, options: CheckOptions) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Laptop: run the script until enough steps are measured; its output goes to stderr.
+
+    Returns:
+        The observations of the loaders, and the time spent by each fetching process.
+
+    Raises:
+        ScriptError: the script failed, or too few steps were measured in time.
+    """
+    steps = "auto" if options.steps is None else str(options.steps)
+    with tempfile.TemporaryDirectory(prefix="stoker-check-") as folder:
+        command = [sys.executable, str(runner.__file__), folder, steps, str(path), *options.arguments]
+        # Leave no __pycache__ in the user's folder.
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+        with started(command, environment) as process:
+            code = wait(process, Path(folder) / RESULT, options.timeout)
+        try:
+            seen: dict[str, Any] = json.loads((Path(folder) / RESULT).read_text())
+        except OSError:
+            if code is None:
+                raise ScriptError(f"no result within --timeout {options.timeout:.0f} s") from None
+            raise ScriptError(_ended(code)) from None
+        sums = [json.loads(file.read_text()) for file in sorted(Path(folder).glob("fetch-*.json"))]
+    if seen["ended"] == "failed":
+        before = f"{options.steps} steps" if options.steps else "enough steps"
+        raise ScriptError(f"the script failed before {before} were measured: {seen['said']}")
+    if code is None and seen["ended"] == "interrupted" and len(seen["takes"]) < 2 * LEAST_STEPS:
+        steps_seen = max((loader["batches"] for loader in seen["loaders"]), default=0)
+        what = f"only {steps_seen} batches" if steps_seen else "no result"
+        raise ScriptError(f"{what} within --timeout {options.timeout:.0f} s")
+    return seen, sums
+
+
+@contextlib.contextmanager
+def started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Laptop: start the script in its own process group and kill the group on exit."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr,
+        start_new_session=True,
+        preexec_fn=end_with_parent,
+    )
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)) if in_main else None
+    try:
+        yield process
+    except KeyboardInterrupt:
+        # The script is outside the terminal's process group, so Ctrl-C must be forwarded.
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired, KeyboardInterrupt):
+            os.killpg(process.pid, signal.SIGINT)
+            process.wait(CLOSING_S)
+        raise
+    finally:
+        if in_main:
+            signal.signal(signal.SIGTERM, before)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait(process: subprocess.Popen[bytes], result: Path, timeout_s: float) -> int | None:
+    """Laptop: the script's exit code; None if it was interrupted or did not exit."""
+    deadline = time.monotonic() + timeout_s
+    interrupted = closing = False
+    while time.monotonic() < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(0.2)
+            return None if interrupted else code
+        if not closing and result.is_file():
+            closing, deadline = True, time.monotonic() + CLOSING_S
+        if not closing and not interrupted and time.monotonic() > deadline - 0.4:
+            interrupted, deadline = True, time.monotonic() + CLOSING_S
+            os.killpg(process.pid, signal.SIGINT)
+    return None
+
+
+def _ended(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"the script was killed by {signal.Signals(-code).name} before enough steps were measured"
+    return "the script exited without a result before enough steps were measured"
+
+
+def advised(
+    one: judging.Checked, seen: dict[str, Any], rates: dict[str, float], options: CheckOptions
+) -> Advice | None:
+    """Laptop: apply the limits model if the script waits or hosts were requested."""
+    found = judging.measured(one, rates, seen["gpu"])
+    if found is None or not one.certain or not (one.waits or options.gpu or options.cpu):
+        return None
+    wanted = Wanted(
+        gpu_types=tuple(options.gpu or [judging.usual_gpu_host(seen["gpu"], DEFAULT_GPU)]),
+        cpu_types=tuple(options.cpu or DEFAULT_CPUS),
+        max_cpu_hosts=options.max_cpu_hosts,
+        speed=options.cpu_speed,
+    )
+    return advise(found, wanted, price_list())
+
+
+def show(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | None) -> None:
+    """Laptop: print the verdict on one screen."""
+    from rich.console import Console
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    first = loaders[0]
+
+    def line(text: str, **style: Any) -> None:
+        console.print(text, markup=False, soft_wrap=True, **style)
+
+    for text in judging.headline(first):
+        line(text, style="bold")
+    line(f"  {about(first)}")
+    for other in loaders[1:]:
+        waits = f", {100 * other.share.value:.0f} % waiting" if other.certain else ""
+        line(f"  also {about(other)}{waits}")
+    for text in fetching(first):
+        line(text)
+    helpful = help_here(first, seen["cpus"], seen["idle"])
+    if helpful:
+        line("what would help on this machine")
+        for text in helpful:
+            line(f"  {text}")
+    if advice is not None:
+        line("CPU hosts")
+        for text in advice.lines:
+            line(f"  {text}")
+    for note in [*notes(loaders, seen), *([advice.prices.label, *advice.measured.notes] if advice else [])]:
+        line(f"  {note}", style="dim")
+
+
+def about(one: judging.Checked) -> str:
+    """Laptop: a loader in one line."""
+    loader = one.loader
+    size = f"{one.samples_per_step:.0f} samples"
+    if one.bytes_per_step:
+        size += f", {one.bytes_per_step / 1000:,.0f} kB"
+    return f"{loader.place}: {loader.dataset}, batches of {size}, num_workers={loader.num_workers}"
+
+
+def fetching(one: judging.Checked) -> list[str]:
+    """Laptop: the cost of a sample by stage."""
+    fetched = one.fetched
+    if fetched is None:
+        return ["CPU per sample: not measured; this loader does not fetch in torch's own workers"]
+    blocked = f", and {1000 * fetched.blocked_s:.2f} ms waiting (storage, network)"
+    whole = fetched.slot_s + fetched.queued_s
+    head = f"CPU per sample: {1000 * fetched.cpu_s:.2f} ms"
+    lines = [head + (blocked if fetched.blocked_s > BLOCKED * whole else "")]
+    total = sum(fetched.stages.values()) or 1.0
+    ordered = sorted(fetched.stages.items(), key=lambda item: -item[1])
+    width = max(len(name) for name, _ in ordered[:ROWS])
+    rows = [*ordered[:ROWS], *([("others", sum(s for _, s in ordered[ROWS:]))] if ordered[ROWS:] else [])]
+    for name, spent in rows:
+        lines.append(f"  {name:<{width}} {1000 * spent:9.3f} ms {100 * spent / total:4.0f} %")
+    return lines
+
+
+def notes(loaders: list[judging.Checked], seen: dict[str, Any]) -> list[str]:
+    """Laptop: the assumptions behind the verdict."""
+    first = loaders[0]
+    found = []
+    if not first.loader.trains:
+        found.append("no torch optimizer step seen: using the loader that was iterated most")
+    if first.whole_epochs:
+        found.append("epochs are short, so the figures include worker start-up")
+    if judging.UNSURE < first.share.spread < judging.UNCERTAIN:
+        found.append("few or uneven steps: a longer run (--steps, more data) gives a more reliable figure")
+    if seen["ended"] == "interrupted":
+        found.append("the script was stopped at --timeout")
+    if first.loader.batch_size is None:
+        found.append("batch_size=None: samples per batch are the rows of its first tensor")
+    found.append(
+        f"waiting: measured with CUDA events ({seen['gpu']})"
+        if seen["gpu"]
+        else "waiting: time in next() relative to the time between calls"
+    )
+    return found
+
+
+def as_json(loaders: list[judging.Checked], seen: dict[str, Any], advice: Advice | None) -> dict[str, Any]:
+    """Laptop: the same figures for programs."""
+    return {
+        "loaders": [
+            {**asdict(one), "compute_s": one.compute_s, "trains": one.loader.trains} for one in loaders
+        ],
+        "verdict": judging.headline(loaders[0]),
+        "help": help_here(loaders[0], seen["cpus"], seen["idle"]),
+        "cpus": seen["cpus"],
+        "idle": seen["idle"],
+        "gpu": seen["gpu"],
+        "ended": seen["ended"],
+        "candidates": [asdict(one) for one in advice.table] if advice else [],
+        "recommended": asdict(advice.best) if advice and advice.best else None,
+        "reasons": advice.lines if advice else [],
+        "notes": [*notes(loaders, seen), *(advice.notes if advice else [])],
+        "prices_as_of": advice.prices.as_of if advice else None,
+    }

@@ -1,0 +1,123 @@
+"""Laptop: find the attempt that trained a step, and its position in the data, in events.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stoker.errors import UsageError
+from stoker.messages import DataCursor
+
+
+@dataclass
+class Attempt:
+    """Laptop: one start of training in a run."""
+
+    about: dict[str, Any]
+    """What the coordinator logged at the start; see `stoker.serve.cursor.about`."""
+    first_step: int = 0
+    """Optimiser steps before it."""
+    last_step: int = 0
+    """Last step known to be trained."""
+    passes: list[tuple[int, int]] = field(default_factory=list)
+    """(epoch, optimiser steps in it) of its completed training passes."""
+    bad: dict[int, dict[str, str]] = field(default_factory=dict)
+    """Quarantined training records by epoch: key → reason."""
+    blocks: dict[int, list[list[int]]] = field(default_factory=dict)
+    """By epoch, [shard, index in it, rows, their ids] of each block in order of arrival."""
+    produced: set[int] = field(default_factory=set)
+    """Epochs of which all blocks have arrived."""
+    trains: bool = True
+    """Whether its train workers have started; until then, steps are those of the attempt before."""
+
+    @property
+    def start(self) -> DataCursor:
+        return DataCursor.model_validate(self.about["start"])
+
+
+class Found(NamedTuple):
+    """Laptop: position of a step in the history of a run."""
+
+    attempt: Attempt
+    epoch: int
+    window: int
+    """Optimiser steps of this attempt before it in its epoch."""
+    sure: bool
+    """Whether the step is known to be trained."""
+    bad_before: dict[str, str] = {}  # noqa: RUF012 - a NamedTuple field
+    """Records quarantined in the epoch by other attempts: key → reason."""
+
+
+def history(run_dir: Path) -> list[Attempt]:
+    """Laptop: the attempts of a run, in order.
+
+    Raises:
+        UsageError: events.jsonl has no attempt.
+    """
+    path, found = run_dir / "events.jsonl", list[Attempt]()
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):  # a kill may truncate the last line
+            _take(json.loads(line), found)
+    if not found:
+        raise UsageError(
+            f"{run_dir}: no event `attempt` in events.jsonl: the run has not started training, is a"
+            " script, or comes from an earlier version"
+        )
+    return found
+
+
+def _take(event: dict[str, Any], found: list[Attempt]) -> None:
+    kind = event["event"]
+    if kind == "attempt":
+        found.append(Attempt(event, trains=not event.get("ahead")))
+    if not found:
+        return
+    attempt = found[-1]
+    if kind in ("step", "pass"):
+        attempt = next(each for each in reversed(found) if each.trains)
+    if kind == "train_worker":
+        attempt.trains = True
+    elif kind == "resumed":
+        attempt.first_step = attempt.last_step = event["step"]
+    elif kind == "step":
+        attempt.last_step = max(attempt.last_step, event["step"])
+    elif kind == "pass" and event["split"] == "train":
+        attempt.passes.append((event["epoch"], event["steps"]))
+        ended = attempt.first_step + sum(steps for _, steps in attempt.passes)
+        attempt.last_step = max(attempt.last_step, ended)
+    elif kind == "quarantined" and event["split"] == "train":
+        attempt.bad.setdefault(event["epoch"], {})[event["key"]] = event["reason"]
+    elif kind == "blocks":
+        attempt.blocks.setdefault(event["epoch"], []).extend(event["blocks"])
+    elif kind == "produced" and event["split"] == "train":
+        attempt.produced.add(event["epoch"])
+
+
+def find(attempts: list[Attempt], step: int, unlogged: int) -> Found:
+    """Laptop: find the last attempt that trained a step.
+
+    Args:
+        attempts: of the run.
+        step: counted from 1, as in the metrics.
+        unlogged: steps that an ended attempt may have trained after its last logged one.
+
+    Raises:
+        UsageError: the run has not trained this step.
+    """
+    within = [a for a in attempts if a.first_step < step <= a.last_step]
+    beyond = [a for a in attempts if a.trains and a.first_step < step <= a.last_step + unlogged]
+    if step < 1 or not (within or beyond):
+        last = max(attempt.last_step for attempt in attempts)
+        raise UsageError(f"--step {step}: the run has trained steps 1 to {last}")
+    attempt = (within or beyond)[-1]
+    before, epoch = attempt.first_step, attempt.start.epoch
+    for passed, steps in attempt.passes:
+        epoch = passed
+        if step <= before + steps:
+            break
+        before, epoch = before + steps, passed + 1
+    bad = {key: reason for each in attempts for key, reason in each.bad.get(epoch, {}).items()}
+    return Found(attempt, epoch, step - before - 1, bool(within), bad)

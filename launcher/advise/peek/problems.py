@@ -1,0 +1,207 @@
+"""Laptop: detects problems, certain or likely, in the examined records."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from launcher.advise.peek.columns import IGNORED_CLASS, Column
+from launcher.advise.peek.looking import Look
+from stoker.config.schema import Config
+from stoker.errors import UsageError
+from stoker.figures import count_of, size
+from stoker.recipe import Recipe
+from stoker.serve.opening import Data
+from stoker.train.training_checks import refuse_single_records, refuse_unfit
+
+LEAST = 8
+"""Smallest sample for checks that compare records."""
+REPEATED = 0.02
+"""Smallest fraction of repeated values worth a warning."""
+LABELS = ("label", "target", "class")
+
+
+class Problem(NamedTuple):
+    """Laptop: a problem as one line."""
+
+    level: Literal["error", "warning"]
+    """error: a run would be rejected or fail."""
+    text: str
+
+
+def problems_of(look: Look, config: Config, data: Data) -> list[Problem]:
+    """Laptop: the problems, errors first.
+
+    Args:
+        look: the findings.
+        config: the job.
+        data: opened, with the recipe, whose fields may give the number of classes.
+    """
+    recipe: Recipe = data.recipe
+    found = [*_failures(look, config), *_refusals(look, config, data)]
+    read, made = look.places[0], look.places[-1]
+    for name, column in read.columns.items():
+        if name in made.columns or not made.records:
+            found += _holes(name, column, "")
+    for name, column in made.columns.items():
+        found += _values(name, column, classes_of(recipe), _ignores(recipe))
+        if made is not read and not (name in read.columns and read.columns[name].nulls):
+            found += _holes(name, column, f" after {made.name}")
+    found += [*_shown(look), *(Problem("warning", note) for note in look.notes)]
+    return sorted(dict.fromkeys(found), key=lambda problem: problem.level)
+
+
+def _ignores(recipe: Recipe) -> bool:
+    """Whether the files of the recipe and its bases pass `ignore_index` to anything."""
+    kinds = [kind for kind in type(recipe).__mro__ if issubclass(kind, Recipe) and kind is not Recipe]
+    with contextlib.suppress(OSError, TypeError, UnicodeError):  # it may not come from a file of text
+        return any("ignore_index" in Path(inspect.getfile(kind)).read_text("utf-8") for kind in kinds)
+    return False
+
+
+def classes_of(recipe: Any) -> int | None:
+    """Laptop: the number of classes in the recipe's parameters."""
+    for name in ("num_classes", "classes"):
+        value = getattr(recipe, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 1:
+            return value
+    return None
+
+
+def grouped(bad: dict[str, str]) -> list[tuple[int, str, str]]:
+    """Laptop: group reasons that differ only in numbers: (count, first reason, its key)."""
+    counts: Counter[str] = Counter()
+    first: dict[str, tuple[str, str]] = {}
+    for key, reason in bad.items():
+        kind = re.sub(r"\d+", "0", reason.replace(key, "…"))
+        counts[kind] += 1
+        first.setdefault(kind, (reason, key))
+    return [(count, *first[kind]) for kind, count in counts.most_common()]
+
+
+def _failures(look: Look, config: Config) -> Iterator[Problem]:
+    if look.refused:
+        yield Problem("error", look.refused)
+    for text, ends_a_run in look.moved:
+        yield Problem("error" if ends_a_run else "warning", text)
+    # What holds for all records is certain; what holds for the first ones is not.
+    certain = look.examined == look.totals.get(look.split) or len(look.bad) == look.examined
+    budget = config.data.bad_record_budget
+    over = certain and len(look.bad) > budget * look.examined
+    for count, reason, key in grouped(look.bad):
+        which = f"{count} × " if count > 1 else ""
+        first = "first in record" if count > 1 else "record"
+        yield Problem("error" if over else "warning", f"{which}{reason}; {first} {look.path_of(key)}")
+    share = len(look.bad) / look.examined
+    if share > budget:
+        yield Problem(
+            "error" if over else "warning",
+            f"{len(look.bad)} of {look.examined} records cannot be used ({100 * share:.1f} %): more than"
+            f" data.bad_record_budget ({100 * budget:g} %), so a run"
+            f" {'would fail' if over else 'fails if the others are like these'}",
+        )
+
+
+def _refusals(look: Look, config: Config, data: Data) -> Iterator[Problem]:
+    try:
+        refuse_unfit(config, data.recipe, look.totals)
+    except UsageError as error:
+        yield from (Problem("error", text) for text in error.problems)
+    try:
+        refuse_single_records(config, data, config.train.workers or 1)
+    except UsageError as error:
+        # A run has a train worker per GPU, and so perhaps another last batch.
+        yield from (Problem("error" if config.train.workers else "warning", text) for text in error.problems)
+
+
+def _holes(name: str, column: Column, where: str) -> Iterator[Problem]:
+    if column.nulls:
+        share = "all" if column.nulls == column.values else f"{column.nulls} of"
+        yield Problem("warning", f"column {name!r} is NULL in {share} {column.values} records{where}")
+
+
+def _values(name: str, column: Column, classes: int | None, ignores: bool) -> Iterator[Problem]:
+    kind = next(iter(column.kinds), "")
+    if column.nans:
+        yield Problem(
+            "warning", f"column {name!r} contains NaN or infinity in {count_of(column.nans, 'record')}"
+        )
+    if column.constant and column.values >= LEAST:
+        value = next(iter(column.distinct))
+        shown = f" ({value!r:.40})" if not isinstance(value, bytes) else ""
+        yield Problem("warning", f"column {name!r} is the same in all {column.values} records{shown}")
+    shape = next(iter(column.shapes), ())
+    if len(shape) == 3 and column.numeric:
+        yield from _image(name, kind, column)
+    if min((s[0] for s in column.shapes if s), default=1) == 0:
+        yield Problem("warning", f"column {name!r} is empty in some records")
+    whole = kind.startswith(("int", "uint"))
+    is_label = name in LABELS and shape == ()
+    is_mask = len(shape) == 2 and ("mask" in name or name in LABELS)
+    if whole and (is_label or is_mask) and column.numeric:
+        high = column.high
+        if is_mask and high == IGNORED_CLASS and (classes or 0) <= IGNORED_CLASS:
+            high = column.highest_class
+            text = f"masks contain {IGNORED_CLASS}: pass ignore_index={IGNORED_CLASS} to loss and metrics"
+            yield from [] if ignores else [Problem("warning", f"column {name!r}: {text}")]
+        what = "a label" if is_label else "a mask"
+        if column.low < 0 or (classes and high >= classes):
+            there = f"0 … {classes - 1} are the recipe's classes" if classes else "classes count from 0"
+            yield Problem(
+                "warning", f"column {name!r}: {what} out of range: {column.low:g} … {high:g}; {there}"
+            )
+
+
+def _image(name: str, kind: str, column: Column) -> Iterator[Problem]:
+    low, high = column.low, column.high
+    if kind.startswith("float"):
+        scaled = "already normalised" if low < 0 else "already divided by 255" if high <= 1 else ""
+        advice = "leave images uint8 in the chain and convert them in on_device()"
+        if scaled:
+            yield Problem(
+                "warning",
+                f"column {name!r} has {kind} images from {low:.3g} to {high:.3g}: {scaled}; {advice}, or"
+                f" they take {4 if kind == 'float32' else 8} times the bandwidth and may be normalised twice",
+            )
+        else:
+            yield Problem("warning", f"column {name!r} has {kind} images; {advice}")
+    elif name == "image" and kind.startswith(("int", "uint")) and kind != "uint8":
+        yield Problem(
+            "warning",
+            f"column {name!r} has {kind} images from {low:g} to {high:g}, which normalisation takes for 0 to"
+            " 255; begin the chain with DecodeImage(), or scale them in on_device()",
+        )
+    elif kind == "uint8" and high <= 1:
+        yield Problem(
+            "warning",
+            f"column {name!r} has uint8 images with no value above {high:g}: scaled to 0 … 1 before"
+            " the conversion to uint8, so they are black",
+        )
+    if column.flat:
+        yield Problem(
+            "warning", f"column {name!r}: {column.flat} of {column.values} images have a single colour"
+        )
+
+
+def _shown(look: Look) -> Iterator[Problem]:
+    """Problems that need a comparison between records."""
+    for name, column in look.places[0].columns.items():
+        large = any(sum(shape) > 64 for shape in column.shapes)
+        again = sum(column.distinct.values()) - len(column.distinct)
+        if large and again > REPEATED * column.values and not column.constant:
+            text = f"column {name!r}: {again} of {column.values} records duplicate an earlier value"
+            yield Problem("warning", text)
+    keys = Counter(sample.key for sample in look.samples)
+    if twice := [key for key, count in keys.items() if count > 1]:
+        yield Problem("warning", f"key {twice[0]!r} names more than one record")
+    if look.images:
+        yield Problem("warning", look.images)
+    if look.totals.get("val") is None and "val" not in look.totals:
+        yield Problem("warning", "no val split: a run would not validate")
+    if look.bytes_per_record > 50e6:
+        yield Problem("warning", f"a preprocessed record takes {size(look.bytes_per_record)}")

@@ -1,0 +1,309 @@
+"""Laptop: `--on ray`: run the job through Ray Jobs on an existing cluster.
+
+    request = plan(job, address="http://head:8265")
+    run = submit(request)
+    for line in run.logs(follow=True): ...
+
+The cluster's token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import importlib.metadata
+import json
+import platform
+import secrets
+import shlex
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+from launcher import runs
+from launcher.job import COMMAND, Job
+from launcher.places.base import Backend
+from launcher.places.ray import jobs as ray_jobs
+from launcher.places.ray.jobs import JobServer
+from launcher.source import measure
+from stoker import figures
+from stoker.config.redaction import redact
+from stoker.errors import UsageError
+from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE
+
+POLL_S = 2.0
+STOP_WAIT_S = 120
+"""Between SIGTERM and SIGKILL; Ray's default of 3 s leaves no time for a checkpoint."""
+SUPPORTED_PYTHONS = ("3.11", "3.12")
+_WORDS = {
+    "PENDING": "running: waiting for the cluster",
+    "RUNNING": "running",
+    "SUCCEEDED": "succeeded",
+    "STOPPED": "interrupted",
+}
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class RayRequest:
+    """Laptop: the request to the job server."""
+
+    job: Job
+    server: JobServer
+    submission_id: str
+    run_dir: str
+    environment: dict[str, str]
+    pip: tuple[str, ...]
+    code_files: int
+    code_bytes: int
+    versions: str
+    warnings: tuple[str, ...]
+
+    def body(self, working_dir: str) -> dict[str, Any]:
+        """The body of the POST to `/api/jobs/`, given the URI of the uploaded source."""
+        runtime_env: dict[str, Any] = {"working_dir": working_dir, "env_vars": self.environment}
+        if self.pip:
+            runtime_env["pip"] = list(self.pip)
+        return {
+            "entrypoint": shlex.join(COMMAND),
+            "submission_id": self.submission_id,
+            "runtime_env": runtime_env,
+            "metadata": {"stoker_job": self.job.name},
+        }
+
+    def render(self) -> str:
+        """The request as JSON, then its destination and uploads."""
+        rows = [
+            ("cluster", self.server.address),
+            ("versions", self.versions),
+            ("upload", f"{figures.count_of(self.code_files, 'file')}, {figures.size(self.code_bytes)}"),
+            ("results", f"{self.run_dir} on the cluster"),
+        ]
+        lines = [f"{name:<9} {value}" for name, value in rows]
+        lines += [f"note: {line}" for line in self.warnings]
+        content = json.dumps(redact(self.body("<uploaded source>")), indent=2)
+        return f"Ray job {self.submission_id}\n\n{content}\n\n" + "\n".join(lines)
+
+    def package(self) -> bytes:
+        """The staged source as the zip file that becomes the job's working directory."""
+        with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
+            folder = Path(scratch) / "code"
+            self.job.stage(folder)
+            return ray_jobs.package(folder)
+
+    def write(self, path: Path) -> str:
+        """Write the source as a zip file; returns the lines for a RayJob manifest.
+
+        Args:
+            path: `job.zip`; publish it where the cluster can fetch it.
+        """
+        path.write_bytes(self.package())
+        variables = "".join(f"\n    {key}: {json.dumps(value)}" for key, value in self.environment.items())
+        return (
+            f"# publish {path} where the cluster can fetch it; for the RayJob (docs/ray-clusters.md):\n"
+            f"entrypoint: {shlex.join(COMMAND)}\n"
+            f"runtimeEnvYAML: |\n  working_dir: https://<address>/{path.name}\n  env_vars:{variables}"
+        )
+
+
+@dataclass
+class RayRun:
+    """Laptop: one job on a Ray cluster."""
+
+    server: JobServer
+    submission_id: str
+    poll_s: float = POLL_S
+    submitted: bool = False
+    """Whether this process has submitted it, so that there is a run, whatever the server answers."""
+
+    def __post_init__(self) -> None:
+        self._patiently = runs.Patience(self.poll_s, ray_jobs.UnreachableError, self.submitted)
+
+    @property
+    def id(self) -> str:
+        return f"ray:{self.server.address}/{self.submission_id}"
+
+    def status(self) -> str:
+        """running, succeeded, failed or interrupted, with Ray's reason after a colon."""
+        details = self.details()
+        state = str(details.get("status"))
+        if state == "FAILED":
+            # Cut off the end of the log, which Ray appends; `logs` shows it better.
+            message = str(details.get("message") or "no reason given").partition(", last available")[0]
+            return f"failed: {' '.join(message.split())}"
+        return _WORDS.get(state, f"unknown: {state}")
+
+    def details(self) -> dict[str, Any]:
+        """The job server's description of the job."""
+        found: dict[str, Any] = self._patiently(lambda: self.server.get(f"/api/jobs/{self.submission_id}"))
+        return found
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """The driver's output, line by line; with `follow` until the job ends."""
+        shown = 0
+        while True:
+            ended = not self.status().startswith("running")
+            path = f"/api/jobs/{self.submission_id}/logs"
+            text = self._patiently(functools.partial(self.server.get, path)).get("logs", "")
+            # Hold back an incomplete last line.
+            upto = len(text) if ended or not follow else text.rfind("\n") + 1
+            yield from text[shown:upto].splitlines()
+            shown = max(shown, upto)
+            if ended or not follow:
+                return
+            # The server sends the whole log each time, so poll less often as it grows.
+            time.sleep(self.poll_s + len(text) / 2e6)
+
+    def wait(self) -> int:
+        """Block until the end; returns the driver's exit code."""
+        while (state := self.status()).startswith("running"):
+            time.sleep(self.poll_s)
+        if state == "succeeded":
+            return 0
+        code = self.details().get("driver_exit_code")
+        return 143 if state.startswith("interrupted") else int(code or 1)
+
+    def stop(self) -> None:
+        """Send SIGTERM to the driver, which has `STOP_WAIT_S` for a checkpoint."""
+        self.server.post(f"/api/jobs/{self.submission_id}/stop")
+
+    def closing(self) -> str:
+        """Message after the end: the outcome."""
+        return f"{self.submission_id}: {self.status()}"
+
+    def detached(self) -> str:
+        """Message when the user stops watching: the job continues."""
+        return (
+            f"{self.submission_id} keeps running. Watch it again: stoker logs -f {shlex.quote(self.id)};"
+            f" stop it: stoker stop {shlex.quote(self.id)}"
+        )
+
+
+def plan(job: Job, *, address: str | None = None, offline: bool = False, install: bool = False) -> RayRequest:
+    """Laptop: plan the request and check the cluster's versions; uploads nothing.
+
+    Args:
+        job: what to run.
+        address: the dashboard's address; the default is RAY_API_SERVER_ADDRESS or RAY_ADDRESS.
+        offline: do not query the cluster's versions.
+        install: let Ray install `requirements.txt` for the job on every host.
+
+    Raises:
+        UsageError: lists every problem, one line each.
+    """
+    problems: list[str] = []
+    name = f"{job.name}-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    output = job.resolved.config.output_dir
+    if not PurePosixPath(output).is_absolute():
+        problems.append(
+            f"output_dir: must be an absolute folder that all hosts of the cluster share (got {output!r});"
+            " a relative one is deleted with the job's working directory"
+        )
+    count, size, refused = measure(
+        job, {}, "params, on storage that the hosts share", ray_jobs.PACKAGE_LIMIT_BYTES
+    )
+    problems += refused
+    pip = _pip(job) if install else ()
+    server, versions, warnings = _server(address, offline, problems)
+    if problems or server is None:
+        raise UsageError(*problems)
+    warnings += [
+        f"params.{parameter} = {path} must exist on the cluster's hosts too"
+        for parameter, path in job.data.items()
+    ]
+    run_dir = f"{output.rstrip('/')}/{name}"
+    environment = {
+        BACKEND_VARIABLE: "ray",
+        RUN_DIR_VARIABLE: run_dir,
+        "RAY_TRAIN_V2_ENABLED": "1",
+        "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
+    }
+    return RayRequest(job, server, name, run_dir, environment, pip, count, size, versions, tuple(warnings))
+
+
+def submit(request: RayRequest) -> RayRun:
+    """Laptop: upload the staged source and start the job.
+
+    Raises:
+        UsageError: the cluster rejected the job; one line with its reason.
+    """
+    uri = request.server.upload(request.package())
+    request.server.post("/api/jobs/", request.body(uri))
+    return RayRun(request.server, request.submission_id, submitted=True)
+
+
+def attach(run_id: str) -> RayRun:
+    """Laptop: find a run by `ray:http://head:8265/name`.
+
+    Raises:
+        UsageError: the id has another form.
+    """
+    address, _, name = run_id.removeprefix("ray:").rpartition("/")
+    if not address or not name:
+        raise UsageError(f"{run_id}: write ray:http://<head>:8265/<job>")
+    return RayRun(ray_jobs.job_server(address), name)
+
+
+BACKEND = Backend(
+    name="ray",
+    plan=lambda job, options, resume: plan(
+        job, address=options.address, offline=options.offline, install=options.install
+    ),
+    submit=submit,
+    attach=attach,
+    ids=("ray:",),
+    options=("address", "offline", "request", "install"),
+    scales=True,
+    checkpoints="shared",
+)
+
+
+def _server(
+    address: str | None, offline: bool, problems: list[str]
+) -> tuple[JobServer | None, str, list[str]]:
+    warnings: list[str] = []
+    try:
+        server = ray_jobs.job_server(address)
+        place = urlsplit(server.address)
+        if server.token and place.scheme == "http" and place.hostname not in _LOOPBACK:
+            warnings.append("the token travels unencrypted: use https or a port-forward to localhost")
+        if not server.token:
+            warnings.append("no token: anyone who can reach this cluster can run code on it")
+        if offline:
+            return server, "not checked (--offline)", warnings
+        ray, python = server.versions()
+    except UsageError as error:
+        problems += error.problems
+        return None, "", warnings
+    ours = importlib.metadata.version("ray")
+    if ray != ours:
+        problems.append(
+            f"--address {server.address}: Ray {ray} there and {ours} here; the job's code is tested with"
+            f" {ours} only; use a cluster with that version (image rayproject/ray:{ours})"
+        )
+    if python and ".".join(python.split(".")[:2]) not in SUPPORTED_PYTHONS:
+        problems.append(
+            f"--address {server.address}: Python {python} there; Stoker needs"
+            f" {' or '.join(SUPPORTED_PYTHONS)}; choose another image"
+        )
+    here = platform.python_version()
+    if python and python.split(".")[:2] != here.split(".")[:2]:
+        warnings.append(f"Python {python} there and {here} here: test your recipe with {python}")
+    return server, f"Ray {ray}, Python {python or 'unknown'}", warnings
+
+
+def _pip(job: Job) -> tuple[str, ...]:
+    with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
+        folder = Path(scratch) / "code"
+        job.stage(folder)
+        lines = (folder / "requirements.txt").read_text().splitlines()
+    return tuple(
+        line.strip()
+        for line in lines
+        # Keep the cluster's Ray: another version could not join it.
+        if line.strip() and not line.lstrip().startswith(("#", "ray[", "ray="))
+    )

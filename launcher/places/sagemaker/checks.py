@@ -1,0 +1,353 @@
+"""Laptop: checks of a SageMaker job before anything is uploaded.
+
+Each rule checks a `Draft` without network access and yields lines `key: what is wrong (got …); remedy`.
+All rules run, so that the user sees every problem at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from launcher.places.sagemaker.groups import training_group
+from launcher.places.sagemaker.model import REMEDIES, instance_types, limit_problems
+from launcher.places.sagemaker.request import CODE_CHANNEL, IMAGE_ACCOUNT, INPUT, Draft
+from stoker.config.loading import load
+from stoker.config.redaction import is_secret, redact
+from stoker.errors import UsageError, nearest
+from stoker.events import prices
+from stoker.figures import count_of
+
+PYTHONS = ((3, 11), (3, 12))
+MAX_RUNTIME_S = 28 * 86_400
+RESERVED_VARIABLES = ("RAY_AUTH_", "RAY_ADDRESS", "RAY_DATA_AUTOLOAD_", "SM_", "STOKER_")
+
+
+def problems(draft: Draft) -> list[str]:
+    """Laptop: every problem of a request, including violated service limits."""
+    found = [line for rule in RULES for line in rule(draft)]
+    named = {line.partition(": ")[0] for line in found}
+    limits = limit_problems(draft.body, draft.keys)
+    found += [line for line in limits if line.partition(": ")[0] not in named]
+    return list(dict.fromkeys(found))
+
+
+def warnings(draft: Draft) -> list[str]:
+    """Laptop: notes for the dry run on valid but questionable settings."""
+    settings = draft.settings
+    hosts = sum(group.count for group in draft.groups)
+    notes = []
+    if not settings.subnets:
+        notes.append(
+            "no VPC: hosts can reach the internet; set sagemaker.subnets and security_groups to prevent that"
+        )
+    if settings.subnets and not settings.network_isolation:
+        notes.append("in a VPC without NAT, pip cannot reach an index: put a wheels/ folder into the source")
+    if hosts > 1 and not settings.encrypt_traffic:
+        notes.append("traffic between hosts is not encrypted: set sagemaker.encrypt_traffic=true (slower)")
+    if settings.encrypt_traffic and settings.subnets:
+        notes.append("encrypted traffic needs UDP 500 and protocol 50 (ESP) allowed in the security group")
+    if settings.kms_key is None:
+        notes.append(
+            "no KMS key: code and model use S3's default encryption; set sagemaker.kms_key to change that"
+        )
+    if settings.spot and len(draft.groups) > 1:
+        notes.append("AWS does not document spot with several instance groups: try a short job first")
+    return notes
+
+
+def _groups(draft: Draft) -> Iterator[str]:
+    settings, groups = draft.settings, draft.groups
+    if not groups:
+        yield ("sagemaker.gpu.type: no hosts requested; name an instance type, for example ml.g5.2xlarge")
+    if settings.groups and (settings.gpu.type or settings.cpu.type):
+        yield "sagemaker.groups: given together with sagemaker.gpu or cpu; keep one of the two forms"
+    names = [group.name for group in groups]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"sagemaker.groups: two groups are named {name!r}; every name must differ"
+    for group in groups:
+        if group.count < 1:
+            yield f"{group.key}.count: at least 1 (got {group.count}); to have none, remove the group"
+        if group.type.startswith("ml.trn"):
+            yield (f"{group.key}.type: Trainium has no CUDA (got {group.type!r}); use a type with GPUs")
+        if not group.type.startswith("ml.") and f"ml.{group.type}" in instance_types():
+            yield (f"{group.key}.type: must begin with ml. (got {group.type!r}); use ml.{group.type}")
+    if (
+        settings.gpu.type
+        and not settings.gpu.type.startswith("ml.trn")
+        and settings.gpu.type in instance_types()
+        and not prices.has_gpu(settings.gpu.type)
+    ):
+        yield (
+            f"sagemaker.gpu.type: {settings.gpu.type} has no GPU; to train on CPUs, set it as"
+            " sagemaker.cpu.type and remove gpu"
+        )
+    if settings.gpu.type and settings.cpu.type and prices.has_gpu(settings.cpu.type):
+        yield (
+            f"sagemaker.cpu.type: {settings.cpu.type} has GPUs that would idle; use an ml.c5 or ml.m5 type"
+        )
+
+
+def _prices(draft: Draft) -> Iterator[str]:
+    names = {group.name for group in draft.groups}
+    for key in draft.settings.prices:
+        if key not in names and key not in instance_types():
+            hint = nearest(key, [*names, *instance_types()])
+            yield f"sagemaker.prices.{key}: neither an instance type nor a group of this job{hint}"
+
+
+def _training(draft: Draft) -> Iterator[str]:
+    config, groups = draft.job.resolved.config, draft.groups
+    named = config.cluster.gpu_group
+    listed = ", ".join(group.name for group in groups)
+    trains = training_group(config, groups) if len(groups) > 1 else (groups or (None,))[0]
+    if len(groups) > 1 and trains is None:
+        if named:
+            yield f"cluster.gpu_group: no such group (got {named!r}); the job has {listed}"
+        else:
+            yield f"cluster.gpu_group: cannot tell which group trains; name one of {listed}"
+    if config.train.workers and trains is not None and trains.has_gpu:
+        known = prices.machine(trains.type)
+        if known and config.train.workers > known.gpus * trains.count > 0:
+            yield (
+                f"train.workers: more than the {known.gpus * trains.count} GPUs of group"
+                f" {trains.name}"
+                f" (got {config.train.workers}); one train worker per GPU"
+            )
+    cpu_hosts = sum(group.count for group in groups if group is not trains)
+    if config.cluster.min_cpu_hosts is not None and config.cluster.min_cpu_hosts > cpu_hosts:
+        yield (
+            f"cluster.min_cpu_hosts: the job has {count_of(cpu_hosts, 'CPU host')}"
+            f" (got {config.cluster.min_cpu_hosts}); lower it or raise sagemaker.cpu.count"
+        )
+    for name in config.data.preprocess_on:
+        if len(groups) > 1 and name not in {group.name for group in groups}:
+            yield f"data.preprocess_on: no such group (got {name!r}); the job has {listed}"
+
+
+def _times(draft: Draft) -> Iterator[str]:
+    settings = draft.settings
+    if settings.max_runtime_s > MAX_RUNTIME_S:
+        yield (f"sagemaker.max_runtime_s: at most 28 days, {MAX_RUNTIME_S} (got {settings.max_runtime_s})")
+    if settings.max_wait_s is not None and not settings.spot:
+        yield "sagemaker.max_wait_s: only spot jobs wait; add sagemaker.spot=true or remove it"
+    if settings.max_wait_s is not None and settings.max_wait_s < settings.max_runtime_s:
+        yield (
+            f"sagemaker.max_wait_s: must be at least max_runtime_s, {settings.max_runtime_s}"
+            f" (got {settings.max_wait_s}); it counts waiting and running together"
+        )
+    if settings.keep_alive_s and len(draft.groups) > 1:
+        yield ("sagemaker.keep_alive_s: SageMaker has no warm pools for several instance groups; remove it")
+    if settings.keep_alive_s and settings.spot:
+        yield (
+            "sagemaker.keep_alive_s: SageMaker has no warm pools for spot instances; remove one of the two"
+        )
+    if settings.keep_alive_s < 0:
+        yield f"sagemaker.keep_alive_s: at least 0 (got {settings.keep_alive_s})"
+    if draft.job.resolved.config.cluster.join_timeout_s >= settings.max_runtime_s:
+        yield (
+            "cluster.join_timeout_s: not below sagemaker.max_runtime_s"
+            f" (got {draft.job.resolved.config.cluster.join_timeout_s:g}); lower it, or the job may end"
+            " waiting for hosts"
+        )
+
+
+def _disks(draft: Draft) -> Iterator[str]:
+    settings = draft.settings
+    with_nvme = [group.type for group in draft.groups if prices.has_nvme(group.type)]
+    if settings.volume_kms_key and with_nvme:
+        yield (
+            f"sagemaker.volume_kms_key: not supported by {', '.join(with_nvme)}, whose NVMe disks"
+            " are encrypted by the hardware; remove it"
+        )
+    if not 1 <= settings.volume_gb <= 16_384:
+        yield f"sagemaker.volume_gb: from 1 to 16384 (got {settings.volume_gb})"
+    need_gb = sum(item.bytes for item in draft.data) / 1e9
+    if need_gb > 0.9 * settings.volume_gb >= 0.9 and len(with_nvme) < len(draft.groups):
+        yield (
+            f"sagemaker.volume_gb: {need_gb:.0f} GB of data do not fit (got {settings.volume_gb});"
+            f" set {int(need_gb * 1.2) + 1}, or use a channel with input_mode: FastFile"
+        )
+
+
+def _channels(draft: Draft) -> Iterator[str]:
+    settings = draft.settings
+    groups = {group.name for group in draft.groups}
+    seen: dict[str, str] = {}
+    for name, channel in settings.channels.items():
+        key = f"sagemaker.channels.{name}"
+        if name == CODE_CHANNEL:
+            yield f"{key}: the channel of this name carries the source; choose another"
+        if name.lower() in seen:
+            yield f"{key}: differs from {seen[name.lower()]!r} only by case; rename one"
+        seen[name.lower()] = name
+        if not channel.uri.startswith("s3://"):
+            yield f"{key}.uri: SageMaker reads only s3:// (got {channel.uri!r}); upload the data first"
+        if channel.input_mode == "Pipe":
+            yield f"{key}.input_mode: Ray Data cannot read pipes; use File, or FastFile for large data"
+        if channel.distribution == "ShardedByS3Key":
+            yield (
+                f"{key}.distribution: ShardedByS3Key gives each host different files, but the head"
+                " plans the reads of all hosts; use FullyReplicated"
+            )
+        for group in channel.groups:
+            if len(groups) < 2:
+                yield f"{key}.groups: the job has a single group; remove them"
+            elif group not in groups:
+                yield (
+                    f"{key}.groups: no such group (got {group!r}); the job has {', '.join(sorted(groups))}"
+                )
+        trains = training_group(draft.job.resolved.config, draft.groups)
+        if channel.groups and trains is not None and trains.name not in channel.groups:
+            yield (
+                f"{key}.groups: the head, a host of {trains.name}, reads the channel, too (got"
+                f" {channel.groups}); add {trains.name}"
+            )
+        if len(set(channel.groups)) < len(channel.groups):
+            yield f"{key}.groups: a group is listed twice (got {channel.groups}); remove one"
+    for item in draft.data:
+        if item.parameter == CODE_CHANNEL:
+            yield (
+                f"params.{item.parameter}: the channel of this name carries the source; rename the parameter"
+            )
+        if not item.files:
+            yield f"params.{item.parameter}: the folder contains no files (got {str(item.source)!r})"
+
+
+def _parameters(draft: Draft) -> Iterator[str]:
+    settings, config = draft.settings, draft.job.resolved.config
+    for name, value in config.params.items():
+        if name in draft.data_at or name in draft.job.data or not isinstance(value, str):
+            continue
+        if value.startswith(f"{INPUT}/"):
+            channel = value.removeprefix(f"{INPUT}/").split("/")[0]
+            if channel not in {each.get("ChannelName") for each in draft.body.get("InputDataConfig", [])}:
+                yield (
+                    f"params.{name}: no channel {channel!r} (got {value!r}); add sagemaker.channels.{channel}"
+                )
+        elif value.startswith(("/", "./", "../", "~")):
+            yield (
+                f"params.{name}: not found on this machine (got {value!r}); use an existing path,"
+                f" an s3:// URI, or sagemaker.channels.{name}.uri"
+            )
+        elif settings.network_isolation and value.startswith("s3://"):
+            yield (
+                f"params.{name}: with network_isolation hosts cannot read S3 (got {value!r});"
+                f" use sagemaker.channels.{name}.uri"
+            )
+
+
+def _request(draft: Draft) -> Iterator[str]:
+    for path in draft.taken:
+        key = draft.keys.get(path) or REMEDIES.get(path, ("",))[0]
+        yield f"sagemaker.request.{path}: set by {key or 'Stoker'}; {'use that key' if key else 'remove it'}"
+    names = [channel.get("ChannelName") for channel in draft.body.get("InputDataConfig", [])]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"sagemaker.request.InputDataConfig: two channels are named {name!r}; rename one"
+    source, image = draft.job.source_dir, draft.settings.image or IMAGE_ACCOUNT
+    wheels = source is not None and (source / "wheels").is_dir()
+    if draft.settings.network_isolation and IMAGE_ACCOUNT in image and not wheels:
+        yield (
+            "sagemaker.network_isolation: pip reaches no index then, and the image lacks Ray; put a wheels/"
+            " folder next to requirements.txt (pip download -d wheels -r requirements.txt), or use an image"
+            " that has the packages"
+        )
+
+
+def _secrets(draft: Draft) -> Iterator[str]:
+    settings = draft.settings
+    shown: dict[str, Mapping[str, object]] = {
+        "environment": settings.environment,
+        "hyperparameters": settings.hyperparameters,
+        "tags": settings.tags,
+    }
+    for section, entries in shown.items():
+        for name, value in entries.items():
+            if is_secret(name, str(value)) or redact(str(value)) != str(value):
+                yield (
+                    f"sagemaker.{section}.{name}: looks like a secret, which everyone who may describe"
+                    " the job can read; let the job read it from Secrets Manager instead"
+                )
+    for name in settings.environment:
+        if name.startswith(RESERVED_VARIABLES):
+            yield f"sagemaker.environment.{name}: set by Stoker or SageMaker; remove it"
+
+
+def _hyperparameters(draft: Draft) -> Iterator[str]:
+    for key, value in draft.settings.hyperparameters.items():
+        where = f"sagemaker.hyperparameters.{key}"
+        if key.startswith(("sagemaker_", "sagemaker.")) or key == "config":
+            yield f"{where}: set by Stoker; remove it"
+        elif "'" in str(value):
+            yield (
+                f"{where}: a single quote breaks SageMaker's start script (got {value!r}); set it in job.yaml"
+            )
+        elif not is_secret(key, ""):
+            try:
+                load(None, [f"{key.replace('__', '.')}={value}"], origin=where)
+            except UsageError as error:
+                yield from error.problems
+
+
+def _names(draft: Draft) -> Iterator[str]:
+    for name in draft.settings.tags:
+        if name.lower().startswith("aws:"):
+            yield f"sagemaker.tags.{name}: names that begin with aws: belong to AWS; rename the tag"
+    for index, key in enumerate(("subnets", "security_groups")):
+        prefix = ("subnet-", "sg-")[index]
+        for value in getattr(draft.settings, key):
+            if not value.startswith(prefix):
+                yield f"sagemaker.{key}: ids must begin with {prefix} (got {value!r})"
+    if draft.settings.s3_uri and not re.match(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)", draft.s3_uri):
+        yield f"sagemaker.s3_uri: must be s3://bucket/prefix (got {draft.settings.s3_uri!r})"
+
+
+def _image(draft: Draft) -> Iterator[str]:
+    image = draft.body["AlgorithmSpecification"].get("TrainingImage")
+    key = "sagemaker.image"
+    if image is None:
+        if draft.region:  # a missing region is a problem of its own
+            yield f"{key}: no default image is known for region {draft.region!r}; name one"
+        return
+    if draft.body["AlgorithmSpecification"].get("TrainingImageConfig"):
+        return  # a private registry
+    registry = re.match(r"(\d{12})\.dkr\.ecr[a-z-]*\.([a-z0-9-]+)\.", image)
+    if registry is None:
+        yield (
+            f"{key}: not an image in ECR; use <account>.dkr.ecr.<region>.amazonaws.com/<name>:<tag>"
+            f" (got {image!r})"
+        )
+        return
+    if registry[2] != draft.region:
+        yield (
+            f"{key}: in region {registry[2]}, the job in {draft.region}; use the image of the job's region"
+        )
+    if "inference" in image:
+        yield (f"{key}: an inference image has no training toolkit (got {image!r}); use a training image")
+    if "-cpu" in image and any(group.has_gpu for group in draft.groups):
+        yield (f"{key}: a CPU image, but the job has GPUs; all groups share one image, so use the GPU one")
+    python = re.search(r"py(\d)(\d{1,2})(?!\d)", image)
+    if python and (int(python[1]), int(python[2])) not in PYTHONS:
+        supported = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+        yield (
+            f"{key}: Python {python[1]}.{python[2]}, but Ray and Stoker need {supported}; choose another tag"
+        )
+    torch = re.search(r"pytorch(?:-training)?:(\d+)\.(\d+)", image)
+    if registry[1] == IMAGE_ACCOUNT and torch and (int(torch[1]), int(torch[2])) < (2, 10):
+        yield (f"{key}: PyTorch {torch[1]}.{torch[2]}, but Stoker needs 2.10 or newer; choose another tag")
+
+
+RULES: tuple[Callable[[Draft], Iterator[str]], ...] = (
+    _groups,
+    _prices,
+    _training,
+    _times,
+    _disks,
+    _channels,
+    _parameters,
+    _request,
+    _secrets,
+    _hyperparameters,
+    _names,
+    _image,
+)

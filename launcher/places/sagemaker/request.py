@@ -1,0 +1,336 @@
+"""Laptop: build the CreateTrainingJob request of a job. Pure: no calls to AWS."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launcher.job import COMMAND, Job, examples_root
+from launcher.places.sagemaker.groups import Group, groups_of, training_group
+from launcher.places.sagemaker.model import REMEDIES
+from launcher.source import DataUpload, find_data_uploads
+from stoker.config.loading import Resolved
+from stoker.config.places import ChannelConfig, SageMakerConfig
+from stoker.recipe import load_recipe, metric_names
+
+INPUT = "/opt/ml/input/data"
+CODE_CHANNEL = "code"
+CODE_FOLDER = f"{INPUT}/{CODE_CHANNEL}"
+
+ENTRYPOINT = ("/bin/bash", "-c", f"cd {CODE_FOLDER} && exec {' '.join(COMMAND)}")
+"""`exec` makes Python process 1, so that SIGTERM reaches it."""
+
+IMAGE_ACCOUNT = "763104351884"
+IMAGE_TAG = "pytorch:2.13-cu133-amzn2023-sagemaker"
+_OTHER_ACCOUNTS = re.compile(
+    r"^(cn-|us-gov-|us-iso|af-|me-|il-|mx-|eu-south-|eu-central-2|ap-east-|ap-southeast-[3-9]|ap-south-2|ca-west-)"
+)
+
+METRICS = {
+    "train:loss": r"step [0-9]+  loss ([0-9.eE+-]+)",
+    "train:samples_per_s": r"([0-9.]+) samples/s  input wait",
+    "train:input_wait_pct": r"input wait ([0-9.]+) %",
+    "val:loss": r"val/loss ([0-9.eE+-]+)",
+}
+"""CloudWatch graph → pattern of its value in the head's log lines (`tracking.console`)."""
+MOST_METRICS = 40
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Laptop: a request that has not been checked yet.
+
+    Attributes:
+        job: the job to stage, with the training group set in its configuration.
+        body: the arguments of CreateTrainingJob.
+        keys: path in `body` → configuration key, for error messages.
+        data: local data to upload as input channels.
+        data_at: recipe parameter → path of its data on the hosts.
+    """
+
+    job: Job
+    name: str
+    region: str
+    s3_uri: str
+    groups: tuple[Group, ...]
+    body: dict[str, Any]
+    keys: dict[str, str]
+    data: tuple[DataUpload, ...]
+    data_at: dict[str, str]
+    taken: tuple[str, ...] = ()
+    """Parts of `sagemaker.request` that other keys set."""
+
+    @property
+    def code_uri(self) -> str:
+        return f"{self.s3_uri}/{self.name}/code"
+
+    @property
+    def settings(self) -> SageMakerConfig:
+        return self.job.resolved.config.sagemaker
+
+
+def default_image(region: str) -> str | None:
+    """Laptop: AWS's PyTorch training image; None for regions whose images belong to another account."""
+    if not region or _OTHER_ACCOUNTS.match(region):
+        return None
+    return f"{IMAGE_ACCOUNT}.dkr.ecr.{region}.amazonaws.com/{IMAGE_TAG}"
+
+
+def job_name(name: str, stamp: str) -> str:
+    """Laptop: a valid name from `my_job.v2` and a time stamp: at most 63 characters, no `_` or `.`."""
+    words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "job"
+    return f"{words[: 62 - len(stamp)].rstrip('-')}-{stamp}"
+
+
+def draft(job: Job, name: str, region: str, s3_uri: str) -> Draft:
+    """Laptop: build the whole request, valid or not; `checks.problems` checks it.
+
+    Args:
+        job: the job to run.
+        name: the training job's name.
+        region: AWS region.
+        s3_uri: `s3://bucket/prefix` for all of this job's objects.
+    """
+    config = job.resolved.config
+    settings = config.sagemaker
+    groups = groups_of(config)
+    trains = training_group(config, groups)
+    gpu_group = trains.name if trains and len(groups) > 1 else None
+    if trains is not None:
+        cluster = config.cluster.model_copy(update={"gpu_group": gpu_group})
+        config = config.model_copy(update={"cluster": cluster})
+        job = replace(job, resolved=Resolved(config, job.resolved.origins))
+    s3_uri = s3_uri.rstrip("/")
+    data = find_data_uploads(
+        {name: path for name, path in job.data.items() if name not in settings.channels},
+        s3_uri,
+        settings.kms_key,
+    )
+    keys: dict[str, str] = {}
+    channels = _channels(settings, data, f"{s3_uri}/{name}/code", groups, keys)
+    body = {
+        "TrainingJobName": name,
+        "RoleArn": settings.role,
+        "AlgorithmSpecification": _algorithm(job, settings, region),
+        "HyperParameters": _hyperparameters(settings, f"{s3_uri}/{name}/code", keys),
+        "Environment": dict(settings.environment) or None,
+        "InputDataConfig": channels or None,
+        "OutputDataConfig": {"S3OutputPath": s3_uri, "KmsKeyId": settings.kms_key},
+        "CheckpointConfig": {
+            "S3Uri": f"{s3_uri}/{name}/checkpoints",
+            "LocalPath": "/opt/ml/checkpoints",
+        },
+        "ResourceConfig": _resources(settings, groups, keys),
+        "StoppingCondition": {
+            "MaxRuntimeInSeconds": settings.max_runtime_s,
+            "MaxWaitTimeInSeconds": _max_wait_s(settings),
+        },
+        "VpcConfig": {
+            "Subnets": list(settings.subnets) or None,
+            "SecurityGroupIds": list(settings.security_groups) or None,
+        },
+        "EnableManagedSpotTraining": settings.spot,
+        "EnableInterContainerTrafficEncryption": settings.encrypt_traffic,
+        "EnableNetworkIsolation": settings.network_isolation,
+        "RetryStrategy": {"MaximumRetryAttempts": settings.max_retries},
+        "Tags": _tags(config.name, settings, keys),
+    }
+    keys.update((f"Environment.{key}", f"sagemaker.environment.{key}") for key in settings.environment)
+    data_at = _data_at(job, data)
+    taken: list[str] = []
+    body = overlaid(pruned(body), settings.request, keys, taken)
+    return Draft(job, name, region, s3_uri, groups, body, keys, data, data_at, tuple(taken))
+
+
+def _algorithm(job: Job, settings: SageMakerConfig, region: str) -> dict[str, Any]:
+    by_container = settings.entry == "container"
+    return {
+        "TrainingImage": settings.image or default_image(region),
+        "TrainingInputMode": "File",
+        "ContainerEntrypoint": list(ENTRYPOINT) if by_container else None,
+        "EnableSageMakerMetricsTimeSeries": True,
+        "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in metrics_of(job).items()],
+    }
+
+
+def metrics_of(job: Job) -> dict[str, str]:
+    """Laptop: METRICS, and the recipe's own as the console prints them."""
+    found, config = dict(METRICS), job.resolved.config
+    names: list[str] = []
+    if config.script is None:
+        with contextlib.suppress(Exception):  # the hosts may have packages that this machine lacks
+            source = job.source_dir or examples_root()
+            recipe = load_recipe(config.recipe, config.params, source)
+            names = [] if recipe.own_loop else metric_names(recipe)
+    for name in names[: MOST_METRICS - len(METRICS)]:
+        if name.endswith("acc1"):
+            found[f"val:{name}_pct"] = rf"val/{re.escape(name)} ([0-9.]+) %"
+        else:
+            found[f"val:{name}"] = rf"val/{re.escape(name)} ([0-9.eE+-]+)"
+    return found
+
+
+def _hyperparameters(settings: SageMakerConfig, code_uri: str, keys: dict[str, str]) -> dict[str, str]:
+    found = {"config": COMMAND[-1]}
+    if settings.entry == "script-mode":
+        found["sagemaker_program"] = COMMAND[1]
+        found["sagemaker_submit_directory"] = f"{code_uri}/sourcedir.tar.gz"
+    for key, value in settings.hyperparameters.items():
+        # A dot in a key makes a ModelTrainer job fail before any user code runs; `__` is equivalent.
+        name = key.replace(".", "__")
+        found[name] = value if isinstance(value, str) and not is_json(value) else json.dumps(value)
+        keys[f"HyperParameters.{name}"] = f"sagemaker.hyperparameters.{key}"
+    return found
+
+
+def is_json(text: str) -> bool:
+    """Laptop: whether a text reads as JSON, so that it must be quoted to stay text."""
+    with contextlib.suppress(ValueError):
+        json.loads(text)
+        return True
+    return False
+
+
+def _channels(
+    settings: SageMakerConfig,
+    data: tuple[DataUpload, ...],
+    code_uri: str,
+    groups: tuple[Group, ...],
+    keys: dict[str, str],
+) -> list[dict[str, Any]]:
+    asked = dict(settings.channels)
+    origins = {name: f"sagemaker.channels.{name}" for name in asked}
+    if settings.entry == "container":
+        asked = {CODE_CHANNEL: ChannelConfig.model_validate({"uri": f"{code_uri}/"}), **asked}
+        origins.setdefault(CODE_CHANNEL, "sagemaker.s3_uri")
+    for item in data:
+        asked[item.parameter] = ChannelConfig.model_validate({"uri": item.uri})
+        origins[item.parameter] = f"params.{item.parameter}"
+    # SageMaker requires groups on all channels or on none.
+    by_group = any(channel.groups for channel in asked.values())
+    found = []
+    for index, (name, channel) in enumerate(asked.items()):
+        where = f"InputDataConfig[{index}]"
+        keys[where] = keys[f"{where}.ChannelName"] = origins[name]
+        for path, key in (
+            ("DataSource.S3DataSource.S3Uri", "uri"),
+            ("DataSource.S3DataSource.S3DataDistributionType", "distribution"),
+            ("DataSource.S3DataSource.InstanceGroupNames", "groups"),
+            ("ContentType", "content_type"),
+            ("InputMode", "input_mode"),
+        ):
+            own = name in settings.channels
+            keys[f"{where}.{path}"] = f"{origins[name]}.{key}" if own else origins[name]
+        source = {
+            "S3DataType": "S3Prefix",
+            "S3Uri": channel.uri,
+            "S3DataDistributionType": channel.distribution,
+            "InstanceGroupNames": (channel.groups or [group.name for group in groups]) if by_group else None,
+        }
+        found.append(
+            {
+                "ChannelName": name,
+                "DataSource": {"S3DataSource": source},
+                "ContentType": channel.content_type,
+                "InputMode": channel.input_mode,
+            }
+        )
+    return found
+
+
+def _resources(settings: SageMakerConfig, groups: tuple[Group, ...], keys: dict[str, str]) -> dict[str, Any]:
+    resources: dict[str, Any] = {
+        "VolumeSizeInGB": settings.volume_gb,
+        "VolumeKmsKeyId": settings.volume_kms_key,
+        "KeepAlivePeriodInSeconds": settings.keep_alive_s or None,
+    }
+    if len(groups) == 1:
+        keys["ResourceConfig.InstanceType"] = f"{groups[0].key}.type"
+        keys["ResourceConfig.InstanceCount"] = f"{groups[0].key}.count"
+        return resources | {"InstanceType": groups[0].type, "InstanceCount": groups[0].count}
+    keys["ResourceConfig.InstanceGroups"] = "sagemaker.groups"
+    for index, group in enumerate(groups):
+        where = f"ResourceConfig.InstanceGroups[{index}]"
+        keys[f"{where}.InstanceGroupName"] = f"{group.key}.name"
+        keys[f"{where}.InstanceType"] = f"{group.key}.type"
+        keys[f"{where}.InstanceCount"] = f"{group.key}.count"
+    return resources | {
+        "InstanceGroups": [
+            {"InstanceGroupName": group.name, "InstanceType": group.type, "InstanceCount": group.count}
+            for group in groups
+        ]
+    }
+
+
+def _max_wait_s(settings: SageMakerConfig) -> int | None:
+    if settings.max_wait_s is not None or not settings.spot:
+        return settings.max_wait_s
+    return 2 * settings.max_runtime_s
+
+
+def _tags(job_tag: str, settings: SageMakerConfig, keys: dict[str, str]) -> list[dict[str, str]]:
+    tags = {"stoker-job": job_tag, **settings.tags}
+    for index, name in enumerate(tags):
+        keys[f"Tags[{index}].Key"] = keys[f"Tags[{index}].Value"] = f"sagemaker.tags.{name}"
+    return [{"Key": name, "Value": value} for name, value in tags.items()]
+
+
+def _data_at(job: Job, data: tuple[DataUpload, ...]) -> dict[str, str]:
+    config = job.resolved.config
+    found = {}
+    for item in data:
+        folder = f"{INPUT}/{item.parameter}"
+        found[item.parameter] = folder if item.source.is_dir() else f"{folder}/{item.source.name}"
+    for name in config.sagemaker.channels:
+        value = config.params.get(name)
+        in_place = isinstance(value, str) and ("://" in value or value.startswith(f"{INPUT}/"))
+        if name in config.params and not in_place:
+            found[name] = f"{INPUT}/{name}"
+    return found
+
+
+def overlaid(
+    body: dict[str, Any], more: Mapping[str, Any], keys: dict[str, str], taken: list[str], path: str = ""
+) -> dict[str, Any]:
+    """Laptop: the request with `sagemaker.request`, which adds to it: members, and elements of lists.
+
+    Args:
+        body: the request.
+        more: what to add.
+        keys: completed with the keys of what is added.
+        taken: completed with the paths of values that the request has already.
+        path: of `body`.
+    """
+    found = dict(body)
+    for name, value in more.items():
+        where = f"{path}.{name}" if path else name
+        here = found.get(name)
+        own_key = where in REMEDIES and where != "InputDataConfig"
+        if own_key or (here is not None and type(here) is not type(value)):
+            taken.append(where)
+        elif isinstance(here, dict):
+            found[name] = overlaid(here, value, keys, taken, where)
+        elif isinstance(here, list):
+            for index in range(len(here), len(here) + len(value)):
+                keys[f"{where}[{index}]"] = f"sagemaker.request.{where}"
+            found[name] = [*here, *value]
+        elif here is not None:
+            taken.append(where)
+        else:
+            found[name] = value
+            keys[where] = f"sagemaker.request.{where}"
+    return found
+
+
+def pruned(value: Any) -> Any:
+    """Laptop: a request without None values and empty structures."""
+    if isinstance(value, dict):
+        kept = {key: pruned(item) for key, item in value.items()}
+        return {key: item for key, item in kept.items() if item is not None and item != {}}
+    if isinstance(value, list):
+        return [pruned(item) for item in value]
+    return value

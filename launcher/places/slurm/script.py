@@ -1,0 +1,210 @@
+"""Laptop: the batch script of a job, a pure function of its configuration and folders.
+
+Slurm starts the script on the first node; `srun` starts train.py once on every node. Several lines depend on
+how Slurm delivers signals: with process tracking by cgroup, only the task itself gets SIGTERM, so train.py
+must be the task (`exec`), not a child of a shell.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from launcher.job import COMMAND
+from stoker.config.loading import SECRETS_FILE
+from stoker.config.places import SlurmConfig, SlurmGpuNodesConfig, SlurmNodesConfig
+from stoker.hosts.raynode import LONGEST_TEMP_DIR
+from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE, STOP_FILE, TOKEN_FILE
+
+JOB_FILE = "slurm.job"
+"""In the run directory: the job's id."""
+EXIT_FILE = "slurm.exit"
+"""In the run directory, once the script has ended: its exit code."""
+LOG = "logs/slurm.log"
+EPILOG = "slurm-epilog.sh"
+OWN_FOLDER = "stoker-$SLURM_JOB_ID-$SLURM_PROCID"
+"""A host's own temporary folder, for Ray, too: other jobs, and other users, may share the node."""
+STOPPED_CODE = 143
+LATE_S = 120
+"""How much too early the signal before the time limit may seem to come: Slurm rounds it by up to a minute,
+and the script starts some time after the job."""
+
+OURS = (
+    *("account", "array", "chdir", "constraint", "cpus-per-task", "exclusive", "export", "gpus"),
+    *("gpus-per-node", "gpus-per-task", "gres", "het-group", "job-name", "mem", "no-requeue", "nodes"),
+    *("ntasks", "ntasks-per-node", "open-mode", "output", "partition", "qos", "requeue", "signal", "time"),
+)
+"""Options that `slurm.*.extra` must not set, because the script does."""
+
+
+def batch_script(config: SlurmConfig, name: str, run_dir: Path) -> str:
+    """Laptop: the text of the batch script.
+
+    Args:
+        config: the section `slurm`.
+        name: the job's name.
+        run_dir: its run directory, with the staged source in `code`.
+    """
+    both = config.cpu.nodes > 0
+    common = _common(config)
+    lines = ["#!/bin/bash", *_sbatch(f"--job-name={name}", f"--output={run_dir / LOG}", "--open-mode=append")]
+    lines += _sbatch(f"--chdir={run_dir / 'code'}", *common, *_nodes(config.gpu))
+    if both:
+        lines += ["#SBATCH hetjob", *_sbatch(*common, *_nodes(config.cpu))]
+    lines += ["", *_beginning(config, run_dir), "", *_step(config, run_dir, both), "", *_end(config)]
+    return "\n".join(lines) + "\n"
+
+
+def clock(seconds: int) -> str:
+    """Anywhere: seconds as Slurm writes a time limit, `1-04:00:00`; it counts in minutes, so rounded up."""
+    minutes = -(-seconds // 60)
+    days, rest = divmod(minutes, 24 * 60)
+    return f"{days}-{rest // 60:02}:{rest % 60:02}:00" if days else f"{rest // 60:02}:{rest % 60:02}:00"
+
+
+def _common(config: SlurmConfig) -> list[str]:
+    """Options that each component of a heterogeneous job needs."""
+    options = [f"--account={config.account}"] if config.account else []
+    if config.max_runtime_s:
+        options += [f"--time={clock(config.max_runtime_s)}", f"--signal=TERM@{config.stop_before_s}"]
+    options.append("--requeue" if config.restarts else "--no-requeue")
+    # A node that fails costs the job that host, not all of them.
+    return [*options, "--no-kill"]
+
+
+def _nodes(nodes: SlurmNodesConfig) -> list[str]:
+    options = [f"--partition={nodes.partition}"] if nodes.partition else []
+    options += [f"--nodes={nodes.nodes}", "--ntasks-per-node=1"]
+    if isinstance(nodes, SlurmGpuNodesConfig):
+        kind = f"{nodes.gpu_type}:" if nodes.gpu_type else ""
+        options.append(f"--gpus-per-node={kind}{nodes.gpus}")
+    options.append(f"--cpus-per-task={nodes.cpus}" if nodes.cpus else "--exclusive")
+    if nodes.memory_gb:
+        options.append(f"--mem={nodes.memory_gb}G")
+    elif nodes.cpus is None:
+        options.append("--mem=0")  # all of it
+    options += [f"--constraint={nodes.constraint}"] if nodes.constraint else []
+    options += [f"--qos={nodes.qos}"] if nodes.qos else []
+    return [*options, *nodes.extra]
+
+
+def _sbatch(*options: str) -> list[str]:
+    return [f"#SBATCH {_quoted(option)}" for option in options]
+
+
+def _quoted(option: str) -> str:
+    """An option as a line of #SBATCH; its quotes work like a shell's."""
+    return option if re.fullmatch(r"[\w./:=@%+,&|*()!-]+", option) else shlex.quote(option)
+
+
+def _beginning(config: SlurmConfig, run_dir: Path) -> list[str]:
+    own = "" if config.setup or config.image else str(Path(sys.executable).parent)
+    epilog = f'rm -rf "${{TMPDIR:-/tmp}}/{OWN_FOLDER}" "/tmp/{OWN_FOLDER}"'
+    return [
+        f"export {BACKEND_VARIABLE}=slurm {RUN_DIR_VARIABLE}={shlex.quote(str(run_dir))}",
+        f'cd "${RUN_DIR_VARIABLE}/code" || exit 1',
+        # A job keeps its id when it is requeued; a script that is submitted twice has another one.
+        f'(set -C; echo "$SLURM_JOB_ID" > ../{JOB_FILE}) 2>/dev/null',
+        f'owner="$(cat ../{JOB_FILE})"',
+        'if [ -n "$owner" ] && [ "$owner" != "$SLURM_JOB_ID" ]; then',
+        '  echo "error: job $SLURM_JOB_ID does not start: its script is that of job $owner; to continue'
+        f' it, submit the job with --resume ${RUN_DIR_VARIABLE}" >&2',
+        "  exit 2",
+        "fi",
+        'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then',
+        f"  rm -f ../failure ../{EXIT_FILE}  # of the start before",
+        "fi",
+        f'echo "$SLURM_JOB_ID" > ../{JOB_FILE}',
+        f"printf '#!/bin/bash\\n%s\\n' {shlex.quote(epilog)} > ../{EPILOG} && chmod u+x ../{EPILOG}",
+        *([f'export PATH={shlex.quote(own)}:"$PATH"'] if own else []),
+        *config.setup,
+        *([f'cd "${RUN_DIR_VARIABLE}/code" || exit 1'] if config.setup else []),
+    ]
+
+
+def _step(config: SlurmConfig, run_dir: Path, both: bool) -> list[str]:
+    """Start train.py once on every node; the end of one host ends no other."""
+    step = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--no-kill", "--cpu-bind=none", "--mem=0"]
+    step += ["--het-group=0,1"] if both else []
+    step.append(f'--task-epilog="${RUN_DIR_VARIABLE}/{EPILOG}"')
+    command = shlex.join(COMMAND)
+    if config.container == "pyxis":
+        mounts = ",".join(
+            f"{path}:{path}" if ":" not in path else path for path in [str(run_dir), *config.mounts]
+        )
+        step += [f"--container-image={shlex.quote(config.image or '')}"]
+        step += [
+            f"--container-mounts={shlex.quote(mounts)}",
+            f"--container-workdir={shlex.quote(str(run_dir))}/code",
+        ]
+    if config.container == "apptainer":
+        binds = ",".join([str(run_dir), *config.mounts])
+        words = ["apptainer", "exec", "--nv", "--bind", binds, "--pwd", f"{run_dir}/code", config.image or ""]
+        command = f"{shlex.join(words)} {command}"
+    host = [
+        f'export TMPDIR="${{TMPDIR:-/tmp}}/{OWN_FOLDER}" STOKER_HOST_CPUS="$SLURM_CPUS_ON_NODE"',
+        "# The sockets of Ray need short paths.",
+        'export RAY_TMPDIR="$TMPDIR"',
+        f'[ "${{#TMPDIR}}" -le {LONGEST_TEMP_DIR} ] || RAY_TMPDIR="/tmp/{OWN_FOLDER}"',
+        "# Ray opens its folders to all users of the node; these contain them.",
+        'for own in "$TMPDIR" "$RAY_TMPDIR"; do',
+        '  (umask 077; mkdir -p "$own") && [ -O "$own" ] && chmod 700 "$own" && continue',
+        '  echo "$own: belongs to somebody else, or cannot be made" >&2; exit 1',
+        "done",
+        f"exec {command}",
+    ]
+    return [
+        "# scancel and preemptions signal this script, too; the time limit and `stoker stop` only the hosts.",
+        "signalled=",
+        "trap 'signalled=1' TERM",
+        f"if [ -e ../{STOP_FILE} ]; then",
+        f"  rm ../{STOP_FILE}; echo 'stopped before its hosts started' > ../failure; exit {STOPPED_CODE}",
+        "fi",
+        "# They describe the first component, and srun would apply them to all nodes.",
+        "unset SLURM_CPUS_PER_TASK SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU",
+        *_folded([*step, "bash", "-c"]),
+        shlex.quote("\n".join(["", *host])),
+        "code=$?",
+        "# srun's code is the highest of all hosts: a lost CPU host does not fail a run, and none succeeds",
+        "# without a result. grep comes first, because opening a file refreshes what NFS knows of it.",
+        """if grep -q '^ "status": "succeeded"' ../summary.json 2>/dev/null \\""",
+        f"    && [ ../summary.json -nt ../{JOB_FILE} ]; then code=0",
+        """elif [ "$code" = 0 ]; then code=1; echo 'the job ended without a result' > ../failure; fi""",
+    ]
+
+
+def _end(config: SlurmConfig) -> list[str]:
+    lines = []
+    if config.max_runtime_s and config.restarts:
+        restarts = config.restarts
+        near = max(0, config.max_runtime_s - config.stop_before_s - LATE_S)
+        lines += [
+            f'if [ "$code" = {STOPPED_CODE} ] && [ -z "$signalled" ] && [ ! -e ../{STOP_FILE} ] \\',
+            f'    && [ "$SECONDS" -ge {near} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then',
+            '  echo "time limit: requeueing the job, which resumes from its checkpoint"',
+            f'  scontrol requeue "$SLURM_JOB_ID" && exit {STOPPED_CODE}',
+            "fi",
+        ]
+    keep = '[ -n "$signalled" ] || ' if config.restarts else ""
+    return [
+        *lines,
+        f"{keep}rm -f {TOKEN_FILE} {SECRETS_FILE}  # a preempted job still needs them",
+        f"rm -f ../{STOP_FILE}",
+        f'echo "$code" > ../{EXIT_FILE}',
+        'exit "$code"',
+    ]
+
+
+def _folded(words: list[str]) -> list[str]:
+    """A command's words on lines of at most 100 characters, up to its last argument."""
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) > 100:
+            lines[-1] += " \\"
+            lines.append(f"    {word}")
+        else:
+            lines[-1] += f" {word}"
+    lines[-1] += " \\"
+    return lines

@@ -1,0 +1,317 @@
+"""Laptop: checks of a Vertex AI job before anything is uploaded.
+
+Each rule checks a `Draft` without network access and yields lines `key: what is wrong (got …); remedy`.
+All rules run, so that the user sees every problem at once. The last one reads the request into the client
+library's own types.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from launcher.places.vertex import client
+from launcher.places.vertex.pools import training_group
+from launcher.places.vertex.request import PREBUILT, Draft
+from stoker.config.redaction import is_secret
+from stoker.errors import nearest
+from stoker.events import google
+from stoker.figures import count_of
+
+PYTHONS = ((3, 11), (3, 12))
+MOST_POOLS = 4
+RESERVED_VARIABLES = ("AIP_", "CLOUD_ML_", "CLUSTER_SPEC", "TF_CONFIG", "RAY_AUTH_", "RAY_ADDRESS", "STOKER_")
+DISK_TYPES = ("pd-ssd", "pd-standard", "hyperdisk-balanced")
+
+_FORMS = (
+    (
+        "service_account",
+        r"[a-z0-9.-]+@[a-z0-9.-]+\.gserviceaccount\.com",
+        "<name>@<project>.iam.gserviceaccount.com",
+    ),
+    ("network", r"projects/\d+/global/networks/[a-z0-9-]+", "projects/<number>/global/networks/<name>"),
+    ("persistent_resource", r"[a-z][a-z0-9-]{0,62}", "the id alone: letters, digits and hyphens"),
+    (
+        "tensorboard",
+        r"projects/[^/]+/locations/[^/]+/tensorboards/\d+",
+        "projects/<p>/locations/<region>/tensorboards/<id>",
+    ),
+    (
+        "kms_key",
+        r"projects/[^/]+/locations/[^/]+/keyRings/[^/]+/cryptoKeys/[^/]+",
+        "projects/<p>/locations/<region>/keyRings/<ring>/cryptoKeys/<name>",
+    ),
+)
+
+
+def problems(draft: Draft) -> list[str]:
+    """Laptop: every problem of a request, including what the client library's types reject."""
+    found = [line for rule in RULES for line in rule(draft)]
+    if not any(line.startswith("--on vertex") for line in found):
+        named = {line.partition(": ")[0] for line in found}
+        found += [line for line in _types(draft) if line.partition(": ")[0] not in named]
+    return list(dict.fromkeys(found))
+
+
+def warnings(draft: Draft) -> list[str]:
+    """Laptop: notes for the dry run on valid but questionable settings."""
+    settings = draft.settings
+    notes = []
+    first, trains = draft.pools[0].group, draft.job.resolved.config.cluster.gpu_group
+    if first != trains:
+        notes.append(
+            f"the first pool, {first}, does not train: Vertex AI ends the job with that host, which exits"
+            " with the head's code"
+        )
+    if settings.service_account is None:
+        notes.append(
+            "no service account: the hosts act as Vertex AI's own, which reads and writes every bucket of the"
+            " project; set vertex.service_account to limit that"
+        )
+    if not settings.network:
+        notes.append("no VPC: hosts can reach the internet; set vertex.network to control that")
+    if settings.spot:
+        notes.append("spot: hosts get 30 s notice, and the job restarts from its last checkpoint")
+    if settings.spot and not settings.restart:
+        notes.append("vertex.restart=false: a restarted host that trains waits for a head that does not come")
+    if settings.kms_key is None:
+        notes.append("no KMS key: disks and bucket use Google's keys; set vertex.kms_key to change that")
+    return notes
+
+
+def _pools(draft: Draft) -> Iterator[str]:
+    settings, pools = draft.settings, draft.pools
+    if not pools:
+        yield "vertex.gpu.machine_type: no hosts requested; name a machine type, for example g2-standard-8"
+        return
+    if settings.pools and (settings.gpu.machine_type or settings.cpu.machine_type):
+        yield "vertex.pools: given together with vertex.gpu or cpu; keep one of the two forms"
+    for pool in pools:
+        if pool.replicas < 1:
+            yield f"{pool.key}.replicas: at least 1 (got {pool.replicas}); to have none, remove the pool"
+        if wrong := _wrong_type(pool.machine_type):
+            yield f"{pool.key}.machine_type: {wrong} (got {pool.machine_type!r}); for example g2-standard-8"
+    most = MOST_POOLS if pools[0].replicas <= 1 else MOST_POOLS - 1
+    if len(pools) > most:
+        why = "" if most == MOST_POOLS else "; the first host of the first pool is a pool of its own"
+        yield f"vertex.pools: at most {most} pools (got {len(pools)}){why}; merge pools of one type"
+    for name in dict.fromkeys(pool.group for pool in pools):
+        kinds = {(pool.machine_type, pool.gpu_type, pool.gpus) for pool in pools if pool.group == name}
+        if len(kinds) > 1:
+            yield f"vertex.pools: pools of the group {name!r} differ in machine or GPUs; give them own names"
+
+
+def _wrong_type(machine_type: str) -> str:
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", machine_type):
+        return "no Google Cloud machine type"
+    if machine_type.startswith(("ct", "cloud-tpu")):
+        return "TPUs have no CUDA"
+    return "Arm hosts are not supported" if machine_type.startswith("a4x-") else ""
+
+
+def _accelerators(draft: Draft) -> Iterator[str]:
+    settings = draft.settings
+    for pool in draft.pools:
+        built_in, there = (
+            google.built_in_accelerator(pool.machine_type),
+            google.built_in_gpus(pool.machine_type),
+        )
+        if pool.count is not None and pool.count < 0:
+            yield f"{pool.key}.count: at least 0 (got {pool.count})"
+        elif built_in and pool.accelerator not in (None, built_in):
+            yield (
+                f"{pool.key}.accelerator: {pool.machine_type} has {built_in} built in (got"
+                f" {pool.accelerator!r}); remove the key or choose another machine type"
+            )
+        elif built_in and pool.count not in (None, there) and pool.machine_type in google.MACHINES:
+            yield (
+                f"{pool.key}.count: {pool.machine_type} has {count_of(there, 'GPU')} (got {pool.count});"
+                " remove the key or choose another machine type"
+            )
+        elif pool.accelerator and not built_in and not pool.machine_type.startswith(google.ATTACHES):
+            yield (
+                f"{pool.key}.accelerator: GPUs can be attached to N1 machines only (got {pool.machine_type});"
+                " use n1-standard-8, or g2-standard-8 with GPUs built in"
+            )
+        elif pool.count and not pool.accelerator and not built_in:
+            yield f"{pool.key}.count: which GPUs? set {pool.key}.accelerator, for example NVIDIA_TESLA_T4"
+    trains = next((pool for pool in draft.pools if pool.key == "vertex.gpu"), None)
+    if trains and not trains.gpus and not _wrong_type(trains.machine_type):
+        yield (
+            f"vertex.gpu.machine_type: {settings.gpu.machine_type} has no GPU; set vertex.gpu.accelerator, or"
+            " to train on CPUs, set it as vertex.cpu.machine_type and remove gpu"
+        )
+    if settings.gpu.machine_type and any(p.gpus for p in draft.pools if p.key == "vertex.cpu"):
+        kind = settings.cpu.machine_type
+        yield f"vertex.cpu.machine_type: {kind} has GPUs that would idle; use a c2 or n2 type"
+
+
+def _training(draft: Draft) -> Iterator[str]:
+    config, pools = draft.job.resolved.config, draft.pools
+    groups = list(dict.fromkeys(pool.group for pool in pools))
+    trains = training_group(config, pools)
+    named = config.cluster.gpu_group
+    if pools and trains is None:
+        listed = ", ".join(groups)
+        if named:
+            yield f"cluster.gpu_group: no such group (got {named!r}); the job has {listed}"
+        else:
+            yield f"cluster.gpu_group: cannot tell which group trains; name one of {listed}"
+    gpus = sum(pool.gpus * pool.replicas for pool in pools if pool.group == trains)
+    if config.train.workers and gpus and config.train.workers > gpus:
+        yield (
+            f"train.workers: more than the {gpus} GPUs of group {trains} (got {config.train.workers});"
+            " one train worker per GPU"
+        )
+    cpu_hosts = sum(pool.replicas for pool in pools if pool.group != trains)
+    if config.cluster.min_cpu_hosts is not None and config.cluster.min_cpu_hosts > cpu_hosts:
+        yield (
+            f"cluster.min_cpu_hosts: the job has {count_of(cpu_hosts, 'CPU host')}"
+            f" (got {config.cluster.min_cpu_hosts}); lower it or raise vertex.cpu.replicas"
+        )
+    for name in config.data.preprocess_on:
+        if len(groups) > 1 and name not in groups:
+            yield f"data.preprocess_on: no such group (got {name!r}); the job has {', '.join(groups)}"
+
+
+def _limits(draft: Draft) -> Iterator[str]:
+    settings, cluster = draft.settings, draft.job.resolved.config.cluster
+    if settings.max_runtime_s < 1:
+        yield f"vertex.max_runtime_s: at least 1 (got {settings.max_runtime_s})"
+    elif cluster.join_timeout_s >= settings.max_runtime_s:
+        yield (
+            f"cluster.join_timeout_s: not below vertex.max_runtime_s (got {cluster.join_timeout_s:g});"
+            " lower it, or the job may end waiting for hosts"
+        )
+    if not 100 <= settings.boot_disk_gb <= 64_000:
+        yield f"vertex.boot_disk_gb: from 100 to 64000 (got {settings.boot_disk_gb})"
+    if settings.boot_disk_type not in DISK_TYPES:
+        known = nearest(settings.boot_disk_type, DISK_TYPES, f"one of {', '.join(DISK_TYPES)}")
+        yield f"vertex.boot_disk_type: no such disk type (got {settings.boot_disk_type!r}){known}"
+    if settings.spot and settings.persistent_resource:
+        yield "vertex.spot: a persistent resource decides itself what its machines are; remove one of the two"
+
+
+def _places(draft: Draft) -> Iterator[str]:
+    settings = draft.settings
+    if not draft.project:
+        yield (
+            "vertex.project: not set, and the credentials name none; set it, or run"
+            " `gcloud auth application-default login`"
+        )
+    elif not re.fullmatch(r"[a-z][a-z0-9:.-]{4,61}[a-z0-9]|\d+", draft.project):
+        yield f"vertex.project: not a project id (got {draft.project!r}); `gcloud projects list` shows yours"
+    if not re.fullmatch(r"[a-z]+-[a-z]+\d+", settings.region):
+        yield f"vertex.region: not a region (got {settings.region!r}); for example us-central1"
+    if settings.gcs_uri is None:
+        yield "vertex.gcs_uri: not set; name a bucket of the job's region: gs://bucket/prefix"
+    elif not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/[^*?#\[\]'\s]*)?", settings.gcs_uri):
+        yield f"vertex.gcs_uri: must be gs://bucket/prefix (got {settings.gcs_uri!r})"
+    for name, form, shown in _FORMS:
+        value = getattr(settings, name)
+        if value is not None and not re.fullmatch(form, value):
+            yield f"vertex.{name}: must be {shown} (got {value!r})"
+        elif value and "/locations/" in value and f"/locations/{settings.region}/" not in value:
+            yield f"vertex.{name}: must be in the job's region, {settings.region} (got {value!r})"
+    if settings.tensorboard and not settings.service_account:
+        yield "vertex.tensorboard: requires vertex.service_account, which may write to it"
+
+
+def _labels(draft: Draft) -> Iterator[str]:
+    if len(draft.settings.labels) > 63:
+        yield f"vertex.labels: at most 63, and Stoker's own (got {len(draft.settings.labels)})"
+    for name, value in draft.settings.labels.items():
+        if not re.fullmatch(r"[a-z][a-z0-9_-]{0,62}", name):
+            yield f"vertex.labels.{name}: lower-case letters, digits, _ and -, a letter first, at most 63"
+        elif not re.fullmatch(r"[a-z0-9_-]{0,63}", value):
+            yield f"vertex.labels.{name}: lower-case letters, digits, _ and -, at most 63 (got {value!r})"
+
+
+def _environment(draft: Draft) -> Iterator[str]:
+    for name, value in draft.settings.environment.items():
+        if name.startswith(RESERVED_VARIABLES):
+            yield f"vertex.environment.{name}: set by Stoker or Vertex AI; remove it"
+        elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            yield f"vertex.environment.{name}: names have letters, digits and _ only"
+        elif is_secret(name, value):
+            yield (
+                f"vertex.environment.{name}: looks like a secret, which everyone who may read the job sees;"
+                " let the job read it from Secret Manager instead"
+            )
+
+
+def _parameters(draft: Draft) -> Iterator[str]:
+    for name, value in draft.job.resolved.config.params.items():
+        if name in draft.data_at or not isinstance(value, str):
+            continue
+        if value.startswith(("/", "./", "../", "~")) and not value.startswith("/gcs/"):
+            yield (
+                f"params.{name}: not found on this machine (got {value!r}); use an existing path, a gs:// URI"
+                " or /gcs/<bucket>/…"
+            )
+    for item in draft.data:
+        if not item.files:
+            yield f"params.{item.parameter}: the folder contains no files (got {str(item.source)!r})"
+
+
+def _prices(draft: Draft) -> Iterator[str]:
+    known = [*{pool.group: None for pool in draft.pools}, *google.MACHINES]
+    known += [pool.machine_type for pool in draft.pools]
+    for key in draft.settings.prices:
+        if key not in known:
+            yield f"vertex.prices.{key}: neither a machine type nor a group of this job{nearest(key, known)}"
+
+
+def _image(draft: Draft) -> Iterator[str]:
+    image, package = draft.settings.image, draft.settings.entry == "package"
+    if not image:
+        yield (
+            "vertex.image: not set; name an image with Python 3.11 or 3.12 and PyTorch 2.10 or newer, from"
+            " Artifact Registry or Docker Hub (docs/vertex.md)"
+        )
+        return
+    if not re.fullmatch(r"[\w.-]+(:\d+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", image):
+        yield f"vertex.image: not the name of an image (got {image!r}); <registry>/<name>:<tag>"
+    if ".dkr.ecr." in image:
+        yield f"vertex.image: Vertex AI cannot read ECR (got {image!r}); push it to Artifact Registry"
+    if package and PREBUILT not in image:
+        yield (
+            f"vertex.image: entry=package needs a prebuilt container, <region>{PREBUILT}… (got {image!r});"
+            " use entry=container for other images"
+        )
+    if PREBUILT in image and re.search(r"(-cpu|-xla)\.", image) and any(p.gpus for p in draft.pools):
+        yield "vertex.image: a CPU image, but the job has GPUs; all pools share one image, so use the GPU one"
+    python = re.search(r"py(\d)(\d{1,2})(?!\d)", image)
+    if python and (int(python[1]), int(python[2])) not in PYTHONS:
+        supported = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+        yield (f"vertex.image: Python {python[1]}.{python[2]}, but Stoker needs {supported}; choose another")
+        return
+    torch = re.search(r"pytorch(?:-\w+)?[.:](\d+)[.-](\d+)", image)
+    if torch and (int(torch[1]), int(torch[2])) < (2, 10):
+        yield f"vertex.image: PyTorch {torch[1]}.{torch[2]}, but Stoker needs 2.10 or newer; choose another"
+
+
+def _types(draft: Draft) -> Iterator[str]:
+    for path, message in client.rejected(draft.body):
+        key = next((draft.keys[p] for p in _parents(path) if p in draft.keys), path)
+        yield f"{key}: {message}"
+
+
+def _parents(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+RULES: tuple[Callable[[Draft], Iterator[str]], ...] = (
+    _pools,
+    _accelerators,
+    _training,
+    _limits,
+    _places,
+    _labels,
+    _environment,
+    _parameters,
+    _prices,
+    _image,
+)

@@ -1,1 +1,0 @@
-"""Laptop: the parts of `--on sagemaker`, which `launcher.backends.sagemaker` combines."""

@@ -1,1 +1,0 @@
-"""Laptop: what `--on slurm` needs: the batch script, Slurm's commands, and checks against the cluster."""

@@ -1,1 +1,0 @@
-"""Laptop: Vertex AI custom jobs: pools, request, checks, upload, run."""

@@ -1,0 +1,346 @@
+"""Chain worker: runs a chain on a block of records and packs the results as columns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from stoker.chain.collating import CollateFn, as_rows
+from stoker.chain.columns import Packed, leave, pack, schema_of, size_of
+from stoker.chain.decode import sized
+from stoker.chain.fusion import fuse
+from stoker.chain.pixels import MOST, limit_pixels
+from stoker.chain.ragged import bucketed, too_long
+from stoker.chain.stages import Stage
+from stoker.chain.transforms import DecodeImage
+from stoker.errors import ChainError as ChainError
+from stoker.messages import HWC_SUFFIX as HWC_SUFFIX
+from stoker.messages import ID_COLUMN as ID_COLUMN
+from stoker.messages import KEY_COLUMN as KEY_COLUMN
+from stoker.messages import BadRecord, BlockReport, Pad, Record, Schema, StageCost
+from stoker.read.base import record_id
+from stoker.read.cache_store import KeptRecord
+from stoker.read.seeding import seed_globals, seed_torch
+
+
+class Segment(NamedTuple):
+    """Chain worker: adjacent stages of one kind, as they are executed."""
+
+    number: int
+    """Seeds its draws; independent of whether earlier stages are cached."""
+    stages: list[Stage]
+    is_prefix: bool = False
+    """Whether its results are cached across epochs."""
+
+
+class Chain:
+    """Head and chain worker: the stages of one split with the job's seed."""
+
+    def __init__(
+        self,
+        stages: list[Stage],
+        seed: int,
+        with_keys: bool = False,
+        prefix: int = 0,
+        max_pixels: int = MOST,
+        pads: Mapping[str, Pad] = {},
+        bucket_by: str | None = None,
+        max_tokens: int | None = None,
+        collate: CollateFn | None = None,
+    ) -> None:
+        self.max_pixels = max_pixels
+        self.pads = pads
+        """Columns whose rows may differ in length, and how batches pad them."""
+        self.bucket_by = bucket_by
+        """Column whose length orders the rows of a block; None: keep their order."""
+        self.max_tokens = max_tokens
+        """Longest allowed row of a padded column; None: no limit."""
+        self.collate = collate
+        """The recipe's; whole records leave the chain then, of any shape. None: batches stack columns."""
+        self.stages = stages
+        self.seed = seed
+        self.with_keys = with_keys
+        self.prefix = prefix
+        """Number of leading stages whose results are cached across epochs. They run separately from the
+        others, so that a record is the same whether or not it was cached."""
+        self.note = ""
+        """What the first records show that a run should say."""
+        self.schemas: tuple[Schema, ...] = ()
+        """Schemas of the split, which every block must have; empty: each block reports its own."""
+
+    def of(self, stages: list[Stage]) -> Chain:
+        """A copy with other stages."""
+        other = copy(self)
+        other.__dict__.pop("_segments", None)
+        other.stages = stages
+        return other
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Chain worker: unpickling imports what the transforms need, before any record is timed."""
+        self.__dict__.update(state)
+        limit_pixels(self.max_pixels)
+        for segment in self._segments:
+            for stage in segment.stages:
+                prepare = getattr(stage.apply, "prepare", None)
+                if prepare:
+                    prepare()
+
+    def run(
+        self,
+        records: Iterable[Record | BadRecord],
+        epoch: int,
+        keep: Callable[[Record], int] | None = None,
+    ) -> tuple[dict[str, Any], BlockReport]:
+        """Chain worker: records → columns, and the report of the block.
+
+        Args:
+            records: a KeptRecord has already passed the prefix.
+            epoch: seeds the draws of the stages.
+            keep: takes each record that has just passed the prefix; returns the bytes cached.
+
+        Raises:
+            ChainError: a batch stage raised or lost records, or the records do not match each other or the
+                split's schema.
+        """
+        limit_pixels(self.max_pixels)
+        report = BlockReport(costs={"read": StageCost()})
+        good = self._take(records, report)
+        for segment in self._segments:
+            if segment.stages[0].per == "record":
+                good = list(self._per_record(good, segment, epoch, report))
+                if segment.is_prefix and keep is not None:
+                    _keep(good, keep, report)
+            else:
+                seed = f"{self.seed}/{epoch}/{segment.number}"
+                for stage in segment.stages:
+                    good = self._per_batch(good, stage, seed, report) if good else good
+        if self.max_tokens is not None:
+            good = self._short_enough(good, self.max_tokens, report)
+        if self.bucket_by and good:
+            good = bucketed(good, self.bucket_by, f"{self.seed}/{epoch}/bucket")
+        return self._leave(good, report), report
+
+    def _short_enough(self, records: list[Record], limit: int, report: BlockReport) -> list[Record]:
+        good = []
+        for record in records:
+            if reason := too_long(record, self.pads, limit):
+                _quarantine(report, BadRecord(record["key"], reason))
+            else:
+                good.append(record)
+        return good
+
+    def _leave(self, records: list[Record], report: BlockReport) -> dict[str, Any]:
+        """The records as the columns of a block."""
+        packed = self._pack(records, report, "collate" if self.collate else "") if records else None
+        if packed is None or not packed.records:
+            report.schemas = ()
+            return {}
+        stages = report.schemas if self.collate else report.schemas[:-1]
+        if self.collate:
+            packed = packed._replace(columns=as_rows(packed.records))
+        columns = leave(packed, record_id, self.with_keys)
+        report.rows = len(packed.records)
+        report.bytes_out += sum(map(size_of, packed.columns.values()))
+        report.schemas = (*stages, schema_of(columns, packed.schema.record, self.pads))
+        return columns
+
+    def _pack(self, records: list[Record], report: BlockReport, stage: str = "") -> Packed:
+        """Records as columns, with the schema of the split if it is known."""
+        at = len(report.schemas)
+        expected = self.schemas[at].of_records() if self.schemas else None
+        packed = pack(records, expected, stage, self.pads)
+        report.schemas += (packed.schema,)
+        for bad in packed.bad:
+            _quarantine(report, bad)
+        return packed
+
+    def _take(self, records: Iterable[Record | BadRecord], report: BlockReport) -> list[Record]:
+        good: list[Record] = []
+        # Stoker's decoder checks the header.
+        decodes = bool(self.stages) and isinstance(self.stages[0].apply, DecodeImage)
+        started = time.thread_time()
+        for record in records:
+            report.records += 1
+            record = sized(record, decodes)
+            if isinstance(record, BadRecord):
+                report.id_sum += record_id(record.key)
+                _quarantine(report, record)
+            else:
+                report.id_sum += record_id(record["key"])
+                good.append(record)
+        report.costs["read"].cpu_s += time.thread_time() - started
+        report.found = sum(type(record) is KeptRecord for record in good)
+        first = next((record for record in good if type(record) is not KeptRecord), None)
+        if first:
+            report.costs["read"].bytes_out = _size(first) * (len(good) - report.found)
+        return good
+
+    @cached_property
+    def _segments(self) -> list[Segment]:
+        """Groups of adjacent stages of one kind, fused: record stages run record by record."""
+        segments = []
+        for number, (per, run) in enumerate(groupby(self.stages, key=lambda stage: stage.per)):
+            stages = list(run)
+            prefix = self.prefix if number == 0 else 0
+            for part, is_prefix in ((stages[:prefix], True), (stages[prefix:], False)):
+                if part:
+                    segments.append(Segment(number, fuse(part) if per == "record" else part, is_prefix))
+        return segments
+
+    def _per_record(
+        self, records: list[Record], segment: Segment, epoch: int, report: BlockReport
+    ) -> Iterator[Record]:
+        stages = segment.stages
+        generator = _generators(stages)
+        costs = [report.costs.setdefault(stage.name, StageCost()) for stage in stages]
+        clock = time.thread_time
+        sized = False
+        for record in records:
+            if segment.is_prefix and type(record) is KeptRecord:
+                yield record
+                continue
+            key = record["key"]
+            # The result must not depend on where a record is processed, so each record has its own seed.
+            rng = generator(f"{self.seed}/{epoch}/{segment.number}/{key}")
+            before = clock()
+            stage = stages[0]
+            try:
+                for stage, cost in zip(stages, costs, strict=True):
+                    record = stage.apply(record, rng)
+                    now = clock()
+                    cost.cpu_s += now - before
+                    before = now
+                    if not sized:
+                        cost.bytes_out += _size(record) * len(records)
+            except Exception as error:
+                name = getattr(error, "stage", stage.name)
+                text = " ".join(str(error).split())[:300] + _text_in(record, error)
+                _quarantine(report, BadRecord(key, f"{name}: {type(error).__name__}: {text}"))
+                continue
+            sized = True
+            record["key"] = key
+            yield record
+
+    def _per_batch(self, records: list[Record], stage: Stage, seed: str, report: BlockReport) -> list[Record]:
+        records, columns, _, _ = self._pack(records, report, stage.name)
+        if not records:
+            return []
+        if stage.random:
+            # Seed by all records of the block: another block may have the same first record.
+            seed_globals(f"{seed}/{stage.name}/" + "\n".join(record["key"] for record in records))
+        started = time.thread_time()
+        try:
+            out = stage.apply(columns)
+        except Exception as error:
+            raise ChainError(f"stage {stage.name}: {_where(error)}") from error
+        cost = report.costs.setdefault(stage.name, StageCost())
+        cost.cpu_s += time.thread_time() - started
+        out = _as_columns(out)
+        if out is None:
+            raise ChainError(f"stage {stage.name}: did not return a dict of columns")
+        for name, column in out.items():
+            if len(column) != len(records):
+                raise ChainError(
+                    f"stage {stage.name}: column {name} has {len(column)} values for {len(records)}"
+                    " records; a chain must keep every record"
+                )
+        cost.bytes_out += sum(getattr(column, "nbytes", 0) for column in out.values())
+        return [
+            {"key": record["key"], **{name: column[i] for name, column in out.items()}}
+            for i, record in enumerate(records)
+        ]
+
+
+def _text_in(record: Record, error: Exception) -> str:
+    """The columns of text in a record, if a stage may have taken one for a number."""
+    found = [name for name, value in record.items() if isinstance(value, str) and name != "key"]
+    mixed = found and isinstance(error, TypeError | ValueError) and "str" in str(error)
+    return f" (columns of text: {', '.join(found)})" if mixed else ""
+
+
+def _keep(records: list[Record], keep: Callable[[Record], int], report: BlockReport) -> None:
+    started = time.thread_time()
+    for record in records:
+        if type(record) is not KeptRecord:
+            size = keep(record)
+            report.kept += size > 0
+            report.kept_bytes += size
+    if report.kept:
+        report.costs.setdefault("keep", StageCost()).cpu_s += time.thread_time() - started
+
+
+def _as_columns(out: Any) -> dict[str, Any] | None:
+    """A stage's output as columns: Ray Data preprocessors return Arrow or pandas tables."""
+    if isinstance(out, dict):
+        return out
+    from ray.data.block import BlockAccessor
+
+    try:
+        accessor = BlockAccessor.for_block(out)
+    except TypeError:
+        return None
+    columns: dict[str, Any] = accessor.to_numpy(list(accessor.column_names()))
+    return columns
+
+
+def _generators(stages: list[Stage]) -> Callable[[str], Any]:
+    """Maps a record's name to its generator; seeds the global generators if a stage may use them."""
+    import numpy as np
+
+    if not any(stage.random for stage in stages):
+        still = _NoGenerator()
+        return lambda text: still
+    uses_any = any(stage.random and stage.uses_random for stage in stages)
+    uses_torch = any(stage.random and stage.uses_torch for stage in stages)
+
+    def generator(text: str) -> Any:
+        if uses_any:
+            seed = seed_globals(text)
+        else:
+            seed = record_id(text)
+            if uses_torch:
+                seed_torch(seed)
+        # The same numbers as default_rng(seed), at half the cost.
+        return np.random.Generator(np.random.PCG64(seed))
+
+    return generator
+
+
+class _NoGenerator:
+    """Chain worker: passed to a transform with `random = False`, so that any draw is an error."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise TypeError(f"a transform that declares random = False uses rng.{name}")
+
+
+def _quarantine(report: BlockReport, bad: BadRecord) -> None:
+    report.bad.append(bad)
+    report.bad_id_sum += record_id(bad.key)
+
+
+def _size(record: Record) -> int:
+    return sum(
+        value.nbytes if hasattr(value, "nbytes") else len(value) if isinstance(value, bytes) else 8
+        for name, value in record.items()
+        if name != "key"
+    )
+
+
+def _where(error: Exception) -> str:
+    from stoker.errors import where_raised
+
+    return where_raised(error)
+
+
+def use_one_thread() -> None:
+    """Chain worker: run one task per core, so libraries must not start threads of their own."""
+    import sys
+
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+    if "cv2" in sys.modules:
+        sys.modules["cv2"].setNumThreads(0)

@@ -1,0 +1,183 @@
+"""Chain worker and CPU host: records of a recipe with a `collate` method, which turns them into a batch."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from stoker.chain.columns import BATCHABLE
+from stoker.chain.picture import is_hwc
+from stoker.chain.ragged import Ragged
+from stoker.errors import SchemaError, where_raised
+from stoker.messages import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN, RECORD_COLUMN, Record
+from stoker.read.seeding import seed_globals
+from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe
+
+CollateFn = Callable[[list[Record]], Any]
+SHOWN_KEYS = 3
+
+
+@dataclass(frozen=True)
+class Collate:
+    """Every host: the `collate` of a recipe that each process creates for itself."""
+
+    recipe: bytes
+    """Its import path and parameters, pickled."""
+
+    @classmethod
+    def of(cls, path: str, params: dict[str, Any]) -> Collate:
+        """Head and train worker: the recipe at an import path."""
+        return cls(pickle.dumps((path, params)))
+
+    def __call__(self, records: list[Record]) -> Any:
+        """CPU host: call it."""
+        return _opened(self.recipe).collate(records)
+
+
+@cache
+def _opened(recipe: bytes) -> Recipe:
+    """One object per process, so that what `collate` keeps in it is created once."""
+    path, params = pickle.loads(recipe)  # noqa: S301 - written by the head or a train worker
+    return load_recipe(path, params, SOURCE_FOLDER)
+
+
+def as_rows(records: list[Record]) -> dict[str, Ragged]:
+    """Chain worker: records of any shape as one column, a row of bytes for each.
+
+    Raises:
+        SchemaError: a record cannot be pickled.
+    """
+    import numpy as np
+
+    rows = []
+    for record in records:
+        try:
+            content = pickle.dumps(dict(_plain(record)), protocol=pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise SchemaError(
+                f"record {record['key']} cannot be sent to collate: {where_raised(error)}; drop in the chain"
+                " what cannot be pickled"
+            ) from error
+        rows.append(np.frombuffer(content, np.uint8))
+    return {RECORD_COLUMN: Ragged.of(rows, "uint8")}
+
+
+def _plain(record: Record) -> Iterator[tuple[str, Any]]:
+    """Tensors as arrays; an image that is height × width × channels is marked, as `columns.leave` does."""
+    import numpy as np
+
+    for name, value in record.items():
+        if name == "image" and type(value) is np.ndarray and is_hwc(value.shape):
+            yield name + HWC_SUFFIX, value
+        else:
+            yield name, value.numpy() if hasattr(value, "numpy") else value
+
+
+def records_of(rows: Ragged) -> list[Record]:
+    """CPU host: the records of `as_rows`, with their keys."""
+    content = memoryview(rows.values)
+    ends = rows.offsets.tolist()
+    # Written by a chain worker of this run.
+    return [pickle.loads(content[a:b]) for a, b in pairwise(ends)]  # noqa: S301 - written by the job's chain workers
+
+
+def collated(collate: CollateFn, records: list[Record], seed: str) -> dict[str, Any]:
+    """CPU host: call a recipe's `collate`.
+
+    Args:
+        collate: takes a list of records whose arrays are tensors, images as CHW; returns a dict.
+        records: of one batch, with their keys, which are for messages only.
+        seed: of the global generators, from which it may draw.
+
+    Returns:
+        Tensors whose first dimension is the record, and lists with one item per record.
+
+    Raises:
+        SchemaError: it raised an exception, or returned something else.
+    """
+    seed_globals(seed)
+    keys = [str(record.get("key")) for record in records]
+    try:
+        batch = collate([_as_tensors(record) for record in records])
+    except Exception as error:
+        which = ", ".join(keys[:SHOWN_KEYS]) + (", …" if keys[SHOWN_KEYS:] else "")
+        raise SchemaError(f"collate: {where_raised(error)}, with records {which}") from error
+    if not isinstance(batch, Mapping) or not batch or not all(isinstance(name, str) for name in batch):
+        what = f"{type(batch).__name__}{'' if batch else ' without entries'}"
+        raise SchemaError(f"collate returned a {what}; return a dict: names → tensors or lists")
+    return {name: _checked(name, value, len(records)) for name, value in batch.items()}
+
+
+def _as_tensors(record: Record) -> Record:
+    found = {}
+    for name, value in record.items():
+        if name != "key":
+            tensor = _tensor_of(value)
+            if tensor is not None and name.endswith(HWC_SUFFIX):
+                tensor = tensor.permute(2, 0, 1)
+            found[name.removesuffix(HWC_SUFFIX)] = value if tensor is None else tensor
+    return found
+
+
+def _tensor_of(value: Any) -> Any:
+    """An array as a tensor; None: it is no array, or of a kind that has no tensor."""
+    import numpy as np
+
+    # A mask would be lost without a word.
+    if not isinstance(value, np.ndarray) or isinstance(value, np.ma.MaskedArray):
+        return None
+    if value.dtype.name not in BATCHABLE:
+        return None
+    import torch
+
+    value = value.astype(value.dtype.newbyteorder("="), copy=False)
+    if not value.flags.writeable or any(stride < 0 for stride in value.strides):
+        value = value.copy()
+    return torch.from_numpy(value)
+
+
+def _checked(name: str, value: Any, records: int) -> Any:
+    import torch
+
+    tensor = value.detach() if isinstance(value, torch.Tensor) else _tensor_of(value)
+    if tensor is not None:
+        value, rows = tensor, tensor.shape[0] if tensor.ndim else None
+    else:
+        value = list(value) if isinstance(value, tuple) else value
+        rows = len(value) if isinstance(value, list) else None
+    if rows != records:
+        what = f"a {type(value).__name__}" if rows is None else f"{rows} rows"
+        raise SchemaError(
+            f"collate returned {what} as {name!r} for {records} records; return tensors whose first dimension"
+            " is the record, or lists with one item per record"
+        )
+    return value
+
+
+def seed_of(seed: int, split: str, epoch: int, ids: Any) -> str:
+    """CPU host: what the draws of `collate` depend on: seed, pass, and the ids of the batch's records.
+
+    Validation is the same in every epoch, as its chain is.
+    """
+    return f"{seed}/{epoch if split == 'train' else 0}/collate/{split}/{','.join(map(str, ids.tolist()))}"
+
+
+def all_of(parts: Iterable[tuple[dict[str, Any], int, int]]) -> tuple[list[Record], Any, list[str]]:
+    """CPU host: the records of a batch, their ids and, if the run records them, their keys.
+
+    Args:
+        parts: columns of a block, and its first row and the one after its last.
+    """
+    import numpy as np
+
+    records: list[Record] = []
+    ids, keys = [np.empty(0, np.int64)], []
+    for columns, start, stop in parts:
+        records += records_of(columns[RECORD_COLUMN][start:stop])
+        ids.append(columns[ID_COLUMN][start:stop])
+        keys += [str(key) for key in columns.get(KEY_COLUMN, ())[start:stop]]
+    return records, np.concatenate(ids), keys

@@ -1,0 +1,320 @@
+"""Every host: the columns of a split (one schema for all of its blocks), and records packed into them.
+
+A chain worker packs a group of records before each batch stage and at the end. Each time the columns must
+match the split's schema. A mismatch ends the run; only a record that lacks a column, or holds None in it, is
+quarantined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from stoker.chain.ragged import LENGTH_SUFFIX, Ragged
+from stoker.errors import SchemaError
+from stoker.messages import (
+    HWC_SUFFIX,
+    ID_COLUMN,
+    KEY_COLUMN,
+    OBJECT,
+    TEXT,
+    BadRecord,
+    Column,
+    Pad,
+    Record,
+    Schema,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+_ALIKE = "convert all of them to RGB in the chain, with DecodeImage() or v2.RGB()"
+BATCHABLE = frozenset(
+    f"{kind}{bits}"
+    for kind, widths in (
+        ("int", (8, 16, 32, 64)),
+        ("uint", (8, 16, 32, 64)),
+        ("float", (16, 32, 64)),
+        ("complex", (64, 128)),
+    )
+    for bits in widths
+) | {"bool"}
+"""NumPy dtype names that a tensor can hold."""
+
+
+class Packed(NamedTuple):
+    """Chain worker: records and their columns."""
+
+    records: list[Record]
+    """The records that have every column."""
+    columns: dict[str, Any]
+    schema: Schema
+    bad: list[BadRecord]
+
+
+def pack(
+    records: list[Record],
+    expected: Schema | None = None,
+    stage: str = "",
+    pads: Mapping[str, Pad] = {},
+) -> Packed:
+    """Chain worker: records → columns.
+
+    Args:
+        records: at least one.
+        expected: the split's schema at this point; None: not fixed yet.
+        stage: the batch stage that takes the columns, which may then be anything; empty: they go to the train
+            workers.
+        pads: columns for the train workers whose rows may differ in length.
+
+    Raises:
+        SchemaError: a column cannot be batched, or its type or shape differs between records or from the
+            expected one.
+    """
+    names = list(expected.columns) if expected else _names(records)
+    good, bad = _complete(records, names, expected)
+    columns: dict[str, Any] = {}
+    kinds: dict[str, Column] = {}
+    if good:
+        keys = [record["key"] for record in good]
+        for name in names:
+            values = _arrays(name, [record[name] for record in good])
+            wanted = expected.columns[name] if expected else None
+            pad = None if stage else pads.get(name)
+            kind = _kind(name, keys, values, wanted, expected.record if expected else "", stage, pad)
+            columns[name], kinds[name] = _stack(values, kind, name, keys, stage), kind
+    return Packed(good, columns, Schema(kinds, good[0]["key"] if good else ""), bad)
+
+
+def schema_of(columns: dict[str, Any], record: str = "", pads: Mapping[str, Pad] = {}) -> Schema:
+    """Every host: the schema of packed columns."""
+    return Schema({name: column_of(values) for name, values in columns.items()}, record, pads)
+
+
+def column_of(values: Any) -> Column:
+    """Every host: dtype and shape of packed values."""
+    if values.dtype == object:
+        return Column(TEXT)
+    return Column(_name(values.dtype), values.shape[1:])
+
+
+@cache
+def _name(dtype: Any) -> str:
+    name: str = dtype.name  # NumPy rebuilds it at each access
+    return name
+
+
+def _names(records: list[Record]) -> list[str]:
+    first = records[0].keys()
+    if all(record.keys() == first for record in records):
+        return [name for name in first if name != "key"]
+    return list(dict.fromkeys(name for record in records for name in record if name != "key"))
+
+
+def _complete(
+    records: list[Record], names: list[str], expected: Schema | None
+) -> tuple[list[Record], list[BadRecord]]:
+    """The records that hold a value in every column, and the others."""
+    whole = {"key", *names}
+    if expected and any(record.keys() - whole for record in records):
+        record, name = next((r, n) for r in records for n in r if n not in whole)
+        raise SchemaError(
+            f"record {record['key']} has a column {name!r} that record {expected.record} lacks; give it to"
+            f" every record in the chain, or leave it out with stoker.data.Drop({name!r})"
+        )
+    if all(len(record) == len(whole) for record in records) and not any(
+        record[name] is None for name in names for record in records
+    ):
+        return records, []
+    good, bad = [], []
+    for record in records:
+        hole = next((name for name in names if record.get(name) is None), None)
+        if hole is None:
+            good.append(record)
+        else:
+            why = (
+                f"column {hole!r} is None"
+                if hole in record
+                else f"no column {hole!r}, which other records have"
+            )
+            bad.append(BadRecord(record["key"], why))
+    return good, bad
+
+
+def _arrays(name: str, values: list[Any]) -> list[Any]:
+    if not any(hasattr(value, "numpy") for value in values):
+        return values
+    try:
+        return [value.numpy() if hasattr(value, "numpy") else value for value in values]
+    except (TypeError, RuntimeError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise SchemaError(f"column {name!r} holds tensors that cannot be batched: {text}") from None
+
+
+def _kind(
+    name: str,
+    keys: list[str],
+    values: list[Any],
+    wanted: Column | None,
+    origin: str,
+    stage: str,
+    pad: Pad | None,
+) -> Column:
+    """The dtype and shape of a column; shapes may differ for a batch stage, lengths if batches pad.
+
+    Raises:
+        SchemaError: values differ from each other or from the expected type, or cannot be trained on.
+    """
+    same = _same(values)
+    kinds = [same] if same else [_describe(value) for value in values]
+    if stage:
+        kinds = [Column(kind.dtype, (-1,) * len(kind.shape)) for kind in kinds]
+    if pad is not None:
+        if name == "image" and any(_channels(kind.shape) < 0 for kind in kinds):
+            raise SchemaError(f"column {name!r}: pad would add black channels, not rows; {_ALIKE}")
+        kinds = [kind._replace(shape=(-1, *kind.shape[1:])) if kind.shape else kind for kind in kinds]
+        _refuse_pad(name, keys[0], kinds[0], pad)
+    wanted, origin = (wanted, origin) if wanted else (kinds[0], keys[0])
+    for key, kind, value in zip(keys, kinds, values, strict=False):
+        if kind.dtype == OBJECT and not stage:
+            raise SchemaError(_not_batchable(name, key, value))
+        if kind != wanted:
+            raise SchemaError(_differs(name, key, kind, wanted, origin))
+    return wanted
+
+
+def _refuse_pad(name: str, key: str, kind: Column, pad: Pad) -> None:
+    """Refuse to pad values without a length, or with a number that the column cannot hold."""
+    import numpy as np
+
+    if not kind.ragged or 0 in kind.shape:
+        raise SchemaError(
+            f"column {name!r} is {kind} in record {key}, but the recipe's pad names it: only arrays of"
+            " numbers can be padded"
+        )
+    dtype = np.dtype(kind.dtype)
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        fits = isinstance(pad.value, int) and limits.min <= pad.value <= limits.max
+    else:
+        fits = dtype.kind != "b" or isinstance(pad.value, bool)
+    if not fits:
+        raise SchemaError(f"column {name!r} holds {dtype}, which cannot be padded with {pad.value!r}")
+
+
+def _same(values: list[Any]) -> Column | None:
+    """The common type of all values, if a cheap check finds it."""
+    import numpy as np
+
+    if len(set(map(type, values))) > 1:
+        return None
+    arrays = isinstance(values[0], np.ndarray)
+    if arrays and (len({v.dtype for v in values}) > 1 or len({v.shape for v in values}) > 1):
+        return None
+    return _describe(values[0])
+
+
+def _describe(value: Any) -> Column:
+    import numpy as np
+
+    if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
+        dtype: Any = value.dtype
+    elif isinstance(value, str):
+        return Column(TEXT)
+    elif isinstance(value, np.generic):
+        dtype = value.dtype
+    else:
+        kind = next((k for k in (bool, int, float, complex) if isinstance(value, k)), None)
+        dtype = np.dtype(kind or object)
+    name = _name(dtype)
+    return Column(name, getattr(value, "shape", ())) if name in BATCHABLE else Column(OBJECT)
+
+
+def _stack(values: list[Any], kind: Column, name: str, keys: list[str], stage: str) -> NDArray[Any] | Ragged:
+    import numpy as np
+
+    arrays = isinstance(values[0], np.ndarray)
+    if kind.ragged and not stage:
+        return Ragged.of(values, kind.dtype)
+    differ = arrays and len({getattr(value, "shape", ()) for value in values}) > 1
+    if differ or kind.dtype in (TEXT, OBJECT):
+        column = np.empty(len(values), dtype=object)
+        for i, value in enumerate(values):
+            column[i] = str(value) if kind.dtype == TEXT else value
+        return column
+    if arrays:
+        return np.stack(values).astype(kind.dtype, copy=False)  # native byte order
+    try:
+        return np.array(values, dtype=kind.dtype)
+    except OverflowError:
+        key = next(k for k, value in zip(keys, values, strict=True) if not -(2**63) <= value < 2**63)
+        raise SchemaError(f"column {name!r}: the number in record {key} does not fit {kind.dtype}") from None
+
+
+def _not_batchable(name: str, key: str, value: Any) -> str:
+    if isinstance(value, bytes) and name == "image":
+        return f"column {name!r} is still encoded bytes; add DecodeImage() to the chain"
+    if hasattr(value, "getexif"):
+        stage = "DecodeImage() or v2.ToImage()" if name == "image" else f"DecodeMask({name!r})"
+        return f"column {name!r} is still a PIL image (record {key}); add {stage} to the chain"
+    what = f"arrays of {value.dtype}" if hasattr(value, "dtype") else type(value).__name__
+    return (
+        f"column {name!r} holds {what} (record {key}), which a batch cannot; make it numbers, arrays or text"
+        f" in the chain, or leave it out with stoker.data.Drop({name!r})"
+    )
+
+
+def _differs(name: str, key: str, found: Column, wanted: Column, origin: str) -> str:
+    if found.dtype == wanted.dtype:
+        if name == "image" and _channels(found.shape) != _channels(wanted.shape):
+            return (
+                f"column {name!r} differs in channels between records: {found.shape} in {key}, {wanted.shape}"
+                f" in {origin}, as for grey and colour; {_ALIKE}"
+            )
+        lengths = found.shape[1:] == wanted.shape[1:] and len(found.shape) == len(wanted.shape)
+        pads = f", or let batches pad it: pad = {{{name!r}: 0}} in the recipe" if lengths else ""
+        return (
+            f"column {name!r} differs in shape between records: {found.shape} in {key}, {wanted.shape} in"
+            f" {origin}; resize or crop in the chain{pads}"
+        )
+    return f"column {name!r} is {found} in record {key}, {wanted} in record {origin}; convert it in the chain"
+
+
+def _channels(shape: tuple[int, ...]) -> int:
+    """Of an image; 0 without a dimension for them, negative where they come first."""
+    from stoker.chain.picture import is_hwc
+
+    return (shape[2] if is_hwc(shape) else -shape[0]) if len(shape) == 3 else 0
+
+
+def size_of(column: Any) -> int:
+    """Chain worker: bytes of a column in a block; NumPy counts only the references to strings."""
+    texts = column.dtype == object
+    return sum(len(text) for text in column if text) + 8 * len(column) if texts else int(column.nbytes)
+
+
+def leave(packed: Packed, ids: Callable[[str], int], with_keys: bool) -> dict[str, Any]:
+    """Chain worker: packed columns as they leave it: images marked by their layout, plus row ids.
+
+    Raises:
+        SchemaError: the chain named a column with a name that Stoker reserves.
+    """
+    import numpy as np
+
+    from stoker.chain.picture import is_hwc
+
+    keys: Sequence[str] = [record["key"] for record in packed.records]
+    out: dict[str, Any] = {}
+    for name, column in packed.columns.items():
+        length_of = name.removesuffix(LENGTH_SUFFIX) if name.endswith(LENGTH_SUFFIX) else ""
+        taken = isinstance(packed.columns.get(length_of), Ragged)
+        if taken or name in (ID_COLUMN, KEY_COLUMN) or name.endswith(HWC_SUFFIX):
+            raise SchemaError(f"column {name!r}: Stoker uses this name; rename it in the chain")
+        array = type(column) is type(packed.records[0].get(name)) is np.ndarray
+        out[name + HWC_SUFFIX if name == "image" and array and is_hwc(column.shape[1:]) else name] = column
+    out[ID_COLUMN] = np.array([ids(key) for key in keys], dtype=np.int64)
+    if with_keys:
+        out[KEY_COLUMN] = np.array(keys, dtype=object)
+    return out

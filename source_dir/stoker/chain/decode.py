@@ -1,0 +1,344 @@
+"""Chain worker: decodes images to arrays; of a JPEG, only as much as its use needs.
+
+The header decides which decoder an image gets. 8-bit baseline and progressive JPEGs with one or three
+components go through libjpeg-turbo (simplejpeg), which can skip rows below a crop and decode at a half, a
+quarter or an eighth of the size. Everything else, and everything that libjpeg-turbo rejects, goes to Pillow.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import zlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from stoker.chain import pixels, tiff
+from stoker.chain.depth import PNG, depth_of
+from stoker.messages import BadRecord, Record
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Mode = Literal["RGB", "L"]
+
+_START_OF_FRAME = range(0xC0, 0xD0)
+_NO_FRAMES = {0xC4, 0xC8, 0xCC}
+"""Markers in that range that introduce tables."""
+_TRANSPOSED = {5, 6, 7, 8}
+"""EXIF orientations that swap height and width."""
+_ORIGIN_STAYS = {1, 5}
+
+_KEPT_BYTES = 64 << 20
+_DAMAGE = ("premature end", "corrupt jpeg data", "inconsistent progression")
+"""Warnings of libjpeg-turbo that mean wrong pixels; Pillow would ignore them."""
+_IMAGES = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
+_DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
+"""Modes of Pillow that keep more than 8 bits per channel."""
+
+_of_thread = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class JpegHeader:
+    """Chain worker: what a JPEG header says before any pixel."""
+
+    rows: int
+    columns: int
+    rows_at: int
+    """Byte offset of the number of rows (two bytes)."""
+    sequential: bool
+    """One scan from top to bottom, so that decoding may end early."""
+    orientation: int
+    """EXIF: 1 as stored, 2 to 8 mirrored or rotated."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the upright picture, pixels."""
+        turned = self.orientation in _TRANSPOSED
+        return (self.columns, self.rows) if turned else (self.rows, self.columns)
+
+
+def jpeg_header(content: bytes) -> JpegHeader | None:
+    """Chain worker: the header of a JPEG that libjpeg-turbo can decode.
+
+    Returns:
+        None if it is not a JPEG, has 12 bits or four components (CMYK), is arithmetic coded or lossless, or
+        is damaged: Pillow handles those.
+
+    Raises:
+        ValueError: it exceeds the pixel limit.
+    """
+    if content[:2] != b"\xff\xd8":
+        return None
+    frame: tuple[int, int, int, int, int] | None = None
+    may_turn = False
+    at, end = 2, len(content)
+    while at + 4 <= end:
+        if content[at] != 0xFF:
+            return None
+        marker = content[at + 1]
+        if marker == 0xFF:  # a fill byte
+            at += 1
+            continue
+        length = content[at + 2] << 8 | content[at + 3]
+        if marker == 0xDA:
+            break
+        if marker in _START_OF_FRAME and marker not in _NO_FRAMES:
+            if marker > 0xC2 or at + 10 > end or content[at + 4] != 8 or content[at + 9] not in (1, 3):
+                return None
+            rows, columns = int.from_bytes(content[at + 5 : at + 7]), int.from_bytes(content[at + 7 : at + 9])
+            frame = (rows, columns, at + 5, content[at + 9], marker)
+        elif marker == 0xE1:
+            part = content[at : at + 2 + length]
+            # Look for the tag number in either byte order, or its name in XMP.
+            may_turn |= b"\x01\x12" in part or b"\x12\x01" in part or b":Orientation" in part
+        at += 2 + length
+    if frame is None or at + 5 > end or not frame[0] * frame[1]:
+        return None
+    rows, columns, rows_at, components, marker = frame
+    pixels.check(columns, rows)
+    sequential = marker != 0xC2 and content[at + 4] == components
+    orientation = _orientation(content) if may_turn else 1
+    return JpegHeader(rows, columns, rows_at, sequential, orientation) if orientation else None
+
+
+def check_size(content: bytes) -> None:
+    """Chain worker: refuse an encoded image whose header exceeds the pixel limit, for any decoder.
+
+    Raises:
+        ValueError: it exceeds the limit.
+    """
+    from PIL import Image
+
+    if content.startswith(_IMAGES) and jpeg_header(content) is None:
+        try:
+            with Image.open(io.BytesIO(content)) as image:
+                pixels.check(*image.size)
+        except Image.DecompressionBombError as error:
+            raise pixels.too_large(error) from None
+        except (OSError, SyntaxError):
+            return  # damaged or not an image: its decoder reports that
+
+
+def sized(record: Record | BadRecord, decodes: bool) -> Record | BadRecord:
+    """Chain worker: a record, or a bad one if an encoded image in it exceeds the pixel limit.
+
+    Args:
+        record: as its source returns it.
+        decodes: skip the column `image`, because its decoder checks the limit.
+    """
+    if isinstance(record, BadRecord):
+        return record
+    for name, value in record.items():
+        if isinstance(value, bytes) and not (decodes and name == "image"):
+            try:
+                check_size(value)
+            except ValueError as error:
+                return BadRecord(record["key"], f"column {name}: {error}")
+    return record
+
+
+def _orientation(content: bytes) -> int:
+    """The orientation that `ImageOps.exif_transpose` would use; 0 if Pillow fails."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            value = image.getexif().get(0x0112, 1)
+    except Exception:
+        return 0
+    return value if isinstance(value, int) and 2 <= value <= 8 else 1
+
+
+def decode_image(content: bytes, mode: Mode = "RGB", bits: int | None = None) -> NDArray[Any]:
+    """Chain worker: decode an image, upright, as a uint8 array, height × width × channels.
+
+    See `DecodeImage` for `bits`.
+
+    Raises:
+        ValueError: empty, damaged, truncated, too large or not an image.
+    """
+    import numpy as np
+
+    header = jpeg_header(content)
+    if header is None:
+        return decode_with_pillow(content, mode, bits)
+    buffer = np.empty(header.rows * header.columns * (1 if mode == "L" else 3), dtype=np.uint8)
+    array = _decode_jpeg(content, header, mode, 1, header.rows, buffer)
+    return decode_with_pillow(content, mode) if array is None else upright(array, header.orientation)
+
+
+def decode_part(
+    content: bytes, header: JpegHeader, mode: Mode, factor: int, height: int
+) -> tuple[NDArray[Any], int]:
+    """Chain worker: the upper part of a JPEG, scaled down, in memory that the thread's next call reuses.
+
+    Args:
+        content: the file.
+        header: its header.
+        mode: "RGB" or "L".
+        factor: 1, 2, 4 or 8: divides height and width, rounding up.
+        height: number of rows needed of the upright, full-size picture; more may be returned.
+
+    Returns:
+        The array, height × width × channels, and its actual factor, which may be smaller: 1 from Pillow.
+
+    Raises:
+        ValueError: truncated.
+    """
+    import numpy as np
+
+    # A partial last pixel would come first when the picture is rotated, and shift all others.
+    while header.orientation not in _ORIGIN_STAYS and (header.rows % factor or header.columns % factor):
+        factor //= 2
+    size = -(-header.rows // factor) * -(-header.columns // factor) * (1 if mode == "L" else 3)
+    buffer = getattr(_of_thread, "buffer", None)
+    # Do not keep the memory of one huge picture forever.
+    if buffer is None or not size <= buffer.size <= max(8 * size, _KEPT_BYTES):
+        buffer = _of_thread.buffer = np.empty(size, dtype=np.uint8)
+    rows = header.rows
+    if header.sequential and header.orientation == 1 and _ends_whole(content):
+        # Decode the next row of blocks too: colours are interpolated between rows.
+        wanted = -(-height // 16) * 16 + 16
+        rows = wanted if wanted < rows * 0.95 else rows
+    array = _decode_jpeg(content, header, mode, factor, rows, buffer)
+    if array is None:
+        return decode_with_pillow(content, mode), 1
+    return upright(array, header.orientation), factor
+
+
+def _decode_jpeg(
+    content: bytes, header: JpegHeader, mode: Mode, factor: int, rows: int, buffer: NDArray[Any]
+) -> NDArray[Any] | None:
+    """The first `rows` rows as stored in the file; None if Pillow must decode it.
+
+    To end early, it decodes a copy of the file whose header gives fewer rows. Once all rows are in the
+    buffer, libjpeg-turbo warns of bytes left over before the end of the image.
+    """
+    import simplejpeg
+
+    space = "GRAY" if mode == "L" else "RGB"
+    height, width = -(-rows // factor), -(-header.columns // factor)
+    cut = rows < header.rows
+    data = bytearray(content) if cut else content
+    if isinstance(data, bytearray):
+        data[header.rows_at : header.rows_at + 2] = rows.to_bytes(2)
+    least = {"min_height": height, "min_width": width} if factor > 1 else {}
+    try:
+        simplejpeg.decode_jpeg(data, colorspace=space, buffer=buffer, strict=True, **least)
+    except ValueError as error:
+        text = str(error)
+        if cut and "extraneous bytes before marker 0xd9" not in text:
+            return _decode_jpeg(content, header, mode, factor, header.rows, buffer)
+        if not cut:
+            if any(words in text.lower() for words in _DAMAGE):
+                raise ValueError(f"cannot be decoded: {text}") from None
+            return None
+    channels = 1 if mode == "L" else 3
+    array: NDArray[Any] = buffer[: height * width * channels].reshape(height, width, channels)
+    return array
+
+
+def _ends_whole(content: bytes) -> bool:
+    """Whether the file ends with the end of the image; zeros and a line break may follow."""
+    return content.endswith(b"\xff\xd9") or content[-4096:].rstrip(b"\0\r\n").endswith(b"\xff\xd9")
+
+
+def upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
+    """Chain worker: a picture rotated according to EXIF, like `ImageOps.exif_transpose`."""
+    if orientation == 1:
+        return array
+    if orientation in _TRANSPOSED:
+        array = array.swapaxes(0, 1)
+    # Orientation → whether rows, and whether columns, are reversed.
+    rows, columns = {2: (0, 1), 3: (1, 1), 4: (1, 0), 5: (0, 0), 6: (0, 1), 7: (1, 1), 8: (1, 0)}[orientation]
+    return array[:: -1 if rows else 1, :: -1 if columns else 1].copy()
+
+
+def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> NDArray[Any]:
+    """Chain worker: any image that Pillow reads, upright, as a uint8 array, height × width × channels.
+
+    Raises:
+        ValueError: empty, damaged, truncated, too large, not an image, or of values whose range is unknown.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    if not content:
+        raise ValueError("the image is empty (0 bytes)")
+    if content.startswith(PNG):
+        check_png(content)
+        pixels.allow_text()
+    layout = tiff.layout_of(content)
+    try:
+        with tiff.opened(content, layout) as opened:
+            pixels.check(*opened.size)
+            if bits and opened.mode not in _DEEP and depth_of(content)[0] > 8:
+                raise ValueError("bits is for grey images only; scale colour images to 16 bits")
+            return array_of(opened, mode, bits)
+    except Image.DecompressionBombError as error:
+        raise pixels.too_large(error) from None
+    except UnidentifiedImageError:
+        if layout:
+            layout.check(by_libtiff=True)
+            raise layout.unread() from None
+        raise ValueError(f"not an image (first bytes {content[:8]!r})") from None
+    except (OSError, SyntaxError) as error:
+        raise ValueError(f"cannot be decoded: {error}") from None
+
+
+def array_of(image: Any, mode: Mode, bits: int | None = None) -> NDArray[Any]:
+    """Chain worker: a Pillow image, upright, as a uint8 array, height × width × channels.
+
+    Of more than 8 bits per channel, it keeps the upper 8.
+
+    Args:
+        image: of any mode, not loaded yet if it is an opened file.
+        mode: "RGB" or "L".
+        bits: see `DecodeImage`.
+
+    Raises:
+        ValueError: nothing tells the range of its values, or one has more bits.
+    """
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    layout = tiff.Layout.of(image.tag_v2) if hasattr(image, "tag_v2") else None
+    if layout:
+        layout.check(image.use_load_libtiff)
+    fits = image.format == "FITS"  # Pillow ignores its zero and scale
+    if fits or image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
+        kind = "FITS" if fits else "32-bit"
+        raise ValueError(f"{kind} pixels, whose range only you can tell; convert it to 8 or 16 bits")
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):
+        # Pillow clips 16-bit values on conversion; scaling preserves the picture.
+        values = np.asarray(image).astype(np.uint32)
+        bits = bits or (layout.bits if layout else 16)
+        if int(values.max(initial=0)) >> bits:
+            raise ValueError(f"a value of {values.max()} has more than {bits} bits")
+        image = Image.fromarray((values >> (bits - 8)).astype(np.uint8))
+    image.info.pop("transparency", None)  # Pillow warns of it, for each image
+    if image.mode == "La":  # grey multiplied by its alpha, which Pillow converts to LA only
+        image = image.convert("LA")
+    array = np.asarray(image.convert(mode))
+    array = array[..., None] if array.ndim == 2 else array
+    return 255 - array if layout and layout.inverted else array
+
+
+def check_png(content: bytes) -> None:
+    """Chain worker: check the CRCs of all PNG chunks; Pillow does that for the header only.
+
+    Raises:
+        ValueError: a CRC is wrong or missing.
+    """
+    at, view = len(PNG), memoryview(content)
+    kind = b""
+    while kind != b"IEND":
+        end = at + 8 + int.from_bytes(content[at : at + 4])
+        kind = content[at + 4 : at + 8]
+        if end + 4 > len(content):
+            raise ValueError("cannot be decoded: the PNG is truncated")
+        if zlib.crc32(view[at + 4 : end]) != int.from_bytes(content[end : end + 4]):
+            raise ValueError(f"cannot be decoded: the checksum of the PNG's {kind!r} part is wrong")
+        at = end + 4

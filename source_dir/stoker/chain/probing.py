@@ -1,0 +1,196 @@
+"""Head: determines the schema of each split from its first records, before training."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from copy import copy
+from itertools import islice
+from typing import Any, NamedTuple
+
+from stoker.chain.chain import Chain
+from stoker.chain.collating import all_of, collated
+from stoker.chain.depth import depth_of
+from stoker.chain.geometry import MaskWatch, moved_alone
+from stoker.chain.stages import Stage
+from stoker.chain.transforms import DecodeImage, Rename
+from stoker.errors import SchemaError, UsageError
+from stoker.figures import count_of
+from stoker.messages import BadRecord, BlockReport, Record, Schema, Shard
+from stoker.read.base import Source
+
+PROBE_RECORDS = 4
+SYSTEMATIC = re.compile(
+    r"(column [^:]+|[^:]+: (LookupError|KeyError|IndexError|TypeError|AttributeError|ValueError)): "
+)
+"""Reasons that the columns and the chain may give for every record, unlike a read that fails."""
+MANY_RECORDS = 256
+PROBE_S = 30.0
+"""Deadline; after it the run starts anyway, and its first block fixes the schema."""
+FEW_LEVELS = 64
+"""So few of 256 mean that the values use only some of the bits, such as 12 of 16."""
+
+
+class Found(NamedTuple):
+    """Head: what the first records of a split show."""
+
+    schemas: tuple[Schema, ...] = ()
+    note: str = ""
+    made: tuple[dict[str, Any], BlockReport] | None = None
+    """What the chain made of them: columns and report."""
+
+
+NOTHING = Found()
+
+
+def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records: int) -> dict[str, Any]:
+    """Head: set the schemas that every block of a split must have on the chains of a job.
+
+    If Ray is connected, a task on this host runs the chains, since a record may crash its process; otherwise
+    this process does. If that gives no schema (for example because the first records are bad or need another
+    host), and for a `ray.data.Dataset`, the first block of the run fixes it.
+
+    Returns:
+        Split → what its chain made of its first records, if anything.
+
+    Raises:
+        UsageError: columns cannot be batched, or differ between the first records.
+    """
+    shards = {name: next(iter(source.shards(block_records, None)), None) for name, source in sources.items()}
+    wanted = {split: source for split, source in sources.items() if shards[split] is not None}
+    found: dict[str, Found | str]
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        found = _in_tasks(wanted, chains, shards)
+    else:
+        found = {split: probe(source, shards[split], chains[split]) for split, source in wanted.items()}
+    for split, answer in found.items():
+        if isinstance(answer, str):
+            raise UsageError(f"{split}: {answer}")
+        chains[split].schemas, chains[split].note, _ = answer
+    return {split: one.made for split, one in found.items() if isinstance(one, Found) and one.made}
+
+
+def probe(source: Source, shard: Shard | None, chain: Chain) -> Found | str:
+    """Head or a task there: what the first records of a shard show; a text if they cannot be batched."""
+    if shard is None:
+        return NOTHING
+    stages, watch = chain.stages, MaskWatch()
+    chain = chain.of(watch.among(stages))
+    try:
+        records = list(islice(source.read(shard, None), PROBE_RECORDS))
+        note = remarks(records, stages)
+        columns, report = chain.run(records, 0)
+        if chain.collate and report.rows:
+            collated(chain.collate, all_of([(columns, 0, report.rows)])[0], "probe")
+    except (SchemaError, UsageError) as error:
+        return _moved(stages, watch) or str(error)
+    except Exception:
+        return NOTHING  # the run reports it where it happens
+    if why := _moved(stages, watch) or _every(source, shard, chain, report):
+        return why
+    return Found(report.schemas, note, (columns, report) if columns else None)
+
+
+def _every(source: Source, shard: Shard, chain: Chain, report: BlockReport) -> str:
+    """Why the run would end: each of many records is refused for the same reason."""
+    if report.rows or not _systematic(report):
+        return ""
+    report = chain.run(islice(source.read(shard, None), MANY_RECORDS), 0)[1]
+    if report.rows or not (reason := _systematic(report)):
+        return ""
+    whole = copy(source)
+    if "columns" in vars(source):
+        vars(whole)["columns"] = None  # also show those that were not asked for
+    there: dict[str, Any] = {}
+    with contextlib.suppress(Exception):
+        there.update(next(iter(whole.read(shard, None))))  # type: ignore[arg-type] # not with a BadRecord
+    columns = ", ".join(f"{name} ({_kind(value)})" for name, value in there.items() if name != "key")
+    count, why = count_of(len(report.bad), "record"), reason.partition(" (columns: ")[0]
+    return f"each of the first {count} is refused: {why}; columns: {columns or 'unknown'}"
+
+
+def _systematic(report: BlockReport) -> str:
+    reasons = {bad.reason for bad in report.bad}
+    return reason if len(reasons) == 1 and SYSTEMATIC.match(reason := reasons.pop()) else ""
+
+
+def _kind(value: Any) -> str:
+    return str(getattr(value, "dtype", "text" if isinstance(value, str) else type(value).__name__))
+
+
+def _moved(stages: list[Stage], watch: MaskWatch) -> str:
+    """Why image and masks would no longer show the same, unless the chain itself says so."""
+    found = [] if moved_alone(stages) else moved_alone(stages, watch.seen)
+    return "; ".join(text for text, random in found if random)
+
+
+def _in_tasks(
+    sources: dict[str, Source], chains: dict[str, Chain], shards: dict[str, Shard | None]
+) -> dict[str, Found | str]:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    task = ray.remote(_probe_packed).options(
+        name="schema", num_cpus=0, max_retries=0, scheduling_strategy=here
+    )
+    asked = {
+        split: task.remote(ray.cloudpickle.dumps((source.for_workers(), shards[split], chains[split])))
+        for split, source in sources.items()
+    }
+    found: dict[str, Found | str] = {}
+    for split, answer in asked.items():
+        try:
+            found[split] = ray.get(answer, timeout=PROBE_S)
+        except ray.exceptions.RayError:
+            # Not cancelled: where that meets the task's answer, Ray ends this process.
+            found[split] = NOTHING
+    return found
+
+
+def _probe_packed(packed: bytes) -> Found | str:
+    """A task on the head."""
+    return probe(*pickle.loads(packed))  # noqa: S301 - written by the head
+
+
+def remarks(records: Iterable[Record | BadRecord], stages: Sequence[Stage]) -> str:
+    """Head and laptop: a line on what decoding leaves out of the images in these records; empty: nothing.
+
+    Args:
+        records: as read.
+        stages: of the chain, whose DecodeImage decides.
+    """
+    decode = next((stage.apply for stage in stages if isinstance(stage.apply, DecodeImage)), None)
+    if decode is None:
+        return ""
+    columns = {"image": "image"}
+    for stage in stages:
+        columns |= stage.apply.columns if isinstance(stage.apply, Rename) else {}
+    rng: Any = None
+    highest, deep, several, count = 0, 0, 0, 0
+    for record in records:
+        image = None if isinstance(record, BadRecord) else record.get(columns["image"])
+        count += 1
+        with contextlib.suppress(Exception):  # a bad record has a line of its own
+            depth, frames = depth_of(image)
+            several += frames > 1
+            if depth > 8:
+                highest = max(highest, int(decode({"image": image}, rng)["image"].max()))
+                deep += 1
+    found = []
+    if several:
+        found.append(f"{several} of {count} hold several pictures or pages; the first is used")
+    if deep:
+        kept = f"of {decode.bits}" if decode.bits else "of them"
+        found.append(
+            f"{deep} of {count} have more than 8 bits per channel; decoding keeps the upper 8 {kept}"
+        )
+        if highest < FEW_LEVELS and not decode.bits:
+            found[-1] += (
+                f", which leaves {highest + 1} of 256 levels: set the bits that the values use, such as 12"
+                " (DecodeImage(bits=12), params.bits of ImageClassification), or scale them to 16 bits"
+            )
+    return f"images: {'; '.join(found)}" if found else ""

@@ -1,0 +1,113 @@
+"""What a chain may contain, and the named stages that it becomes.
+
+A chain is a list. Each entry is one of
+    a `RecordTransform`                       record and random generator → record
+    a torchvision transform (or Compose)      applied to `record["image"]`
+    a fitted `ray.data` preprocessor          applied to a batch
+    any other callable                        dict of arrays → dict of arrays, same records
+    a pair ("name", entry)                    any of these under a name of your choice
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from stoker.errors import nearest
+from stoker.messages import Record
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_NEVER_RANDOM = {
+    *("CenterCrop", "ConvertImageDtype", "Grayscale", "Identity", "Normalize", "PILToTensor", "Pad", "RGB"),
+    *("Resize", "ToDtype", "ToImage", "ToPILImage", "ToPureTensor", "ToTensor"),
+}
+"""Torchvision transforms that draw nothing; any other counts as random."""
+
+
+class RecordTransform(ABC):
+    """Chain worker: changes one record. `rng` is seeded by (seed, epoch, record key)."""
+
+    random: bool = True
+    """False: the same record gives the same result in every epoch, so that it may be cached."""
+    uses_random: bool = True
+    """False: draws only from `rng`, so the global generators (`random`, `numpy.random`, torch) need not be
+    seeded for each record."""
+
+    @abstractmethod
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        """Chain worker: the changed record; an exception quarantines it."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Head and chain worker: one named step of a chain."""
+
+    name: str
+    per: Literal["record", "batch"]
+    apply: Callable[..., Any]
+    """record: (record, rng) → record; batch: (dict of arrays) → dict of arrays."""
+    uses_torch: bool = False
+    """Draws from torch's global generator."""
+    random: bool = True
+    """False: draws nothing, so its result may be cached across epochs. Unknown callables count as random."""
+    uses_random: bool = True
+    """May draw from the global generators of Python's `random`, NumPy or torch."""
+    of_torchvision: bool = False
+    """Replaces a torchvision transform, which returns a tensor to the next stage."""
+
+
+def is_plain(module: Any) -> bool:
+    """Head: whether an object is an instance of torchvision's own class, not of a user's subclass."""
+    return type(module).__module__.startswith("torchvision.transforms")
+
+
+def may_draw(module: Any) -> bool:
+    """Head: whether a torchvision transform may draw random numbers; a subclass always may."""
+    if not is_plain(module):
+        return True
+    if type(module).__name__ == "Compose":
+        return any(may_draw(part) for part in module.transforms)
+    return type(module).__name__ not in _NEVER_RANDOM
+
+
+def value_of(record: Record, column: str) -> Any:
+    """Chain worker: the value that a stage needs of a record.
+
+    Raises:
+        LookupError: the record has no such column, or NULL there; suggests the closest.
+    """
+    value = record.get(column)
+    if value is None:
+        there = [name for name in record if name != "key"]
+        if column in there:
+            raise LookupError(f"column {column!r} is NULL")
+        raise LookupError(f"no column {column!r}{nearest(column, there)} (columns: {', '.join(there)})")
+    return value
+
+
+class ImageModule(RecordTransform):
+    """Chain worker: a torchvision transform on `record["image"]`, which becomes a CHW tensor."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        import numpy as np
+        import torch
+
+        from stoker.chain.picture import is_hwc
+
+        image = value_of(record, "image")
+        if isinstance(image, bytes):
+            raise TypeError("the image is still encoded; put DecodeImage() before this stage")
+        if isinstance(image, np.ndarray):
+            tensor = torch.from_numpy(image)
+            image = tensor.permute(2, 0, 1) if is_hwc(image.shape) else tensor
+        out = self.module(image)
+        if not isinstance(out, torch.Tensor):
+            out = np.array(out)  # of a Pillow image, which nobody may write to
+        return {**record, "image": out}

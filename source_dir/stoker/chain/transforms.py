@@ -1,0 +1,318 @@
+"""Stoker's image transforms, with torchvision's names and arguments.
+
+They differ from torchvision's in execution: adjacent ones run as one stage, which chooses the crop from the
+header, decodes only what it needs and resizes once (see `fusion`). Images stay uint8 arrays, height × width ×
+channels. Random numbers come from the record's generator.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from stoker.chain.decode import Mode, decode_image
+from stoker.chain.picture import Picture, TensorPicture, is_hwc, open_picture, with_channels
+from stoker.chain.stages import RecordTransform, Stage, value_of
+from stoker.errors import UsageError
+from stoker.messages import Record
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = [
+    "CenterCrop",
+    "CheckLabel",
+    "Compose",
+    "DecodeImage",
+    "Drop",
+    "ImageTransform",
+    "RandomHorizontalFlip",
+    "RandomResizedCrop",
+    "RecordTransform",
+    "Rename",
+    "Resize",
+    "ShrinkLarger",
+    "Stage",
+    "decode_image",
+    "is_hwc",
+]
+
+Pictured = Picture | TensorPicture
+
+
+class DecodeImage(RecordTransform):
+    """Chain worker: encoded bytes in `image` → uint8 array, height × width × channels, upright.
+
+    JPEG goes through libjpeg-turbo; everything it refuses (CMYK, 16 bit, PNG, …) goes through Pillow. EXIF
+    orientation is applied, and alpha is dropped. Pillow images, and uint8 arrays or tensors of 1 to 4
+    channels, get the channels of `mode`. A truncated image raises, and so do text and arrays of other types.
+
+    Args:
+        mode: "RGB" or "L" (one channel).
+        bits: of grey images with more than 8 bits: those that the values use, such as 12; the upper 8 of them
+            are kept. Default: those of the file, usually 16.
+    """
+
+    random = False
+    uses_random = False
+
+    def __init__(self, mode: Mode = "RGB", bits: int | None = None) -> None:
+        if bits is not None and not 8 < bits <= 16:
+            raise UsageError(f"DecodeImage(bits={bits}): must be 9 to 16")
+        self.mode, self.bits = mode, bits
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        content = value_of(record, "image")
+        encoded = isinstance(content, bytes | bytearray | memoryview)
+        image = (
+            decode_image(bytes(content), self.mode, self.bits)
+            if encoded
+            else with_channels(content, self.mode, self.bits)
+        )
+        return {**record, "image": image}
+
+
+class CheckLabel(RecordTransform):
+    """Chain worker: quarantines a record whose `label` is not an integer in 0 … classes-1.
+
+    Args:
+        classes: number of classes.
+        names: of the classes; a label that is text becomes the number of its name.
+    """
+
+    random = False
+    uses_random = False
+
+    def __init__(self, classes: int, names: Sequence[str] = ()) -> None:
+        self.classes = classes
+        self.numbers = {name: number for number, name in enumerate(names)}
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        label = value_of(record, "label")
+        if isinstance(label, str) and self.numbers:
+            if label not in self.numbers:
+                raise ValueError(f"label {label!r} is not one of the {len(self.numbers)} classes")
+            label = self.numbers[label]
+        number = int(label)
+        if number != label and not isinstance(label, str):
+            raise ValueError(f"label {label} is not an integer")
+        if not 0 <= number < self.classes:
+            raise ValueError(f"label {label} is outside 0…{self.classes - 1}")
+        return {**record, "label": number}
+
+
+class Rename(RecordTransform):
+    """Chain worker: renames columns.
+
+    Args:
+        columns: new name = old name.
+    """
+
+    random = False
+    uses_random = False
+
+    def __init__(self, **columns: str) -> None:
+        self.columns = columns
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        renamed = {new: value_of(record, old) for new, old in self.columns.items()}
+        old = {*self.columns.values()}
+        return {**{name: value for name, value in record.items() if name not in old}, **renamed}
+
+
+class Drop(RecordTransform):
+    """Chain worker: drops columns that are not used for training; a record may lack them.
+
+    Args:
+        columns: their names.
+    """
+
+    random = False
+    uses_random = False
+
+    def __init__(self, *columns: str) -> None:
+        self.columns = frozenset(columns)
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        return {name: value for name, value in record.items() if name not in self.columns}
+
+
+class ImageTransform(RecordTransform):
+    """Chain worker: changes the picture in `record["image"]`; adjacent ones are executed as one."""
+
+    uses_random = False
+    gives_tensor = False
+    """Leave a tensor, channels × height × width, as torchvision's transforms do."""
+
+    def prepare(self) -> None:
+        """Chain worker: import what the first image would otherwise import."""
+        import cv2  # noqa: F401
+
+        import stoker.chain.resample  # noqa: F401
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        image = self.change(open_picture(value_of(record, "image")), rng).pixels()
+        return {**record, "image": tensor_of(image) if self.gives_tensor else image}
+
+    @abstractmethod
+    def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
+        """Chain worker: add the operation to the picture; pixels are computed later."""
+
+
+def tensor_of(image: Any) -> Any:
+    """Chain worker: an array, height × width × channels, as a tensor, channels first."""
+    import numpy as np
+
+    if not (isinstance(image, np.ndarray) and is_hwc(image.shape)):
+        return image
+    import torch
+
+    return torch.from_numpy(image).permute(2, 0, 1)
+
+
+def _pair(size: int | Sequence[int]) -> tuple[int, int]:
+    if isinstance(size, int):
+        return size, size
+    return (size[0], size[0]) if len(size) == 1 else (size[0], size[1])
+
+
+class RandomResizedCrop(ImageTransform):
+    """Chain worker: a random part of the image with random aspect ratio, resized with antialiasing.
+
+    Area and aspect ratio are drawn as torchvision draws them; if ten draws do not fit, it takes the largest
+    centred part of an allowed shape. If the picture is more than 3 times larger than the result, the box lies
+    on a grid of 2, 4 or 8 pixels.
+
+    Args:
+        size: height and width of the result, pixels; a number for both.
+        scale: minimum and maximum share of the image's area.
+        ratio: minimum and maximum width / height; uniform in its logarithm.
+        cubic: bicubic instead of bilinear.
+    """
+
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        scale: tuple[float, float] = (0.08, 1.0),
+        ratio: tuple[float, float] = (3 / 4, 4 / 3),
+        cubic: bool = False,
+    ) -> None:
+        self.size, self.scale, self.ratio, self.cubic = _pair(size), scale, ratio, cubic
+
+    def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
+        return picture.resized_crop(self.box(*picture.shape, rng), *self.size, cubic=self.cubic)
+
+    def box(self, height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
+        """Chain worker: top, left, height and width of a random part of an image, pixels."""
+        draw = rng.random
+        least, most = self.scale
+        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        for _ in range(10):
+            area = height * width * (least + (most - least) * draw())
+            ratio = math.exp(low + (high - low) * draw())
+            wide, tall = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < wide <= width and 0 < tall <= height:
+                top, left = int(draw() * (height - tall + 1)), int(draw() * (width - wide + 1))
+                return top, left, tall, wide
+        wide, tall = width, height
+        if width / height < self.ratio[0]:
+            tall = round(width / self.ratio[0])
+        elif width / height > self.ratio[1]:
+            wide = round(height * self.ratio[1])
+        return (height - tall) // 2, (width - wide) // 2, tall, wide
+
+
+class Resize(ImageTransform):
+    """Chain worker: resizes with antialiasing.
+
+    Args:
+        size: height and width, pixels; a number: the shorter side, the longer one in proportion.
+        max_size: with a number for `size`: limit of the longer side.
+        cubic: bicubic instead of bilinear.
+    """
+
+    random = False
+
+    def __init__(self, size: int | Sequence[int], max_size: int | None = None, cubic: bool = False) -> None:
+        self.size, self.max_size, self.cubic = size, max_size, cubic
+
+    def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
+        return picture.resize(*self.target(*picture.shape), cubic=self.cubic)
+
+    def target(self, height: int, width: int) -> tuple[int, int]:
+        """Chain worker: height and width of the result, pixels; rounded as torchvision does."""
+        if not isinstance(self.size, int) and len(self.size) == 2:
+            return self.size[0], self.size[1]
+        short = self.size if isinstance(self.size, int) else self.size[0]
+        long = int(short * max(height, width) / min(height, width))
+        if self.max_size is not None and long > self.max_size:
+            short, long = int(self.max_size * short / long), self.max_size
+        return (short, long) if height <= width else (long, short)
+
+
+class ShrinkLarger(ImageTransform):
+    """Chain worker: shrinks larger images with antialiasing; others are unchanged.
+
+    Args:
+        size: the shorter side of the result, pixels; the longer one in proportion.
+    """
+
+    random = False
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
+        if min(picture.shape) <= self.size:
+            return picture
+        return picture.resize(*Resize(self.size).target(*picture.shape))
+
+
+class CenterCrop(ImageTransform):
+    """Chain worker: crops the centre of the image; a smaller image gets black margins.
+
+    Args:
+        size: height and width, pixels; a number for both.
+    """
+
+    random = False
+
+    def __init__(self, size: int | Sequence[int]) -> None:
+        self.size = _pair(size)
+
+    def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
+        (tall, wide), (height, width) = self.size, picture.shape
+        lack, gap = max(tall - height, 0), max(wide - width, 0)
+        if lack or gap:
+            picture = picture.pad(lack // 2, gap // 2, (lack + 1) // 2, (gap + 1) // 2)
+            height, width = picture.shape
+        return picture.crop(round((height - tall) / 2), round((width - wide) / 2), tall, wide)
+
+
+class RandomHorizontalFlip(ImageTransform):
+    """Chain worker: mirrors left and right, at random.
+
+    Args:
+        p: probability, 0 to 1.
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        self.p = p
+
+    def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
+        return picture.flip() if rng.random() < self.p else picture
+
+
+class Compose(ImageTransform):
+    """Chain worker: several transforms in sequence, like torchvision's `Compose`."""
+
+    def __init__(self, parts: Sequence[ImageTransform]) -> None:
+        self.parts = list(parts)
+        self.random = any(part.random for part in parts)
+
+    def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
+        for part in self.parts:
+            picture = part.change(picture, rng)
+        return picture

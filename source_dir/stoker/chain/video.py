@@ -1,0 +1,227 @@
+"""Chain worker: video files → clips, exactly the frames asked for, decoded by PyAV (FFmpeg).
+
+Which frames a file has is told by its packets, which costs no decoding. Then decoding begins at the last key
+frame before the clip and ends with its last frame. One thread decodes: there is a chain worker per CPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Literal
+
+from stoker.chain import pixels
+from stoker.chain.stages import RecordTransform, value_of
+from stoker.errors import UsageError
+from stoker.messages import Record
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class DecodeVideo(RecordTransform):
+    """Chain worker: an encoded video → `video`, one clip, uint8, frames × height × width × 3, upright.
+
+    A file that is damaged or shorter than a clip raises, which quarantines its record.
+
+    Args:
+        frames: of a clip.
+        rate: its frames per second: of each moment it has the nearest frame of the file, whatever the file's
+            rate. None: neighbouring frames of the file.
+        start: "random", drawn from the record's generator, or "centre", the same in every epoch.
+        size: height and width to which frames are resized; None: as they are, alike in all files.
+        column: that holds the file's bytes, which the clip replaces.
+    """
+
+    uses_random = False
+
+    def __init__(
+        self,
+        frames: int,
+        rate: float | None = None,
+        start: Literal["random", "centre"] = "random",
+        size: tuple[int, int] | None = None,
+        column: str = "mp4",
+    ) -> None:
+        if importlib.util.find_spec("av") is None:
+            raise UsageError(
+                "DecodeVideo needs the package av; pip install 'stoker[video]', or add av to requirements.txt"
+            )
+        if frames < 1 or (rate is not None and rate <= 0) or start not in ("random", "centre"):
+            raise UsageError(
+                f"DecodeVideo: frames={frames}, rate={rate}, start={start!r}: frames and rate must be above"
+                ' 0, start "random" or "centre"'
+            )
+        self.frames, self.size, self.column = frames, size, column
+        self.rate = None if rate is None else Fraction(rate)
+        self.random = start == "random"
+
+    def prepare(self) -> None:
+        """Chain worker: import before the first record is timed."""
+        import av  # noqa: F401
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        place = rng.random() if self.random else 0.5
+        clip = decode_clip(value_of(record, self.column), self.frames, self.rate, place, self.size)
+        return {name: value for name, value in record.items() if name != self.column} | {"video": clip}
+
+
+def decode_clip(
+    content: bytes, frames: int, rate: Fraction | None, place: float, size: tuple[int, int] | None
+) -> NDArray[Any]:
+    """Chain worker: one clip of a video file.
+
+    Args:
+        content: the file.
+        frames: of the clip.
+        rate: frames per second; None: neighbouring frames.
+        place: of the clip among all that the file has: 0 the first, just below 1 the last.
+        size: height and width; None: as in the file.
+
+    Raises:
+        ValueError: damaged, too short, too large, or no video.
+    """
+    import av
+    import numpy as np
+
+    try:
+        with av.open(io.BytesIO(content)) as container:
+            stream = next(iter(container.streams.video), None)
+            if stream is None:
+                raise ValueError("the file holds no video")
+            pixels.check(stream.width, stream.height)
+            stream.codec_context.thread_count = 1
+            stream.codec_context.options = {"err_detect": "explode"}
+            packets = list(container.demux(stream))
+            _refuse_damaged(container, stream, packets)
+            per_unit = rate and rate * stream.time_base
+            moments = {packet.pts for packet in packets if packet.size and not packet.is_discard} - {None}
+            wanted = _choose(sorted(moments), frames, per_unit, place)
+            found = _decode(stream, packets, wanted, size)
+            if not found.keys() >= set(wanted):
+                # Not every packet gives a frame: hidden ones, fields, what precedes the first whole picture.
+                packets = packets[_keys(packets)[0] :]
+                moments = {frame.pts for frame in _frames(stream, packets)} - {None}
+                wanted = _choose(sorted(moments), frames, per_unit, place)
+                found = _decode(stream, packets, wanted, size, first=0)
+    except av.error.FFmpegError as error:
+        raise ValueError(f"cannot be decoded: {error.strerror}") from None
+    return np.stack([found[moment] for moment in wanted])
+
+
+def _refuse_damaged(container: Any, stream: Any, packets: list[Any]) -> None:
+    """FFmpeg reads what is left of a truncated file without a word; most formats say how long it was.
+
+    Raises:
+        ValueError: a packet is cut, or the video ends before it should.
+    """
+    filled = [packet for packet in packets if packet.size]
+    if not filled:
+        raise ValueError("cannot be decoded: the video holds no frame")
+    if any(packet.is_corrupt for packet in filled):
+        raise ValueError("cannot be decoded: damaged or truncated")
+    base = stream.time_base
+    ends = max((p.pts or 0) + (p.duration or 0) for p in filled) * base
+    declared = Fraction(0)
+    if tag := stream.metadata.get("DURATION"):  # of Matroska and WebM
+        hours, minutes, seconds = tag.split(":")
+        declared = 3600 * int(hours) + 60 * int(minutes) + Fraction(seconds)
+    elif stream.duration:
+        declared = stream.duration * base
+    elif container.duration and len(container.streams) == 1:
+        declared = Fraction(container.duration, 1_000_000)
+    if container.format.name == "avi" and len(filled) < stream.frames:  # its duration is that of what is left
+        raise ValueError(f"truncated: {len(filled)} of {stream.frames} frames are there")
+    if ends < declared - max(Fraction(1, 10), 2 * ends / len(filled)):
+        raise ValueError(f"truncated: it ends after {float(ends):.1f} of {float(declared):.1f} s")
+
+
+def _choose(moments: list[int], frames: int, rate: Fraction | None, place: float) -> list[int]:
+    """The clip's frames by the moments at which they are shown.
+
+    Args:
+        moments: of all frames, ascending, in the stream's units of time.
+        frames: of the clip.
+        rate: of the clip, per unit of time; None: neighbouring frames.
+        place: of the clip among all.
+
+    Raises:
+        ValueError: too short.
+    """
+    if rate is None:
+        starts = len(moments) - frames + 1
+    else:
+        # Containers round: half a frame beyond the last one is still that one.
+        span = (moments[-1] - moments[0]) / max(1, len(moments) - 1) if moments else 0
+        last = moments[-1] + min(1 / rate, span) / 2 - (frames - 1) / rate if moments else -1
+        starts = bisect_right(moments, last)
+    if starts < 1:
+        pace = "" if rate is None else " at the clip's rate"
+        raise ValueError(f"too short: a clip has {frames} frames{pace}, the video {len(moments)}")
+    first = int(place * starts)
+    if rate is None:
+        return moments[first : first + frames]
+    return [_nearest(moments, moments[first] + i / rate) for i in range(frames)]
+
+
+def _nearest(moments: list[int], moment: Fraction) -> int:
+    """Of two that are equally near, the earlier."""
+    at = bisect_left(moments, moment)
+    return min(moments[max(0, at - 1) : at + 1], key=lambda one: abs(one - moment))
+
+
+def _decode(
+    stream: Any,
+    packets: list[Any],
+    wanted: list[int],
+    size: tuple[int, int] | None,
+    first: int | None = None,
+) -> dict[int, NDArray[Any]]:
+    """The wanted frames, as far as they come, by moment.
+
+    Args:
+        stream: of the packets.
+        packets: in the file's order.
+        wanted: moments, ascending.
+        size: height and width; None: as in the file.
+        first: the packet to begin with; None: the last key frame's before the first wanted one.
+    """
+    if first is None:
+        keys = _keys(packets)
+        first = max((i for i in keys if packets[i].pts <= wanted[0]), default=keys[0])
+    found: dict[int, NDArray[Any]] = {}
+    left = set(wanted)
+    for frame in _frames(stream, packets[first:]):
+        if frame.pts in left:
+            if frame.is_corrupt:
+                raise ValueError("cannot be decoded: damaged")
+            found[frame.pts] = _pixels(frame, size)
+            left.remove(frame.pts)
+            if not left:
+                break
+    return found
+
+
+def _keys(packets: list[Any]) -> list[int]:
+    """Where decoding can begin."""
+    return [i for i, packet in enumerate(packets) if packet.is_keyframe and packet.pts is not None] or [0]
+
+
+def _frames(stream: Any, packets: list[Any]) -> Iterator[Any]:
+    stream.codec_context.flush_buffers()
+    for packet in packets:
+        yield from packet.decode()
+
+
+def _pixels(frame: Any, size: tuple[int, int] | None) -> NDArray[Any]:
+    """Height × width × 3, turned as the file says."""
+    import numpy as np
+
+    quarters = round(frame.rotation / 90) % 4
+    height, width = (size[::-1] if quarters % 2 else size) if size else (frame.height, frame.width)
+    array = frame.to_ndarray(format="rgb24", height=height, width=width, interpolation="BILINEAR", threads=1)
+    return np.rot90(array, quarters)

@@ -1,0 +1,337 @@
+"""Loads a job's configuration from YAML, `key=value` and hyperparameters; imports neither ray nor torch.
+
+    config = load(Path("job.yaml"), ["train.epochs=3"]).config
+
+Reports all problems at once, each on one line with its origin, the value and a remedy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import difflib
+import inspect
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from stoker.config import redaction
+from stoker.config.schema import SCRIPT_KEYS, Config, for_scripts
+from stoker.config.values import Quoted, Text, expanded_data, finite, read_yaml, typed_at
+from stoker.errors import UsageError
+
+TYPED = ("command line", "stoker.run", "arguments")
+"""Origins of values that were given as text."""
+SECRETS_FILE = "job.secrets.json"
+"""Next to a staged `job.yaml`: the values redacted there. Readable by the owner only."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Anywhere: a configuration and the origin of each value (`train.lr` → `command line`)."""
+
+    config: Config
+    origins: dict[str, str] = field(default_factory=dict)
+    file: Path | None = None
+    """The YAML file that was read, if any."""
+
+
+def load(
+    path: str | Path | Mapping[str, Any] | None,
+    overrides: Iterable[str] = (),
+    origin: str = "command line",
+    passed: Mapping[str, str] | None = None,
+    texts: Iterable[str] = (),
+) -> Resolved:
+    """Anywhere: load and validate a file with overrides.
+
+    Args:
+        path: YAML file, its content as a mapping, or None for defaults only.
+        overrides: `section.key=value`; the type of the key says what a value means.
+        origin: recorded for the overridden keys.
+        passed: values by key that a service passes: as overrides, or text that is quoted as JSON.
+        texts: keys of `params` in the file that were given as text.
+
+    Raises:
+        UsageError: lists every problem, one per line.
+    """
+    tree: dict[str, Any]
+    if isinstance(path, Mapping):
+        try:
+            finite(dict(path))
+        except ValueError as error:
+            raise UsageError(f"configuration: {error}") from None
+        tree, path = _filled(copy.deepcopy(dict(path))), None
+    else:
+        tree = _read_yaml(Path(path)) if path else {}
+    where = str(path) if path else "configuration"
+    if path and (secrets := Path(path).with_name(SECRETS_FILE)).is_file():
+        tree = _overlaid(tree, json.loads(secrets.read_text(encoding="utf-8")))
+    leaves = dict(_leaves(tree))
+    origins = dict.fromkeys(leaves, where)
+    for key in texts:
+        if isinstance(leaves.get(key), str):
+            _put(tree, key, Text(leaves[key]))
+    given = [(key, unquoted(value)) for key, value in (passed or {}).items()]
+    problems: list[str] = []
+    for text in overrides:
+        key, sign, value = text.partition("=")
+        if sign:
+            given.append((key.strip(), Text(value)))
+        else:
+            problems.append(f"{origin}: {text!r} is not of the form key=value")
+    for key, value in given:
+        try:
+            # Only the recipe's class says what its parameters are: `typed_params`.
+            _put(tree, key, value if key.startswith("params.") else typed_at(value, Config, key.split(".")))
+        except ValueError as error:
+            problems.append(f"{origin}: {key or repr('=' + value)}: {error}")
+        origins[key] = origin
+    params: Any = tree.get("params")
+    for name, value in params.items() if isinstance(params, dict) else ():
+        try:
+            params[name] = expanded_data(value, name == "data" or bool(tree.get("script")))
+        except ValueError as error:
+            problems.append(f"{origins.get(f'params.{name}', where)}: params.{name}: {error}")
+    for keys in redaction.redacted_at(tree):
+        problems.append(
+            f"{where}: {'.'.join(keys)}: is {redaction.REDACTED}, because runs do not store secrets;"
+            f" set it with {'.'.join(keys)}=…"
+        )
+    try:
+        config = Config.model_validate(tree)
+    except ValidationError as error:
+        for detail in error.errors():
+            key = ".".join(str(part) for part in detail["loc"])
+            place = next((o for k, o in origins.items() if k == key or key.startswith(k + ".")), where)
+            problems.append(f"{place}: {describe(detail, Config)}")
+    if problems:
+        raise UsageError(*problems)
+    return Resolved(config, origins, Path(path) if path else None)
+
+
+def unquoted(text: str) -> Text:
+    """Anywhere: a hyperparameter as its producer meant it: text, or (some SDKs) text as a JSON string."""
+    with contextlib.suppress(ValueError):
+        if isinstance(found := json.loads(text), str):
+            return Quoted(found)
+    return Text(text)
+
+
+def hyperparameter_overrides(arguments: Iterable[str]) -> list[str]:
+    """Container: `--train__lr 0.1`, `--train.lr=0.1` or `train.lr=0.1` → `train.lr=0.1`.
+
+    Raises:
+        UsageError: a flag has no value, or an argument has neither form.
+    """
+    overrides: list[str] = []
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("-"):
+            if "=" not in word:
+                raise UsageError(f"arguments: {word!r} is neither --section.key value nor key=value")
+            overrides.append(word)
+            continue
+        key, sign, value = word.lstrip("-").partition("=")
+        if not sign:
+            if not words:
+                raise UsageError(f"arguments: {word} has no value")
+            value = words.pop(0)
+        overrides.append(f"{key.replace('__', '.')}={value}")
+    return overrides
+
+
+def describe(detail: ErrorDetails, model: type[BaseModel], prefix: str = "") -> str:
+    """Anywhere: format a pydantic error as `section.key: what is wrong (got …); did you mean …`."""
+    loc = [str(part) for part in detail["loc"]]
+    key = ".".join(([prefix] if prefix else []) + loc)
+    if detail["type"] == "extra_forbidden":
+        fields = _section_at(model, loc[:-1]).model_fields
+        known = [field.alias or name for name, field in fields.items()]
+        close = difflib.get_close_matches(loc[-1], known, n=1, cutoff=0.6)
+        if not close:
+            elsewhere = [k for k, _, _ in schema_rows(model) if k.split(".")[-1] == loc[-1]]
+            close = elsewhere[:1] if not prefix else []
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known) or 'none'}"
+        return f"{key}: unknown key; {hint}"
+    message = detail["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    message = message[:1].lower() + message[1:]
+    if detail["type"] == "string_pattern_mismatch":
+        named = [part for part in loc if not part.isdigit()]
+        info = _section_at(model, named[:-1]).model_fields.get(named[-1]) if named else None
+        meaning = info.description if info else None
+        message = f"has the wrong form: {meaning}" if meaning else message
+    if detail["type"] == "missing":
+        return f"{key}: is required and has no default"
+    if detail["type"] in ("model_type", "model_attributes_type"):
+        known = list(_section_at(model, loc).model_fields)
+        message = f"has keys of its own: {', '.join([*known[:4], *(['…'] if known[4:] else [])])}"
+    if detail["type"] == "string_too_short":
+        message = "must not be empty"
+    if detail["type"] == "list_type":
+        message = "must be a list, such as [a, b]"
+    return f"{key}: {message} (got {redaction.redact(detail['input'], loc[-1] if loc else '')!r})"
+
+
+def schema_rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Anywhere: yield (key, type as text, field) of every key, depth first."""
+    for name, info in model.model_fields.items():
+        key = f"{prefix}{name}"
+        annotation = info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from schema_rows(annotation, key + ".")
+        else:
+            yield key, type_name(annotation), info
+
+
+def type_name(annotation: Any) -> str:
+    """Anywhere: format a type for users: `int or null`, `any | exact`, `list of text`."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is not None and not args:  # bare typing.List
+        return type_name(origin)
+    if origin is Annotated:
+        return type_name(args[0])
+    if origin is Literal:
+        return " | ".join(map(str, args))
+    if origin in (Union, UnionType):
+        return " or ".join(map(type_name, args))
+    if origin in (list, tuple, set, frozenset):
+        inner = type_name(args[0])
+        return f"list of ({inner})" if " | " in inner else f"list of {inner}"
+    if origin is dict:
+        return f"map of {type_name(args[1])}"
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return "map"
+    names = {NoneType: "null", Any: "anything", bool: "true | false"}
+    return str(names.get(annotation) or getattr(annotation, "__name__", annotation))
+
+
+def to_yaml(config: BaseModel) -> str:
+    """Anywhere: dump a configuration as YAML that `load` reads back, except for redacted secrets.
+
+    That of a script has only the keys that apply to scripts.
+    """
+    tree = redaction.redact(config.model_dump(mode="json"))
+    if tree.get("script") is not None:
+        whole = {section: below for section, below in tree.items() if for_scripts(section, "")}
+        parts = {s: {key: tree[s][key] for key in keys} for s, keys in SCRIPT_KEYS.items() if keys}
+        tree = {section: (whole | parts)[section] for section in tree if section in whole | parts}
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+
+
+def secrets_json(config: BaseModel) -> str | None:
+    """Laptop: the values that `to_yaml` redacts, as JSON for `SECRETS_FILE`; None without secrets."""
+
+    def hidden(whole: Any, shown: Any) -> Any:
+        if isinstance(whole, Mapping):
+            return {key: hidden(below, shown[key]) for key, below in whole.items() if below != shown[key]}
+        return whole
+
+    tree = config.model_dump(mode="json")
+    shown = redaction.redact(tree)
+    return None if shown == tree else json.dumps(hidden(tree, shown))
+
+
+def resolved_yaml(resolved: Resolved) -> str:
+    """Anywhere: dump the configuration without secrets, with the origin of each value as a comment."""
+    origins = json.dumps(resolved.origins, indent=1, ensure_ascii=False).splitlines()[1:-1]
+    header = ["# The resolved configuration of this run. Values not named below are defaults."]
+    header += [f"# {line.strip().rstrip(',')}" for line in origins]
+    return "\n".join(header) + "\n" + to_yaml(resolved.config)
+
+
+def _overlaid(tree: Any, secrets: Any) -> Any:
+    if isinstance(secrets, Mapping) and isinstance(tree, Mapping):
+        return {**tree, **{key: _overlaid(tree.get(key), below) for key, below in secrets.items()}}
+    return secrets
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    if not all([*sections, last]):
+        raise ValueError("the key has an empty part")
+    for section in sections:
+        below = tree.setdefault(section, {})
+        if below is None:
+            below = tree[section] = {}
+        if not isinstance(below, dict):
+            raise ValueError(f"{section} is a value, not a section")
+        tree = below
+    tree[last] = value
+
+
+def _section_at(model: type[BaseModel], loc: list[str]) -> type[BaseModel]:
+    for part in loc:
+        info = model.model_fields.get(part)
+        if info is None or not isinstance(info.annotation, type):
+            return model
+        if not issubclass(info.annotation, BaseModel):
+            return model
+        model = info.annotation
+    return model
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        folder = path.parent if path.parent.is_dir() else Path()
+        names = [p.name for p in folder.glob("*.y*ml")]
+        close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+        hint = f"; did you mean {folder / close[0]}?" if close else ""
+        raise UsageError(f"{path}: no such configuration file{hint}") from None
+    except IsADirectoryError:
+        inside = sorted(path.glob("*.y*ml"))
+        hint = f"; did you mean {inside[0]}?" if inside else "; name a job's YAML file"
+        raise UsageError(f"{path}: is a folder{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read as text: {error}") from None
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, where: str) -> dict[str, Any]:
+    """Anywhere: parse the text of a job's file.
+
+    Raises:
+        UsageError: it is not YAML, or not keys and values.
+    """
+    try:
+        tree = read_yaml(text)
+    except ValueError as error:
+        raise UsageError(f"{where}: not valid YAML: {error}") from None
+    if tree is None:
+        raise UsageError(f"{where}: the file is empty; `--show-config` lists every key")
+    if not isinstance(tree, dict):
+        raise UsageError(f"{where}: holds a {type(tree).__name__}, not keys and values")
+    if isinstance(tree.get("args"), list):
+        # Arguments stay strings, so that 007 and 1e-3 arrive as typed.
+        tree["args"] = yaml.load(text, Loader=yaml.BaseLoader)["args"]  # noqa: S506 - makes only text
+    return _filled(tree)
+
+
+def _filled(tree: dict[str, Any]) -> dict[str, Any]:
+    """An empty section (`data:` with nothing below) uses the defaults."""
+    return {key: ({} if value is None and key in _SECTIONS else value) for key, value in tree.items()}
+
+
+_SECTIONS = {
+    name
+    for name, info in Config.model_fields.items()
+    if name == "params" or (isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel))
+}

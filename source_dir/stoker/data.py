@@ -1,0 +1,78 @@
+"""The API for recipes: readers of data, transforms of records, and base classes for your own.
+
+read_images(".data/flowers", "train")      class per folder, under train/ and val/
+read_parquet(".data/rows", "train")        bytes, numbers, strings, tensors
+read_webdataset(".data/shards", "train")   tar shards
+read_delta(".data/table")                  a Delta table
+read_torch(dataset)                        any map-style PyTorch dataset
+read_range(10_000)                         numbers, for synthetic data
+read_any(".data/flowers", "train")         detects which of the first four formats it is
+
+Names are loaded on first use, so a process that decodes JPEGs does not import Parquet.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stoker.chain.blur import GaussianBlurs as GaussianBlurs
+    from stoker.chain.stages import RecordTransform as RecordTransform
+    from stoker.chain.transforms import CenterCrop as CenterCrop
+    from stoker.chain.transforms import CheckLabel as CheckLabel
+    from stoker.chain.transforms import Compose as Compose
+    from stoker.chain.transforms import DecodeImage as DecodeImage
+    from stoker.chain.transforms import Drop as Drop
+    from stoker.chain.transforms import RandomHorizontalFlip as RandomHorizontalFlip
+    from stoker.chain.transforms import RandomResizedCrop as RandomResizedCrop
+    from stoker.chain.transforms import Rename as Rename
+    from stoker.chain.transforms import Resize as Resize
+    from stoker.chain.transforms import ShrinkLarger as ShrinkLarger
+    from stoker.chain.video import DecodeVideo as DecodeVideo
+    from stoker.messages import BadRecord as BadRecord
+    from stoker.messages import Pad as Pad
+    from stoker.messages import Record as Record
+    from stoker.messages import Shard as Shard
+    from stoker.read.base import IndexedSource as IndexedSource
+    from stoker.read.base import Source as Source
+    from stoker.read.base import StreamedSource as StreamedSource
+    from stoker.read.base import cut_indices as cut_indices
+    from stoker.read.delta import read_delta as read_delta
+    from stoker.read.detect import read_any as read_any
+    from stoker.read.images import read_images as read_images
+    from stoker.read.indexed import read_range as read_range
+    from stoker.read.indexed import read_torch as read_torch
+    from stoker.read.parquet import read_parquet as read_parquet
+    from stoker.read.webdataset import read_webdataset as read_webdataset
+
+_EXPORTS = {
+    "messages": ("BadRecord", "Pad", "Record", "Shard"),
+    "chain.blur": ("GaussianBlurs",),
+    "chain.joint": ("DecodeMask", "Joint"),
+    "chain.stages": ("RecordTransform",),
+    "chain.video": ("DecodeVideo",),
+    "chain.transforms": (
+        *("CenterCrop", "CheckLabel", "DecodeImage", "Drop", "RandomHorizontalFlip", "RandomResizedCrop"),
+        *("Rename", "ShrinkLarger", "Resize", "Compose"),
+    ),
+    "read.base": ("IndexedSource", "Source", "StreamedSource", "cut_indices"),
+    "read.delta": ("read_delta",),
+    "read.detect": ("read_any",),
+    "read.images": ("read_images",),
+    "read.indexed": ("read_range", "read_torch"),
+    "read.parquet": ("read_parquet",),
+    "read.webdataset": ("read_webdataset",),
+}
+_WHERE = {name: room for room, names in _EXPORTS.items() for name in names}
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"stoker.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

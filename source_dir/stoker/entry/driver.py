@@ -1,0 +1,259 @@
+"""Head: the steps of a run: open the data → build the trainer → fit → write the summary.
+
+code = run(resolved, place)       with Ray connected
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import traceback
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from stoker.config import redaction
+from stoker.config.loading import Resolved, resolved_yaml
+from stoker.config.places import CpuHostsConfig
+from stoker.config.schema import Config
+from stoker.entry.fit import Fit
+from stoker.entry.inventory import host_changes, hosts
+from stoker.entry.job_checks import Opened, open_all, own_sinks
+from stoker.entry.run_log import open_log
+from stoker.errors import DataError, UsageError, where_raised
+from stoker.events.console import make_console, report
+from stoker.events.lists import prices_of
+from stoker.events.mlflow_sender import start_sender
+from stoker.events.recorder import Recorder
+from stoker.events.sinks import Sink, Tracking
+from stoker.events.summary import Cluster, Host, Summary
+from stoker.hosts.topology import label
+from stoker.place import Outcome, Place
+from stoker.recipe import with_types
+from stoker.storage.checkpoint_store import open_store
+from stoker.train.recipe_work import RecipeWork, Work
+from stoker.train.stopping import modes
+
+POLL_S = 0.2
+STOP_DEADLINE_S = 90.0
+ANSWER_S = 120.0
+"""Deadline of a call to the coordinator, which may still be starting on a busy host."""
+
+_stop_reason = ""
+_stop_code = 143
+
+
+def request_stop(reason: str, code: int = 143) -> None:
+    """Head: request a stop with a checkpoint; safe to call from a signal handler.
+
+    Args:
+        reason: shown in the log and the summary.
+        code: exit code of the stopped run.
+    """
+    global _stop_reason, _stop_code
+    if not _stop_reason:
+        _stop_reason, _stop_code = reason, code
+
+
+def stop_requested() -> str:
+    """Head: the reason for a requested stop; empty if none was requested."""
+    return _stop_reason
+
+
+def run(resolved: Resolved, place: Place, opened: Opened | None = None) -> Outcome:
+    """Head: execute one run, from opening the data to writing the summary.
+
+    Args:
+        resolved: the configuration with its origins.
+        place: where the run's files go.
+        opened: result of `check_chains`.
+
+    Returns:
+        The outcome with its exit code: 0 done, 1 failed, 2 wrong usage, 130 or 143 stopped by request.
+    """
+    resolved = replace(resolved, config=with_types(resolved.config))
+    config = resolved.config
+    redaction.learn_job(config.model_dump(mode="json"))
+    log = open_log(place.run_dir)
+    (place.run_dir / "config.yaml").write_text(resolved_yaml(resolved), encoding="utf-8")
+    summary = Summary(
+        name=config.name,
+        script=config.script,
+        args=redaction.redact(config.args, "args"),
+        backend=place.backend,
+        started=datetime.now().astimezone().isoformat(timespec="seconds"),
+    )
+    summary.metrics.modes = modes(config)
+    summary.cluster = Cluster(hosts=hosts(config.cluster.cpu_hosts), formed_s=round(place.formed_s, 2))
+    process_started = time.time() - place.formed_s
+    prices = prices_of(config, summary.cluster.hosts)
+    recorder = Recorder(place.run_dir, summary, process_started, prices, config.cluster.cpu_hosts)
+    recorder.refresh()
+    console = make_console(config.train.epochs, place.run_dir / "logs" / "console.log")
+    tracking = Tracking(summary, [recorder, console])
+    coordinator = None
+    code = 1
+    try:
+        tracking.add(*optional_sinks(config, place.run_dir))
+        tracking.phase("cluster formed")
+        work = work_of(resolved, place, opened, tracking)
+        check_groups(config, summary.cluster.hosts)
+        console.steps_per_epoch = work.steps_per_epoch
+        summary.train_workers = work.workers
+        coordinator = work.start_coordinator()
+        console.line(work.opening_line())
+        for note in work.notes():
+            tracking.note(f"note: {note}")
+        fit = Fit(work, place, coordinator)
+        store = open_store(work.where, work.synced)
+        tracking.add(*start_sender(work.config, place, store, tracking.say))
+        follow(fit, coordinator, tracking, config.cluster.cpu_hosts)
+        code = conclude(fit, summary)
+        if code == 0 and work.leaves_model():
+            summary.model = str(place.model_dir)
+    except (UsageError, DataError) as error:
+        summary.status, summary.error = "failed", str(error)
+        code = 2 if isinstance(error, UsageError) else 1
+        log.info("refused: %s", error)
+    except Exception as error:
+        summary.status, summary.error = "failed", where_raised(error)
+        log.error("%s", traceback.format_exc())
+    finally:
+        recorder.figures = last_figures(coordinator, tracking, place.run_dir)
+        summary.error = summary.error and redaction.scrub(summary.error)
+        tracking.close()
+        end_coordinator(coordinator)
+    report(summary, console, place.run_dir, code, recorder.took_s)
+    cause = summary.error or f"the driver ended with exit code {code}"
+    return Outcome(code, "" if code == 0 else cause)
+
+
+def optional_sinks(config: Config, run_dir: Path) -> list[Sink]:
+    """Head: create the sinks that the configuration enables besides files and the console.
+
+    Raises:
+        UsageError: a sink from `tracking.sinks` cannot be created.
+    """
+    from stoker.events.tensorboard import Board
+
+    sinks: list[Sink] = [Board(run_dir)] if config.tracking.tensorboard else []
+    sinks += [kind(run_dir, config) for kind in own_sinks(config)]
+    return [*sinks, ReportFile(run_dir)]
+
+
+class ReportFile(Sink):
+    """Head: writes report.html next to the summary."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    def close(self, summary: Summary) -> None:
+        """Write the report."""
+        from stoker.events.report.page import REPORT, write_report
+
+        write_report([self.run_dir], self.run_dir / REPORT)
+
+
+def check_groups(config: Config, hosts: list[Host]) -> None:
+    """Head: reject groups without hosts, whose tasks would never be scheduled.
+
+    Raises:
+        UsageError: lists the groups that exist.
+    """
+    there = sorted({host.group for host in hosts})
+    unknown = [group for group in config.data.preprocess_on if label(group) not in there]
+    if unknown and not config.cluster.cpu_hosts.max:
+        raise UsageError(
+            f"data.preprocess_on: no host in group {', '.join(unknown)}; available: {', '.join(there)}"
+        )
+
+
+def work_of(resolved: Resolved, place: Place, opened: Opened | None, tracking: Tracking) -> Work:
+    """Head: create the work of the train workers: a recipe or a script.
+
+    Raises:
+        UsageError: it does not fit the data or the cluster.
+    """
+    if resolved.config.script is not None:
+        from stoker.scripts.script_work import ScriptWork
+
+        return ScriptWork(resolved.config, place, tracking)
+    config, data = opened or open_all(resolved)
+    tracking.phase("data opened")
+    return RecipeWork(config, data, place, tracking)
+
+
+def follow(fit: Fit, coordinator: Any, tracking: Tracking, scaling: CpuHostsConfig) -> None:
+    """Head: until fit() returns, forward events, detect lost hosts and relay stop requests."""
+    import ray
+
+    stop_sent = 0.0
+    next_hosts = time.monotonic() + 2
+    while True:
+        alive = fit.alive
+        events = ray.get(coordinator.drain.remote(), timeout=ANSWER_S)
+        tracking.take(events)
+        fit.complete = fit.complete or any(event["event"] == "complete" for event in events)
+        if not alive:
+            return
+        if _stop_reason and not stop_sent:
+            coordinator.request_stop.remote(_stop_reason)
+            stop_sent = time.monotonic()
+        if stop_sent and time.monotonic() - stop_sent > STOP_DEADLINE_S:
+            fit.reason = f"training did not end within {STOP_DEADLINE_S:.0f} s of: {_stop_reason}"
+            return
+        if time.monotonic() > next_hosts:
+            next_hosts = time.monotonic() + 2
+            tracking.take(host_changes(tracking.summary, scaling))
+        time.sleep(POLL_S)
+
+
+def conclude(fit: Fit, summary: Summary) -> int:
+    """Head: set the final status and return the exit code."""
+    if fit.error or fit.reason:
+        summary.status, summary.error = "failed", fit.reason or fit.error
+        return 1
+    if _stop_reason and not fit.complete:
+        summary.status, summary.error = "interrupted", _stop_reason
+        return _stop_code
+    failed = [done["error"] for done in summary.exports if done["error"]]
+    if failed:
+        summary.status, summary.error = "failed", f"export failed; {'; '.join(failed)}"
+        return 1
+    summary.status = "succeeded"
+    return 0
+
+
+def last_figures(coordinator: Any, tracking: Tracking, run_dir: Path) -> dict[str, Any]:
+    """Head: collect the coordinator's last events and figures, if it is still alive."""
+    import ray
+
+    if coordinator is None:
+        return {}
+    try:
+        tracking.take(ray.get(coordinator.drain.remote(), timeout=20))
+        figures: dict[str, Any] = ray.get(coordinator.figures.remote(), timeout=20)
+        if not figures:
+            return {}
+    except Exception:
+        logging.getLogger("stoker").error("%s", traceback.format_exc())
+        return {}
+    try:
+        stats, operators = ray.get(coordinator.ray_data_stats.remote(), timeout=20)
+        (run_dir / "logs" / "ray_data_stats.txt").write_text(redaction.scrub(stats) + "\n")
+        figures["operators"] = operators
+    except Exception:
+        # Missing Ray Data statistics must not cost the run's own figures.
+        logging.getLogger("stoker").error("%s", traceback.format_exc())
+    return figures
+
+
+def end_coordinator(coordinator: Any) -> None:
+    """Head: kill the coordinator and with it its agents, which otherwise live as long as this process."""
+    import ray
+
+    if coordinator is not None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(coordinator)

@@ -1,0 +1,84 @@
+"""Head: runs Ray Train in a separate process."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from stoker.config import redaction
+from stoker.config.schema import Config
+from stoker.entry.run_log import open_log
+from stoker.errors import explain
+from stoker.hosts.topology import GROUP_LABEL
+from stoker.place import Place
+from stoker.train.recipe_work import Work
+
+
+class Fit:
+    """Head: runs TorchTrainer.fit() in a Ray task, so that the driver can watch it and handle signals.
+
+    The task runs on this host. Its worker has Ray Train and PyTorch preloaded; the driver imports neither.
+    """
+
+    def __init__(self, work: Work, place: Place, coordinator: Any) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        self.error = self.reason = ""
+        self.complete = False
+        """Whether training has finished and written its model."""
+        settings = {"config": work.config, "coordinator": coordinator, **work.settings()}
+        parts = (work.loop, work.torch_config)
+        selector = {GROUP_LABEL: place.train_group} if place.train_group else None
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=here, name="fit")(fit)
+        own_cluster = place.backend != "ray"
+        self._call = task.remote(
+            work.config, settings, place.run_dir, parts, work.workers, work.use_gpu, selector, own_cluster
+        )
+        self._ended = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether training is still running; afterwards `error` holds the cause of a failure."""
+        import ray
+
+        if not self._ended and ray.wait([self._call], timeout=0)[0]:
+            self._ended = True
+            try:
+                self.error = ray.get(self._call)
+            except Exception as error:
+                self.error = explain(error)
+        return not self._ended
+
+
+def fit(config: Config, settings: dict[str, Any], run_dir: Path, parts: tuple[str, str], *how: Any) -> str:
+    """Ray task on the head: train to the end.
+
+    Args:
+        config: the job.
+        settings: passed to the loop in every train worker.
+        run_dir: run directory; Ray Train's files go to its logs.
+        parts: the loop and Ray Train's backend config class, each as `module:name`.
+        how: number of train workers, whether they use GPUs, labels of their hosts, and whether the cluster
+            ends with the run.
+
+    Returns:
+        One line with the cause of a failure; empty on success.
+    """
+    from stoker.hosts.cluster import set_ray_train
+    from stoker.train.trainer import cause_of, make_trainer
+
+    set_ray_train()
+    redaction.learn_job(config.model_dump(mode="json"))
+    open_log(run_dir)
+    try:
+        loop, torch_config = map(resolve_name, parts)
+        make_trainer(config, settings, run_dir / "logs", loop, torch_config, *how).fit()
+    except BaseException as error:
+        logging.getLogger("stoker").error("%s", "".join(traceback.format_exception(error)))
+        return cause_of(error) or type(error).__name__  # an empty string means success
+    return ""

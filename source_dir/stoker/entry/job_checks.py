@@ -1,0 +1,146 @@
+"""Head: checks a job and opens its data before a cluster forms.
+
+opened = check(resolved)          imports PyTorch only if the recipe does
+opened = check_chains(opened)     may import PyTorch
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stoker.config.extras import refuse_missing
+from stoker.config.loading import Resolved
+from stoker.config.schema import Config
+from stoker.errors import Problems, UsageError
+from stoker.events.sinks import Sink
+from stoker.hosts.raynode import count_gpus
+from stoker.place import local_place
+from stoker.recipe import SOURCE_FOLDER, Recipe, load_object, load_recipe
+from stoker.scripts.script_checks import SCRIPT_FOLDER, find_script, refuse_foreign_keys
+from stoker.serve.opening import Data, discover, open_data, open_sources
+from stoker.train import resume as resuming
+from stoker.train.stopping import check_monitors
+from stoker.train.training_checks import refuse_impossible, refuse_single_records, refuse_unfit
+
+Opened = tuple[Config, Data]
+"""Head: the configuration with the parameters found in the data, and the opened data."""
+
+
+def check(resolved: Resolved, data_too: bool = True) -> Opened | None:
+    """Head: reject everything that can be checked without the chains.
+
+    Args:
+        resolved: the configuration with its origins.
+        data_too: also open the data, without its chains; see `without_ray`.
+
+    Raises:
+        UsageError: lists all problems of script, recipe, parameters, optimiser and data.
+    """
+    config, problems, opened = resolved.config, Problems(), None
+    with problems:
+        refuse_missing(config)
+    with problems:
+        own_sinks(config)
+    if config.script is not None:
+        with problems:
+            refuse_foreign_keys(resolved)
+        with problems:
+            find_script(config)
+    else:
+        with problems:
+            resuming.check_path(config)
+        with problems:
+            if ":" in config.train.strategy:
+                load_object(config.train.strategy, SOURCE_FOLDER, "train.strategy")
+        with problems:
+            check_recipe(resolved)
+        with problems:
+            opened = without_ray(lambda: open_sources_of(resolved)) if data_too else None
+        with problems:
+            found = opened[0] if opened else config
+            recipe = load_recipe(found.recipe, found.params, SOURCE_FOLDER)
+            if opened:
+                refuse_unfit(found, recipe, opened[1].totals)
+            elif type(recipe).metrics is Recipe.metrics:
+                check_monitors(config, recipe, has_val=True)
+    problems.refuse()
+    return opened
+
+
+def check_chains(opened: Opened | None) -> Opened | None:
+    """Head: make the chains of opened data and try them on its first records.
+
+    Raises:
+        UsageError: as `open_data`; or a last batch of one record, on which the model cannot train.
+    """
+    if opened is None:
+        return None
+    config, data = opened
+    opened = without_ray(lambda: (config, open_data(config, data)))
+    workers = config.train.workers or (None if count_gpus() else 1)
+    if opened is not None and workers is not None:
+        refuse_single_records(config, opened[1], workers)
+    return opened
+
+
+def check_recipe(resolved: Resolved) -> None:
+    """Head: load the recipe and check what it says against the configuration.
+
+    Raises:
+        UsageError: an invalid recipe, parameter or optimiser.
+    """
+    train, problems = resolved.config.train, Problems()
+    recipe = load_recipe(resolved.config.recipe, resolved.config.params, SOURCE_FOLDER)
+    with problems:
+        recipe.check(resolved)
+    with problems:
+        resuming.refuse_resuming(resolved.config, recipe, local_place())
+    with problems:
+        if type(recipe).model is Recipe.model and not recipe.own_loop:
+            raise UsageError(f"recipe: {type(recipe).__name__} does not say what to train: define model()")
+    with problems:
+        refuse_impossible(recipe, train)
+    with problems:
+        if type(recipe).optimizer is Recipe.optimizer and train.optimizer not in ("sgd", "adamw"):
+            from stoker.train.optimizers import check_optimizer
+
+            check_optimizer(train.optimizer)
+    problems.refuse()
+
+
+def without_ray(open_it: Callable[[], Opened]) -> Opened | None:
+    """Head: data that is opened before a cluster forms; None if the recipe reads with Ray."""
+    try:
+        opened = open_it()
+    except Exception as error:
+        ray: Any = sys.modules.get("ray")
+        if "ray.data" in sys.modules or (ray and isinstance(error.__cause__, ray.exceptions.RayError)):
+            return None
+        raise
+    # Datasets created before ray.init() cannot be used after it.
+    return None if "ray.data" in sys.modules else opened
+
+
+def open_sources_of(resolved: Resolved) -> Opened:
+    """Head: discover the recipe's parameters, then open its data without the chains."""
+    config = discover(resolved)
+    return config, open_sources(config)
+
+
+def open_all(resolved: Resolved) -> Opened:
+    """Head: discover the recipe's parameters, then open and check its data."""
+    config, data = open_sources_of(resolved)
+    return config, open_data(config, data)
+
+
+def own_sinks(config: Config) -> list[Callable[[Path, Config], Sink]]:
+    """Head: import the classes named in `tracking.sinks`.
+
+    Raises:
+        UsageError: a class does not exist.
+    """
+    source = SOURCE_FOLDER / SCRIPT_FOLDER if config.script is not None else SOURCE_FOLDER
+    return [load_object(path, source, "tracking.sinks", offers=Sink) for path in config.tracking.sinks]

@@ -1,0 +1,289 @@
+"""Every host: find this host's role, play it and exit. Called by `train.py`.
+
+Before the requirements are installed, this module may import only the standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stoker.hosts import requirements
+from stoker.hosts.output import prefix_output, say, write_failure
+from stoker.hosts.services import services
+from stoker.hosts.services.base import Service
+from stoker.hosts.topology import TopologyError, resolve
+from stoker.place import BACKEND_VARIABLE, ORIGINS_FILE
+
+if TYPE_CHECKING:
+    from stoker.config.loading import Resolved
+    from stoker.entry.libraries import Libraries
+    from stoker.hosts.cluster import LocalCluster
+    from stoker.place import Outcome
+
+STARTED = time.monotonic()
+CODE = Path(__file__).resolve().parents[2]
+"""The folder of train.py."""
+REMOTE = ("s3://", "gs://")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Every host: run the job and exit with its exit code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Every host: run as a host of the service that started this process, else locally."""
+    if os.environ.get(BACKEND_VARIABLE) not in ("local", "ray"):
+        for service in services():
+            try:
+                resource = service.resource()
+            except TopologyError as error:
+                write_failure(service.folders().failure, str(error))
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+            if resource is not None:
+                return run_on_host(service, resource, arguments)
+    return run_locally(arguments)
+
+
+def run_locally(arguments: list[str]) -> int:
+    """Laptop, or a job's process on a Ray cluster: configuration → Ray → driver → exit code."""
+    from stoker.hosts.raynode import ClusterError
+
+    try:
+        return _run_locally(arguments, on_cluster=os.environ.get(BACKEND_VARIABLE) == "ray")
+    except ClusterError as error:
+        return _refused(error)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run_locally(arguments: list[str], on_cluster: bool) -> int:
+    from stoker.entry.libraries import libraries_of
+    from stoker.errors import DataError, UsageError
+    from stoker.hosts import cluster, forks
+    from stoker.place import CHECK_VARIABLE, local_place
+
+    starting = opened = None
+    check_only = CHECK_VARIABLE in os.environ
+    try:
+        resolved = read_configuration(arguments, {})
+        from stoker.entry import job_checks as checks
+
+        if on_cluster:
+            cluster.refuse_other_ray()
+        else:
+            cluster.set_environment(secrets.token_hex(32), resolved.config.cluster.dashboard)
+            libraries = libraries_of(resolved.config, CODE)
+            if libraries.quick:
+                with forks.forkable():
+                    opened = checks.check(resolved, data_too=not _reads_remote_data(resolved))
+            starting = None if check_only else _start_cluster(resolved, libraries)
+        opened = opened or checks.check(resolved, data_too=not on_cluster)
+        opened = checks.check_chains(opened)
+        if check_only:
+            return 0
+        from stoker.entry import driver
+    except BaseException as error:
+        if starting is not None:
+            # The launcher repeats the signal if the job does not end within two seconds.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            starting.stop()
+        if isinstance(error, UsageError | DataError):
+            return _refused(error)
+        raise
+    with starting or cluster.connected():
+        # After ray.init, which installs its own handlers.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _stop_locally)
+        place = replace(local_place(), formed_s=time.monotonic() - STARTED)
+        return driver.run(resolved, place, opened).code
+
+
+def _reads_remote_data(resolved: Resolved) -> bool:
+    """Laptop: whether a parameter names remote data, which takes time to list; Ray starts meanwhile."""
+    return any(scheme in str(value) for value in resolved.config.params.values() for scheme in REMOTE)
+
+
+def _start_cluster(resolved: Resolved, libraries: Libraries) -> LocalCluster:
+    """Laptop: start Ray; meanwhile import what driver and workers share, and fork the workers' server."""
+    from stoker.hosts import cluster, forks
+
+    imports = forks.FOR_TRAINING.also(*libraries.in_functions)
+    return cluster.LocalCluster(resolved.config, lambda server: server.fork(imports, libraries.at_once))
+
+
+def _refused(error: Exception) -> int:
+    """Laptop: print each problem on one line; returns the exit code."""
+    from stoker.config.redaction import scrub
+
+    for problem in getattr(error, "problems", [str(error)]):
+        print(f"error: {scrub(problem)}", file=sys.stderr)
+    return 2 if hasattr(error, "problems") else 1
+
+
+def _stop_locally(number: int, frame: Any) -> None:
+    """Laptop: the first signal requests a checkpoint and a stop, the second one exits at once."""
+    from stoker.entry import driver
+    from stoker.place import STOP_FILE, local_place
+
+    place = local_place()
+    if place.backend == "local":  # the launcher waits beside it and removes the file
+        with contextlib.suppress(OSError):
+            (place.run_dir / STOP_FILE).touch()
+    if driver.stop_requested():
+        raise KeyboardInterrupt
+    if number == signal.SIGINT:
+        driver.request_stop("Ctrl-C", code=130)
+    else:
+        driver.request_stop(signal.Signals(number).name, code=128 + number)
+
+
+def run_on_host(service: Service, resource: Mapping[str, Any], arguments: list[str]) -> int:
+    """Every host: requirements → configuration → role → exit code; writes the cause of a failure."""
+    group, host = resource.get("current_group_name"), resource.get("current_host")
+    failure = service.folders().failure
+    prefix_output(str(group or "all"), str(host), "start")
+    _adopt_orphans()
+    try:
+        outcome = _play(service, resource, arguments)
+    except requirements.InstallError as error:
+        say(str(error))
+        write_failure(failure, str(error))
+        return 2 if isinstance(error, requirements.ConflictError) else 1
+    except Exception as error:  # anything: show it in the job's console
+        import traceback
+
+        from stoker.config.redaction import scrub
+
+        print(scrub(traceback.format_exc()), file=sys.stderr)
+        write_failure(failure, f"{type(error).__name__}: {error}")
+        return 1
+    finally:
+        _end_leftovers()
+    if outcome.code == 0:
+        say("done")
+    else:
+        say(f"failed with exit code {outcome.code}: {outcome.cause}")
+        write_failure(failure, outcome.cause)
+    return outcome.code
+
+
+def _play(service: Service, resource: Mapping[str, Any], arguments: list[str]) -> Outcome:
+    installed = requirements.ensure(CODE, service.installs)
+    if installed:
+        say(f"installed {', '.join(installed)} in {time.monotonic() - STARTED:.0f} s")
+
+    # Ray's tasks must import this job's code, whatever else is installed.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(CODE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    from stoker.entry import roles
+    from stoker.errors import UsageError
+    from stoker.place import Outcome
+
+    stop = roles.Stop(functools.partial(end_by_force, service.folders().failure))
+    stop.install()
+    try:
+        resolved = read_configuration(arguments, service.given())
+        topology = resolve(resource, resolved.config.cluster.gpu_group)
+    except UsageError as error:
+        return Outcome(2, "; ".join(error.problems))
+    except TopologyError as error:
+        return Outcome(2, str(error))
+    prefix_output(topology.group, topology.host, topology.role)
+    say(f"hosts: {topology.describe()}; head: {topology.head}")
+    if topology.role == "head":
+        return roles.run_head(resolved, topology, service, CODE, stop, STARTED)
+    return roles.run_worker(resolved, topology, service.ends_job(), CODE, stop, STARTED)
+
+
+def read_configuration(arguments: list[str], passed: Mapping[str, str]) -> Resolved:
+    """Every host: read job.yaml, then what the service passes, then arguments, with the origin of each value.
+
+    Raises:
+        UsageError: lists every problem found.
+    """
+    from stoker.config import redaction
+    from stoker.config.loading import SECRETS_FILE, TYPED, Resolved, hyperparameter_overrides, load
+
+    parser = argparse.ArgumentParser(description="Run one Stoker job on this host.")
+    parser.add_argument("--config", type=Path)
+    known, rest = parser.parse_known_args(arguments)
+    given = dict(passed)
+    path = known.config or Path(_plain(given.pop("config", "job.yaml")))
+    if not path.is_absolute() and not path.exists():
+        path = CODE / path
+    # Values that the launcher resolved from file and command line keep their original origin.
+    origins = {}
+    with contextlib.suppress(OSError, ValueError):
+        origins = json.loads(path.with_name(ORIGINS_FILE).read_text())
+    resolved = load(
+        path,
+        [] if _copied_by_toolkit(arguments) else hyperparameter_overrides(rest),
+        origin="arguments",
+        passed={key.replace("__", "."): value for key, value in given.items() if key != "config"},
+        texts=[key for key, origin in origins.items() if origin in TYPED and key.startswith("params.")],
+    )
+    redaction.learn_job(resolved.config.model_dump(mode="json"))
+    if os.environ.get(BACKEND_VARIABLE) == "local":
+        # The staged copy is in the run directory, which users keep and share.
+        with contextlib.suppress(OSError):
+            path.with_name(SECRETS_FILE).unlink(missing_ok=True)
+    later = {key: origin for key, origin in resolved.origins.items() if origin == "arguments"}
+    return Resolved(resolved.config, {**(origins or resolved.origins), **later})
+
+
+def end_by_force(failure: Path, cause: str) -> None:
+    """Head, any thread: exit at once, because the driver did not stop in time."""
+    write_failure(failure, cause)
+    say(cause)
+    _end_leftovers()
+    os._exit(143)
+
+
+def _copied_by_toolkit(arguments: list[str]) -> bool:
+    """Whether the arguments are the toolkit's lossy copy of hyperparameters.json ("007" becomes 007)."""
+    try:
+        return bool(json.loads(os.environ["SM_USER_ARGS"]) == arguments)
+    except (KeyError, ValueError):
+        return False
+
+
+def _plain(text: str) -> str:
+    """Unquote a string that may be JSON: `job.yaml` with or without quotes."""
+    with contextlib.suppress(ValueError):
+        inner = json.loads(text)
+        if isinstance(inner, str):
+            return inner
+    return text
+
+
+def _adopt_orphans() -> None:
+    """Make orphaned daemons children of this process, so that they can be found and stopped."""
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+
+
+def _end_leftovers() -> None:
+    """Kill all remaining child processes; one that holds the container's output would keep the job alive."""
+    with contextlib.suppress(ImportError):
+        import psutil
+
+        left = psutil.Process().children(recursive=True)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=3)

@@ -1,0 +1,359 @@
+"""Every host of a job: the roles of the head and of a worker host."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from stoker.config.loading import Resolved
+from stoker.config.redaction import scrub
+from stoker.config.schema import Config
+from stoker.entry.libraries import libraries_of
+from stoker.errors import DataError, UsageError
+from stoker.hosts import arrivals, cluster, forks, raynode, requirements
+from stoker.hosts.copies import Copies
+from stoker.hosts.lifeline import Ended, Lifeline, LifelineServer
+from stoker.hosts.output import say, say_at_once, write_failure_soon
+from stoker.hosts.raynode import ClusterError, RayNode
+from stoker.hosts.services.base import Service
+from stoker.hosts.topology import Topology, label
+from stoker.place import BACKEND_VARIABLE, Outcome, Place
+from stoker.recipe import SOURCE_FOLDER
+
+STOP_TIMEOUT_S = 100.0
+"""From SIGTERM to the forced end; SageMaker sends SIGKILL after 120 s."""
+END_GRACE_S = 5.0
+LAST_FILES_S = 5.0
+"""How long a host that ends the job stays after the head's end, for the head to write its last files."""
+REJOINS = 3
+SEARCH_S = 15.0
+"""How long a host that was cut off tries to reach the head again: a link may be back after seconds."""
+
+
+class Stopped(Exception):  # noqa: N818 - a request, not an error
+    """Every host: a stop signal arrived before there was anything to save."""
+
+
+class HeadEnded(Exception):  # noqa: N818 - not an error: every job ends like this
+    """Worker host: the head ended while this host was joining."""
+
+    def __init__(self, ended: Ended) -> None:
+        super().__init__(ended.why)
+        self.ended = ended
+
+
+class Stop:
+    """Every host: turns SIGTERM into a stop request that the current phase handles.
+
+    Args:
+        end_by_force: called if the driver does not stop in time.
+    """
+
+    def __init__(self, end_by_force: Callable[[str], None] = lambda cause: os._exit(143)) -> None:
+        self.end_by_force = end_by_force
+        self.requested_at: float | None = None
+        self.on_request: Callable[[str], Any] | None = None
+        """Called from the signal handler; if None, `check` raises instead."""
+        self.settled = False
+        """Whether the driver has returned, so that nothing is left to end by force."""
+
+    def install(self) -> None:
+        """Every host, main thread: install the handler. Call it again after `ray.init`, which replaces it."""
+        signal.signal(signal.SIGTERM, self._handle)
+
+    def check(self) -> None:
+        """Every host: raise `Stopped` if a stop is requested and `on_request` is not set."""
+        if self.requested_at is not None and self.on_request is None:
+            raise Stopped
+
+    @property
+    def overdue(self) -> bool:
+        if self.settled:
+            return False
+        return self.requested_at is not None and time.monotonic() - self.requested_at > STOP_TIMEOUT_S
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested_at is not None:
+            return
+        self.requested_at = time.monotonic()
+        say_at_once("SIGTERM: stopping")
+        if self.on_request is not None:
+            self.on_request("SIGTERM")
+
+
+def run_head(
+    resolved: Resolved, topology: Topology, service: Service, code: Path, stop: Stop, started: float
+) -> Outcome:
+    """Head: start Ray, wait for the hosts, run the driver and report the outcome to every host."""
+    config = resolved.config
+    node: RayNode | None = None
+    lifeline: LifelineServer | None = None
+    outcome = Outcome(1, "the head ended without a result")
+    try:
+        token = cluster.read_token(code)
+        cluster.set_environment(token)
+        address = raynode.address_of(topology.interface)
+        # Open the lifeline first, so that workers learn of any later failure.
+        raynode.probe_port(address, lifeline_port(config.cluster.port), "cluster.port + 1")
+        lifeline = LifelineServer(address, lifeline_port(config.cluster.port), token, package_versions(code))
+        raynode.probe_port(address, config.cluster.port, "cluster.port")
+        head = ["--head", f"--port={config.cluster.port}", "--include-dashboard=false"]
+        own = _shared_arguments(resolved, topology, address)
+        folder = raynode.private_folder()
+        node = RayNode([*head, *own], folder, forks.started(preloaded(config, trains=True), folder))
+        import ray
+
+        node.wait_started(stop.check)
+        lifeline.ready()
+        # Check the recipe while the hosts join, so that problems show before training.
+        from stoker.entry import job_checks as checks
+
+        opened = checks.check_chains(checks.check(resolved))
+        ray.init(
+            address=f"{address}:{config.cluster.port}",
+            _node_ip_address=address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        stop.install()
+        present = arrivals.wait_for_hosts(topology, config, started, stop.check, lifeline.lost)
+        formed = time.monotonic() - started
+        say(f"cluster formed in {formed:.1f} s: {arrivals.by_group(topology, present)}")
+        place = place_of(service, topology, formed)
+        copies = Copies(service.folders().copies)
+        outcome = copies.during(lambda: drive(resolved, place, stop, opened))
+    except Stopped:
+        outcome = Outcome(143, "stopped by SIGTERM before the training began")
+    except UsageError as error:
+        outcome = Outcome(2, scrub("; ".join(error.problems)))
+    except (ClusterError, DataError, OSError) as error:
+        outcome = Outcome(1, scrub(str(error)))
+    except (Exception, SystemExit) as error:
+        outcome = _failure(error)
+    finally:
+        stop.on_request = _ignore  # already ending
+        if outcome.code:  # before the other hosts learn of it: the service may end the job with one of them
+            write_failure_soon(lambda: service.folders().failure, outcome.cause)
+        if lifeline is not None:
+            # Give late hosts time to connect, so that they do not wait for a head that failed early.
+            lifeline.end(outcome.code, set(topology.hosts[1:]), 0 if outcome.code == 0 else END_GRACE_S)
+        if node is not None:
+            import ray
+
+            ray.shutdown()
+            node.stop()
+    return outcome
+
+
+def run_worker(
+    resolved: Resolved, topology: Topology, ends_job: bool, code: Path, stop: Stop, started: float
+) -> Outcome:
+    """Worker host: join, stay until the head ends, then leave within seconds.
+
+    Once joined, it exits with 0: SageMaker fails a job for any host's non-zero exit code, and the head's
+    code alone decides the outcome. A host with `ends_job` exits with the head's code.
+    """
+    config = resolved.config
+    deadline = started + config.cluster.join_timeout_s
+    token = cluster.read_token(code)
+    cluster.set_environment(token)
+    folder = raynode.private_folder()
+    joined = 0
+    try:
+        while True:
+            address, lifeline = cluster.reach_head(
+                topology, lifeline_port(config.cluster.port), token, deadline, stop.check
+            )
+            ready = lifeline.wait_ready(max(1.0, deadline - time.monotonic()))
+            if ready is False:
+                raise ClusterError(f"Ray on the head {topology.head} was not ready before the timeout")
+            if isinstance(ready, Ended):
+                return _left(ready, ends_job)
+            if differs := requirements.difference(package_versions(code), lifeline.head_versions):
+                raise ClusterError(
+                    f"its packages differ from those of the head {topology.head}: {differs}; pin them in"
+                    f" {requirements.CONSTRAINTS} next to requirements.txt, or use one image for all hosts"
+                )
+            own = raynode.address_of(topology.interface)
+            join = [f"--address={address}:{config.cluster.port}"]
+            trains = topology.group == topology.gpu_group
+            server = forks.started(preloaded(config, trains), folder)
+            node = RayNode([*join, *_shared_arguments(resolved, topology, own)], folder, server)
+            try:
+                node.wait_started(_head_lives(lifeline, stop))
+                joined += 1
+                say(f"joined the head {topology.head} after {time.monotonic() - started:.1f} s")
+                # A stop reaches every host; keep serving until the head has written its last checkpoint.
+                stop.on_request = _ignore
+                ended = cluster.stay(lifeline, _alive(node), lambda: _give_up(stop))
+            finally:
+                node.stop()
+                lifeline.close()
+            if ended is not None and not (ended.cut_off and joined <= REJOINS):
+                return _left(ended, ends_job)
+            if joined > REJOINS:
+                return _without(f"Ray ended {joined} times on this host; not joining again", ends_job)
+            say(f"{ended.why}; trying to rejoin" if ended else "Ray ended on this host; rejoining")
+            stop.on_request = None
+            deadline = time.monotonic() + (SEARCH_S if ended else 60)
+    except HeadEnded as end:
+        return _left(end.ended, ends_job)
+    except Stopped:
+        if joined and not ends_job:
+            return Outcome(0)
+        return Outcome(143, "stopped by SIGTERM" if joined else "stopped by SIGTERM before joining")
+    except (ClusterError, OSError) as error:
+        if joined:
+            return _without(f"left: {error}", ends_job)
+        if config.cluster.min_cpu_hosts is not None:
+            return _without(f"did not join: {error}; cluster.min_cpu_hosts allows that", ends_job)
+        return Outcome(1, f"{topology.host} ({topology.group}) did not join: {error}")
+
+
+def drive(resolved: Resolved, place: Place, stop: Stop, opened: Any = None) -> Outcome:
+    """Head: run the driver; any exit other than its return, user code's included, is a failure."""
+    try:
+        driver: Any = importlib.import_module("stoker.entry.driver")
+        stop.on_request = driver.request_stop
+        guard = threading.Thread(target=_end_by_force, args=(stop,), name="stop", daemon=True)
+        guard.start()
+        if stop.requested_at is not None:
+            raise Stopped
+        outcome: Outcome = driver.run(resolved, place, opened)
+    except Stopped:
+        raise
+    except BaseException as error:
+        return _failure(error)
+    finally:
+        stop.settled = True
+    if outcome.code == 143:
+        # Scripts save their own checkpoints.
+        kept = "" if resolved.config.script is not None else ", with a checkpoint committed"
+        return Outcome(143, f"stopped{kept}: {outcome.cause}")
+    return outcome
+
+
+def place_of(service: Service, topology: Topology, formed_s: float) -> Place:
+    """Head: the service's folders, and the hosts of the job."""
+    folders = service.folders()
+    return Place(
+        backend=os.environ.get(BACKEND_VARIABLE, service.name),
+        run_dir=folders.run,
+        checkpoint_dir=folders.checkpoints,
+        model_dir=folders.model,
+        synced=folders.synced,
+        lasting=folders.copies.get(folders.run),
+        formed_s=formed_s,
+        train_group=label(topology.gpu_group),
+        expected_hosts=topology.hosts,
+    )
+
+
+def preloaded(config: Config, trains: bool) -> forks.Imports:
+    """Every host: what this host's fork server imports, the libraries of the recipe included."""
+    imports = forks.FOR_TRAINING if trains else forks.FOR_CHAINS
+    return imports.also(*libraries_of(config, SOURCE_FOLDER).all())
+
+
+def package_versions(code: Path) -> dict[str, str]:
+    """Every host: installed versions of the staged requirements; they must be the same on all hosts."""
+    file = code / "requirements.txt"
+    return requirements.versions(file.read_text(encoding="utf-8") if file.is_file() else "")
+
+
+def lifeline_port(ray_port: int) -> int:
+    """Every host: the head's lifeline port, the one after Ray's."""
+    return ray_port + 1
+
+
+def _shared_arguments(resolved: Resolved, topology: Topology, address: str) -> list[str]:
+    store = raynode.size_store(resolved.config.cluster.object_store_mb)
+    if store.warning:
+        say(f"warning: {store.warning}")
+    gpus = raynode.count_gpus() if topology.trains else 0
+    # Emulated hosts have none, and Slurm grants devices itself.
+    if topology.rents_gpus and not gpus and os.environ.get(BACKEND_VARIABLE) not in ("rehearsal", "slurm"):
+        why = f"{topology.host} of group {topology.group} has no usable GPU (no /dev/nvidia*)"
+        raise ClusterError(f"{why}; training on its CPUs would cost as much: choose another image or type")
+    return raynode.arguments_for(
+        address=address,
+        labels=cluster.labels_of(topology),
+        cpus=raynode.cpus_to_declare(gpus),
+        # None lets Ray detect GPUs; a group that does not train must not attract train workers.
+        gpus=None if topology.trains else 0,
+        store=store,
+    )
+
+
+def _failure(error: BaseException) -> Outcome:
+    """An exception of user code or the driver as an exit code and one line that says where it was raised."""
+    if isinstance(error, UsageError):
+        return Outcome(2, scrub("; ".join(error.problems)))
+    if isinstance(error, SystemExit):
+        number = error.code if isinstance(error.code, int) and error.code else 1
+        return Outcome(number, f"sys.exit({error.code!r}) in {_origin(error)}")
+    print(scrub("".join(traceback.format_exception(error))), file=sys.stderr)
+    return Outcome(1, scrub(f"{type(error).__name__}: {error} ({_origin(error)})"))
+
+
+def _left(ended: Ended, ends_job: bool) -> Outcome:
+    say(f"leaving: {ended.why}")
+    if ends_job:
+        time.sleep(LAST_FILES_S)
+    return Outcome(1 if ended.code is None else ended.code, ended.why) if ends_job else Outcome(0)
+
+
+def _without(why: str, ends_job: bool) -> Outcome:
+    say(why if ends_job else f"{why}; the job continues without this host")
+    return Outcome(1, f"{why}; the service ends the job with this host") if ends_job else Outcome(0)
+
+
+def _head_lives(lifeline: Lifeline, stop: Stop) -> Callable[[], None]:
+    """A check that raises `HeadEnded`; Ray alone would try to join a dead head for minutes."""
+
+    def check() -> None:
+        stop.check()
+        ended = lifeline.poll(0)
+        if ended is not None:
+            raise HeadEnded(ended)
+
+    return check
+
+
+def _alive(node: RayNode) -> Callable[[], bool]:
+    return lambda: node.alive
+
+
+def _give_up(stop: Stop) -> None:
+    if stop.overdue:
+        raise Stopped
+
+
+def _ignore(reason: str) -> None:
+    return
+
+
+def _end_by_force(stop: Stop) -> None:
+    while not stop.overdue:
+        if stop.settled:
+            return
+        time.sleep(1)
+    stop.end_by_force(f"stopped by SIGTERM; no checkpoint could be committed within {STOP_TIMEOUT_S:.0f} s")
+
+
+def _origin(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "unknown place"
+    last = frames[-1]
+    return f"{Path(last.filename).name}:{last.lineno} in {last.name}"

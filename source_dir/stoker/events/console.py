@@ -1,0 +1,358 @@
+"""Head: console output of a job: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from stoker.config.redaction import scrub
+from stoker.events.cost import cost_row
+from stoker.events.recorder import repeats_text
+from stoker.events.sinks import Sink
+from stoker.events.summary import Records, Summary
+from stoker.figures import count_of
+from stoker.session import metrics_line
+
+PLAIN_EVERY_S = 10.0
+MOST_PARTS = 6
+"""Of metrics with several values, such as one per class, on a line or in the closing table."""
+
+BINDS = {
+    "gpu": "the GPUs: data is never late",
+    "cpu": "the CPUs that preprocess: more or faster CPU hosts help",
+    "network": "getting the data: the network between hosts, or the storage that is read",
+    "gpu_host_cpu": "the GPU host's own CPU, which assembles batches",
+    "lost_hosts": "lost hosts: training waited until their work was done elsewhere",
+    "one_wait": "none: one wait explains the input wait",
+    "late": "data comes late, although neither CPUs nor network are at their limit",
+}
+
+WITHOUT_GPUS = {
+    "gpu": "training on the CPU: data is never late",
+    "gpu_host_cpu": "the CPUs of the host that trains, which also assemble batches",
+}
+
+
+class PlainConsole(Sink):
+    """Head: one line per event."""
+
+    essential = True
+
+    def __init__(self, epochs: int, log: Path | None = None) -> None:
+        self.epochs = epochs
+        self.steps_per_epoch: int | None = None
+        """Set when the data is open; None if its length is unknown."""
+        self.last = 0.0
+        self.log = log.open("a", buffering=1) if log else None
+        self.stop_asked = ""
+        """Why a stop was requested; `report` says that the run stopped for it."""
+        self.known_bad: set[tuple[str, str]] = set()
+        """(split, key) of quarantined records; later epochs meet them again."""
+        self.bad: dict[tuple[str, str], tuple[str, int]] = {}
+        """(split, reason) of quarantined records → key of the first one, and how many more were not shown."""
+
+    def line(self, text: str) -> None:
+        """Show a line, without the run's secrets, and append it to the run's console.log."""
+        text = scrub(text)
+        self.show(text)
+        if self.log:
+            self.log.write(text + "\n")
+
+    def show(self, text: str) -> None:
+        print(text, flush=True)
+
+    def step(self, event: dict[str, Any]) -> None:
+        if event["step"] != 1 and time.monotonic() - self.last < PLAIN_EVERY_S:
+            return
+        self.last = time.monotonic()
+        self.line(f"epoch {event['epoch'] + 1}/{self.epochs}  step {event['step']}  {self.figures(event)}")
+
+    def metrics(self, event: dict[str, Any]) -> None:
+        if time.monotonic() - self.last >= PLAIN_EVERY_S:
+            self.last = time.monotonic()
+            self.line(metrics_line(event["step"], event["metrics"]))
+
+    def output(self, event: dict[str, Any]) -> None:
+        """Show a script's output on rank 0; of a progress bar that overwrites itself, the visible part."""
+        for line in event["text"].split("\n")[: None if event["rank"] == 0 else 0]:
+            if shown := line.rstrip("\r").rpartition("\r")[2]:
+                self.line(shown)
+
+    @staticmethod
+    def figures(event: dict[str, Any]) -> str:
+        elapsed = max(event["elapsed_s"], 1e-9)
+        return (
+            f"loss {event['loss']:.4f}  {event['epoch_samples'] / elapsed:.0f} samples/s"
+            f"  input wait {100 * event['wait_s'] / elapsed:.0f} %"
+        )
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Show one event."""
+        kind = event["event"]
+        if kind == "step":
+            self.step(event)
+        elif kind == "epoch":
+            self.show_quarantined()
+            done = "done" if event.get("whole", True) else f"up to step {event['step']}"
+            self.line(f"epoch {event['epoch'] + 1}/{self.epochs} {done}: {metrics_text(event['metrics'])}")
+        elif kind == "metrics":
+            self.metrics(event)
+        elif kind == "output":
+            self.output(event)
+        elif kind == "print":
+            self.line(event["text"])
+        elif kind == "quarantined":
+            self.quarantined(event["split"], event["key"], event["reason"])
+        elif kind == "note":
+            self.line(event["text"])
+        elif kind == "stop":
+            self.stop_asked = event["reason"]
+            self.line(f"stop: {self.stop_asked}")
+        elif kind == "stopped" and event["reason"] != self.stop_asked:
+            self.line(f"stopped: {event['reason']}")
+        elif kind == "resumed":
+            done = event["epoch"] >= self.epochs
+            where = "after the last epoch" if done else f"at epoch {event['epoch'] + 1}"
+            self.line(f"resumed from {event['path']} {where}, step {event['step']}")
+        elif kind == "model":
+            self.line(f"exported: {model_text(event)}")
+        elif kind == "export" and not event["error"]:
+            self.line(export_text(event))
+        elif kind == "train_worker_lost":
+            left = count_of(event["restarts_left"], "restart")
+            self.line(f"{event['cause']}; restarting training ({left} left after this one)")
+        elif kind == "recovered":
+            self.line(f"training again after {event['seconds']:.1f} s ({event['data_s']:.1f} s for data)")
+        elif kind == "host_lost":
+            self.line(f"host lost: {event['host']}")
+        elif kind in ("host_joined", "host_released"):
+            self.line(f"{kind.replace('_', ' ')}: {event['host']}")
+        elif kind == "cpu_hosts":
+            self.line(f"requesting {count_of(event['count'], 'CPU host')}: {event['reason']}")
+
+    def quarantined(self, split: str, key: str, reason: str) -> None:
+        """Show the first record of each reason at once, and count the others; each record once."""
+        if (split, key) in self.known_bad:
+            return
+        self.known_bad.add((split, key))
+        if (split, reason) not in self.bad:
+            self.line(f"quarantined {split} record {key}: {reason}")
+        first, more = self.bad.get((split, reason), (key, -1))
+        self.bad[split, reason] = first, more + 1
+
+    def show_quarantined(self) -> None:
+        """One line for the equal reasons since the last time; each record is in quarantine.jsonl."""
+        for (split, reason), (first, more) in self.bad.items():
+            if more:
+                records = count_of(more, f"more {split} record")
+                self.line(f"quarantined {records} like {first}: {reason}")
+                self.bad[split, reason] = first, 0
+
+    def close(self, summary: Summary) -> None:
+        """Show what was counted and not shown."""
+        self.show_quarantined()
+
+    def table(self, rows: list[tuple[str, str]]) -> None:
+        """The closing table."""
+        width = max((len(name) for name, _ in rows), default=0)
+        for name, value in rows:
+            self.line(f"  {name:<{width}}  {value}")
+
+
+class RichConsole(PlainConsole):
+    """Head: a progress bar per epoch with throughput, loss and input wait."""
+
+    def __init__(self, epochs: int, log: Path | None = None) -> None:
+        super().__init__(epochs, log)
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self.console = Console(highlight=False)
+        self.progress = Progress(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=self.console,
+            expand=True,
+        )
+        self.task: Any = None
+
+    def show(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def step(self, event: dict[str, Any]) -> None:
+        if self.task is None:
+            self.progress.start()
+            self.task = self.progress.add_task("", total=self.steps_per_epoch, epoch="", figures="")
+        done = event["step"] - event["epoch"] * (self.steps_per_epoch or 0)
+        self.progress.update(
+            self.task,
+            completed=done,
+            epoch=f"{event['epoch'] + 1}/{self.epochs}",
+            figures=self.figures(event),
+        )
+
+    def close(self, summary: Summary) -> None:
+        super().close(summary)
+        if self.task is not None:
+            self.progress.remove_task(self.task)
+            self.progress.stop()
+            self.task = None
+
+    def table(self, rows: list[tuple[str, str]]) -> None:
+        """Draw the rows; the log gets them as plain text."""
+        if self.log:
+            self.log.writelines(f"  {name}: {value}\n" for name, value in rows)
+        from rich.table import Table
+
+        table = Table(show_header=False, box=None, padding=(0, 2, 0, 1))
+        for name, value in rows:
+            table.add_row(f"[bold]{name}[/]", value)
+        self.console.print(table)
+
+
+def make_console(epochs: int, log: Path | None = None) -> PlainConsole:
+    """Head: the console for this output; NO_COLOR and CI logs get plain lines."""
+    if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+        try:
+            return RichConsole(epochs, log)
+        except ImportError:
+            pass
+    return PlainConsole(epochs, log)
+
+
+def metrics_text(metrics: dict[str, Any]) -> str:
+    """Head: an epoch's metrics on one line."""
+    parts = []
+    deep = [name for name in metrics if name.count("/") > 1][MOST_PARTS:]
+    for name, value in metrics.items():
+        if name == "perf/samples_per_s":
+            parts.append(f"{value:.0f} samples/s")
+        elif name == "perf/input_wait_pct":
+            parts.append(f"input wait {value:.0f} %")
+        elif name != "lr" and name not in deep:
+            parts.append(f"{name} {metric_text(name, value)}")
+    return "  ".join([*parts, f"({len(deep)} more in the report)"] if deep else parts)
+
+
+def metric_text(name: str, value: float | None) -> str:
+    """Head and laptop: a metric's value."""
+    if value is None:
+        return "not finite"
+    return f"{100 * value:.2f} %" if name.endswith("acc1") else f"{value:.4f}"
+
+
+def model_text(event: dict[str, Any]) -> str:
+    """Head: the checkpoint that becomes the model; the comma keeps its value out of SageMaker's metrics."""
+    where = f"epoch {event['epoch']}" + ("" if event["whole"] else f" up to step {event['step']}")
+    if "metric" not in event:
+        return f"{where}, the last checkpoint"
+    return f"{where} by {event['metric']}, {metric_text(event['metric'], event['value'])}"
+
+
+def export_text(event: dict[str, Any]) -> str:
+    """Head: a verified export on one line."""
+    if event["max_abs_diff"] is None:
+        return f"exported {event['path']}: loaded again, {event['note']}"
+    sizes = " and ".join(map(str, event["batch_sizes"]))
+    return f"exported {event['path']}: max abs difference {event['max_abs_diff']:.2g} (batches of {sizes})"
+
+
+def closing_rows(summary: Summary, run_dir: str) -> list[tuple[str, str]]:
+    """Head: the rows of the closing table."""
+    best = {name: value for name, value in summary.metrics.best.items() if name.startswith("val/")}
+    speed, records = summary.speed, summary.records
+    if summary.script is not None:
+        last = summary.metrics.last
+        rows = [(f"best {name}", f"{value:.6g}") for name, value in best.items() if value != last.get(name)]
+        rows += [(name, f"{value:.6g}") for name, value in last.items()]
+    else:
+        deep = [name for name in best if name.count("/") > 1][MOST_PARTS:]
+        rows = [(f"best {name}", metric_text(name, best[name])) for name in best if name not in deep]
+        rows.append(("samples/s", f"{speed.steady_samples_per_s:.0f}"))
+        rows.append(("input wait", f"{speed.input_wait_pct:.0f} % of the training time"))
+    if summary.bottleneck:
+        rows.append(("bottleneck", bottleneck_text(summary)))
+    if summary.cache:
+        held = sum(host["bytes"] for host in summary.cache["hosts"])
+        text = (
+            f"{summary.cache['hit_pct']:.0f} % of the last epoch's records came from {summary.cache['kind']},"
+            f" {held / 1e9:.2f} GB on {count_of(len(summary.cache['hosts']), 'host')}"
+        )
+        rows.append(("cache", text))
+    if share := summary.share:
+        rows.append(
+            ("shared", f"{share['pct']:.0f} % of the records came from blocks that exist for {share['name']}")
+        )
+    if summary.script is None:
+        rows.append(("records", books_text(records, repeats_text(Path(run_dir), records))))
+    if lost := losses_text(summary):
+        rows.append(("hosts", lost))
+    if restarts := restarts_text(summary):
+        rows.append(("restarts", restarts))
+    if cost := cost_row(summary):
+        rows.append(cost)
+    if "url" in summary.tracking.get("mlflow", {}):
+        rows.append(("mlflow", summary.tracking["mlflow"]["url"]))
+    if summary.backend == "rehearsal":  # paths in an emulated host; the launcher shows the real ones
+        return rows
+    if summary.model:
+        rows.append(("model", summary.model))
+    rows.append(("run", run_dir))
+    rows.append(("report", f"{run_dir}/report.html"))
+    rows.append(("next", shlex.join(["tensorboard", "--logdir", f"{run_dir}/tensorboard"])))
+    return rows
+
+
+def bottleneck_text(summary: Summary) -> str:
+    """Head: the bottleneck in words that fit the machine."""
+    if not any(host.gpus for host in summary.cluster.hosts) and summary.bottleneck in WITHOUT_GPUS:
+        return WITHOUT_GPUS[summary.bottleneck]
+    return BINDS[summary.bottleneck] if summary.bottleneck else ""
+
+
+def losses_text(summary: Summary) -> str:
+    """Head: hosts lost, and the work that had to be done again; empty if there was neither."""
+    seen = Counter(event["event"] for event in summary.events)
+    parts = [f"{seen['host_lost']} lost"] if seen["host_lost"] else []
+    if seen["work_repeated"]:
+        parts.append(f"{count_of(seen['work_repeated'], 'work item')} done again")
+    return ", ".join(parts)
+
+
+def restarts_text(summary: Summary) -> str:
+    """Head: restarts after lost train workers, and the time until training had rows again; or empty."""
+    found = [event["seconds"] for event in summary.events if event["event"] == "recovered"]
+    return f"{len(found)} after lost train workers, {sum(found):.1f} s without training" if found else ""
+
+
+def books_text(records: Records, repeats: str = "") -> str:
+    """Head: the training records of all epochs, by outcome."""
+    text = (
+        f"{records.read} {records.verb} = {records.trained} trained"
+        f" + {records.quarantined} quarantined{repeats} + {records.remainder} remaining"
+    )
+    return f"{text}; {records.repeated} repeated" if records.repeated else text
+
+
+def report(summary: Summary, console: PlainConsole, run_dir: Path, code: int, took_s: float) -> None:
+    """Head: print the closing table or the errors."""
+    if code == 0:
+        before = ""
+        if took_s != summary.seconds:
+            own = abs(summary.seconds - summary.earlier_s - took_s) < 0.1
+            before = f"; {'with earlier starts' if own else 'trained before, in'} {summary.seconds:.0f} s"
+        console.line(f"{summary.name}: done in {took_s:.0f} s{before}")
+        console.table(closing_rows(summary, str(run_dir)))
+        return
+    kind = "stopped" if summary.status == "interrupted" else "error"
+    for problem in (summary.error or "unknown").splitlines():
+        console.line(f"{kind}: {problem}")
+    if code != 2 and summary.backend != "rehearsal":
+        console.line(f"details: {run_dir}/logs/driver.log")

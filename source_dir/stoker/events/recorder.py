@@ -1,0 +1,337 @@
+"""Head: writes the run's events to files: events.jsonl, quarantine.jsonl, summary.json."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from stoker.config.places import CpuHostsConfig
+from stoker.config.redaction import scrub, scrubbed
+from stoker.errors import UsageError
+from stoker.events.bottleneck import MIN_STEPS, HostLoad, bottleneck
+from stoker.events.cost import run_cost
+from stoker.events.prices import PriceList
+from stoker.events.sinks import Sink
+from stoker.events.summary import STEP_TERMS, Records, Summary, read_summary
+from stoker.figures import count_of
+
+NOTABLE = (
+    "resumed",
+    "stop",
+    "stopped",
+    "note",
+    "host_lost",
+    "host_joined",
+    "host_released",
+    "cpu_hosts",
+    "closing",
+    "work_repeated",
+    "train_worker_lost",
+    "recovered",
+)
+"""Events included in the summary."""
+
+
+REFRESH_S = 2.0
+"""Interval between writes of summary.json during the run."""
+
+
+class Recorder(Sink):
+    """Head: one per run, the first of its sinks."""
+
+    essential = True
+
+    def __init__(
+        self,
+        run_dir: Path,
+        summary: Summary,
+        process_started: float,
+        prices: PriceList | None = None,
+        scaling: CpuHostsConfig | None = None,
+    ) -> None:
+        self.run_dir, self.summary, self.prices = run_dir, summary, prices
+        self.scaling = scaling or CpuHostsConfig()
+        self.process_started = process_started
+        earlier = _earlier(run_dir)
+        if earlier is not None:
+            summary.started, summary.earlier_s = earlier.started or summary.started, earlier.seconds
+            summary.earlier_usd = (earlier.cost or {}).get("usd")
+        trained = earlier is not None and summary.script is None and earlier.speed.samples_per_s
+        self.earlier = earlier if trained else None
+        """The summary of the start before. A script's own steps are not seen, so it has none to keep."""
+        self.took_s = 0.0
+        self.started = time.monotonic()
+        self.events_file = (run_dir / "events.jsonl").open("a", buffering=1)
+        self.refreshed = self.started
+        self.figures: dict[str, Any] = {}
+        """The coordinator's last figures, for the end; empty if it never started."""
+        self.totals: Counter[str] = Counter()
+        self.steady: Counter[str] = Counter()
+        self.step_ms: list[float] = []
+        self.running: Counter[str] = Counter()
+        """Sums of the current pass, up to its last logged step."""
+        self.loaders: dict[int, Counter[str]] = {}
+        """Sums of each pass over a script's loader."""
+        self.running_epoch = 0
+        self.pass_from = self.told_step = 0
+        """The global steps before the current pass, and at its last logged step."""
+        self.worker_nodes: dict[int, str] = {}
+        self.load = HostLoad()
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Write an event and update the summary."""
+        kind = event["event"]
+        if kind == "record_ids":
+            self._write_ids(event)
+            return
+        if kind == "output":
+            self._write_output(event)
+            return
+        if kind == "host_cpu":
+            self.load.take(event["hosts"], training=self.summary.steps > 0)
+        self.events_file.write(json.dumps(scrubbed(event)) + "\n")
+        if kind in NOTABLE:
+            self.summary.events.append(event)
+        handler = getattr(self, f"_on_{kind}", None)
+        if handler is not None:
+            handler(event)
+        if time.monotonic() - self.refreshed > REFRESH_S:
+            self.refresh()
+
+    def _on_train_worker(self, event: dict[str, Any]) -> None:
+        # By rank, so that a restarted worker counts once, on its present host.
+        self.worker_nodes[event["rank"]] = event["node"]
+        hosts = map(self.summary.host_of, self.worker_nodes.values())
+        self.summary.train_workers_by_host = dict(Counter(hosts))
+
+    def _on_phase(self, event: dict[str, Any]) -> None:
+        self.summary.startup.setdefault(event["phase"], round(event["time"] - self.process_started, 2))
+
+    def _on_quarantined(self, event: dict[str, Any]) -> None:
+        with (self.run_dir / "quarantine.jsonl").open("a") as file:
+            row = {key: event[key] for key in ("split", "epoch", "key", "reason")}
+            file.write(json.dumps(scrubbed(row), ensure_ascii=False) + "\n")
+
+    def _on_step(self, event: dict[str, Any]) -> None:
+        self.summary.steps = event["step"]
+        if self.summary.speed.first_step_s is None:
+            self.summary.speed.first_step_s = round(event["time"] - self.process_started, 2)
+            self.summary.startup["first step"] = self.summary.speed.first_step_s
+        self._count_running(event)
+
+    def _count_running(self, event: dict[str, Any]) -> None:
+        if event["step"] <= self.told_step:  # restarted without a checkpoint
+            self.running.clear()
+            self.told_step = self.pass_from = 0
+        seconds = event["elapsed_s"] - self.running["elapsed_s"]
+        self.running["steps"] += event["step"] - self.told_step
+        self.told_step, self.running_epoch = event["step"], event["epoch"]
+        # Terms are means since the previous logged step; other figures are sums since the start of the pass.
+        terms = event.get("terms_ms", {})
+        total = sum(terms.values()) or 1.0
+        for name, mean_ms in terms.items():
+            self.running[f"{name}_s"] += seconds * mean_ms / total
+        for name in ("elapsed_s", "wait_s", "first_wait_s", "longest_wait_s"):
+            self.running[name] = event.get(name, 0.0)
+        self.running["samples"] = event["epoch_samples"]
+
+    def _on_epoch(self, event: dict[str, Any]) -> None:
+        self.summary.steps, self.summary.epochs = event["step"], event["epoch"] + 1
+        self.summary.metrics.take(event["metrics"])
+
+    def _on_metrics(self, event: dict[str, Any]) -> None:
+        # A script may count differently from its loader.
+        self.told_step = max(self.told_step, event["step"])
+        self.summary.steps = max(self.summary.steps, event["step"])
+        self.summary.metrics.take({**self.summary.metrics.last, **event["metrics"]})
+
+    def _on_loader(self, event: dict[str, Any]) -> None:
+        """Sums of a script's `stoker.DataLoader` since its pass began; ranks are alike."""
+        if event["rank"] == 0 and not event["steps"]:  # it was no training
+            self.loaders.pop(event["loader"], None)
+        elif event["rank"] == 0:
+            passed = Counter({name: event[name] for name in ("elapsed_s", "wait_s")})
+            passed["longest_wait_s"] = event.get("longest_wait_s", 0.0)
+            # The times begin when the first batch is there, so it counts for no rate.
+            batches = event["steps"]
+            passed["taken"], passed["steps"] = batches, batches - 1
+            samples = event["samples"] * max(self.summary.train_workers, 1)
+            passed["samples"] = samples * (batches - 1) // batches
+            passed["wait_production_s"] = event["wait_s"]
+            passed["compute_s"] = event["elapsed_s"] - event["wait_s"]
+            self.loaders[event["loader"]] = passed
+        self.running = _together(*self.loaders.values())
+        self.summary.steps = max(self.told_step, self.running["taken"])
+
+    def _on_cache(self, event: dict[str, Any]) -> None:
+        hosts = [
+            {
+                "host": self.summary.host_of(node),
+                "bytes": use["bytes"],
+                "limit_bytes": use["limit_bytes"],
+                "hit_pct": _percent(use["found"], use["records"]),
+            }
+            for node, use in event["hosts"].items()
+        ]
+        cache = {"kind": event["kind"], "hosts": hosts}
+        if event["split"] == "train":
+            cache["hit_pct"] = _percent(event["found"], event["records"])
+            self.summary.cache = cache
+        elif self.summary.cache:
+            by_host = {row["host"]: row for row in hosts}
+            for row in self.summary.cache["hosts"]:
+                row["bytes"] = by_host.get(row["host"], row)["bytes"]
+
+    def _on_export(self, event: dict[str, Any]) -> None:
+        result = {k: v for k, v in event.items() if k not in ("time", "event")}
+        others = [done for done in self.summary.exports if done["format"] != result["format"]]
+        self.summary.exports = [*others, result]
+
+    def _on_model(self, event: dict[str, Any]) -> None:
+        self.summary.model_from = {
+            k: v for k, v in event.items() if k not in ("time", "event", "path", "loss")
+        }
+
+    def _on_records(self, event: dict[str, Any]) -> None:
+        counts = {k: v for k, v in event.items() if k not in ("time", "event", "remainder_ids")}
+        self.summary.records.add(counts)
+
+    def _on_resumed(self, event: dict[str, Any]) -> None:
+        self.summary.records.rewind(event["epoch"], event.get("validate"))
+        self.running.clear()
+        self.told_step = self.pass_from = event["step"]
+
+    def _on_pass(self, event: dict[str, Any]) -> None:
+        if event["split"] != "train":
+            return
+        self.step_ms += event["step_ms"]
+        self.running.clear()
+        self.summary.steps = self.told_step = self.pass_from = self.pass_from + event["steps"]
+        figures = {name: event[name] for name in ("samples", "elapsed_s", "steps")} | event["times"]
+        self.totals = _together(self.totals, Counter(figures))
+        if event["epoch"] > 0:
+            self.steady = _together(self.steady, Counter(figures))
+
+    def _write_ids(self, event: dict[str, Any]) -> None:
+        folder = self.run_dir / "records"
+        folder.mkdir(exist_ok=True)
+        name = f"{event['split']}-epoch-{event['epoch']:03d}-rank-{event['rank']}.txt"
+        (folder / name).write_text("".join(f"{key}\n" for key in event["keys"]))
+
+    def _write_output(self, event: dict[str, Any]) -> None:
+        with (self.run_dir / "logs" / f"script-rank-{event['rank']}.log").open("a", newline="") as file:
+            file.write(scrub(event["text"]))
+
+    def refresh(self) -> None:
+        """Update summary.json during the run."""
+        self.refreshed = time.monotonic()
+        self._fill_cpu()
+        self._fill_speed()
+        self._fill_seconds()
+        self.summary.model_copy(update=self._kept()).write(self.run_dir)
+
+    def _fill_cpu(self) -> None:
+        # A host that came back under its name counts once.
+        hosts = {host.host: host for host in self.summary.cluster.hosts}
+        self.summary.host_cpu = self.load.rows(list(hosts.values()))
+
+    def _fill_seconds(self) -> None:
+        self.took_s = round(time.monotonic() - self.started, 2)
+        self.summary.seconds = round(self.summary.earlier_s + self.took_s, 2)
+        if self.prices is not None:
+            self.summary.cost = run_cost(self.summary, self.prices, self.scaling)
+
+    def _kept(self) -> dict[str, Any]:
+        """The figures of the start before, as long as this one has trained no step."""
+        if self.totals["steps"] + self.running["steps"]:
+            self.earlier = None  # for good: a restart of the train workers forgets running steps
+        return self.summary.measured_by(self.earlier) if self.earlier else {}
+
+    def _fill_speed(self) -> None:
+        speed, total = self.summary.speed, _together(self.totals, self.running)
+        if total["elapsed_s"]:
+            speed.samples_per_s = round(total["samples"] / total["elapsed_s"], 2)
+            # The first epoch warms up: processes start and libraries are imported.
+            steady = _together(self.steady, self.running) if self.running_epoch else self.steady
+            steady = steady if steady["elapsed_s"] else total
+            elapsed = max(steady["elapsed_s"], 1e-9)
+            speed.steady_samples_per_s = round(steady["samples"] / elapsed, 2)
+            speed.input_wait_pct = round(100 * steady["wait_s"] / elapsed, 2)
+            speed.steps, steps = steady["steps"], max(steady["steps"], 1)
+            speed.first_wait_s = round(steady["first_wait_s"], 3)
+            speed.longest_wait_s = round(steady["longest_wait_s"], 3)
+            speed.step_terms_ms = {n: round(1000 * steady[f"{n}_s"] / steps, 3) for n in STEP_TERMS}
+            self.summary.bottleneck = bottleneck(self.summary, steady) if steps >= MIN_STEPS else None
+        if self.step_ms:
+            speed.step_ms_p50 = round(statistics.median(self.step_ms), 3)
+
+    def close(self, summary: Summary) -> None:
+        """Fill in the figures known only at the end."""
+        if figures := self.figures:
+            self.summary.speed.bytes_per_sample = round(figures["bytes_per_sample"], 1)
+            self.summary.chain, self.summary.share = figures["chain"], figures.get("share")
+            self.summary.operators = figures.get("operators", [])
+            tasks = figures["tasks_by_node"]
+            self.summary.chain_tasks_by_host = {self.summary.host_of(n): count for n, count in tasks.items()}
+            records = self.summary.records
+            for books in figures["open"]:
+                same = {key: books.get(key) for key in ("split", "epoch", "trained")}.items()
+                if not any(same <= booked.items() for booked in records.epochs):
+                    records.add(books)
+        self._fill_cpu()
+        self._fill_speed()
+        self._fill_seconds()
+        for name, value in self._kept().items():
+            setattr(self.summary, name, value)
+        self.summary.write(self.run_dir)
+        self.events_file.close()
+
+
+def _together(*parts: Counter[str]) -> Counter[str]:
+    """The sums of several passes, with the longest of their waits."""
+    found = sum(parts, Counter[str]())
+    found["longest_wait_s"] = max((part["longest_wait_s"] for part in parts), default=0)
+    return found
+
+
+def _percent(part: float, whole: float) -> float:
+    return round(100 * part / whole, 2) if whole else 0.0
+
+
+def _earlier(run_dir: Path) -> Summary | None:
+    with contextlib.suppress(UsageError):  # none, or cut by a full disk
+        return read_summary(run_dir / "summary.json")
+    return None
+
+
+def repeats_text(run_dir: Path, records: Records) -> str:
+    """Head and laptop: ` (1 record in 3 epochs)`, for quarantined records of which some count repeatedly.
+
+    Empty if it has none, or if the directory does not list all of them, as after a resume elsewhere.
+    """
+    path, passes = run_dir / "quarantine.jsonl", set()
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            row = json.loads(line)
+            if row["split"] == "train":
+                passes.add((row["epoch"], row["key"]))
+    keys = len({key for _, key in passes})
+    if len(passes) != records.quarantined or keys == len(passes):
+        return ""
+    return f" ({count_of(keys, 'record')} in {len({epoch for epoch, _ in passes})} epochs)"
+
+
+def notable_events(run_dir: Path) -> list[dict[str, Any]]:
+    """Head: the events of a run that its summary includes, from all of its starts."""
+    path, found = run_dir / "events.jsonl", []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):  # the last line before a kill may be cut
+            event = json.loads(line)
+            if event["event"] in NOTABLE:
+                found.append(event)
+    return found

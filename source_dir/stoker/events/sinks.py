@@ -1,0 +1,103 @@
+"""Head: distributes the events of a run to its sinks."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+from stoker.config.redaction import scrubbed
+from stoker.errors import where_raised
+from stoker.events.summary import Summary
+
+
+class Sink:
+    """Head: a destination of a run's events; used only from the driver's thread.
+
+    To add your own, put a class into your source folder and name it in `tracking.sinks`. It is created with
+    the run directory, which contains `config.yaml`, and the configuration.
+    """
+
+    essential = False
+    """Whether an error in it fails the run; otherwise the sink is dropped, with a note."""
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Take one event: `event` is its kind, `time` is in seconds since 1970; see docs/tracking.md."""
+
+    def about(self) -> dict[str, Any]:
+        """Where to find the run there, for `tracking` in summary.json."""
+        return {}
+
+    def close(self, summary: Summary) -> None:
+        """Called at the end of the run.
+
+        Args:
+            summary: complete, with the final `status`.
+        """
+
+
+class Tracking:
+    """Head: the sinks of a run, in the order in which they take an event.
+
+    Args:
+        summary: of the run; receives what sinks report in `about()`.
+        sinks: the initial ones; the last of them, the screen, stays last.
+    """
+
+    def __init__(self, summary: Summary, sinks: Iterable[Sink]) -> None:
+        self.summary, self.sinks = summary, list(sinks)
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def add(self, *sinks: Sink) -> None:
+        """Add sinks."""
+        self.sinks[-1:-1] = sinks
+
+    def say(self, text: str) -> None:
+        """Any thread: queue one line for the user; it becomes a note with the next event."""
+        self._said.put(text)
+
+    def note(self, text: str) -> None:
+        """Add one line to the screen, the log and the summary."""
+        self._give({"time": round(time.time(), 3), "event": "note", "text": text})
+
+    def phase(self, name: str) -> None:
+        """Mark a phase of the start as done."""
+        self._give({"time": round(time.time(), 3), "event": "phase", "phase": name})
+
+    def take(self, events: Iterable[dict[str, Any]]) -> None:
+        """Pass events, and lines queued meanwhile, to every sink."""
+        for event in events:
+            if event["event"] == "host_cpu":
+                hosts = {self.summary.host_of(node): used for node, used in event["hosts"].items()}
+                event = {**event, "hosts": hosts}
+            self._give(event)
+        while not self._said.empty():
+            self.note(self._said.get())
+
+    def close(self) -> None:
+        """End of the run: complete the summary with the sinks' parts, and close them."""
+        for sink in self.sinks:
+            self.summary.tracking |= sink.about()
+        while self.sinks:
+            sink = self.sinks.pop(0)
+            self._call(sink, sink.close, self.summary)
+            self.take([])  # its last lines, for the remaining sinks
+
+    def _give(self, event: dict[str, Any]) -> None:
+        event = scrubbed(event)
+        for sink in list(self.sinks):
+            self._call(sink, sink.take, event)
+
+    def _call(self, sink: Sink, method: Any, value: Any) -> None:
+        try:
+            method(value)
+        except Exception as error:
+            if sink.essential:
+                raise
+            self.sinks = [other for other in self.sinks if other is not sink]
+            logging.getLogger("stoker").error("%s", traceback.format_exc())
+            name = type(sink).__name__
+            self.say(f"tracking: {name} failed and is dropped; the run continues: {where_raised(error)}")

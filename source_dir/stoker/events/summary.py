@@ -1,0 +1,298 @@
+"""Head: summary.json, the result of a run for people and programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from stoker.config.redaction import scrubbed
+from stoker.errors import UsageError
+
+Status = Literal["running", "succeeded", "failed", "interrupted"]
+Bottleneck = Literal["gpu", "cpu", "network", "gpu_host_cpu", "lost_hosts", "one_wait", "late"]
+STEP_TERMS = ("wait_production", "wait_transfer", "wait_collate", "host_to_device", "compute")
+"""Terms of a step's time: waiting for blocks to be produced, transferred, and assembled into a batch;
+copying the batch to the device; and training."""
+
+
+LOSSES = ("loss", "error", "mae", "mse", "mape", "perplexity", "distance", "divergence", "entropy")
+RATES = {"wer", "cer", "mer", "eer", "ppl", "nll", "fid", "kid", "brier"}
+"""Words of a metric's name of which less is better: parts of it, and whole ones."""
+
+
+def less_is_better(metric: str) -> bool:
+    """Anywhere: whether a metric is a loss or an error, by its conventional name."""
+    name = metric.lower()
+    # Below a metric's own name may stand a class, such as in val/acc/maestro: whole words count there.
+    own, words = "/".join(name.split("/")[:2]), {*re.split(r"[^a-z]+", name)}
+    return any(word in own for word in LOSSES) or not words.isdisjoint({*LOSSES, *RATES, "rmse"})
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class Host(Part):
+    host: str
+    group: str
+    cpus: float
+    gpus: float
+    ip: str
+    type: str | None = None
+    """Instance type; None if unknown, as on a laptop."""
+    node_id: str = ""
+    """Of its Ray node."""
+    scaled: bool = False
+    """Whether the cluster's autoscaler added it."""
+    since: float = 0.0
+    """When it was first seen, in seconds since 1970."""
+    until: float | None = None
+    """When it was found to be gone; None: it was there to the end."""
+
+
+class Cluster(Part):
+    hosts: list[Host] = []
+    """All that were there at any time."""
+    formed_s: float = 0.0
+
+    def at_once(self) -> list[Host]:
+        """The most hosts that were there at the same time: a lost one and its replacement count once."""
+        moments = [host.since for host in self.hosts]
+        there = (
+            [h for h in self.hosts if h.since <= at and (h.until is None or h.until > at)] for at in moments
+        )
+        return max(there, key=len, default=[])
+
+
+class Records(Part):
+    read: int = 0
+    """Of the passes that were begun; with what is left where a limit or an interruption ends one."""
+    trained: int = 0
+    quarantined: int = 0
+    remainder: int = 0
+    repeated: int = 0
+    """How often records were trained again within an epoch."""
+    validated: int = 0
+    epochs: list[dict[str, Any]] = []
+
+    def add(self, counts: dict[str, Any]) -> None:
+        """Add the books of one pass over one split; they replace those of an earlier attempt at it."""
+        split, epoch = counts["split"], counts["epoch"]
+        if any((old["split"], old["epoch"]) == (split, epoch) for old in self.epochs):
+            later = {(old["split"], old["epoch"]) for old in self.epochs if old["epoch"] > epoch}
+            self._forget({*later, (split, epoch), *([("val", epoch)] if split == "train" else [])})
+        self.epochs.append(counts)
+        for name in ("read", "quarantined", "remainder", "repeated", "trained", "validated"):
+            if counts["split"] == "train" or name == "validated":
+                setattr(self, name, getattr(self, name) + counts.get(name, 0))
+
+    @property
+    def verb(self) -> str:
+        """What all of them were: read; or only planned, if a pass ended early."""
+        return "read" if all(counts.get("whole", True) for counts in self.epochs) else "planned"
+
+    def rewind(self, epoch: int, validate: int | None = None) -> None:
+        """Drop the passes from an epoch on, because training restarts from a checkpoint before them.
+
+        An epoch that ended early stays until its end is trained: the checkpoint is that of its last step.
+
+        Args:
+            epoch: the first to be trained again.
+            validate: an earlier epoch that is only validated again.
+        """
+        early = {counts["epoch"] for counts in self.epochs if not counts.get("whole", True)}
+        self._forget(
+            {("val", validate)}
+            | {
+                (counts["split"], counts["epoch"])
+                for counts in self.epochs
+                if counts["epoch"] >= epoch and counts["epoch"] not in early
+            }
+        )
+
+    def _forget(self, passes: set[tuple[str, int | None]]) -> None:
+        left = [counts for counts in self.epochs if (counts["split"], counts["epoch"]) not in passes]
+        self.__dict__.update(Records().__dict__)
+        for counts in left:
+            self.add(counts)
+
+
+class Speed(Part):
+    samples_per_s: float = 0.0
+    steady_samples_per_s: float = 0.0
+    input_wait_pct: float = 0.0
+    steps: int = 0
+    """Those that these figures are of, as are the two below."""
+    first_wait_s: float = 0.0
+    """The input wait for the first batch of each pass."""
+    longest_wait_s: float = 0.0
+    """The longest input wait for one batch."""
+    step_ms_p50: float = 0.0
+    step_terms_ms: dict[str, float] = {}
+    """Mean ms per step by STEP_TERMS, as far as each delayed training; they add up to a step."""
+    bytes_per_sample: float = 0.0
+    first_step_s: float | None = None
+    """Seconds from the start of the process on the head to the end of the first step."""
+
+
+class Metrics(Part):
+    last: dict[str, float] = {}
+    best: dict[str, float] = {}
+    modes: dict[str, str] = {}
+    """min or max, for metrics of which the configuration says what is better."""
+
+    def take(self, metrics: dict[str, Any]) -> None:
+        """Add an epoch's metrics; values that are not finite numbers do not count."""
+        self.last = finite(metrics)
+        for name, value in self.last.items():
+            if name.startswith(("val/", "train/")):
+                mode = self.modes.get(name) or ("min" if less_is_better(name) else "max")
+                pick = min if mode == "min" else max
+                self.best[name] = pick(self.best.get(name, value), value)
+
+
+MEASURED = (
+    "started",
+    "seconds",
+    "train_workers",
+    "cluster",
+    "startup",
+    "speed",
+    "chain",
+    "operators",
+    "chain_tasks_by_host",
+    "train_workers_by_host",
+    "bottleneck",
+    "host_cpu",
+    "cache",
+    "share",
+    "cost",
+)
+"""Fields of a summary that describe how a start trained, and on which hosts."""
+TRAINED = ("steps", "epochs", "records", "metrics")
+"""Fields that cover all starts of a run; a start that finds its checkpoint fills them in itself."""
+
+
+class Summary(BaseModel):
+    """Head: the contract of summary.json, version 1."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    version: int = Field(1, alias="schema")
+    name: str = ""
+    script: str | None = None
+    """The user's own training script; None for a recipe."""
+    args: list[str] = []
+    """Its arguments."""
+    status: Status = "running"
+    error: str | None = None
+    backend: str = "local"
+    started: str = ""
+    """When its first start began."""
+    seconds: float = 0.0
+    """Of all starts, without the pauses between them."""
+    earlier_s: float = 0.0
+    """Of these, before the last start."""
+    earlier_usd: float | None = None
+    """Cost of the starts before the last one; None: not known."""
+    steps: int = 0
+    epochs: int = 0
+    train_workers: int = 0
+    cluster: Cluster = Cluster()
+    startup: dict[str, float] = {}
+    """Seconds from the start of the head's process to the end of each phase of the start."""
+    records: Records = Records()
+    speed: Speed = Speed()
+    chain: list[dict[str, Any]] = []
+    operators: list[dict[str, Any]] = []
+    """Of Ray Data's execution: name, tasks, rows, bytes, cpu_s, wall_s."""
+    chain_tasks_by_host: dict[str, int] = {}
+    train_workers_by_host: dict[str, int] = {}
+    metrics: Metrics = Metrics()
+    bottleneck: Bottleneck | None = None
+    host_cpu: list[dict[str, Any]] = []
+    """Per host: host, group, mean_pct and max_pct of all its CPUs during training."""
+    cache: dict[str, Any] | None = None
+    """Cache across epochs: kind; hit_pct of the last training pass; per host: host, bytes, limit_bytes and
+    hit_pct of that pass. None without data.cache, or before the end of the first pass."""
+    share: dict[str, Any] | None = None
+    """With data.share: its name, and pct of the records in blocks that existed already."""
+    cost: dict[str, Any] | None = None
+    model: str | None = None
+    model_from: dict[str, Any] | None = None
+    """The checkpoint that became the model: its name, epoch (from 1) and step, and the metric, mode and value
+    that chose it; without those it is the newest."""
+    tracking: dict[str, Any] = {}
+    """Where to find the run elsewhere: mlflow.run_id, mlflow.url, …"""
+    exports: list[dict[str, Any]] = []
+    """Exported models: format, path below `model/`, max_abs_diff to the model, error."""
+    events: list[dict[str, Any]] = []
+
+    def host_of(self, node: str) -> str:
+        """The host name of a Ray node id."""
+        names = {host.node_id: host.host for host in self.cluster.hosts}
+        return names.get(node, node)
+
+    def measured_by(self, earlier: Summary) -> dict[str, Any]:
+        """Head: the figures of an earlier start of the run, for one that trains no step."""
+        names = MEASURED if self.steps else (*MEASURED, *TRAINED)
+        written = {done["format"] for done in self.exports}
+        valid = [
+            done
+            for done in earlier.exports
+            if not done.get("error") and done.get("format", "") not in {"", *written}
+        ]
+        return {"exports": [*valid, *self.exports]} | {name: getattr(earlier, name) for name in names}
+
+    def write(self, run_dir: Path) -> None:
+        """Head: write the file atomically."""
+        draft = run_dir / ".summary.json"
+        content = scrubbed(json.loads(self.model_dump_json(by_alias=True)))
+        draft.write_text(json.dumps(content, indent=1, ensure_ascii=False))
+        draft.replace(run_dir / "summary.json")
+
+
+def finite(values: dict[str, Any]) -> dict[str, float]:
+    """Anywhere: the metrics that are finite numbers; JSON has no NaN, and NaN does not compare."""
+    return {name: value for name, value in values.items() if number(value) is not None}
+
+
+def number(value: Any) -> float | None:
+    """Anywhere: a finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer too large for a float
+        return None
+
+
+def read_summary(path: Path) -> Summary:
+    """Laptop and head: read a summary.json; null and non-finite values count as not measured.
+
+    Raises:
+        UsageError: absent or unreadable.
+    """
+    try:
+        return Summary.model_validate(_without_nulls(json.loads(path.read_text(encoding="utf-8"))))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UsageError(f"{path}: cannot be read: {where}: {first['msg']}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        text = str(getattr(error, "strerror", None) or error).splitlines()[0]
+        raise UsageError(f"{path}: cannot be read: {text}") from None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        below = {key: _without_nulls(inner) for key, inner in value.items()}
+        return {key: inner for key, inner in below.items() if inner is not None}
+    if isinstance(value, list):
+        return [inner for inner in map(_without_nulls, value) if inner is not None]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

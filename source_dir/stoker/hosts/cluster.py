@@ -1,0 +1,294 @@
+"""Every host: form the job's Ray cluster, wait for its hosts and watch them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stoker.config.schema import Config
+from stoker.errors import UsageError
+from stoker.hosts import machine, raynode, requirements
+from stoker.hosts.forks import POSSIBLE, ForkServer
+from stoker.hosts.lifeline import Ended, Lifeline
+from stoker.hosts.output import say
+from stoker.hosts.raynode import ClusterError, RayNode
+from stoker.hosts.topology import Topology, label
+from stoker.place import BACKEND_VARIABLE, PACKAGE_VARIABLE, RUN_DIR_VARIABLE, TOKEN_FILE, local_place
+from stoker.storage.cleaning import Cleaner
+
+REPORT_EVERY_S, CONNECT_S = 5.0, 5.0
+LOOPBACK = "127.0.0.1"
+
+
+class LocalCluster:
+    """Laptop: a one-machine Ray cluster with its own token. It starts in the background.
+
+    Its daemons end with the thread that creates it. Call `set_environment` before.
+
+    Args:
+        config: the configuration; only its `cluster` section is used.
+        start_forks: starts the process from which Ray's workers are forked, while Ray's daemons start.
+    """
+
+    def __init__(self, config: Config, start_forks: Callable[[ForkServer], None]) -> None:
+        # A single machine is never preempted in part, so there is nothing to watch.
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+        self._dashboard = config.cluster.dashboard
+        self._token_file = local_place().run_dir / TOKEN_FILE
+        self._address = f"{LOOPBACK}:{raynode.free_port()}"
+        self._folder = raynode.private_folder()
+        self._cleaner = Cleaner(self._folder, raynode.PREFIX)
+        store = raynode.size_store(config.cluster.object_store_mb)
+        if store.warning:
+            print(f"warning: {store.warning}", flush=True)
+        arguments = raynode.arguments_for(
+            address=LOOPBACK,
+            labels={"stoker.group": "local"},
+            cpus=config.cluster.cpus or machine.cores(),
+            gpus=None,
+            store=store,
+        )
+        arguments += ["--head", f"--port={self._address.partition(':')[2]}"]
+        arguments += [f"--include-dashboard={str(self._dashboard).lower()}", f"--dashboard-host={LOOPBACK}"]
+        forks = ForkServer(self._folder) if POSSIBLE else None
+        self._node = RayNode(arguments, self._folder, forks)
+        try:
+            if forks is not None:
+                start_forks(forks)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Laptop: stop it at once, even while it is starting."""
+        self._node.stop(grace_s=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> None:
+        try:
+            import ray
+
+            self._node.wait_started()
+            context = ray.init(
+                address=self._address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except BaseException:
+            self.stop()
+            raise
+        if self._dashboard:
+            write_token(self._token_file, os.environ["RAY_AUTH_TOKEN"])
+            print(
+                f"dashboard: http://{context.dashboard_url}  log in with the run's token:"
+                f" cat {shlex.quote(str(self._token_file))}",
+                flush=True,
+            )
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        if self._dashboard:
+            self._token_file.unlink(missing_ok=True)
+        ray.shutdown()
+        self.stop()
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """A job's process on a Ray cluster: connect to that cluster with the token it runs under.
+
+    Raises:
+        ClusterError: there is no cluster, or it does not accept this process.
+    """
+    set_ray_train()
+    forbid_unpickling()
+    import ray
+
+    where = os.environ.get("RAY_ADDRESS", "this machine")
+    try:
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR, runtime_env=_runtime_env())
+    except (OSError, RuntimeError, ValueError) as error:
+        cause = " ".join(str(error).split())
+        raise ClusterError(
+            f"cannot use the Ray cluster of {where}: {cause}; its token (RAY_AUTH_MODE, RAY_AUTH_TOKEN) and"
+            " its versions of Ray and Python must be those of this process"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _runtime_env() -> dict[str, Any] | None:
+    """What workers of other hosts need; under Ray Jobs, the job has it already."""
+    package = os.environ.get(PACKAGE_VARIABLE)
+    if package is None:
+        return None
+    names = (BACKEND_VARIABLE, RUN_DIR_VARIABLE, "RAY_TRAIN_V2_ENABLED")
+    return {"working_dir": package, "env_vars": {name: os.environ[name] for name in names}}
+
+
+def refuse_other_ray() -> None:
+    """Every host: refuse a Ray that the engine was not written for; older ones have no authentication.
+
+    Raises:
+        UsageError: names the version and the one to install.
+    """
+    from stoker.serve.ray_internals import RAY_VERSION
+
+    here = requirements.installed("ray")
+    if not here.startswith(f"{RAY_VERSION}."):
+        raise UsageError(
+            f"Ray {here or '(absent)'} of {sys.executable}: Stoker requires {RAY_VERSION};"
+            f" pip install 'ray[data,train]=={RAY_VERSION}.*'"
+        )
+
+
+def set_environment(token: str, dashboard: bool = False) -> None:
+    """Every host: set what all Ray processes of the job must agree on. Call it before importing ray.
+
+    Args:
+        token: of the job.
+        dashboard: whether Ray's dashboard runs.
+
+    Raises:
+        UsageError: this is another Ray than the engine was written for.
+    """
+    refuse_other_ray()
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = token
+    os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
+    os.environ.pop("RAY_ADDRESS", None)
+    forbid_unpickling()
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # Otherwise a recipe that uses Ray too early would start a second cluster.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    set_ray_train()
+    os.environ["RAY_DATA_DISABLE_PROGRESS_BARS"] = "1"
+    # Remove a stopped host at once instead of after Ray's 30 s drain.
+    os.environ["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
+    # Declare a lost machine dead after about 20 s instead of 65 s.
+    os.environ.setdefault("RAY_health_check_period_ms", "2000")
+    os.environ.setdefault("RAY_health_check_timeout_ms", "4000")
+    os.environ.setdefault("RAY_health_check_failure_threshold", "4")
+    # By default Ray retries a task that ran out of memory forever.
+    os.environ.setdefault("RAY_task_oom_retries", "8")
+    # The dashboard alone shows reports of each task, and metrics.
+    for name in ("RAY_task_events_report_interval_ms", "RAY_enable_metrics_collection"):
+        if not dashboard:
+            os.environ.setdefault(name, "0")
+        elif os.environ.get(name) == "0":
+            del os.environ[name]
+    # Without keepalive, calls to a lost machine, and the tasks that ran on it, hang for seven minutes.
+    os.environ.setdefault("RAY_grpc_client_keepalive_time_ms", "15000")
+    os.environ.setdefault("RAY_grpc_client_keepalive_timeout_ms", "8000")
+
+
+def forbid_unpickling() -> None:
+    """Every host: unset what lets Ray unpickle the contents of data files."""
+    for name in [name for name in os.environ if name.startswith("RAY_DATA_AUTOLOAD_")]:
+        del os.environ[name]
+
+
+def write_token(file: Path, token: str) -> None:
+    """Laptop: write the token to a file that only this user can read; terminal output is easily shared."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.unlink(missing_ok=True)
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as output:
+        output.write(token + "\n")
+
+
+def read_token(folder: Path) -> str:
+    """Every host: read the job's token, which is shipped with its code.
+
+    Raises:
+        ClusterError: the token is missing or too short.
+    """
+    file = folder / TOKEN_FILE
+    try:
+        token = file.read_text().strip()
+    except OSError:
+        raise ClusterError(
+            f"{TOKEN_FILE} is missing next to train.py, so the hosts share no token; submit with "
+            f"launcher/submit.py, or before a manual upload run: openssl rand -hex 32 > {TOKEN_FILE}"
+        ) from None
+    if len(token) < 32:
+        raise ClusterError(f"{TOKEN_FILE}: a token of {len(token)} characters is too short; use 32 or more")
+    return token
+
+
+def labels_of(topology: Topology) -> dict[str, str]:
+    """Every host: this host's Ray labels."""
+    labels = {"stoker.group": label(topology.group), "stoker.host": label(topology.host)}
+    kind = next(group.instance_type for group in topology.groups if group.name == topology.group)
+    return labels | ({"stoker.type": kind} if kind else {})
+
+
+def reach_head(
+    topology: Topology, port: int, token: str, deadline: float, check: Callable[[], None]
+) -> tuple[str, Lifeline]:
+    """Worker host: connect to the head; returns its address and the connection.
+
+    Args:
+        topology: names the head.
+        port: the head's lifeline port.
+        token: the job's token.
+        deadline: `time.monotonic()` at which to give up.
+        check: called in every iteration; raises to give up.
+
+    Raises:
+        ClusterError: the head was not reached; the message says whether name, port or token failed.
+    """
+    started = time.monotonic()
+    reported = started
+    pause = 0.2
+    while True:
+        check()
+        try:
+            address = socket.gethostbyname(topology.head)
+            left = min(CONNECT_S, max(deadline - time.monotonic(), 0.5))
+            return address, Lifeline(address, port, topology.host, token, left)
+        except socket.gaierror:
+            problem = f"the name {topology.head} does not resolve yet"
+        except OSError as error:
+            problem = f"port {port} of {topology.head}: {error.strerror or error}"
+        now = time.monotonic()
+        if now > deadline:
+            raise ClusterError(f"cannot reach the head after {now - started:.0f} s: {problem}")
+        if now - reported > REPORT_EVERY_S:
+            reported = now
+            so_far = f"{now - started:.0f} of {deadline - started:.0f} s"
+            say(f"waiting for the head, {so_far}; {problem}")
+        time.sleep(min(pause, max(deadline - now, 0)))
+        pause = min(2.0, pause * 1.5)
+
+
+def stay(lifeline: Lifeline, alive: Callable[[], bool], check: Callable[[], None]) -> Ended | None:
+    """Worker host: block until the head ends (returns how) or this host's Ray does (returns None)."""
+    while True:
+        check()
+        ended = lifeline.poll(0.5)
+        if ended is not None:
+            return ended
+        if not alive():
+            return None
+
+
+def set_ray_train() -> None:
+    """Training processes and their parents: configure Ray Train through the environment."""
+    os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
+    # Keep train workers in the job's folder, so that the recipe's relative paths resolve.
+    os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
+    # Detect the end of training within 0.5 s and a hung train worker within 2 instead of 10 minutes.
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", "120")

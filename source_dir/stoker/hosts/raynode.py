@@ -1,0 +1,323 @@
+"""Every host: this host's Ray daemons, started as one process and stopped as a process tree."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stoker.hosts import machine
+from stoker.hosts.forks import SOCKET_VARIABLE, ForkServer
+
+if TYPE_CHECKING:
+    import psutil
+
+MIN_STORE_BYTES = 80 * 2**20
+SMALL_STORE_BYTES = 512 * 2**20
+STORE_SHARE_OF_MEMORY = 0.3
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+LOWEST = 20_000
+"""Ray's workers use the ports below."""
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 3.0
+STARTS = 3
+"""How often to start Ray in all if it misses `MISSED_DEADLINE`."""
+MISSED_DEADLINE = "The current node timed out during startup"
+"""Ray's message after 30 s, a deadline of its own that cannot be set."""
+UNUSED = ("ray.serve.scripts", "ray.util.state.state_cli", "ray.dashboard.modules.job.cli")
+"""Optional subcommands of Ray's command line: importing them takes 1.5 s of CPU, the rest 0.7 s."""
+RAY = f"import sys; sys.modules.update(dict.fromkeys({UNUSED})); from ray.scripts.scripts import main; main()"
+"""Code of the command line `ray`."""
+
+
+OPEN_FOLDER = "s"
+"""Ray's own folder, for sessions, in the private one."""
+PREFIX = "sray-"
+LONGEST_TEMP_DIR = 41 - len(f"/{PREFIX}12345678/{OPEN_FOLDER}")
+"""Maximum length of the temporary folder's path: a socket's has at most 107 bytes, and Ray adds up to 66."""
+
+
+def private_folder() -> Path:
+    """Every host: a new folder of this user alone for Ray, whose sockets need a short path."""
+    base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    if len(os.fsencode(base)) > LONGEST_TEMP_DIR or not Path(base).is_absolute():
+        base = "/tmp"  # noqa: S108 - what is created in it is private
+    Path(base).mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+
+
+class ClusterError(RuntimeError):
+    """Every host: the cluster could not be formed or was lost. One line."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """Every host: the size and location of Ray's object store."""
+
+    size: int
+    folder: str | None = None
+    warning: str = ""
+
+
+def size_store(wanted_mb: int | None, shm: Path = Path("/dev/shm")) -> Store:  # noqa: S108 - only measured
+    """Every host: size the object store to fit into `/dev/shm`.
+
+    If shared memory is too small, Ray falls back to disk without a warning.
+    """
+    stat = os.statvfs(shm)
+    free = int(stat.f_bavail * stat.f_frsize * 0.95)
+    wanted = wanted_mb * 2**20 if wanted_mb else int(machine.memory()[0] * STORE_SHARE_OF_MEMORY)
+    if free >= wanted:
+        return Store(wanted)
+    if free >= MIN_STORE_BYTES:
+        small = wanted_mb is not None or free < SMALL_STORE_BYTES
+        text = f"object store limited to {free >> 20} MB by {shm} (wanted {wanted >> 20} MB)"
+        return Store(free, warning=text if small else "")
+    size = min(wanted, 512 * 2**20)
+    text = f"{shm} has only {free >> 20} MB: the object store is on disk, which is slow"
+    return Store(max(size, MIN_STORE_BYTES), tempfile.gettempdir(), text)
+
+
+def cpus_to_declare(gpus: int) -> int:
+    """Every host: CPUs for Ray's tasks; one core per GPU is reserved for its train worker."""
+    return max(1, machine.cores() - gpus)
+
+
+def count_gpus(devices: Path = Path("/dev")) -> int:
+    """Every host: the number of NVIDIA devices that this job may use, without loading CUDA."""
+    there = len(list(devices.glob("nvidia[0-9]*")))
+    # A scheduler whose jobs share hosts sets it.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return there if visible is None else min(there, len(visible.replace(",", " ").split()))
+
+
+def address_of(interface: str) -> str:
+    """Every host: the IPv4 address of an interface, else of this host's name, else of its default route.
+
+    Raises:
+        ClusterError: there is none.
+    """
+    import fcntl
+    import struct
+
+    named = ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        with contextlib.suppress(OSError):
+            request = struct.pack("256s", interface[:15].encode())
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24])
+        with contextlib.suppress(OSError):
+            named = socket.gethostbyname(socket.gethostname())
+            # Debian gives a host's own name a loopback address, which other hosts cannot reach.
+            if not named.startswith("127."):
+                return named
+        with contextlib.suppress(OSError):
+            probe.connect(("192.0.2.1", 9))  # only asks for a route: UDP sends nothing here
+            return str(probe.getsockname()[0])
+    if named:
+        return named
+    raise ClusterError(f"no IPv4 address on {interface or 'any interface'} or for {socket.gethostname()}")
+
+
+def probe_port(address: str, port: int, key: str) -> None:
+    """Head: fail at once if a port is taken; Ray takes 42 s and reports it vaguely.
+
+    Raises:
+        ClusterError: the port is taken; the message names it and its configuration key.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            # Ray's GCS binds every interface, so a listener on any of them conflicts.
+            probe.bind(("0.0.0.0", port))  # noqa: S104 - a free port for Ray, which binds all
+        except OSError:
+            raise ClusterError(
+                f"{key}: port {port} of the head ({address}) is taken"
+                f"{_holder(port)}; choose another cluster.port"
+            ) from None
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """Every host: a port of an address that is currently free.
+
+    It is opened seconds later. Avoids the kernel's ephemeral range, from which any connection could take it
+    in between.
+    """
+    try:
+        low, high = map(int, EPHEMERAL.read_text().split())
+    except (OSError, ValueError):
+        low, high = 32_768, 60_999
+    range_of = range(LOWEST, low) if low - LOWEST > 1_000 else range(high + 1, 65_536)
+    chance = random.SystemRandom()
+    for port in [*(chance.choice(range_of) for _ in range(100) if range_of), 0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((address, port))
+            return int(probe.getsockname()[1])
+    raise OSError("this host has no free port")
+
+
+class RayNode:
+    """Every host: `ray start --block` in a separate session; it ends with this process.
+
+    Args:
+        arguments: arguments of `ray start`.
+        folder: a folder of this user alone, for the files of Ray and the output of its start.
+        forks: where Ray's workers on this host are forked; it is stopped with the node.
+    """
+
+    def __init__(self, arguments: list[str], folder: Path, forks: ForkServer | None = None) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.log = folder / "ray.log"
+        # Ray opens it to all users of the host, so it must be inside of a private one.
+        self._forks, self._arguments = forks, [*arguments, f"--temp-dir={folder / OPEN_FOLDER}"]
+        self._process = self._launch()
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        code, environment = RAY, dict(os.environ)
+        if self._forks is not None:
+            code = f"from stoker.hosts.forks import use_forks; use_forks(); {RAY}"
+            environment[SOCKET_VARIABLE] = self._forks.socket
+            # Otherwise the first driver waits until as many workers as CPUs run; a fork starts in 0.05 s.
+            environment["RAY_prestart_worker_first_driver"] = "0"
+        command = [sys.executable, "-c", code, "start"]
+        with self.log.open("wb") as output:
+            # Do not inherit pipes or the terminal: a daemon that holds the container's output keeps the
+            # job alive after its end.
+            return subprocess.Popen(
+                [*command, *self._arguments, "--block", "--disable-usage-stats", "--log-style=record"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+                env=environment,
+            )
+
+    def wait_started(self, check: Callable[[], None] = lambda: None) -> None:
+        """Every host: wait until the daemons run; on a busy host, Ray may have to be started again.
+
+        Args:
+            check: called in every iteration; raises to give up.
+
+        Raises:
+            ClusterError: Ray exited or took longer than `START_TIMEOUT_S`.
+        """
+        for _ in range(STARTS - 1):
+            try:
+                return self._wait(check)
+            except ClusterError:
+                if self.alive or MISSED_DEADLINE not in self._output():
+                    raise
+            self._process = self._launch()
+        return self._wait(check)
+
+    def _wait(self, check: Callable[[], None]) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "Ray runtime started" not in self._output():
+            check()
+            if not self.alive:
+                raise ClusterError(f"Ray did not start: {self._last_words()}")
+            if time.monotonic() > deadline:
+                self.stop()
+                raise ClusterError(f"Ray did not start within {START_TIMEOUT_S:.0f} s")
+            time.sleep(0.1)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def processes(self) -> list[psutil.Process]:
+        """Every host: the daemons and the workers, forked ones included."""
+        import psutil
+
+        tree: list[psutil.Process] = []
+        for pid in (self._process.pid, *([self._forks.pid] if self._forks else [])):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                root = psutil.Process(pid)
+                tree += [root, *root.children(recursive=True)]
+        return tree
+
+    def stop(self, grace_s: float = STOP_TIMEOUT_S) -> None:
+        """Every host: stop the daemons and their tasks; kill what is left after some seconds."""
+        import psutil
+
+        tree = self.processes()
+        if self.alive and grace_s:
+            self._process.terminate()
+        if self._forks is not None:
+            self._forks.stop()
+        for process in still_running(tree, grace_s):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        still_running(tree, STOP_TIMEOUT_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=STOP_TIMEOUT_S)
+
+    def _output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def _last_words(self) -> str:
+        lines = [line.strip() for line in self._output().splitlines() if line.strip()]
+        telling = [line for line in lines if "Error" in line or "error" in line]
+        return (telling or lines or [f"exit code {self._process.returncode}"])[-1][:500]
+
+
+def runs(process: int) -> bool:
+    """Anywhere: whether a process is still running; orphans stay zombies until somebody reaps them."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(psutil.Process(process).status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
+def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Every host: wait for processes to end; returns those that have not."""
+    deadline = time.monotonic() + timeout_s
+    while (left := [each for each in processes if runs(each.pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def arguments_for(
+    *, address: str, labels: dict[str, str], cpus: int, gpus: int | None, store: Store
+) -> list[str]:
+    """Every host: the `ray start` arguments common to head and worker hosts."""
+    arguments = [
+        f"--node-ip-address={address}",
+        f"--num-cpus={cpus}",
+        f"--object-store-memory={store.size}",
+        f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}",
+        "--include-log-monitor=false",
+    ]
+    if gpus is not None:
+        arguments.append(f"--num-gpus={gpus}")
+    if store.folder:
+        arguments.append(f"--plasma-directory={store.folder}")
+    return arguments
+
+
+def end_with_parent() -> None:
+    """Every host: in a new process: end it with the thread that started it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: works even if the parent is killed
+
+
+def _holder(port: int) -> str:
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):
+        for connection in psutil.net_connections("tcp"):
+            listens = connection.status == psutil.CONN_LISTEN
+            if listens and connection.pid and tuple(connection.laddr)[1:] == (port,):
+                return f" by {psutil.Process(connection.pid).name()} (process {connection.pid})"
+    return ""

@@ -1,0 +1,62 @@
+"""Every host: SageMaker describes the job in files below `/opt/ml/input/config`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stoker.hosts.services.base import Folders, Service
+from stoker.hosts.topology import TopologyError
+
+
+def base_folder() -> Path:
+    """Every host: `/opt/ml`, or the toolkit's `SAGEMAKER_BASE_DIR`."""
+    return Path(os.environ.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
+
+
+def resource() -> Mapping[str, Any] | None:
+    """Every host: the parsed resourceconfig.json; None if there is none.
+
+    Raises:
+        TopologyError: the file cannot be read.
+    """
+    file = base_folder() / "input" / "config" / "resourceconfig.json"
+    if not file.is_file():
+        return None
+    try:
+        found: dict[str, Any] = {"network_interface_name": "eth0", **json.loads(file.read_text())}
+    except (OSError, ValueError, TypeError) as error:
+        raise TopologyError(f"resourceconfig.json: cannot be read: {error}") from None
+    return found
+
+
+def folders() -> Folders:
+    """Every host: the folders that SageMaker uploads to S3."""
+    base = base_folder()
+    output = base / "output"
+    return Folders(
+        run=output / "data",
+        checkpoints=base / "checkpoints",
+        model=base / "model",
+        failure=output / "failure",
+        synced=True,
+    )
+
+
+def hyperparameters() -> dict[str, str]:
+    """Every host: hyperparameters.json without SageMaker's own keys; not every entry passes it as arguments.
+
+    Values are text, or JSON if an SDK wrote them; `stoker.config.loading.unquoted` reads both.
+    """
+    file = base_folder() / "input" / "config" / "hyperparameters.json"
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return {key: str(value) for key, value in found.items() if not key.startswith(("sagemaker_", "_tuning_"))}
+
+
+SERVICE = Service(name="sagemaker", resource=resource, folders=folders, given=hyperparameters)

@@ -1,0 +1,284 @@
+"""Every host: a Vertex AI custom job. Worker pools are groups; outputs go where the `AIP_…` variables say.
+
+Standard library only. What the service documents of `CLUSTER_SPEC` ("Distributed training" in Google's
+documentation) and what its hosts show differ: `job` is documented as the CustomJobSpec, but often is a JSON
+string without machines. The launcher therefore describes the pools in a variable of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stoker.hosts.services.base import Folders, Service
+from stoker.hosts.topology import TopologyError
+from stoker.place import BACKEND_VARIABLE
+
+CLUSTER_VARIABLE = "CLUSTER_SPEC"
+JOB_VARIABLE = "CLOUD_ML_JOB_ID"
+"""Set on every host of a job, with one host or many."""
+POOLS_VARIABLE = "STOKER_VERTEX_POOLS"
+"""From the launcher: `{"workerpool0": {"group": "gpu", "type": "g2-standard-8", "gpus": 1}, …}`. Pools of one
+group train together, because Vertex AI allows one replica in the first pool."""
+MODEL_VARIABLE, CHECKPOINT_VARIABLE = "AIP_MODEL_DIR", "AIP_CHECKPOINT_DIR"
+TENSORBOARD_VARIABLE = "AIP_TENSORBOARD_LOG_DIR"
+OUTPUT_VARIABLES = (MODEL_VARIABLE, CHECKPOINT_VARIABLE, TENSORBOARD_VARIABLE)
+MOUNTS = Path("/gcs")
+"""Every bucket that the job may read is a folder here (Cloud Storage FUSE)."""
+RUN_FOLDER, FAILURES = "run", "failures"
+"""Next to the model, in the job's output directory."""
+OWNER = "job.id"
+"""There, too: the job whose run it has."""
+
+_LOCAL = Path(tempfile.gettempdir()) / "stoker" / "run"
+_STARTED = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+_POOL = re.compile(r"workerpool\d+")
+_BUILT_IN_GPUS = re.compile(r"^(?:a2-(?:high|mega|ultra)gpu|a3-\w+gpu|a4x?-\w+gpu)-(\d+)g$")
+
+
+def resource_of(variables: Mapping[str, str]) -> Mapping[str, Any] | None:
+    """Every host: the job's hosts from its environment; None outside of a Vertex AI job. Pure.
+
+    Raises:
+        TopologyError: a variable is missing, damaged or contradicts another.
+    """
+    text = variables.get(CLUSTER_VARIABLE, "")
+    if JOB_VARIABLE not in variables and "workerpool" not in text:
+        if variables.get(BACKEND_VARIABLE) == "vertex":
+            raise TopologyError(f"{CLUSTER_VARIABLE}, {JOB_VARIABLE}: not set, so this host knows no others")
+        return None
+    missing = [name for name in OUTPUT_VARIABLES if not variables.get(name, "").startswith("gs://")]
+    if missing:
+        raise TopologyError(
+            f"{missing[0]}: no gs:// address, so the results would be lost with the machines;"
+            " give the job a baseOutputDirectory"
+        )
+    if not text:
+        raise TopologyError(f"{CLUSTER_VARIABLE}: not set; a Vertex AI job names its hosts in it")
+    spec = _parsed(CLUSTER_VARIABLE, text)
+    pools = _pools(spec)
+    current, host = _task(spec, pools)
+    machines = _machines(spec, variables, pools)
+    names = {pool: str(machines.get(pool, {}).get("group") or pool) for pool in pools}
+    groups: dict[str, dict[str, Any]] = {}
+    for pool, hosts in pools.items():
+        machine = machines.get(pool, {})
+        group = groups.setdefault(
+            names[pool],
+            {
+                "instance_group_name": names[pool],
+                "instance_type": str(machine.get("type") or ""),
+                "hosts": [],
+            },
+        )
+        if machine:
+            group["gpus"] = int(machine.get("gpus") or 0)
+        group["hosts"] += hosts
+    return {
+        "source": CLUSTER_VARIABLE,
+        "current_host": host,
+        "current_group_name": names[current],
+        "hosts": [host for hosts in pools.values() for host in hosts],
+        "instance_groups": list(groups.values()),
+    }
+
+
+def _parsed(name: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise TopologyError(f"{name}: is not JSON ({error}); got {text[:60]!r}") from None
+    if not isinstance(found, dict):
+        raise TopologyError(f"{name}: must be an object (got {text[:60]!r})")
+    return found
+
+
+def _pools(spec: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Pool → its hosts' names, in the order of the pools' numbers; pools without replicas are left out."""
+    cluster = spec.get("cluster")
+    if not isinstance(cluster, dict) or not cluster:
+        raise TopologyError(f"{CLUSTER_VARIABLE}: has no object 'cluster' with the worker pools")
+    if isinstance(cluster.get("worker_pools"), list):  # as in the tests of Google's client library
+        cluster = {
+            f"workerpool{pool.get('index')}": pool.get("replicas") for pool in cluster["worker_pools"] if pool
+        }
+    for pool in cluster:
+        if not _POOL.fullmatch(str(pool)):
+            raise TopologyError(
+                f"{CLUSTER_VARIABLE}: {pool!r} in 'cluster' is no worker pool (workerpool0, …)"
+            )
+    ordered = sorted(cluster, key=lambda pool: int(pool.removeprefix("workerpool")))
+    pools = {pool: [_host(pool, address) for address in cluster[pool]] for pool in ordered if cluster[pool]}
+    hosts = [host for members in pools.values() for host in members]
+    twice = next((host for host in hosts if hosts.count(host) > 1), None)
+    if twice:
+        raise TopologyError(f"{CLUSTER_VARIABLE}: lists the host {twice} twice")
+    return pools
+
+
+def _host(pool: str, address: Any) -> str:
+    name, _, port = str(address).rpartition(":")
+    host = name if port.isdigit() else str(address)
+    if not isinstance(address, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", host):
+        raise TopologyError(f"{CLUSTER_VARIABLE}: {pool} lists {address!r}, which is no host:port")
+    return host
+
+
+def _task(spec: Mapping[str, Any], pools: Mapping[str, list[str]]) -> tuple[str, str]:
+    """This host's pool and name."""
+    task = spec.get("task")
+    if not isinstance(task, dict):
+        raise TopologyError(f"{CLUSTER_VARIABLE}: has no object 'task', so this host has no name")
+    pool = str(task.get("type", f"workerpool{task.get('worker_pool_index')}"))
+    index = task.get("index", task.get("replica_index"))
+    if pool not in pools:
+        raise TopologyError(
+            f"{CLUSTER_VARIABLE}: this host's pool, {pool!r}, has no replicas; found: {', '.join(pools)}"
+        )
+    if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < len(pools[pool]):
+        raise TopologyError(
+            f"{CLUSTER_VARIABLE}: this host is number {index!r} of {pool}, which has replicas 0 to"
+            f" {len(pools[pool]) - 1}"
+        )
+    return pool, pools[pool][index]
+
+
+def _machines(
+    spec: Mapping[str, Any], variables: Mapping[str, str], pools: Mapping[str, list[str]]
+) -> dict[str, dict[str, Any]]:
+    """Pool → group, type and number of GPUs, as far as the launcher or the job's specification tells."""
+    if text := variables.get(POOLS_VARIABLE):
+        told = _parsed(POOLS_VARIABLE, text)
+        for pool in pools:
+            if not isinstance(told.get(pool), dict):
+                raise TopologyError(
+                    f"{POOLS_VARIABLE}: does not describe {pool} of {CLUSTER_VARIABLE}; submit the job again"
+                )
+        return {pool: told[pool] for pool in pools}
+    job = spec.get("job")
+    if isinstance(job, str):
+        job = _parsed(f"{CLUSTER_VARIABLE}: job", job) if job.strip() else {}
+    listed = _either(job, "worker_pool_specs") if isinstance(job, dict) else None
+    found: dict[str, dict[str, Any]] = {}
+    for number, pool_spec in enumerate(listed if isinstance(listed, list) else []):
+        machine = _either(pool_spec, "machine_spec") if isinstance(pool_spec, dict) else None
+        if machine and f"workerpool{number}" in pools:
+            found[f"workerpool{number}"] = _machine(machine)
+    return _grouped(found)
+
+
+def _machine(machine: Mapping[str, Any]) -> dict[str, Any]:
+    kind = str(_either(machine, "machine_type") or "")
+    accelerator = str(_either(machine, "accelerator_type") or "")
+    count = int(_either(machine, "accelerator_count") or 0)
+    built_in = _BUILT_IN_GPUS.match(kind)
+    gpus = count if accelerator.startswith("NVIDIA_") else int(built_in[1]) if built_in else 0
+    return {"type": kind, "gpus": gpus}
+
+
+def _grouped(machines: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The first pool has one replica, so further ones of the same GPU machine train with it."""
+    groups: dict[tuple[str, int], str] = {}
+    for pool, machine in machines.items():
+        key = (str(machine["type"]), int(machine["gpus"]))
+        machine["group"] = groups.setdefault(key, pool) if machine["gpus"] else pool
+    return machines
+
+
+def _either(found: Mapping[str, Any], snake: str) -> Any:
+    """A protobuf field by its own name, or by that of its JSON form."""
+    first, *rest = snake.split("_")
+    return found.get(snake, found.get(first + "".join(word.capitalize() for word in rest)))
+
+
+def resource() -> Mapping[str, Any] | None:
+    """Every host: this process's hosts and groups; see `resource_of`.
+
+    Raises:
+        TopologyError: also if the bucket for the outputs is not mounted, or has the run of another job.
+    """
+    found = resource_of(os.environ)
+    if found is not None and (absent := unmounted(os.environ)):
+        raise TopologyError(
+            f"{absent}: its bucket is no folder in {MOUNTS}; let the job's service account read and write it"
+        )
+    if found is not None and (owner := _owner(os.environ)) != os.environ.get(JOB_VARIABLE, ""):
+        raise TopologyError(
+            f"{os.environ[MODEL_VARIABLE]}: has the run of job {owner}, whose request this is; to continue"
+            " it, submit the job with --resume"
+        )
+    return found
+
+
+def unmounted(variables: Mapping[str, str]) -> str:
+    """Every host: the first output address whose bucket is not mounted; empty if all are."""
+    uris = [variables[name] for name in OUTPUT_VARIABLES]
+    return next(
+        (uri for uri in uris if not (MOUNTS / uri.removeprefix("gs://").partition("/")[0]).is_dir()), ""
+    )
+
+
+def _owner(variables: Mapping[str, str]) -> str:
+    """The job whose run the output directory has: this one, unless a request was submitted twice."""
+    job, file = variables.get(JOB_VARIABLE, ""), folder_of(variables[MODEL_VARIABLE]).parent / OWNER
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("x") as output:
+            output.write(job)
+    with contextlib.suppress(OSError):
+        return file.read_text() or job
+    return job
+
+
+def folders() -> Folders:
+    """Every host: outputs in the mounted bucket. The run directory is local, and the head copies it there.
+
+    Each host has a failure file of its own, named by its start: the service restarts hosts and jobs.
+    """
+    places = {name: os.environ.get(name, "") for name in OUTPUT_VARIABLES}
+    if not all(places.values()) or unmounted(places):
+        return Folders(run=_LOCAL, checkpoints=_LOCAL, model=_LOCAL, failure=_LOCAL / "failure")
+    model, checkpoints, board = (folder_of(uri) for uri in places.values())
+    base = model.parent
+    # Not among those of the job that owns the directory.
+    mine = _owner(os.environ) == os.environ.get(JOB_VARIABLE, "")
+    return Folders(
+        run=_LOCAL,
+        checkpoints=checkpoints,
+        model=model,
+        failure=(base / FAILURES if mine else _LOCAL) / f"{_STARTED}-{_replica()}",
+        synced=True,
+        copies={_LOCAL: base / RUN_FOLDER, _LOCAL / "tensorboard": board},
+    )
+
+
+def folder_of(uri: str) -> Path:
+    """Every host: `gs://bucket/folder/` as a folder below `/gcs`."""
+    return MOUNTS / uri.removeprefix("gs://").rstrip("/")
+
+
+def ends_job() -> bool:
+    """Every host: whether this is the first replica of the first pool, with which the job ends."""
+    pools = _pools(_parsed(CLUSTER_VARIABLE, os.environ[CLUSTER_VARIABLE]))
+    return _replica() == f"{next(iter(pools))}-0"
+
+
+def _replica() -> str:
+    """This host as the service's console names it: `workerpool0-0`."""
+    try:
+        spec = _parsed(CLUSTER_VARIABLE, os.environ.get(CLUSTER_VARIABLE) or "{}")
+        pools = _pools(spec)
+        pool, host = _task(spec, pools)
+    except TopologyError:
+        return "unknown"
+    return f"{pool}-{pools[pool].index(host)}"
+
+
+SERVICE = Service(name="vertex", resource=resource, folders=folders, ends_job=ends_job)

@@ -1,1 +1,0 @@
-"""Every host: integrations with other frameworks and with user scripts."""

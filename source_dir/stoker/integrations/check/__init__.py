@@ -1,1 +1,0 @@
-"""Script's process: observes torch's DataLoader in an unchanged training script."""

@@ -1,0 +1,288 @@
+"""Chain worker: records cached on a host across epochs, in shared memory or on disk.
+
+One file per record, named by the record's key, so every task on the host finds what any of them has cached.
+Nothing is evicted: a pass reads all records in turn, so evicting the oldest would evict what is needed next.
+Records that do not fit are preprocessed in every epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import mmap
+import os
+import pickle
+import shutil
+import struct
+import tempfile
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal
+
+from stoker.errors import CacheError
+from stoker.hosts.machine import memory
+from stoker.messages import Record
+from stoker.read.contents import as_array
+
+PREFIX = "stoker-cache-"
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of the run's own is made there, for its user alone
+SPARE_SHARE = 0.1
+"""Share of a host's memory or disk that the cache leaves to others."""
+UNASKED_SHARE = 0.5
+"""Share of the remaining free space that the cache takes if `data.cache_gb` is not set."""
+PAGE = 4096
+ALIGN = 64
+MAPPED_FROM_BYTES = 1024 * 1024
+"""Records from this size on are memory-mapped, so that only the pixels that a crop uses are read; for smaller
+ones reading is cheaper than mapping."""
+
+
+class KeptRecord(dict[str, Any]):
+    """Chain worker: a record as the deterministic prefix of the chain left it in an earlier pass."""
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """Head → every host: what is cached, and where."""
+
+    kind: Literal["memory", "disk"]
+    run: str
+    """Names the run; runs share nothing."""
+    most_bytes: int | None = None
+    """Per host; None: half of its free space."""
+    folder: str | None = None
+    """For `disk`; None: the host's temporary folder. Ray's own is open to all users of the host."""
+
+    def root(self) -> Path:
+        """A host of the cluster: the run's folder on it."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        parent = SHARED_MEMORY if self.kind == "memory" else Path(self.folder or tempfile.gettempdir())
+        # Several Ray nodes may share a machine.
+        return parent / f"{PREFIX}{self.run}-{node[:12]}"
+
+
+def open_root(root: Path) -> None:
+    """A host of the cluster: create the run's folder, readable by this user only.
+
+    Raises:
+        CacheError: it cannot be created or belongs to another user.
+    """
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = root.stat().st_uid
+    except OSError as error:
+        raise CacheError(f"data.cache: {root.parent} cannot be written: {error.strerror}") from None
+    if owner != os.getuid():
+        raise CacheError(f"data.cache: {root} belongs to another user")
+
+
+class HostCache:
+    """Chain worker: one per process and split.
+
+    Args:
+        root: the run's folder on this host.
+        key: identifies the data and the stages whose results are cached.
+        spec: what is cached.
+        reserved_bytes: of memory that Ray's object store may still take.
+
+    Raises:
+        CacheError: the folder cannot be used, or nothing fits there.
+    """
+
+    def __init__(self, root: Path, key: str, spec: CacheSpec, reserved_bytes: int = 0) -> None:
+        open_root(root)
+        self._folder = root / key
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._on_disk = spec.kind == "disk"
+        self._books = Books(root / "books", lambda: room(root, spec, reserved_bytes))
+        self._off = False
+        """The folder is gone: the run is about to end, or its cleaner was killed."""
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Bytes cached on this host by all its tasks, and the limit."""
+        return self._books.read()
+
+    def load(self, key: str) -> KeptRecord | None:
+        """The cached record with this key."""
+        content = self._content(self._path(key))
+        if content is None:
+            return None
+        record = KeptRecord(decode(content))
+        return record if record["key"] == key else None
+
+    def keep(self, record: Record) -> int:
+        """Cache a record; returns the bytes it takes, 0 if there is no room or it is cached already."""
+        path = self._path(record["key"])
+        if self._off or path.exists():
+            return 0
+        try:
+            parts = encode(record)
+        except Exception as error:
+            raise CacheError(f"data.cache: record {record['key']} cannot be cached: {error}") from error
+        return self._write(path, parts)
+
+    def keep_listing(self, shard: str, keys: list[str]) -> None:
+        """Cache the keys of a shard's records in their order, so that the shard need not be read again."""
+        self._write(self._path(f"shard:{shard}"), encode({"keys": keys}))
+
+    def listing(self, shard: str) -> list[str] | None:
+        """The keys of a shard whose records are all cached here."""
+        content = self._content(self._path(f"shard:{shard}"))
+        return None if content is None else list(decode(content)["keys"])
+
+    def _path(self, key: str) -> Path:
+        name = blake2b(key.encode(), digest_size=16).hexdigest()
+        return self._folder / name[:2] / name[2:]
+
+    def _content(self, path: Path) -> Any:
+        try:
+            file = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            size = os.fstat(file).st_size
+            if size >= MAPPED_FROM_BYTES:
+                with contextlib.suppress(OSError):  # too many maps
+                    # Private: a transform may write into its array.
+                    pages = mmap.mmap(file, size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+                    if self._on_disk:
+                        pages.madvise(mmap.MADV_WILLNEED)
+                    return pages
+            content = bytearray(size)
+            return content if os.readv(file, [content]) == size else None
+        finally:
+            os.close(file)
+
+    def _write(self, path: Path, parts: list[Any]) -> int:
+        size = -(-sum(map(len, parts)) // PAGE) * PAGE
+        if not self._books.reserve(size):
+            return 0
+        draft = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            try:
+                self._write_file(draft, parts)
+            except FileNotFoundError:
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+                self._write_file(draft, parts)
+            draft.rename(path)
+        except OSError:
+            self._off = True
+            with contextlib.suppress(OSError):
+                draft.unlink()
+            return 0
+        return size
+
+    @staticmethod
+    def _write_file(path: Path, parts: list[Any]) -> None:
+        with path.open("wb", buffering=0) as file:
+            for part in parts:
+                left = memoryview(part)
+                while left:
+                    left = left[file.write(left) :]
+
+
+class Books:
+    """Chain worker: bytes cached on a host and their limit, shared by all its processes."""
+
+    _FORM = struct.Struct("<qq")
+
+    def __init__(self, path: Path, bound: Any) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        with self._locked():
+            if os.fstat(self._file).st_size == 0:
+                os.pwrite(self._file, self._FORM.pack(0, bound()), 0)
+
+    def read(self) -> tuple[int, int]:
+        """Bytes used and bytes allowed."""
+        taken, allowed = self._FORM.unpack(os.pread(self._file, self._FORM.size, 0))
+        return taken, allowed
+
+    def reserve(self, size: int) -> bool:
+        """Reserve `size` bytes if they are left."""
+        with self._locked():
+            taken, allowed = self.read()
+            if taken + size > allowed:
+                return False
+            os.pwrite(self._file, self._FORM.pack(taken + size, allowed), 0)
+        return True
+
+    @contextlib.contextmanager
+    def _locked(self) -> Any:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.close(self._file)
+
+
+def room(root: Path, spec: CacheSpec, reserved_bytes: int) -> int:
+    """Chain worker: byte limit of this host's cache.
+
+    Raises:
+        CacheError: there is hardly any room.
+    """
+    disk = shutil.disk_usage(root)
+    free = disk.free - SPARE_SHARE * disk.total
+    if spec.kind == "memory":
+        total, available = memory()
+        # Ray's store is in shared memory too, and takes pages only as it fills them.
+        free = min(disk.free, available - SPARE_SHARE * total) - reserved_bytes
+    bound = int(UNASKED_SHARE * free) if spec.most_bytes is None else min(spec.most_bytes, int(free))
+    if bound < PAGE:
+        beside = f", {reserved_bytes >> 20} MB of it for Ray's object store" if reserved_bytes else ""
+        other = "disk" if spec.kind == "memory" else "memory"
+        raise CacheError(
+            f"data.cache: nothing can be cached in {root.parent} on this host: {disk.free >> 20} MB are"
+            f" free{beside}; use data.cache {other} or none"
+        )
+    return bound
+
+
+def encode(record: Record) -> list[Any]:
+    """Chain worker: a record as bytes-like parts; arrays come last, as they are in memory."""
+    buffers: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(dict(record))
+    body = stream.getvalue()
+    raw = [buffer.raw() for buffer in buffers]
+    head = struct.pack(f"<{2 + len(raw)}q", len(raw), len(body), *map(len, raw))
+    parts: list[Any] = [head, body]
+    at = len(head) + len(body)
+    for buffer in raw:
+        gap = -at % ALIGN
+        parts += [bytes(gap), buffer]
+        at += gap + len(buffer)
+    return parts
+
+
+def decode(content: Any) -> Record:
+    """Chain worker: decode the output of `encode`; arrays are views of `content`."""
+    view = memoryview(content)
+    count, length = struct.unpack_from("<2q", view)
+    sizes = struct.unpack_from(f"<{count}q", view, 16)
+    at = 16 + 8 * count
+    body = view[at : at + length]
+    at += length
+    buffers = []
+    for size in sizes:
+        at += -at % ALIGN
+        buffers.append(view[at : at + size])
+        at += size
+    record: Record = pickle.loads(body, buffers=buffers)  # noqa: S301 - from this user's own folder
+    return record
+
+
+class _Pickler(pickle.Pickler):
+    """Chain worker: pickles tensors as arrays, whose memory need not be copied."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return as_array(value)

@@ -1,0 +1,172 @@
+"""Delta tables: reads the files of one table version as Parquet."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from stoker.errors import UsageError
+from stoker.read.base import Source
+from stoker.read.checksums import sums_of
+from stoker.read.files import PARQUET_SUFFIXES, is_delta_table, split_folder
+from stoker.read.filters import Filters
+from stoker.read.nulls import Nulls
+from stoker.read.parquet import ParquetSource
+from stoker.storage.filesystems import filesystem_of, join
+
+CATALOG_NAME = re.compile(r"(uc://)?[\w-]+\.[\w-]+\.[\w-]+")
+"""`catalog.schema.table`."""
+
+
+class DeltaSource(ParquetSource):
+    """Head and chain worker: the rows of a Delta table at one version.
+
+    Partition columns come from the table's log; columns added to the table later are NULL in rows of older
+    files.
+    """
+
+    def complete(self, path: str, schema: Any) -> None:
+        own = self.constants.setdefault(path, {})
+        own.update({name: None for name in self.types if name not in own and name not in schema.names})
+
+
+def open_delta(
+    uri: str,
+    columns: list[str] | None,
+    filters: Filters | None,
+    version: int | None,
+    nulls: Nulls | None = None,
+    data: str = "",
+) -> DeltaSource:
+    """Head: the files of a Delta table at a version, without those that the partitions rule out.
+
+    Args:
+        uri: the table.
+        columns: of the records; None: all.
+        filters: rows to keep; None: all.
+        version: of the table; None: the newest.
+        nulls: how to handle NULLs, by column; those of other columns are refused.
+        data: the data root, the table or a folder above it, which may hold a SHA256SUMS.
+
+    Raises:
+        UsageError: deltalake is not installed, there is no such table or version, or the table needs deletion
+            vectors or column mapping.
+    """
+    try:
+        import deltalake
+    except ImportError:
+        raise UsageError(
+            f"{uri}: reading a Delta table needs the package deltalake; pip install 'stoker[delta]', or add"
+            " deltalake to requirements.txt"
+        ) from None
+    import pyarrow as pa
+
+    filesystem, root = filesystem_of(uri)
+    at = uri if "://" in uri and not uri.startswith("file://") else root
+    try:
+        table = deltalake.DeltaTable(at, version=version, storage_options=_storage_options())
+        dataset = table.to_pyarrow_dataset()  # refuses tables with unsupported features
+        actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+        types = {field.name: field.type for field in dataset.schema}
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        which = "" if version is None else f" at version {version}"
+        raise UsageError(f"{uri}: cannot be read as a Delta table{which}: {text}") from None
+    if not actions:
+        raise UsageError(f"{uri}: the Delta table has no rows at version {table.version()}")
+    out = _ruled_out(dataset, filters)
+    # Keep one in any case, so that the source reports that no row matches.
+    actions = [action for action in actions if unquote(action["path"]) not in out] or actions[:1]
+    actions.sort(key=lambda action: action["path"])
+    paths = [_path_of(action["path"], root) for action in actions]
+    constants = {
+        path: {
+            name.removeprefix("partition."): value
+            for name, value in action.items()
+            if name.startswith("partition.")
+        }
+        for path, action in zip(paths, actions, strict=True)
+    }
+    files = filesystem.get_file_info(paths)
+    sums = sums_of(data or uri, files, PARQUET_SUFFIXES)
+    return DeltaSource(files, columns, filters, constants, nulls, sums, types)
+
+
+def _ruled_out(dataset: Any, filters: Filters | None) -> set[str]:
+    """Head: files without matching rows, by the partitions and statistics in the table's log."""
+    from pyarrow import parquet
+
+    if not filters:
+        return set()
+    try:
+        fragments = dataset.get_fragments(filter=parquet.filters_to_expression(filters))
+        return set(dataset.files) - {fragment.path for fragment in fragments}
+    except Exception:
+        return set()  # the source's own check reports what is wrong with the filters
+
+
+def _path_of(path: str, root: str) -> str:
+    """A path from the table's log (percent-encoded, relative to the table or absolute) for pyarrow."""
+    path = unquote(path)
+    if "://" in path:
+        return filesystem_of(path)[1]
+    return path if path.startswith("/") else join(root, path)
+
+
+def _storage_options() -> dict[str, str]:
+    """Allow plain http, which is refused by default, if the endpoint uses it."""
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
+    options = {"endpoint_url": endpoint} if endpoint else {}
+    return options | ({"allow_http": "true"} if endpoint.startswith("http://") else {})
+
+
+def refuse_catalog_name(table: str) -> None:
+    """Head: refuse the name of a table in a catalog, whose files only the catalog's own service hands out.
+
+    Raises:
+        UsageError: says how to read such a table.
+    """
+    if CATALOG_NAME.fullmatch(table) and not Path(table).exists():
+        name = table.removeprefix("uc://")
+        raise UsageError(
+            f"{table}: is the name of a Unity Catalog table, and read_delta reads folders; write it to a"
+            f" volume once: spark.table({name!r}).write.format('delta').save('/Volumes/…'), and name that"
+            " folder"
+        )
+    if table.startswith("dbfs:/Volumes/"):
+        raise UsageError(f"{table}: write {table.removeprefix('dbfs:')}, the path that all hosts mount")
+
+
+def read_delta(
+    table: str,
+    split: str | None = None,
+    columns: list[str] | None = None,
+    filters: Filters | None = None,
+    version: int | None = None,
+    nulls: Nulls | None = None,
+) -> Source | None:
+    """Head: read a Delta table; requires the extra `delta` (`pip install stoker[delta]`).
+
+    Args:
+        table: path (on Databricks, also `/Volumes/…`) or s3:// address of a table, or of a folder with the
+            tables train and val.
+        split: train or val; None: the table itself, with `filters` selecting its rows.
+        columns: read these columns only; default: all.
+        filters: keep rows that match, [("split", "==", "train"), …]; partitions and row groups that
+            cannot match are not read.
+        version: read this version of the table; default: the version when the job starts.
+        nulls: how to handle a column's NULLs, as in `read_parquet`.
+
+    Raises:
+        UsageError: no such table, version or column, or the table needs an unsupported feature.
+    """
+    refuse_catalog_name(table)
+    if split is None or is_delta_table(table):
+        if split not in (None, "train"):
+            return None
+        return open_delta(table, columns, filters, version, nulls, table)
+    folder = split_folder(table, split)
+    return open_delta(folder, columns, filters, version, nulls, table) if folder else None

@@ -1,0 +1,194 @@
+"""Head: checks whether a split still holds the records that it held when a checkpoint was written.
+
+A fingerprint has a base (names, sizes, counts, a dataset's state) and digests of content samples, each four
+times as large as the previous one. Their number is limited by time, so two fingerprints agree if their bases
+and the digests that both have agree.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import time
+from bisect import bisect_right
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import accumulate
+from math import gcd
+from typing import Any
+
+from stoker.messages import BadRecord, Shard
+from stoker.read.base import Source, digest, listing_of
+from stoker.read.contents import Contents, content_of
+from stoker.read.seeding import drawing, seed_globals, states
+
+SEPARATOR = "~"
+BUDGET_S = 0.25
+"""No larger sample starts after this time, so all samples take about a second at most."""
+BUDGET_BYTES = 64 * 2**20
+CHUNK_BYTES = 2**20
+CHUNKS = (4, 16, 64, 256, 1024, 4096, 16384)
+"""Number of file chunks in each successive sample."""
+RECORDS = (2, 4, 8, 16)
+"""Number of records in each successive sample, if only reading gives their content."""
+SAMPLED_PIECE = 256
+"""Size in records of the shards that samples are taken from."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Head: identity of a split's records, determined before training."""
+
+    text: str
+    draws: str = ""
+    """Why records must not be cached across epochs: reading draws random numbers."""
+    unstable: str = ""
+    """Why the records cannot be identified: reading one twice gives different results."""
+
+
+def agree(one: str, other: str) -> bool:
+    """Head: whether two fingerprints match, as far as both have sampled."""
+    return all(a == b for a, b in zip(one.split(SEPARATOR), other.split(SEPARATOR), strict=False))
+
+
+def identity_of(source: Source) -> Identity:
+    """Head: a source's fingerprint; if it has none, that of a sample of its records."""
+    text = source.fingerprint()
+    if text and not source.random:
+        return Identity(text)
+    kind = type(getattr(source, "dataset", source)).__name__
+    base = text or digest(source.count(), content_of(source))
+    try:
+        copied = _as_tasks_get_it(source)
+        digests, draws, differs = _sample(source, copied)
+    except Exception as error:
+        why = f"{kind} cannot be read twice here ({type(error).__name__}: {str(error)[:120]})"
+        return Identity(base, why, why)
+    drawn = f"{kind} draws random numbers as it reads a record" if draws or differs else ""
+    if differs:
+        return Identity(base, drawn, f"{kind} returns a different record at each read")
+    return Identity(SEPARATOR.join([base] if text else [base, *digests]), drawn)
+
+
+def _as_tasks_get_it(source: Source) -> Source:
+    """A copy, because reading may open files that cannot be pickled; arrays are shared, not copied."""
+    from ray.cloudpickle import CloudPickler
+
+    from stoker.read.contents import as_array
+
+    class Sharing(CloudPickler):  # type: ignore[misc]
+        def reducer_override(self, value: Any) -> Any:
+            shared = as_array(value)
+            return super().reducer_override(value) if shared is NotImplemented else shared
+
+    buffers: list[pickle.PickleBuffer] = []
+    stream = io.BytesIO()
+    Sharing(stream, protocol=5, buffer_callback=buffers.append).dump(source.for_workers())
+    copied: Source = pickle.loads(stream.getbuffer(), buffers=buffers)  # noqa: S301 - of this process
+    return copied
+
+
+def _sample(source: Source, copied: Source) -> tuple[list[str], bool, bool]:
+    """Digests of successive samples, whether reading draws, and whether two reads differ."""
+    content, found, draws, differs = blake2b(digest_size=4), [], False, False
+    shards = list(_sampled_shards(source))
+    until, done = time.monotonic() + BUDGET_S, 0
+    for shard, count in shards:
+        for first, again, other in zip(*(_read(copied, shard, count, seed) for seed in "112"), strict=True):
+            draws |= first[1] or first[0] != other[0]
+            differs |= first[0] != again[0]
+            content.update(first[0])
+            done += 1
+            if done in RECORDS:
+                found.append(content.hexdigest())
+        if done >= RECORDS[-1] or (found and time.monotonic() > until):
+            break
+    else:
+        found.append(content.hexdigest())
+    return found, draws, differs
+
+
+def _sampled_shards(source: Source) -> Iterator[tuple[Shard, int]]:
+    """Shards from all over the split, and how many of the first records of each to sample."""
+    shards = source.shards(SAMPLED_PIECE, None)
+    count = max(1, -(-RECORDS[-1] // max(1, len(shards))))
+    for number in spread(len(shards), RECORDS[-1]):
+        listing = listing_of(source, shards[number])
+        if listing is None:
+            yield shards[number], count
+        else:
+            for at in spread(len(listing), count):
+                yield listing[at][1], 1
+
+
+def _read(source: Source, shard: Shard, count: int, seed: str) -> list[tuple[bytes, bool]]:
+    """Content of a shard's first records, and whether reading each drew from a global generator."""
+    found: list[tuple[bytes, bool]] = []
+    with drawing(seed):
+        reader = iter(source.read(shard, None))
+        for number in range(count):
+            seed_globals(f"{seed}/{number}")
+            before = states()
+            record = next(reader, None)
+            if record is None:
+                break
+            after = states()
+            drew = any(pickle.dumps(after[name]) != pickle.dumps(state) for name, state in before.items())
+            record = {"key": record.key} if isinstance(record, BadRecord) else record
+            contents = Contents(most_items=None)
+            contents.add(record)
+            found.append((contents.digest(), drew))
+    return found
+
+
+def fingerprint_of_files(filesystem: Any, paths: list[str], sizes: list[int], about: Any) -> str:
+    """Head: the fingerprint of a source that reads files: their sizes and a sample of their content (all of
+    it if that is small).
+
+    Args:
+        filesystem: of the files.
+        paths: of the files.
+        sizes: bytes of each.
+        about: what else decides which records are read; names that do not change when the data moves.
+    """
+    return SEPARATOR.join([digest(about, sizes), *_content_of_files(filesystem, paths, sizes)])
+
+
+def _content_of_files(filesystem: Any, paths: list[str], sizes: list[int]) -> list[str]:
+    ends = list(accumulate(-(-size // CHUNK_BYTES) for size in sizes))
+    chunks = list(spread(ends[-1], CHUNKS[-1])) if ends and ends[-1] else []
+    files = [bisect_right(ends, chunk) for chunk in chunks]
+
+    def read(at: int) -> bytes:
+        file, chunk = files[at], chunks[at]
+        offset = (chunk - (ends[file - 1] if file else 0)) * CHUNK_BYTES
+        try:
+            with filesystem.open_input_file(paths[file]) as stream:
+                stream.seek(offset)
+                return blake2b(stream.read(CHUNK_BYTES), digest_size=8).digest()
+        except OSError:
+            return b"cannot be read"
+
+    sample, found = blake2b(digest_size=4), []
+    until, done = time.monotonic() + BUDGET_S, 0
+    with ThreadPoolExecutor(8) as pool:
+        for level in CHUNKS:
+            part = range(done, min(level, len(chunks)))
+            for content in pool.map(read, part):
+                sample.update(content)
+            done = part.stop
+            found.append(sample.hexdigest())
+            seen = sum(min(CHUNK_BYTES, sizes[files[at]]) for at in range(done))
+            if done == len(chunks) or seen > BUDGET_BYTES or time.monotonic() > until:
+                break
+    return found
+
+
+def spread(total: int, most: int) -> Iterator[int]:
+    """Head: up to `most` distinct numbers of 0 … total - 1, always the same, spread evenly."""
+    step = max(1, int(total * 0.6180339887498949))
+    while gcd(step, total) > 1:
+        step += 1
+    return (k * step % total for k in range(min(total, most)))

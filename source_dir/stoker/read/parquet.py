@@ -1,0 +1,360 @@
+"""Parquet: rows with bytes, numbers, strings or tensors; pushes down columns and filters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from stoker.errors import UsageError
+from stoker.messages import BadRecord, Record, Shard
+from stoker.read import checksums
+from stoker.read.arrow import mask_of, same_values, values_of
+from stoker.read.base import Source, StreamedSource
+from stoker.read.checksums import sums_of
+from stoker.read.files import PARQUET_SUFFIXES, is_delta_table, partitions_of, split_files
+from stoker.read.filters import Filters, expression, filter_columns, without
+from stoker.read.identity import fingerprint_of_files
+from stoker.read.nulls import Found, Nulls, Rules, check_nulls
+from stoker.read.row_groups import Group, read_footer, read_groups
+from stoker.storage.filesystems import common_folder, filesystem_of_files, is_local
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class Footer:
+    """Head: contents of a Parquet file's footer."""
+
+    schema: Any
+    rows: int
+    groups: list[Group]
+    matching: int
+    """Rows that match the filters; all rows without filters."""
+    nulls: dict[str, Found]
+    """Columns that hold NULLs, or may."""
+
+
+class ParquetSource(StreamedSource):
+    """Head and chain worker: one record per row, read by row groups.
+
+    Columns of {bytes, path} structs, as Hugging Face datasets write images, give their bytes; lists and
+    Arrow tensors give NumPy arrays. Filters skip row groups by their statistics; in the others, the filter's
+    columns are read first, and the rest only if a row matches.
+
+    Args:
+        files: pyarrow FileInfo of each file.
+        columns: columns of the records; None: all.
+        filters: rows to keep; None: all.
+        constants: per path, columns that the file lacks and their value in all its rows.
+        nulls: how to handle NULLs, by column; those of other columns are refused.
+        types: Arrow types of columns that files may lack.
+        sums: SHA-256 by path; every file is verified before its rows are returned. Empty: do not verify.
+    """
+
+    random = False
+
+    def __init__(
+        self,
+        files: list[Any],
+        columns: list[str] | None = None,
+        filters: Filters | None = None,
+        constants: dict[str, dict[str, Any]] | None = None,
+        nulls: Nulls | None = None,
+        sums: dict[str, str] | None = None,
+        types: dict[str, Any] | None = None,
+    ) -> None:
+        self.paths = [f.path for f in files]
+        self.columns, self.filters = columns, filters
+        self.constants, self.nulls, self.sums = constants or {}, nulls or {}, sums or {}
+        self.types = types or {}
+        self.sizes = [f.size for f in files]
+        self.folder = common_folder(files)
+        self.filesystem = filesystem_of_files(files)
+        self.footers: list[Footer] = []
+
+    def check(self) -> None:
+        if self.sums and not is_local(self.paths[0]):
+            # Shared storage is verified once, here; each host may have its own copy of local files.
+            with ThreadPoolExecutor(16) as pool:
+                list(pool.map(self._verify, self.paths))
+        schema = self._check_schemas()
+        check_nulls(self, [*(self.columns or schema)])
+        if self.count() == 0:
+            why = f" that matches {self.filters}" if self.filters else ""
+            raise UsageError(f"{self.paths[0]}: the Parquet files hold no row{why}")
+
+    def _check_schemas(self) -> dict[str, Any]:
+        """Column → its type in the first file, which those of the others must match."""
+        import pyarrow as pa
+
+        first = self._first()[0]
+        schema = self._whole_schema(*self._first())
+        named = dict.fromkeys([*(self.columns or []), *filter_columns(self.filters), *self.nulls])
+        if missing := [c for c in named if c not in schema]:
+            raise UsageError(f"{first}: has no column {', '.join(missing)}; it has {', '.join(schema)}")
+        wanted = [*named] if self.columns else [*schema]
+        if "key" in (self.columns or schema):
+            raise UsageError(
+                f"{first}: has a column key, which names a record (its file and row); leave it out with"
+                " columns=[…], or rename it"
+            )
+        if "_hoodie_commit_time" in schema:
+            raise UsageError(
+                f"{first}: is of a Hudi table, so some files may be outdated; write a copy of its rows"
+            )
+        for path, footer in zip(self.paths, self.footers, strict=True):
+            other = self._whole_schema(path, footer.schema)
+            if absent := [c for c in wanted if c not in other]:
+                raise UsageError(f"{path}: lacks the column {', '.join(absent)} that {first} has")
+            if not self.columns and (more := [c for c in other if c not in schema]):
+                raise UsageError(f"{first}: lacks the column {', '.join(more)} that {path} has")
+            for column in wanted:
+                kinds = schema[column], other[column]
+                if None not in kinds and not same_values(*kinds):
+                    raise UsageError(f"{path}: column {column} is {kinds[1]}, in {first} it is {kinds[0]}")
+                if self.types.get(column) in (None, pa.null()):
+                    self.types[column] = other[column]
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(self._refuse_other_values, self.paths, self.footers))
+        return schema
+
+    def _refuse_other_values(self, path: str, footer: Footer) -> None:
+        """Refuse a file with other values in a column than the folder of its partition says."""
+        constants = self.constants.get(path, {})
+        for column in constants.keys() & {*footer.schema.names} if footer.groups else ():
+            values = read_groups(self.filesystem, path, footer.groups, [column])[column].to_pylist()
+            if others := {*map(str, values)} - {str(constants[column])}:
+                raise UsageError(
+                    f"{path}: column {column} holds {min(others)}, but its folder says {constants[column]};"
+                    " rename one"
+                )
+
+    def count_nulls(self, path: str, column: str, groups: list[Group]) -> int:
+        """Head: number of NULLs of a column in rows that match the filters, found by reading it."""
+        table = read_groups(self.filesystem, path, groups, [column])
+        mask = mask_of(table[column], self._rows(path, groups))
+        return 0 if mask is None else int(mask.sum())
+
+    def _verify(self, path: str) -> None:
+        checksums.verify(self.filesystem, path, self.sums[path])
+
+    def _whole_schema(self, path: str, schema: Any) -> dict[str, Any]:
+        """Column → its type; None for a column that the file lacks."""
+        return {field.name: field.type for field in schema} | dict.fromkeys(self.constants.get(path, {}))
+
+    def _first(self) -> tuple[str, Any]:
+        self._ensure_footers()
+        return self.paths[0], self.footers[0].schema
+
+    def _ensure_footers(self) -> None:
+        if not self.footers:
+            with ThreadPoolExecutor(16) as pool:
+                self.footers = list(pool.map(self._footer, self.paths))
+            # Writers leave files without rows, whose types may be none.
+            kept = [i for i, footer in enumerate(self.footers) if footer.rows] or [0]
+            self.paths, self.sizes = [self.paths[i] for i in kept], [self.sizes[i] for i in kept]
+            self.footers = [self.footers[i] for i in kept]
+
+    def _footer(self, path: str) -> Footer:
+        import pyarrow as pa
+
+        schema, groups, nulls = read_footer(self.filesystem, path, self.columns)
+        self.complete(path, schema)
+        rows = sum(g.rows for g in groups)
+        if not self.filters:
+            return Footer(schema, rows, groups, rows, nulls)
+        try:
+            return Footer(schema, rows, *self._matching(path, schema, groups), nulls)
+        except pa.ArrowException as error:
+            text = " ".join(str(error).split())[:200]
+            raise UsageError(f"{path}: filters={self.filters!r} do not fit its columns: {text}") from None
+
+    def complete(self, path: str, schema: Any) -> None:
+        """Head: add to `constants` what a file of this schema lacks; no-op here."""
+
+    def for_workers(self) -> ParquetSource:
+        slim = copy(self)
+        slim.footers = []
+        return slim
+
+    def _matching(self, path: str, schema: Any, groups: list[Group]) -> tuple[list[Group], int]:
+        """The row groups with matching rows, and the total number of matching rows."""
+        from pyarrow import dataset
+
+        constants = self.constants.get(path, {})
+        known = {*schema.names, *constants}
+        if not known.issuperset(filter_columns(self.filters)):
+            return groups, sum(g.rows for g in groups)  # check() reports the column
+        fragment = dataset.ParquetFileFormat().make_fragment(path, self.filesystem)
+        possible = {g.number for g in groups}
+        own = without(self.filters, constants)
+        if own:
+            # Statistics rule out most row groups that cannot match, without reading them.
+            kept = fragment.split_by_row_group(expression(own), schema)
+            possible = {info.id for part in kept for info in part.row_groups}
+        found = []
+        matching = 0
+        for group in (g for g in groups if g.number in possible):
+            rows = len(self._rows(path, [group]))
+            if rows:
+                found.append(group)
+                matching += rows
+        return found, matching
+
+    def _rows(self, path: str, groups: list[Group]) -> np.ndarray[Any, Any]:
+        """Every host: positions of the rows to keep within these concatenated row groups."""
+        import numpy as np
+        import pyarrow as pa
+
+        rows = sum(g.rows for g in groups)
+        if not self.filters:
+            return np.arange(rows)
+        constants = self.constants.get(path, {})
+        names = filter_columns(self.filters)
+        own = [name for name in names if name not in constants]
+        table = read_groups(self.filesystem, path, groups, own) if own else pa.table({"": pa.nulls(rows)})
+        for name in names:
+            if name in constants:
+                table = table.append_column(name, pa.array([constants[name]] * rows))
+        table = table.append_column("__row", pa.array(np.arange(rows)))
+        kept: np.ndarray[Any, Any] = table.filter(expression(self.filters))["__row"].to_numpy()
+        return kept
+
+    def count(self) -> int:
+        self._ensure_footers()
+        return sum(footer.matching for footer in self.footers)
+
+    def fingerprint(self) -> str:
+        self._ensure_footers()
+        names = [path.removeprefix(self.folder) for path in self.paths]
+        constants = [self.constants.get(path) for path in self.paths]
+        groups = [f.groups for f in self.footers]
+        layout = names, groups, self.columns, self.filters, constants, self.nulls, [*self.sums.values()]
+        return fingerprint_of_files(self.filesystem, self.paths, self.sizes, layout)
+
+    def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
+        self._ensure_footers()
+        shards: list[Shard] = []
+        for path, footer in zip(self.paths, self.footers, strict=True):
+            part: list[Group] = []
+            for group in footer.groups:
+                part.append(group)
+                if sum(g.rows for g in part) >= records or group is footer.groups[-1]:
+                    rows = None if self.filters else sum(g.rows for g in part)
+                    first, last = part[0].number, part[-1].number
+                    home, name = f"{path}:{first}", path.removeprefix(self.folder)
+                    shards.append(Shard(path, first, last + 1, rows, tuple(part), home, name))
+                    part = []
+        if order is not None:
+            shards = [shards[i] for i in order.permutation(len(shards))]
+        return shards
+
+    def arrangement(self, count: int, order: np.random.Generator | None) -> list[int]:
+        return list(range(count)) if order is None else order.permutation(count).tolist()
+
+    def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        import numpy as np
+
+        groups: list[Group] = list(shard.items)
+        if self.sums and is_local(shard.path):
+            self._verify(shard.path)
+        kept = self._rows(shard.path, groups)
+        constants = self.constants.get(shard.path, {})
+        wanted = None if self.columns is None else [c for c in self.columns if c not in constants]
+        table = read_groups(self.filesystem, shard.path, groups, wanted)
+        name = shard.path.removeprefix(self.folder)
+        rules = Rules(shard.path, self.nulls)
+        columns: dict[str, Callable[[int], Any]] = {}
+        for column in table.column_names:
+            array = table[column]
+            kind = self.types.get(column, array.type)
+            columns |= rules.apply(column, kind, mask_of(array, kept), values_of(array))
+        for column, constant in constants.items():
+            if self.columns is None or column in self.columns:
+                mask = np.ones(table.num_rows, bool) if constant is None else None
+                columns |= rules.apply(column, self.types.get(column), mask, partial(_same, constant))
+        in_file = np.concatenate([np.arange(g.first_row, g.first_row + g.rows) for g in groups])
+        for row in kept[self.arrangement(len(kept), order)].tolist():
+            # A row's number in its file is its identity, regardless of filters.
+            record = {"key": f"{name}:{in_file[row]}"}
+            if row in rules.bad:
+                yield BadRecord(record["key"], f"column {rules.bad[row]} is NULL")
+                continue
+            try:
+                for column, value in columns.items():
+                    record[column] = value(row)
+            except Exception as error:
+                yield BadRecord(record["key"], f"column {column}: {error}")
+                continue
+            yield record
+
+    def column_types(self) -> dict[str, Any]:
+        """Head: column → its type in the first file."""
+        return {c: kind or self.types.get(c) for c, kind in self._whole_schema(*self._first()).items()}
+
+    def metadata(self) -> list[dict[bytes, bytes]]:
+        """Head: what the writers of the files left beside their schemas."""
+        self._ensure_footers()
+        return [footer.schema.metadata or {} for footer in self.footers]
+
+    def label_values(self, column: str) -> set[Any]:
+        """Head: the distinct values of a column.
+
+        Raises:
+            UsageError: a column that is asked for is missing.
+        """
+        from pyarrow import compute
+
+        self._check_schemas()
+
+        def values(path: str, footer: Footer) -> list[Any]:
+            if column in (own := self.constants.get(path, {})) or not footer.groups:
+                return [own[column]] if column in own else []
+            table = read_groups(self.filesystem, path, footer.groups, [column])
+            rows = self._rows(path, footer.groups)
+            return list(compute.unique(table[column].take(rows)).to_pylist())
+
+        with ThreadPoolExecutor(16) as pool:
+            return {value for each in pool.map(values, self.paths, self.footers) for value in each}
+
+
+def _same(value: Any, row: int) -> Any:
+    return value
+
+
+def read_parquet(
+    root: str,
+    split: str,
+    columns: list[str] | None = None,
+    filters: Filters | None = None,
+    nulls: Nulls | None = None,
+) -> Source | None:
+    """Head: read Parquet files under `root/<split>/` or named `root/<split>*.parquet`.
+
+    Folders such as `label=cat/` and `split=train/`, as Hive and Spark write them, are columns.
+
+    Args:
+        root: folder or URI; a single file is the train split.
+        split: train or val.
+        columns: read these columns only; default: all.
+        filters: keep rows that match, [("label", "<", 5), …]; row groups that cannot match are not read.
+        nulls: how to handle a column's NULLs, {"age": "quarantine"}: drop and count the record; "keep": NaN
+            for floats, otherwise 0, False or "" plus a column age__valid; or a replacement value. NULLs of
+            other columns are refused before training.
+
+    Raises:
+        UsageError: no files, or a Delta table, whose old files must not be read.
+    """
+    if is_delta_table(root):
+        raise UsageError(f"{root}: is a Delta table, so some files may be outdated; read it with read_delta")
+    files, notes = split_files(root, split, PARQUET_SUFFIXES)
+    if not files:
+        return None
+    constants, types = partitions_of(root, files)
+    sums = sums_of(root, files, PARQUET_SUFFIXES)
+    return ParquetSource(files, columns, filters, constants, nulls, sums, types).noting(*notes)

@@ -1,0 +1,315 @@
+"""WebDataset tar shards: files with the same stem form one record."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from stoker.errors import UsageError
+from stoker.messages import BadRecord, Record, Shard
+from stoker.read import checksums
+from stoker.read.base import Source, StreamedSource
+from stoker.read.checksums import sums_of
+from stoker.read.files import TAR_SUFFIXES, split_files
+from stoker.read.identity import fingerprint_of_files
+from stoker.read.members import NUMBERS, Naming, value_of
+from stoker.read.survey import JSON, LABEL_KEYS, NO_RULE, Survey, label_of, merged, survey_of
+from stoker.read.tar import CHUNKS_PREPARED, Ahead, members, streamed
+from stoker.storage.filesystems import common_folder, filesystem_of_files, is_local
+
+if TYPE_CHECKING:
+    import numpy as np
+
+WALK_LIMIT_BYTES = 4 * 2**30
+"""Local shards up to this total size are walked header by header before training."""
+
+GLANCED = 32
+"""Records of the first shard that are read before training where shards are not walked."""
+
+SHUFFLE_WINDOW = 1024
+"""Number of records to buffer while a shuffled shard is read."""
+
+_END = b"\0" * 1024
+_surveys: dict[tuple[str, int, int, bool, str], Survey] = {}
+"""(path, size, modification time, how) of shards that this process has walked: a run opens its data twice."""
+
+T = TypeVar("T")
+
+
+class WebDatasetSource(StreamedSource):
+    """Head and chain worker: `0001.jpg`, `0001.cls` → `image` (bytes), `label`; see `Naming`.
+
+    Args:
+        files: pyarrow FileInfo of each shard.
+        sums: SHA-256 by path; every shard is verified while it is read. Empty: do not verify.
+        columns: of the records; None: all.
+        strict: whether a column that no record has is an error.
+    """
+
+    random = False
+
+    def __init__(
+        self,
+        files: list[Any],
+        sums: dict[str, str] | None = None,
+        columns: list[str] | None = None,
+        strict: bool = False,
+    ) -> None:
+        self.columns, self.strict = columns, strict
+        self._found: Survey | None = None
+        self.texts: frozenset[str] = frozenset()
+        """Columns with text where others have numbers."""
+        self.rule = NO_RULE
+        """Where labels are, if `columns` names `label` and no member is one."""
+        self.paths = [f.path for f in files]
+        self.folder = common_folder(files)
+        self.sizes = [f.size for f in files]
+        self.times = [f.mtime_ns for f in files]
+        self.filesystem = filesystem_of_files(files)
+        self.sums = sums or {}
+        self.rows: list[int | None] = [None] * len(files)
+        self.far = not is_local(files[0].path)
+        self._prepared: tuple[str, Ahead] | None = None
+        """Path of the shard that will probably be read next, and its first chunks."""
+
+    def check(self) -> None:
+        found = self.survey()
+        if self.count() == 0:
+            raise UsageError(f"{self.paths[0]}: the tar shards hold no records")
+        # Only if every header was read: a column may be optional.
+        derived = ("key", "label") if self.rule.place else ("key",)
+        absent = [c for c in self.columns or () if c not in (*derived, *found.columns)]
+        if self.walked and absent and (self.strict or (absent[0] == "image" and found.dotted)):
+            image = absent[0] == "image" and found.dotted
+            dotted = f" ({found.dotted}: rename it without dots if that is not meant)" if image else ""
+            known = ", ".join(found.columns)
+            raise UsageError(
+                f"{self.folder}: columns: no record has {absent[0]!r}; they have: {known}{dotted}"
+            )
+        left = [
+            c for c in found.columns if self.columns is not None and c not in (*self.columns, self.rule.place)
+        ]
+        if left and self.walked:
+            self.notes += (f"{self.folder}: members that are not read: {', '.join(sorted(left))}",)
+
+    @property
+    def walked(self) -> bool:
+        """Whether every header is read before training."""
+        return not self.far and sum(self.sizes) <= WALK_LIMIT_BYTES
+
+    def survey(self) -> Survey:
+        """Head: what the shards hold, or the first records if they are far away or large."""
+        if self._found is not None:
+            return self._found
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(self._tail, self.paths, self.sizes))
+        labels = "label" in (self.columns or ())
+        if self.walked:
+            with ThreadPoolExecutor(8) as pool:
+                each = list(pool.map(lambda at: self._walk(at, labels), range(len(self.paths))))
+            self.rows = [survey.rows for survey in each]
+            found = merged(each)
+        elif labels:
+            path = self.paths[0]
+            with self.filesystem.open_input_file(path) as file, streamed(file) as stream:
+                found = survey_of(stream, path, labels, most=GLANCED)
+            found.folders.clear()
+        else:
+            found = Survey()
+        self.texts = frozenset(name for name, values in found.values.items() if values.are_text)
+        if labels and found.columns and "label" not in found.columns:
+            self.rule = found.label()
+        self._found = found
+        return found
+
+    def column_types(self) -> dict[str, Any]:
+        """Head: column → its Arrow type, as far as members were read before training."""
+        import pyarrow as pa
+
+        found = self.survey()
+        label = {"label": "txt" if self.rule.texts else "cls"} if self.rule.place else {}
+        kinds = dict.fromkeys(NUMBERS, pa.int64()) | dict.fromkeys(("txt", "text", "id"), pa.string())
+        types = {}
+        for name, suffix in (found.columns | label).items():
+            types[name] = pa.string() if name in self.texts else kinds.get(suffix, pa.binary())
+            if suffix == "json" and name not in self.texts:
+                types[name] = pa.int64() if name in found.values else pa.null()
+        return types
+
+    def hints(self) -> dict[str, str]:
+        """Head: by parameter of `ImageClassification`, what else to do if shards lack its column."""
+        found = self.survey()
+        far = "" if self.walked else "class folders are read in local shards of up to 4 GB only"
+        fields = (
+            f"no field of {', '.join(LABEL_KEYS)} is a label in every .json" if JSON in found.columns else ""
+        )
+        why = f" ({self.rule.why or fields or far})" if self.rule.why or fields or far else ""
+        dotted = found.dotted and f"; {found.dotted}: rename it without dots if that is not meant"
+        return {"image_column": dotted, "label_column": f"; or add it as 0.cls beside 0.jpg{why}"}
+
+    def label_values(self, column: str) -> set[Any] | None:
+        """Head: the distinct labels of a column; None if the shards are not read before training."""
+        found, name = self.survey(), self.rule.name if column == "label" and self.rule.place else column
+        if not self.walked or not (self.rule.place or column in found.columns):
+            return None
+        if name not in found.values:
+            found = merged(self._walk(at, False, column) for at in range(len(self.paths)))
+        if why := found.values[name].why_none:
+            raise UsageError(f"{self.folder}: column {column} holds {why}")
+        return found.values[name].labels
+
+    def _walk(self, at: int, labels: bool, texts: str = "") -> Survey:
+        path = self.paths[at]
+        key = (path, self.sizes[at], self.times[at], labels, texts)
+        if (known := _surveys.get(key)) is not None:
+            return known
+        with self.filesystem.open_input_file(path) as file:
+            found = survey_of(file, path, labels, texts)
+        if time.time_ns() - self.times[at] > 10**9:  # a file that changes again at once may keep its time
+            _surveys[key] = found
+        return found
+
+    def _tail(self, path: str, size: int) -> None:
+        """Refuse a truncated shard by one small read: a whole tar ends with two empty blocks."""
+        if size == 0:
+            raise UsageError(f"{path}: the tar shard is empty (0 bytes)")
+        with self.filesystem.open_input_file(path) as file:
+            file.seek(max(0, size - len(_END)))
+            whole = size % 512 == 0 and file.read(len(_END)) == _END
+        if not whole:
+            raise UsageError(
+                f"{path}: not a whole tar shard: it does not end as a tar does ({size} bytes);"
+                " copy or write it again"
+            )
+
+    def count(self) -> int | None:
+        known = [rows for rows in self.rows if rows is not None]
+        return sum(known) if len(known) == len(self.rows) else None
+
+    def fingerprint(self) -> str:
+        names = [path.removeprefix(self.folder) for path in self.paths]
+        layout = names, self.columns, [*self.sums.values()]
+        return fingerprint_of_files(self.filesystem, self.paths, self.sizes, layout)
+
+    def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
+        shards = [
+            Shard(path, rows=rows, home=path, name=path.removeprefix(self.folder))
+            for path, rows in zip(self.paths, self.rows, strict=True)
+        ]
+        if order is not None:
+            shards = [shards[i] for i in order.permutation(len(shards))]
+        return shards
+
+    def arrangement(self, count: int, order: np.random.Generator | None) -> list[int]:
+        return list(shuffled(range(count), order))
+
+    def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        return shuffled(self._stream(shard.path), order)
+
+    def for_workers(self) -> WebDatasetSource:
+        light = copy.copy(self)
+        light._found = None
+        return light
+
+    def prepare(self, shard: Shard) -> None:
+        self._drop()
+        if self.far:
+            self._prepared = shard.path, Ahead(self.filesystem.open_input_file(shard.path), CHUNKS_PREPARED)
+
+    def _drop(self) -> None:
+        if self._prepared is not None:
+            self._prepared[1].close()
+            self._prepared = None
+
+    def _open(self, path: str) -> Any:
+        """Open a shard, or take over what was prepared of it."""
+        if self._prepared is not None and self._prepared[0] == path:
+            (_, prepared), self._prepared = self._prepared, None
+            return prepared
+        self._drop()
+        file = self.filesystem.open_input_file(path)
+        return Ahead(file) if self.far else file
+
+    def _stream(self, path: str) -> Iterator[Record | BadRecord]:
+        """Yield records; the last one only after the whole shard was read and verified."""
+        shard = path.removeprefix(self.folder)
+        naming = Naming(path)
+        sha256 = hashlib.sha256() if self.sums else None
+        current: Record = {}
+        with self._open(path) as file, streamed(file, sha256) as stream:
+            for member in members(stream, path):
+                place = naming.place(member.name)
+                if place is None:
+                    continue
+                stem, column, suffix = place
+                key = f"{shard}:{stem}"
+                if current and current["key"] != key:
+                    yield self._whole(current)
+                    current = {}
+                current["key"] = key
+                if self.columns is None or column in (*self.columns, self.rule.place):
+                    try:
+                        current[column] = value_of(suffix, member.content, column in self.texts)
+                    except ValueError as error:
+                        current["__bad"] = f".{suffix}: {error}"
+        if sha256 is not None:
+            checksums.compare(path, sha256.hexdigest(), self.sums[path])
+        if current:
+            yield self._whole(current)
+
+    def _whole(self, record: Record) -> Record | BadRecord:
+        """A record with its label, without what is not requested; bad if a member cannot be read."""
+        reason = record.pop("__bad", None)
+        if self.rule.place and not reason:
+            try:
+                label = label_of(record, self.rule)
+                record |= {} if label is None else {"label": label}
+            except ValueError as error:
+                reason = str(error)
+        if reason:
+            return BadRecord(record["key"], reason)
+        if self.columns is None:
+            return record
+        found = {name: record[name] for name in ("key", *self.columns) if name in record}
+        if len(found) == 1 and self.columns and "key" not in self.columns:
+            return BadRecord(record["key"], f"has no member for {' or '.join(self.columns)}")
+        return found
+
+
+def shuffled(stream: Iterable[T], order: np.random.Generator | None) -> Iterator[T]:
+    """Chain worker: permute a stream within a sliding window."""
+    if order is None:
+        yield from stream
+        return
+    window: list[T] = []
+    for item in stream:
+        if len(window) < SHUFFLE_WINDOW:
+            window.append(item)
+            continue
+        slot = int(order.integers(len(window)))
+        yield window[slot]
+        window[slot] = item
+    yield from (window[i] for i in order.permutation(len(window)))
+
+
+def read_webdataset(
+    root: str, split: str, columns: list[str] | None = None, strict: bool = True
+) -> Source | None:
+    """Head: read tar shards under `root/<split>/` or named `root/<split>*.tar`.
+
+    Args:
+        root: folder or URI; a single file is the train split.
+        split: train or val.
+        columns: return these columns only; default: all.
+        strict: refuse a column that no record of local shards has.
+    """
+    if root.startswith("pipe:"):
+        raise UsageError(f"{root}: pipe: addresses run commands and are refused; use a path or s3://")
+    files, notes = split_files(root, split, TAR_SUFFIXES)
+    if not files:
+        return None
+    return WebDatasetSource(files, sums_of(root, files, TAR_SUFFIXES), columns, strict).noting(*notes)

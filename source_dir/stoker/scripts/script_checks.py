@@ -1,0 +1,95 @@
+"""Laptop and head: validates the configuration of script jobs before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stoker.config.loading import Resolved
+from stoker.config.redaction import redact
+from stoker.config.schema import Config, for_scripts
+from stoker.errors import UsageError
+from stoker.recipe import SOURCE_FOLDER
+
+SCRIPT_FOLDER = "script"
+"""The script's folder in a staged copy, so that its `train.py` does not clash with the container's."""
+REMEDY = "pass it to the script as an argument after --"
+
+
+def refuse_foreign_keys(resolved: Resolved) -> None:
+    """Laptop and head: reject keys that a script job would ignore.
+
+    Raises:
+        UsageError: lists all of them, one per line.
+    """
+    config = resolved.config
+    if config.script is None:
+        return
+    ignored = list(ignored_keys(resolved))
+    problems = [f"{key}: has no effect on a script; {REMEDY}" for key in ignored if key != "recipe"]
+    if "recipe" in ignored:
+        problems.append("recipe: a job has a recipe or a script, not both; leave one out")
+    if config.checkpoint.resume != "auto":
+        problems.append(
+            f"checkpoint.resume: {config.checkpoint.resume} has no effect on a script, which resumes from"
+            " stoker.checkpoint_dir(); leave it out"
+        )
+    if "://" in (config.checkpoint.dir or ""):
+        problems.append("checkpoint.dir: must be a folder for a script; name one, or leave it out")
+    if config.tracking.mlflow.registered_model:
+        problems.append(
+            "tracking.mlflow.registered_model: a script's model is not exported; register it in the script"
+        )
+    if problems:
+        raise UsageError(*problems)
+
+
+def ignored_keys(resolved: Resolved) -> Iterator[str]:
+    """Laptop and head: keys set to a non-default value that a script would not see.
+
+    Defaults are allowed, because the `config.yaml` of a run contains them and can be run again.
+    """
+    plain = Config()
+    for key, origin in resolved.origins.items():
+        section, _, name = key.partition(".")
+        if for_scripts(section, name.split(".")[0]):
+            continue
+        from_file = origin not in ("command line", "arguments")
+        if not (from_file and _at(resolved.config, key) == _at(plain, key)):
+            yield key
+
+
+def _at(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else getattr(value, part, None)
+    return value
+
+
+def find_script(config: Config, folder: Path = SOURCE_FOLDER / SCRIPT_FOLDER) -> Path:
+    """Head and train worker: path of the script in the staged copy.
+
+    Raises:
+        UsageError: it does not exist.
+    """
+    path = folder / str(config.script)
+    if not path.is_file():
+        raise UsageError(no_such_script(str(config.script), path))
+    return path
+
+
+def no_such_script(named: str, path: Path) -> str:
+    """Laptop and head: an error message with a suggestion."""
+    folder = path.parent
+    close = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.py")], n=1, cutoff=0.5)
+    if close:
+        return f"script: no file {named}; did you mean {Path(named).parent / close[0]}?"
+    return f"script: no file {named} (looked in {folder})"
+
+
+def command_line(config: Config) -> str:
+    """Anywhere: the script and its arguments as typed, without secrets."""
+    return shlex.join([str(config.script), *redact(config.args, "args")])

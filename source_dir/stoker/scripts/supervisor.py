@@ -1,0 +1,133 @@
+"""Head: the actor between the driver and the script's processes: events, stops and exits."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoker.scripts.failures import Exit, first_failure, reason_of
+from stoker.serve.blocks.agents import Agents
+
+GRACE_S = 3.0
+"""Time between the first failure and stopping the other ranks, which may report the cause themselves."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Train worker → head: changes since the last report."""
+
+    attempt: str
+    rank: int
+    output: str = ""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    end: Exit | None = None
+
+
+@dataclass(frozen=True)
+class Order:
+    """Head → train worker."""
+
+    stop: str = ""
+    """Why the script must stop (a request, or another rank's failure); "" to continue."""
+    soon: bool = False
+    """Whether it has only seconds, because the ranks can no longer save a common state."""
+    over: bool = False
+    """All ranks have ended."""
+    failure: str = ""
+    """One line with the reason of a failure; "" otherwise."""
+
+
+class Supervisor:
+    """Head: one per run, uses zero CPUs; every call returns immediately.
+
+    Args:
+        script: name of the script.
+        workers: number of train workers.
+        scales: whether the job may request CPU hosts.
+    """
+
+    def __init__(self, script: str, workers: int, scales: bool = False) -> None:
+        self.script, self.workers = script, workers
+        self.unfed = scales
+        """Whether hosts may be requested for a loader that training has not used so far."""
+        self.events: list[dict[str, Any]] = []
+        self.attempts: list[str] = []
+        self.exits: list[Exit] = []
+        self.stop_reason = ""
+        self.failed_at = math.inf
+
+    def watch_hosts(self) -> None:
+        """Driver's call, once: start CPU utilisation reports from every host."""
+        self._agents = Agents(lambda used: self.log("host_cpu", {"hosts": used}), serve=False)
+
+    def report(self, report: Report) -> Order:
+        """Train worker's call, several times a second."""
+        if report.attempt not in self.attempts:
+            self._begin(report.attempt)
+        if report.attempt != self.attempts[-1]:
+            return Order(stop="the train workers have restarted", soon=True, over=True)
+        if report.output:
+            self.log("output", {"rank": report.rank, "text": report.output})
+        for event in report.events:
+            self.unfed = self.unfed and event["event"] != "loader"
+            self.events.append(_finite(event))
+        if report.end is not None and report.end.rank not in {end.rank for end in self.exits}:
+            self._ended(report.end)
+        return self._order()
+
+    def _begin(self, attempt: str) -> None:
+        self.attempts.append(attempt)
+        self.exits, self.failed_at = [], math.inf
+        if len(self.attempts) > 1:
+            text = f"restarting the script on all train workers (start {len(self.attempts)})"
+            self.log("note", {"text": text})
+
+    def _ended(self, end: Exit) -> None:
+        # After a stop request, ranks that stop may make others fail.
+        stopped = self.stop_reason and any(other.asked for other in [*self.exits, end])
+        self.exits.append(end)
+        if end.failed and not stopped:
+            self.failed_at = min(self.failed_at, time.monotonic())
+        if len(self.exits) == self.workers and all(e.code == 0 and not e.asked for e in self.exits):
+            self.log("complete", {})
+            if self.unfed:
+                why = "the script did not train on a stoker.DataLoader"
+                self.log("note", {"text": f"cluster.cpu_hosts had no effect: {why}"})
+
+    def _order(self) -> Order:
+        over = len(self.exits) == self.workers
+        if self.failed_at < math.inf:
+            first = first_failure(self.exits)
+            ending = over or time.monotonic() - self.failed_at > GRACE_S
+            failure = reason_of(self.script, first) if first else ""
+            return Order(failure if ending else "", True, over, failure if over else "")
+        return Order(self.stop_reason, False, over)
+
+    def log(self, event: str, values: dict[str, Any]) -> None:
+        """Anyone's call: send an event to the sinks."""
+        self.events.append({"time": round(time.time(), 3), "event": event, **values})
+
+    def request_stop(self, reason: str) -> None:
+        """Driver's call: send SIGTERM to every rank."""
+        if not self.stop_reason:
+            self.stop_reason = reason
+            self.log("stop", {"reason": reason})
+
+    def drain(self) -> list[dict[str, Any]]:
+        """Driver's call: the events since the last call."""
+        events, self.events = self.events, []
+        return events
+
+    def figures(self) -> dict[str, Any]:
+        """Driver's call: empty, because a script has its own data loading."""
+        return {}
+
+
+def _finite(event: dict[str, Any]) -> dict[str, Any]:
+    """Replace non-finite numbers by null, because JSON has no NaN."""
+    metrics = event.get("metrics")
+    if not isinstance(metrics, dict):
+        return event
+    return {**event, "metrics": {k: v if math.isfinite(v) else None for k, v in metrics.items()}}

@@ -1,0 +1,225 @@
+"""Head: the account of records: read = trained + quarantined + remainder, or the run fails."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoker.errors import DataError
+from stoker.messages import BadRecord, BlockReport, CarriedAccount, StageCost
+from stoker.read.base import ID_MODULUS as ID_MODULUS
+
+FIRST = 20
+"""If all of this many first records are bad, the chain is wrong and not the data."""
+LEAST_ASSUMED = 100_000
+"""Assumed number of records of a pass while the total is unknown."""
+
+
+@dataclass
+class EpochAccount:
+    """Head: account of one pass over one split in one attempt."""
+
+    split: str
+    epoch: int
+    read: int = 0
+    trained: int = 0
+    padded: int = 0
+    repeated: int = 0
+    """Number of times a record was trained beyond the first in this epoch: after an epoch restarted, or as
+    padding."""
+    remainder: int = 0
+    read_ids: int = 0
+    used_ids: int = 0
+    bad: int = 0
+    bad_ids: int = 0
+    first_bad: BadRecord | None = None
+    carried: CarriedAccount = field(default_factory=CarriedAccount)
+    """Counts of this epoch from the run that it was resumed from."""
+    by_node: dict[str, Counter[str]] = field(default_factory=dict)
+    """Records from each node and, of these, those its cache held or stores from now on."""
+    whole: bool = False
+    """Whether the pass was used to its end and reconciled."""
+    blocks: set[tuple[int, int]] = field(default_factory=set)
+    """(shard, block index in it) of each block counted."""
+
+    def __post_init__(self) -> None:
+        before = self.carried
+        self.read, self.read_ids = before.read, before.read_ids
+        self.bad, self.bad_ids = before.bad, before.bad_ids
+        self.trained, self.repeated = before.trained, before.repeated
+
+    def take(self, report: BlockReport, node: str) -> bool:
+        """Count a block that was made on a node; False if it was already counted."""
+        block = (report.shard, report.nth)
+        if block in self.blocks:
+            return False
+        self.blocks.add(block)
+        own = self.by_node.setdefault(node, Counter())
+        own["records"] += report.records - len(report.bad)
+        for name in ("found", "kept", "kept_bytes"):
+            own[name] += getattr(report, name)
+        self.read += report.records
+        self.read_ids += report.id_sum
+        self.bad += len(report.bad)
+        self.bad_ids += report.bad_id_sum
+        if report.bad and self.first_bad is None:
+            self.first_bad = report.bad[0]
+        return True
+
+    def use(self, rows: int, padded: int, id_sum: int, remaining_ids: list[int]) -> None:
+        """Count what the train workers used.
+
+        Args:
+            rows: given to them, including padded ones.
+            padded: how many of these were repeated.
+            id_sum: of their ids, each counted once.
+            remaining_ids: of the rows that no worker took.
+        """
+        self.padded, self.remainder = padded, len(remaining_ids)
+        self.repeated = self.carried.repeated + padded
+        self.trained = self.carried.trained + rows - padded
+        self.used_ids = self.carried.used_ids + id_sum + sum(remaining_ids)
+
+    def check_budget(self, budget: float, total: int | None) -> None:
+        """Fail as soon as too many records are bad.
+
+        Args:
+            budget: largest allowed fraction.
+            total: records of the whole pass. None: unknown, so assume `LEAST_ASSUMED` until more have been
+                read; a few bad records at the start prove nothing.
+
+        Raises:
+            DataError: states how many are bad, and the first with its reason.
+        """
+        if self.bad == self.read >= FIRST and budget < 1:
+            raise DataError(
+                f"none of the first {self.read} {self.split} records can be used{example_of(self.first_bad)}"
+            )
+        whole = max(self.read, LEAST_ASSUMED if total is None else total)
+        known = f"{whole} {self.split} records"
+        of = f"{self.read} {self.split} records read so far" if total is None else known
+        refuse_over_budget(self.bad, whole, of, budget, self.first_bad)
+
+    def reconcile(self, total: int | None = None) -> dict[str, Any]:
+        """Close the epoch.
+
+        Args:
+            total: records that the source counted; None: unknown.
+
+        Raises:
+            DataError: records were lost, duplicated or exchanged.
+        """
+        if total is not None and self.read != total:
+            raise DataError(
+                f"{self.split} epoch {self.epoch + 1}: the source counted {total} records before training,"
+                f" but gave {self.read}: the data has changed or is damaged"
+            )
+        counted = self.trained + self.bad + self.remainder
+        if counted != self.read:
+            raise DataError(
+                f"{self.split} epoch {self.epoch + 1}: {self.read} records were read, but {self.trained}"
+                f" trained + {self.bad} quarantined + {self.remainder} remaining = {counted}"
+            )
+        if (self.used_ids + self.bad_ids - self.read_ids) % ID_MODULUS:
+            changed = ", or the data has changed since the checkpoint" if self.carried.trained else ""
+            raise DataError(
+                f"{self.split} epoch {self.epoch + 1}: the counts agree but the record ids do not: some"
+                f" records came twice and others are missing{changed}"
+            )
+        self.whole = True
+        return self.counts(total)
+
+    def counts(self, total: int | None = None) -> dict[str, Any]:
+        """The figures of this pass for summary.json; `read` and `remainder` include what it leaves unread.
+
+        Args:
+            total: records that the source counted; None: unknown, so only those read count.
+        """
+        used = "trained" if self.split == "train" else "validated"
+        planned = self.read if total is None else total
+        return {
+            "epoch": self.epoch,
+            "read": planned,
+            used: self.trained,
+            "quarantined": self.bad,
+            "remainder": planned - self.trained - self.bad,
+            "padded": self.padded,
+            "repeated": self.repeated,
+            "whole": self.whole,
+        }
+
+
+def refuse_over_budget(bad: int, whole: int, of: str, budget: float, first: BadRecord | None) -> None:
+    """Head: fail if too many records are bad.
+
+    Args:
+        bad: number of bad records.
+        whole: number of records.
+        of: those records in words.
+        budget: largest allowed fraction.
+        first: the first bad record.
+
+    Raises:
+        DataError: states how many are bad, and the first with its reason.
+    """
+    if bad and bad > budget * whole:
+        raise DataError(
+            f"{bad} of {of} cannot be used, more than data.bad_record_budget allows"
+            f" ({budget:.2%}; raise it to skip them){example_of(first)}"
+        )
+
+
+def example_of(first: BadRecord | None) -> str:
+    """Head: the first bad record and where to find the others, for the end of a message."""
+    example = f"; the first is {first.key}: {first.reason}" if first else ""
+    return f"{example} (all of them: quarantine.jsonl)"
+
+
+@dataclass
+class ChainCosts:
+    """Head: cost of the chain over the whole run."""
+
+    records: int = 0
+    seconds: float = 0.0
+    """Of the chain workers, reading included."""
+    bytes_out: int = 0
+    costs: dict[str, StageCost] = field(default_factory=dict)
+    tasks_by_node: Counter[str] = field(default_factory=Counter)
+    shared: int = 0
+    """Records in blocks that had been made before; they cost nothing here and are not in `records`."""
+
+    def take(self, report: BlockReport, node: str) -> None:
+        """Add one block."""
+        if report.shared:
+            self.shared += report.records
+            return
+        self.records += report.records
+        self.seconds += report.seconds
+        self.bytes_out += report.bytes_out
+        self.tasks_by_node[node] += 1
+        for name, cost in report.costs.items():
+            mine = self.costs.setdefault(name, StageCost())
+            mine.cpu_s += cost.cpu_s
+            mine.bytes_out += cost.bytes_out
+
+    def stages(self) -> list[dict[str, Any]]:
+        """Per stage: CPU ms and bytes per record."""
+        n = max(self.records, 1)
+        return [
+            {
+                "stage": name,
+                "cpu_ms_per_sample": round(1000 * cost.cpu_s / n, 4),
+                "bytes_out": round(cost.bytes_out / n),
+            }
+            for name, cost in self.costs.items()
+        ]
+
+
+def shared_part(name: str | None, chains: Collection[ChainCosts]) -> dict[str, Any] | None:
+    """Head: `data.share`, and the percentage of the run's records in blocks that had been made before."""
+    if name is None:
+        return None
+    own, shared = (sum(getattr(chain, part) for chain in chains) for part in ("records", "shared"))
+    return {"name": name, "pct": round(100 * shared / max(own + shared, 1), 2)}

@@ -1,0 +1,352 @@
+"""Head: the actor between chain workers and train workers.
+
+It produces the passes in order (train 0, val 0, train 1, …), gives each train worker its rows as references
+to blocks, accounts for records, and collects the run's events. Production of the next epoch starts as soon as
+the previous one is produced, so no epoch starts cold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from stoker.errors import DataError, UsageError
+from stoker.messages import BlockSlice, DataCursor, Plan, Server, StageCost, StepAssignment
+from stoker.serve.accounting import ChainCosts, shared_part
+from stoker.serve.affinity import CacheAffinity
+from stoker.serve.attempt import Attempt, Beginning
+from stoker.serve.blocks.agents import Agents
+from stoker.serve.cursor import about, fresh, start_at
+from stoker.serve.elastic import Elastic, Scaled, Scaling
+from stoker.serve.passes import Passes
+from stoker.serve.pool import ChainHost
+from stoker.serve.production import Production
+from stoker.serve.ray_internals import HostRequest
+from stoker.serve.streams import Stream, Used, ids_of
+
+
+class Coordinator(Production):
+    """Head: see the module. One per run, zero CPUs, called from many threads."""
+
+    restart: Beginning | None = None
+    """Where training would begin again now."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        totals: dict[str, int | None],
+        hosts: Callable[[Counter[str]], list[ChainHost]],
+        plan: Plan,
+        buffer_bytes: int,
+        direct: bool = True,
+        scaler: Scaling | None = None,
+    ) -> None:
+        super().__init__(passes, totals, hosts)
+        self.plan, self.buffer_bytes = plan, buffer_bytes
+        self.by_row = not passes.has_shards("train")
+        self.trainings = -1
+        self.stop_reason = ""
+        self.chain = {split: ChainCosts() for split in ("train", "val")}
+        scaled = Scaled(scaler, HostRequest(scaler.options.resource), self.chain) if scaler else None
+        self.elastic = Elastic(self._event, scaled)
+        self.events: list[dict[str, Any]] = []
+        self.last_checkpoint = ""
+        self.keeping = CacheAffinity(passes.cache.kind) if passes.cache else None
+        self.agents = Agents(
+            lambda used: self.log("host_cpu", {"hosts": used}),
+            serve=direct,
+            cache=passes.cache,
+            note=lambda text: self.log("note", {"text": text}),
+            emptied=self._emptied,
+        )
+
+    def servers(self) -> tuple[bytes, dict[str, Server]]:
+        """Train worker's call: the secret of this run's block connections, and block servers by node."""
+        return self.agents.servers()
+
+    def new_attempt(self) -> int:
+        """Train worker's call (rank 0), once per start: the number of this attempt, from 0."""
+        with self.changed:
+            self.trainings += 1
+            return self.trainings
+
+    def published(self) -> str:
+        """Train worker's call (rank 0): folder or URI of this run's last checkpoint; "" without one."""
+        with self.changed:
+            return self.last_checkpoint
+
+    def saved(self, epoch: int, position: dict[str, Any]) -> None:
+        """Train worker's call (rank 0): a restart would begin in this epoch, at this position."""
+        with self.changed:
+            if self.attempt is not None:
+                self.restart = Beginning(self.attempt.workers, epoch, DataCursor.model_validate(position))
+
+    def begin(
+        self, me: Any, attempt: int, workers: int, first_epoch: int, position: dict[str, Any] | None = None
+    ) -> None:
+        """Start production at `first_epoch`; restart it after train workers were restarted.
+
+        The driver begins the first attempt, so that data flows while train workers still start.
+
+        Args:
+            me: this actor's handle.
+            attempt: its number; has no effect if not newer than the current one.
+            workers: number of train workers.
+            first_epoch: where training starts.
+            position: an answer of `position`: where it starts in the first epoch.
+
+        Raises:
+            UsageError: the data, the seed or the shuffling have changed since the position was saved.
+        """
+        with self.changed:
+            at = None if position is None else DataCursor.model_validate(position)
+            self._begin(attempt, Beginning(workers, first_epoch, at))
+        self.start_engine(me)
+
+    def _begin(self, attempt: int, beginning: Beginning, lost_at: float | None = None) -> None:
+        """Replace the current attempt, unless it is this one.
+
+        Args:
+            attempt: its number.
+            beginning: where it begins.
+            lost_at: when a train worker was lost and no others run yet (`time.monotonic()`); None: they run.
+        """
+        before, ahead = self.attempt, lost_at is not None
+        if before is not None:
+            if attempt < before.number:
+                return
+            same = not before.ahead or (before.beginning == beginning and not before.over)
+            if attempt == before.number and same:
+                before.ahead = before.ahead and ahead
+                return
+            lost_at = before.lost_at or lost_at
+            before.replaced = True
+            if before.planner:
+                before.planner.close()
+        self.restart = beginning
+        problem, start = "", fresh(beginning.epoch, self.plan, self.by_row)
+        try:
+            start, note = start_at(beginning.position, start)
+            if note:
+                self._event("note", text=note)
+            self.suspects.of("train").update(start.deadly)
+        except UsageError as error:
+            problem = str(error)
+        self.attempt = Attempt(
+            attempt, beginning.workers, self.passes, self.totals, start, self.changed, self.ready, self.chain,
+            self._event, self.keeping, self.suspects,
+        )  # fmt: skip
+        self.attempt.beginning, self.attempt.ahead, self.attempt.lost_at = beginning, ahead, lost_at
+        self._event("attempt", **about(start, beginning.workers, self.passes.config), ahead=ahead)
+        if self.stop_reason:
+            self.attempt.stop.request(self.attempt.pace)
+        if problem:
+            self.attempt.fail(problem)
+            raise UsageError(problem)
+        used = before.planner if before is not None and not before.failure else None
+        self.attempt.produce(self.pool, self.buffer_bytes, self.ticket_numbers, used)
+        self.changed.notify_all()
+        self.ready.notify_all()
+
+    def _current(self, number: int) -> Attempt | None:
+        """The attempt with this number if it is still running."""
+        attempt = self.attempt
+        return attempt if attempt is not None and attempt.number == number and not attempt.over else None
+
+    def _why_over(self, number: int) -> str:
+        attempt = self.attempt
+        return attempt.why_over if attempt and attempt.number == number else "this attempt is over"
+
+    def next(self, attempt: int, split: str, epoch: int, rank: int, step: int) -> StepAssignment | str | None:
+        """Train worker's call: its rows of a step; None after the last, a text on failure.
+
+        Waits until they are ready; the caller sets the deadline.
+        """
+        asked = time.monotonic()
+        with self.changed:
+            while (current := self._current(attempt)) is not None:
+                stream = current.streams.get((split, epoch))
+                if stream is not None and stream.splitter.ready(step):
+                    break
+                self.ready.wait(1.0)
+            else:
+                return self._why_over(attempt)
+            portion = stream.portion(step, rank)
+            val = split == "val"
+            current.pace.ask(rank, epoch, step, val)
+            # Stop only between optimizer steps: accumulated gradients are not saved.
+            if portion is not None and (val or (step + 1) % self.passes.config.train.accumulate_steps == 0):
+                portion.stop = self.stop_reason if current.stop.due(epoch, step, val) else ""
+                portion.checkpoint = not val and current.checkpoint.take(rank, epoch, step)
+            stream.release()
+            current.recovered(asked)
+            self.changed.notify_all()
+            return portion
+
+    def ahead(
+        self, attempt: int, split: str, epoch: int, rank: int, step: int, most: int
+    ) -> list[StepAssignment] | str:
+        """Train worker's call: `next` for up to `most` steps, as far as they are ready."""
+        given: list[StepAssignment] = []
+        with self.changed:
+            for at in range(step, step + most):
+                current = self._current(attempt)
+                stream = current.streams.get((split, epoch)) if current else None
+                if given and (stream is None or not stream.splitter.ready(at)):
+                    break
+                portion = self.next(attempt, split, epoch, rank, at)
+                if not isinstance(portion, StepAssignment):
+                    return given if portion is None else portion
+                given.append(portion)
+        return given
+
+    def position(self, attempt: int, epoch: int, steps: int, id_sum: int) -> dict[str, Any]:
+        """Train worker's call: position of the training pass, for a checkpoint.
+
+        Args:
+            attempt: the caller's attempt.
+            epoch: which pass.
+            steps: number of steps of this attempt's stream of that epoch that all ranks have used.
+            id_sum: over all ranks, the sum of the ids of the rows used in it, modulo 2**63.
+
+        Returns:
+            The JSON-compatible argument of `begin`. After the last step of an epoch whose account is closed:
+            the start of the next epoch.
+
+        Raises:
+            ValueError: this attempt is over or has not reached that step.
+        """
+        with self.changed:
+            current = self._current(attempt)
+            if current is None:
+                raise ValueError(self._why_over(attempt))
+            stream = current.streams.get(("train", epoch))
+            new = fresh(epoch + 1, self.plan, self.by_row)
+            place = new if stream is None else stream.position(steps, id_sum)
+            deadly = dict(self.suspects.of("train"))
+            return place.model_copy(update={"deadly": deadly}).model_dump(mode="json")
+
+    def epoch_done(
+        self, attempt: int, split: str, epoch: int, rank: int, used: Used, steps: int | None = None
+    ) -> dict[str, Any] | str:
+        """Train worker's call at the end of a pass: waits for all ranks, then reconciles the account.
+
+        Args:
+            attempt: the caller's attempt.
+            split: train or val.
+            epoch: which pass.
+            rank: the caller's rank.
+            used: what the caller took of it.
+            steps: if a limit ends training here: the steps of this attempt's pass that were used.
+
+        Returns:
+            The counts, or a text if records were lost.
+        """
+        with self.changed:
+            current = self._current(attempt)
+            if current is None:
+                return self._why_over(attempt)
+            stream = current.streams[split, epoch]
+            while steps is not None and not stream.splitter.ready(steps):
+                if current.over:
+                    return current.why_over
+                self.ready.wait(1.0)
+            cut_at = None if steps is None or stream.splitter.share(steps, 0) is None else steps
+            stream.finished[rank] = used
+            last = len(stream.finished) == current.workers
+            unused = stream.unused() if last and cut_at is None else []
+        if last:
+            self._reconcile(current, stream, unused, cut_at)
+        with self.changed:
+            while not stream.reconciled:
+                if current.over:
+                    return current.why_over
+                self.ready.wait(1.0)
+            return stream.account.counts(stream.total)
+
+    def _reconcile(self, attempt: Attempt, stream: Stream, unused: list[BlockSlice], cut_at: Any) -> None:
+        """Close the account; fetch unused rows first, while no lock is held."""
+        try:
+            remaining = ids_of(unused)
+        except DataError as error:
+            attempt.fail(str(error))
+            return
+        with self.changed:
+            if not attempt.over:
+                attempt.reconcile(stream, remaining, cut_at)
+                self.changed.notify_all()
+                self.ready.notify_all()
+
+    def request_stop(self, reason: str) -> None:
+        """Driver's call: stop all ranks after the same step, soon."""
+        with self.changed:
+            self.stop_reason = self.stop_reason or reason
+            if self.attempt is not None:
+                self.attempt.stop.request(self.attempt.pace)
+            self._event("stop", reason=reason)
+
+    def request_checkpoint(self, attempt: int) -> None:
+        """Train worker's call: set `StepAssignment.checkpoint` for all ranks in the same step, soon."""
+        with self.changed:
+            current = self._current(attempt)
+            if current is not None:
+                current.checkpoint.request(current.pace)
+
+    def log(self, event: str, values: dict[str, Any], after: None = None) -> None:
+        """Train worker's call: one event for events.jsonl and the screen.
+
+        Args:
+            event: its kind.
+            values: its fields.
+            after: the result of the caller's previous call, which thereby runs before this one.
+        """
+        del after
+        with self.changed:
+            self._event(event, **values)
+            if event == "checkpoint":
+                self.last_checkpoint = values["path"]
+            if event == "step":
+                self.elastic.stepped(values)
+            if event == "train_worker_lost" and self.restart is not None and self.trainings >= 0:
+                with contextlib.suppress(UsageError):  # it is the attempt's failure
+                    # Data is ready when the train workers are.
+                    self._begin(self.trainings + 1, self.restart, time.monotonic())
+            if event == "train_worker":
+                self.training[values["rank"]] = values["node"]
+
+    def collated(self, split: str, cpu_s: float) -> None:
+        """Train worker's call: CPU time of the recipe's `collate` in a pass of its own."""
+        with self.changed:
+            self.chain[split].costs.setdefault("collate", StageCost()).cpu_s += cpu_s
+
+    def _event(self, event: str, **values: Any) -> None:
+        last = self.events[-1] if self.events else {}
+        if event == "blocks" == last.get("event") and last["epoch"] == values["epoch"]:
+            last["blocks"] += values["blocks"]
+            return
+        self.events.append({"time": round(time.time(), 3), "event": event, **values})
+
+    def drain(self) -> list[dict[str, Any]]:
+        """Driver's call: the events since the last call."""
+        with self.changed:
+            events, self.events = self.events, []
+            return events
+
+    def figures(self) -> dict[str, Any]:
+        """Driver's call: failure, chain costs and accounts so far."""
+        with self.changed:
+            return {
+                "failure": self.attempt.failure if self.attempt else "",
+                "chain": self.chain["train"].stages(),
+                "bytes_per_sample": self.chain["train"].bytes_out / max(self.chain["train"].records, 1),
+                "tasks_by_node": dict(self.chain["train"].tasks_by_node + self.chain["val"].tasks_by_node),
+                "share": shared_part(self.passes.config.data.share, self.chain.values()),
+                "open": [
+                    s.account.counts(s.total) | {"split": s.account.split}
+                    for s in (self.attempt.streams.values() if self.attempt else ())
+                    if (s.steps or s.account.carried.trained) and not s.reconciled
+                ],
+            }

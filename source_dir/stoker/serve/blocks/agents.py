@@ -1,0 +1,228 @@
+"""Head: an agent on every other host that serves blocks and measures CPU utilization."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from stoker.chain.blocks import columns_of
+from stoker.errors import CacheError, where_raised
+from stoker.hosts import machine
+from stoker.hosts.topology import NODE_LABEL
+from stoker.messages import Server
+from stoker.read.cache_store import PREFIX, CacheSpec, open_root
+from stoker.serve.blocks.server import BlockServer
+from stoker.storage.cleaning import Cleaner
+
+SAMPLE_EVERY_S = 3.0
+AGENT_START_S = 60.0
+"""Deadline for an agent to answer; without it, the host's blocks come through Ray."""
+ANSWER_S = 5.0
+RESTARTS = 3
+"""Number of restarts of a host's agent before the run continues without it."""
+RESTART_AFTER_S = 6.0
+"""By then the cleanup shell has removed the cache of the dead agent's host."""
+
+
+class HostAgent:
+    """CPU host: one per host and run, zero CPUs, an actor that lives as long as the coordinator."""
+
+    def __init__(self, secret: bytes, cache: CacheSpec | None = None) -> None:
+        import ray
+
+        self._cleaner = clean_up(cache)
+        self._address = ray.util.get_node_ip_address()
+        self._server = BlockServer(self._address, secret)
+        self._cpu = CpuMeter()
+
+    def where(self) -> tuple[str, int]:
+        """Coordinator's call: address and port of the block server."""
+        return self._address, self._server.port
+
+    def hold(self, worker: bytes, references: list[Any]) -> None:
+        """Train worker's call: serve these blocks to it; they lie in this host's shared memory."""
+        import ray
+
+        for reference, block in zip(references, ray.get(references), strict=True):
+            self._server.hold(worker, reference.hex(), columns_of(block))
+
+    def cpu_pct(self) -> float:
+        """Coordinator's call: CPU utilization of this host since the last call."""
+        return self._cpu.sample()
+
+    def held(self) -> int:
+        """Number of blocks held for train workers."""
+        return self._server.held()
+
+
+def clean_up(cache: CacheSpec | None) -> Cleaner | None:
+    """Every host: remove the run's files on this host when this process ends."""
+    if cache is not None:
+        with contextlib.suppress(CacheError):  # the host's chain workers report it, if it has any
+            open_root(root := cache.root())
+            return Cleaner(root, PREFIX)
+    return None
+
+
+class CpuMeter:
+    """Every host: the share of the CPUs it may use that is busy, between two samples."""
+
+    def __init__(self) -> None:
+        self._last = machine.cpu_times()
+
+    def sample(self) -> float:
+        """Percent of these CPUs since the previous sample."""
+        now = machine.cpu_times()
+        busy, whole = (new - old for new, old in zip(now, self._last, strict=True))
+        self._last = now
+        return round(min(100.0, max(0.0, 100 * busy / max(whole, 1e-9))), 1)
+
+
+class Agents:
+    """Head: runs an agent on every host of the cluster, whenever it joins, and samples their CPUs.
+
+    An agent that dies is restarted with a note: without it, a host's blocks come through Ray's object store,
+    its CPUs are not sampled, and its cache is gone.
+
+    Args:
+        told: receives {node: percent} every few seconds.
+        note: receives one line about an agent that died.
+        serve: other hosts serve their blocks to train workers.
+        cache: what hosts cache until the run ends.
+        emptied: nodes of hosts that are about to leave and no longer need an agent.
+    """
+
+    def __init__(
+        self,
+        told: Callable[[dict[str, float]], None],
+        serve: bool = True,
+        cache: CacheSpec | None = None,
+        note: Callable[[str], None] = lambda text: None,
+        emptied: Callable[[], set[str]] = set,
+    ) -> None:
+        self._emptied = emptied
+        self.secret = secrets.token_bytes(32)
+        self._told, self._serve, self._cache, self._note = told, serve, cache, note
+        self._deaths: Counter[str] = Counter()
+        self._not_before: dict[str, float] = {}
+        """When an agent that died may be restarted, by node."""
+        self._cleaner = clean_up(cache)
+        self._lock = threading.Lock()
+        self._servers: dict[str, Server] = {}
+        threading.Thread(target=self._watch, name="hosts", daemon=True).start()
+
+    def servers(self) -> tuple[bytes, dict[str, Server]]:
+        """Train worker's call, through the coordinator: the run's secret, and block servers by node."""
+        with self._lock:
+            return self.secret, dict(self._servers) if self._serve else {}
+
+    def _watch(self) -> None:
+        import ray
+
+        own = ray.get_runtime_context().get_node_id()
+        meter = CpuMeter()
+        starting: dict[Any, tuple[str, Any, float]] = {}
+        agents: dict[str, Any] = {}
+        while True:
+            alive = {n["NodeID"]: n for n in ray.nodes() if n["Alive"]}
+            for node in alive.keys() & self._emptied():
+                del alive[node]  # an autoscaler does not remove a host on which an actor runs
+                if node in agents:
+                    ray.kill(agents[node])
+            agents = {node: agent for node, agent in agents.items() if node in alive}
+            for node in alive:
+                due = self._not_before.get(node, 0.0) <= time.monotonic()
+                if node != own and node not in agents and due:
+                    agents[node] = self._start(node)
+                    starting[agents[node].where.remote()] = (node, agents[node], time.monotonic())
+            died = self._take_in(starting)
+            started = time.monotonic()
+            calls = {node: agents[node].cpu_pct.remote() for node in self._ready(agents)}
+            used, gone = self._answers(calls)
+            for node, cause in (died | gone).items():
+                agents.pop(node, None)
+                if node in alive:
+                    self._bury(node, alive[node], cause)
+            self._told({own: meter.sample()} | used)
+            time.sleep(max(0.5, SAMPLE_EVERY_S - (time.monotonic() - started)))
+
+    def _start(self, node: str) -> Any:
+        import ray
+
+        options = {"num_cpus": 0, "max_concurrency": 8, "label_selector": {NODE_LABEL: node}}
+        return ray.remote(HostAgent).options(**options).remote(self.secret, self._cache)
+
+    def _bury(self, node: str, about: dict[str, Any], cause: str) -> None:
+        """An agent died: decide whether and when to restart it, and emit a note."""
+        import ray
+
+        if not any(n["NodeID"] == node and n["Alive"] for n in ray.nodes()):
+            return  # its host is gone too, which is reported elsewhere
+        self._deaths[node] += 1
+        with self._lock:
+            self._servers.pop(node, None)
+        name = about.get("Labels", {}).get("stoker.host") or about.get("NodeManagerHostname", node)
+        again = self._deaths[node] <= RESTARTS
+        self._not_before[node] = time.monotonic() + RESTART_AFTER_S if again else float("inf")
+        then = "restarting it" if again else f"giving up after {self._deaths[node]} deaths"
+        self._note(
+            f"the agent on host {name} died ({cause}); {then}. Until it answers, the host's blocks come"
+            " through Ray's object store"
+        )
+
+    def _ready(self, agents: dict[str, Any]) -> list[str]:
+        with self._lock:
+            self._servers = {node: s for node, s in self._servers.items() if node in agents}
+            return list(self._servers)
+
+    def _take_in(self, starting: dict[Any, tuple[str, Any, float]]) -> dict[str, str]:
+        """Register agents that have answered as servers; give up on those past their deadline.
+
+        Returns:
+            Nodes whose agent died as it started, with the cause.
+        """
+        import ray
+
+        died: dict[str, str] = {}
+        if not starting:
+            return died
+        done, _ = ray.wait(list(starting), num_returns=len(starting), timeout=0.5)
+        for call in list(starting):
+            node, agent, since = starting[call]
+            if call in done:
+                del starting[call]
+                try:
+                    address, port = ray.get(call)
+                except ray.exceptions.RayError as error:
+                    died[node] = where_raised(error)[:200]
+                    continue
+                with self._lock:
+                    self._servers[node] = Server(agent, address, port)
+            elif time.monotonic() - since > AGENT_START_S:
+                del starting[call]
+        return died
+
+    def _answers(self, calls: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
+        """(answers of the agents, nodes whose agent has died with the cause)."""
+        import ray
+
+        found: dict[str, float] = {}
+        died: dict[str, str] = {}
+        if not calls:
+            return found, died
+        done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S)
+        for node, call in calls.items():
+            if call not in done:
+                continue
+            try:
+                found[node] = float(ray.get(call))
+            except ray.exceptions.ActorDiedError:
+                died[node] = "its process ended"
+            except ray.exceptions.RayError:
+                continue  # it may answer next time
+        return found, died

@@ -1,0 +1,203 @@
+"""Train worker: has a CPU host turn the records of a batch into the batch, with the recipe's `collate`.
+
+The records of a batch lie in blocks on several hosts. A Ray task on one of these hosts gets the
+blocks through Ray's object store, calls `collate` and packs the result, which travels to the train worker
+like any block. Ray repeats the task if its host is lost.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from typing import Any, NamedTuple
+
+from stoker.chain.blocks import columns_of, to_table
+from stoker.chain.chain import use_one_thread
+from stoker.chain.collating import Collate, all_of, collated, seed_of
+from stoker.chain.columns import schema_of
+from stoker.config.schema import Config
+from stoker.errors import DataError, SchemaError, root_cause
+from stoker.hosts.topology import GROUP_LABEL, label
+from stoker.messages import SERVED_FROM_BYTES, BlockSlice, Schema
+from stoker.recipe import Batch
+from stoker.serve.blocks.batches import refuse_other_block
+from stoker.serve.blocks.client import Transport
+from stoker.serve.blocks.packing import PAGE, PAGES, SCHEMA, pack, unpack
+
+RETRIES = 3
+"""How often Ray repeats a task whose process died."""
+MOST_AT_ONCE = 16
+"""Batches of a train worker that CPU hosts make at the same time, at most."""
+
+
+class Job(NamedTuple):
+    """Train worker → CPU host: what all batches of a pass share."""
+
+    collate: Collate
+    seed: int
+    split: str
+    epoch: int
+
+
+class Collated(NamedTuple):
+    """CPU host → train worker: about a batch."""
+
+    node: str = ""
+    """Where it lies."""
+    rows: int = 0
+    """Pages."""
+    ids: Any = None
+    keys: tuple[str, ...] = ()
+    cpu_s: float = 0.0
+    failure: str = ""
+    """Why there is no batch."""
+
+
+class Arrived(NamedTuple):
+    """Train worker: a batch in this host's memory."""
+
+    batch: Batch
+    ids: Any
+    keys: list[str]
+    nbytes: int
+    produced: float
+    """`time.perf_counter()` when it was ready on the CPU host."""
+    arrived: float
+    collate_cpu_s: float = 0.0
+    """CPU seconds on the CPU host."""
+
+
+class Collator:
+    """Train worker: one per pass, used by the threads of its feed.
+
+    Args:
+        config: names the recipe; its stall timeout is the deadline for a batch.
+        split: of the pass.
+        epoch: of the pass.
+        ranks: number of train workers.
+        transport: fetches the result.
+    """
+
+    def __init__(self, config: Config, split: str, epoch: int, ranks: int, transport: Transport) -> None:
+        import ray
+
+        cpus = int(ray.cluster_resources().get("CPU", 1))
+        self.at_once = max(2, min(cpus // ranks, MOST_AT_ONCE))
+        """Batches to make at the same time; more would only start more processes."""
+        self._job = ray.put(Job(Collate.of(config.recipe, config.params), config.seed, split, epoch))
+        # No CPUs: the chain workers hold them all.
+        self._task = ray.remote(num_cpus=0, num_returns=2, max_retries=RETRIES)(collate_on_host)
+        self._transport, self._timeout_s = transport, config.data.stall_timeout_s
+        self._hosts = Hosts(preprocessing_nodes(config.data.preprocess_on), self.at_once)
+
+    def fetch(self, parts: list[BlockSlice], schema: Schema) -> Arrived:
+        """The batch of these rows.
+
+        Raises:
+            DataError: the task died, or took too long.
+            SchemaError: `collate` failed, or a block does not match its report or the columns of its split.
+        """
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        about = [part._replace(block=part.block.binary()) for part in parts]
+        node = self._hosts.take(parts)
+        place = NodeAffinitySchedulingStrategy(node, soft=True) if node else "DEFAULT"
+        task = self._task.options(name="collate", scheduling_strategy=place)
+        try:
+            pages, answer = task.remote(self._job, schema, about, *(part.block for part in parts))
+            made: Collated = ray.get(answer, timeout=self._timeout_s)
+        except ray.exceptions.GetTimeoutError:
+            raise DataError(
+                f"collate: no batch within {self._timeout_s:.0f} s (data.stall_timeout_s)"
+            ) from None
+        except ray.exceptions.RayError as error:
+            raise DataError(f"collate: {root_cause(error)}") from error
+        finally:
+            self._hosts.done(node)
+        if made.failure:
+            raise SchemaError(made.failure)
+        produced, size = time.perf_counter(), made.rows * PAGE
+        # Ray has already sent small objects with its answer.
+        place = made.node if size >= SERVED_FROM_BYTES else ""
+        fetched = self._transport.fetch([BlockSlice(pages, 0, made.rows, place, made.rows)], SCHEMA)
+        self._transport.finish_pass()  # release it: no other batch is in it
+        (batch,) = unpack(fetched.columns[PAGES])
+        return Arrived(batch, made.ids, list(made.keys), size, produced, fetched.arrived, made.cpu_s)
+
+
+def collate_on_host(job: Job, schema: Schema, parts: list[BlockSlice], *blocks: Any) -> tuple[Any, Collated]:
+    """CPU host: a task that makes one batch.
+
+    Args:
+        job: recipe and seed.
+        schema: of the split.
+        parts: rows of each block.
+        blocks: Ray Data's tables.
+
+    Returns:
+        Pages of the batch, and what is known of it.
+    """
+    import ray
+
+    use_one_thread()
+    began = time.process_time()
+    columns = [columns_of(block) for block in blocks]
+    try:
+        for part, found in zip(parts, columns, strict=True):
+            refuse_other_block(part, schema, schema_of(found), min(map(len, found.values()), default=0))
+        places = [(found, part.start, part.stop) for part, found in zip(parts, columns, strict=True)]
+        records, ids, keys = all_of(places)
+        seed = seed_of(job.seed, job.split, job.epoch, ids)
+        pages = pack([collated(job.collate, records, seed)])
+    except SchemaError as error:
+        return None, Collated(failure=str(error))
+    node = ray.get_runtime_context().get_node_id()
+    cpu_s = time.process_time() - began
+    return to_table({PAGES: pages}), Collated(node, len(pages), ids, tuple(keys), cpu_s)
+
+
+class Hosts:
+    """Train worker: which host makes the next batch: one that has its records, unless it has enough to do.
+
+    Args:
+        nodes: those that preprocess; empty: any.
+        at_once: batches that are made at the same time, on all hosts.
+    """
+
+    def __init__(self, nodes: list[str], at_once: int) -> None:
+        self._lock = threading.Lock()
+        self._busy = dict.fromkeys(nodes, 0)
+        self._share = math.ceil(at_once / max(len(nodes), 1))
+
+    def take(self, parts: list[BlockSlice]) -> str:
+        """A node for a batch of these rows; empty: any. `done` must follow."""
+        rows: Counter[str] = Counter()
+        for part in parts:
+            rows[part.node] += part.stop - part.start
+        with self._lock:
+            if not self._busy:
+                return rows.most_common(1)[0][0]
+            node = min(self._busy, key=lambda n: (self._busy[n] >= self._share, -rows[n], self._busy[n]))
+            self._busy[node] += 1
+            return node
+
+    def done(self, node: str) -> None:
+        """The batch is ready, or failed."""
+        with self._lock:
+            if node in self._busy:
+                self._busy[node] -= 1
+
+
+def preprocessing_nodes(groups: list[str]) -> list[str]:
+    """Train worker: nodes that may make batches: those of `data.preprocess_on`, else those without GPUs."""
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    wanted = [label(group) for group in groups]
+    if wanted:
+        return [n["NodeID"] for n in alive if n.get("Labels", {}).get(GROUP_LABEL) in wanted]
+    own = ray.get_runtime_context().get_node_id()
+    return [n["NodeID"] for n in alive if n["NodeID"] != own and not n["Resources"].get("GPU")]

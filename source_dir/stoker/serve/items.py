@@ -1,0 +1,312 @@
+"""Head: a pass in production: work not started, in progress, and waiting for its turn; pure."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import count, takewhile
+from typing import TYPE_CHECKING, Any
+
+from stoker.messages import SERVED_FROM_BYTES, BlockReport, BlockSlice, EpochPlan, Shard
+
+if TYPE_CHECKING:
+    from stoker.loader.attempt import LoaderPass
+    from stoker.serve.streams import Stream
+
+Numbered = tuple[int, Shard, int]
+"""As returned by `Passes.shards`: number, shard, blocks to skip."""
+
+
+ITEM_S = 2.0
+"""Target duration of an item: long compared with the 0.1 s round of Ray Data's scheduler."""
+SLOTS_PER_SECOND = 500
+"""Maximum number of items that start per second: with many slots they get longer."""
+MOST_SHARDS = 16
+"""Maximum number of shards per item."""
+
+
+def shards_per_item(left: int, slots: int, shard_s: float | None, single: bool) -> int:
+    """Head: as many as fill `ITEM_S`, limited so that the rest still spreads over all slots.
+
+    Args:
+        left: shards not started.
+        slots: chain workers.
+        shard_s: duration of a shard; None: unknown.
+        single: see `Line`.
+    """
+    seconds = max(ITEM_S, slots / SLOTS_PER_SECOND)
+    fill = int(seconds / shard_s) if shard_s else 1
+    return 1 if single else max(1, min(fill, left // (2 * max(slots, 1)), MOST_SHARDS, left))
+
+
+@dataclass(eq=False)
+class Item:
+    """Head: a few shards read by one chain worker. Unreported work can move to another worker, starting at
+    the next block."""
+
+    line: Line
+    name: str
+    """Name for messages and for calls of chain workers."""
+    shards: list[Numbered]
+    """Shards with unreported blocks."""
+    store: list[bool]
+    """For each shard, whether the host caches its records."""
+    node: str = ""
+    process: str = ""
+    """Actor id of the chain worker."""
+    seconds: float = 0.0
+    tried: set[str] = field(default_factory=set)
+    """Nodes where it failed or was late."""
+    failures: int = 0
+    """How often it could not be read."""
+    late: int = 0
+    """How often it missed its deadline."""
+    not_before: float = 0.0
+    quiet_since: float = field(default_factory=time.monotonic)
+    """Time of the last report of its chain worker."""
+    stuck_since: float = field(default_factory=time.monotonic)
+    """Time of the last report, across all workers that tried it."""
+
+    def __post_init__(self) -> None:
+        self.count = len(self.shards)
+
+    def begun(self, node: str, process: str) -> None:
+        """A chain worker has claimed it."""
+        self.node, self.process = node, process
+        self.quiet_since = time.monotonic()
+
+    def reported(self, report: BlockReport) -> list[int]:
+        """Mark a block as made, so that a retry skips it.
+
+        Returns:
+            Shards before that of the block, which are complete.
+        """
+        self.quiet_since = self.stuck_since = time.monotonic()
+        at = next((n for n, shard in enumerate(self.shards) if shard[0] == report.shard), None)
+        if at is None or report.nth < self.shards[at][2]:
+            return []  # remade after its process died
+        passed = [shard for shard, _, _ in self.shards[:at]]
+        del self.shards[:at], self.store[:at]
+        number, shard, _ = self.shards[0]
+        self.shards[0] = (number, shard, report.nth + 1)
+        if report.last:
+            del self.shards[0], self.store[0]
+        self.seconds += report.seconds
+        return passed
+
+
+@dataclass(eq=False)
+class Ticket:
+    """Head: the work behind a ticket. If its process dies or its blocks are lost with their host, Ray
+    restarts it, and it makes the same blocks."""
+
+    item: Item
+    shards: list[Numbered]
+    store: list[bool]
+    claims: int = 0
+    """How often it was claimed; each claim after the first means a dead process or lost blocks."""
+    node: str = ""
+    """Where it was claimed last."""
+    made: int = 0
+    """Number of reported non-empty blocks."""
+    limit: int | None = None
+    """Maximum number of blocks to make; the rest went to another ticket."""
+    failures: int = 0
+    """How often its lost blocks could not be made again."""
+    inherited: bool = False
+    """Whether it is of a replaced attempt: its blocks can be made again, but none is new."""
+
+    def reported(self, index: int) -> None:
+        """A block that is not empty was made, perhaps after the rest was taken back. If its host is lost, it
+        must be made again."""
+        self.made = max(self.made, index + 1)
+        if self.limit is not None:
+            self.limit = max(self.limit, self.made)
+
+
+@dataclass(eq=False)
+class ReadyBlock:
+    """Head: a reported block and where it is."""
+
+    report: BlockReport
+    node: str
+    """Ray node that holds it."""
+    reference: Any = None
+    """Of the object; None: it has no rows or has not arrived."""
+    ticket: int = -1
+    """Number of the ticket that made it."""
+    counted: bool = False
+    """Whether an attempt has counted its costs."""
+    inherited: bool = False
+    """Whether an earlier attempt made it."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it travels inside Ray's own messages and is held by no host."""
+        return self.report.bytes_out < SERVED_FROM_BYTES
+
+    def part(self, start: int, stop: int) -> BlockSlice:
+        """Its rows start … stop-1."""
+        return BlockSlice(self.reference, start, stop, "" if self.is_small else self.node, self.report.rows)
+
+
+@dataclass
+class Held:
+    """Head: bytes of ready blocks."""
+
+    own: int = 0
+    inherited: int = 0
+
+    def add(self, block: ReadyBlock, sign: int = 1) -> None:
+        """Count a block, or with the sign -1 no longer."""
+        size = sign * block.report.bytes_out
+        if block.inherited:
+            self.inherited += size
+        else:
+            self.own += size
+
+
+def in_budget(held: list[Held], budget_bytes: int) -> int:
+    """Head: what ready blocks take of the budget. Inherited ones have another of the same size before they
+    count, because the blocks before them must be made."""
+    inherited = sum(each.inherited for each in held)
+    return sum(each.own for each in held) + max(inherited - budget_bytes, 0)
+
+
+@dataclass
+class OpenShard:
+    """Head: a shard in progress."""
+
+    due: int
+    """Index of the block that the pass takes next."""
+    made: dict[int, ReadyBlock | None] = field(default_factory=dict)
+    """Blocks that wait for their turn; None: reported but not arrived."""
+    closed: bool = False
+    """No more blocks follow."""
+
+
+@dataclass(eq=False)
+class Line:
+    """Head: one pass in production."""
+
+    stream: Stream | LoaderPass
+    plan: EpochPlan
+    coming: Future[deque[Numbered]] | None
+    """Its shards while the listing runs; None: they come one by one."""
+    exact: bool
+    work: deque[Numbered] = field(default_factory=deque)
+    """Shards not started, in pass order."""
+    turns: deque[int] = field(default_factory=deque)
+    """Numbers of undelivered shards, in order; used if the order is exact."""
+    shards: dict[int, OpenShard] = field(default_factory=dict)
+    delivered: set[int] = field(default_factory=set)
+    """Completed shards."""
+    under_way: int = 0
+    """Items in progress or queued for a retry."""
+    shards_under_way: int = 0
+    """Number of shards that those items started with."""
+    listing: bool = True
+    """Whether more shards may come."""
+    single: bool = False
+    """Whether one shard keeps a chain worker busy."""
+
+    def listed(self) -> bool:
+        """Whether shards are known."""
+        if self.coming is not None and self.coming.done():
+            for shard in self.coming.result():
+                self.add(shard)
+            self.coming, self.listing = None, False
+        return self.coming is None
+
+    def add(self, shard: Numbered) -> None:
+        """Append the next shard."""
+        self.work.append(shard)
+        self.turns.append(shard[0])
+
+    def begin(self, shards: list[Numbered]) -> None:
+        """Mark shards as in progress."""
+        for number, _, skip in shards:
+            if number not in self.delivered:
+                self.shards.setdefault(number, OpenShard(skip))
+
+    def report(self, block: ReadyBlock) -> bool:
+        """Record a preprocessed block; False if it was already recorded."""
+        report = block.report
+        shard = self.shards.get(report.shard)
+        if shard is None or report.nth < shard.due or report.nth in shard.made:
+            return False
+        shard.made[report.nth] = None if report.rows else block
+        return True
+
+    def arrived(self, block: ReadyBlock) -> None:
+        """A recorded block has arrived."""
+        self.shards[block.report.shard].made[block.report.nth] = block
+
+    def close(self, number: int) -> None:
+        """Mark a shard as read to its end; it may have no further block, as when it is empty."""
+        if (shard := self.shards.get(number)) is not None:
+            shard.closed = True
+
+    def deliverable(self, number: int) -> list[ReadyBlock]:
+        """Blocks whose turn has come, in order.
+
+        Args:
+            number: shard with something new.
+        """
+        if not self.exact:
+            return self._of(number)
+        found: list[ReadyBlock] = []
+        while self.turns:
+            found += self._of(self.turns[0])
+            if self.turns[0] not in self.delivered:
+                break
+            self.turns.popleft()
+        return found
+
+    def _of(self, number: int) -> list[ReadyBlock]:
+        found: list[ReadyBlock] = []
+        shard = self.shards.get(number)
+        while shard is not None and (made := shard.made.get(shard.due)) is not None:
+            del shard.made[shard.due]
+            shard.due += 1
+            shard.closed |= made.report.last
+            found.append(made)
+        if shard is not None and shard.closed and not shard.made:
+            del self.shards[number]
+            self.delivered.add(number)
+        return found
+
+    def early(self) -> list[ReadyBlock]:
+        """Blocks that wait for their turn; those without rows have no reference."""
+        return [block for shard in self.shards.values() for block in shard.made.values() if block]
+
+    def inherit(self, ready: Mapping[int, Mapping[int, ReadyBlock]]) -> list[ReadyBlock]:
+        """Take blocks that exist already; returns them. What follows them in their shard is still to be made.
+
+        Args:
+            ready: by shard and index in it.
+        """
+        taken: list[ReadyBlock] = []
+        left: deque[Numbered] = deque()
+        for number, shard, skip in self.work:
+            made = ready.get(number, {})
+            blocks = [made[nth] for nth in takewhile(made.__contains__, count(skip))]
+            if blocks:
+                self.begin([(number, shard, skip)])
+            for block in blocks:
+                self.report(block)
+                block.inherited = True
+                if block.reference is not None:
+                    self.arrived(block)
+            if not blocks or not blocks[-1].report.last:
+                left.append((number, shard, skip + len(blocks)))
+            taken += blocks
+        self.work = left
+        return taken
+
+    def ended(self) -> bool:
+        """Whether everything was delivered."""
+        return self.listed() and not (self.listing or self.work or self.under_way or self.shards)

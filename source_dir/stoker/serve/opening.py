@@ -1,0 +1,353 @@
+"""Head: opens and checks a job's data, and starts the actor that serves it."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from stoker.chain.collating import Collate
+from stoker.chain.geometry import refuse_image_alone
+from stoker.chain.prefix import key_of, prefix_length, refuse_nothing_to_keep
+from stoker.chain.probing import fix_schemas
+from stoker.config.loading import Resolved
+from stoker.config.schema import Config
+from stoker.errors import UsageError, where_raised
+from stoker.hosts.topology import NODE_LABEL
+from stoker.messages import DataCursor, Pad, Schema
+from stoker.read.base import Source
+from stoker.read.cache_store import CacheSpec
+from stoker.read.identity import Identity, identity_of
+from stoker.read.seeding import drawing
+from stoker.recipe import SOURCE_FOLDER, Recipe, from_recipe, load_recipe, with_types
+from stoker.serve.datasets import DatasetSource
+
+if TYPE_CHECKING:
+    from stoker.serve.elastic import Scaling
+
+BUFFER_SHARE = 0.25
+"""Budget for preprocessed data beyond the next two steps, as a share of the cluster's object stores."""
+LEAST_BUFFER_BYTES = 64 * 2**20
+
+
+@dataclass
+class Data:
+    """Head: the opened and checked splits of a job."""
+
+    sources: dict[str, Any]
+    chains: dict[str, Any]
+    totals: dict[str, int | None]
+    recipe: Any = None
+    """The recipe that opened them, which may hold what `read` has found."""
+    samples: dict[str, Any] = field(default_factory=dict)
+    """Split → what its chain made of the first records: columns and report."""
+    _identities: dict[str, Identity] = field(default_factory=dict)
+
+    def notes(self) -> list[str]:
+        """Head: lines on what lies beside the records and is not read, and on what their first ones show."""
+        beside = [note for source in self.sources.values() for note in getattr(source, "notes", ())]
+        shown = [chain.note for chain in self.chains.values() if chain.note]
+        return [*dict.fromkeys([*beside, *shown])]
+
+    def identity(self, split: str) -> Identity:
+        """Head: identity of a split's records; computed once."""
+        if split not in self._identities:
+            source = self.sources[split]
+            known = not isinstance(source, DatasetSource)
+            self._identities[split] = identity_of(source) if known else Identity(source.fingerprint())
+        return self._identities[split]
+
+
+def discover(resolved: Resolved) -> Config:
+    """Head: the configuration, with the parameters that the recipe derives from its data.
+
+    Raises:
+        UsageError: the recipe cannot derive them.
+    """
+    config = with_types(resolved.config)
+    recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
+    with drawing(f"{config.seed}/recipe"):
+        found = from_recipe(recipe, "discover")
+    return config.model_copy(update={"params": {**config.params, **found}})
+
+
+def open_data(config: Config, data: Data | None = None) -> Data:
+    """Head: get splits and chains from the recipe and check them before training.
+
+    Args:
+        config: the job.
+        data: result of `open_sources`.
+
+    Raises:
+        UsageError: there is nothing to read, files are damaged, a chain cannot run or moves images without
+            their masks, or columns cannot be batched.
+    """
+    data = open_splits(config, data)
+    refuse_image_alone(data.chains.values())
+    data.samples = fix_schemas(data.sources, data.chains, config.data.block_records)
+    pads = data.chains["train"].pads
+    refuse_absent_pads(pads, [chain.schemas for chain in data.chains.values()])
+    train, wanted = data.chains["train"], config.data.bucket_by
+    # Before its last schema, that of its blocks, is that of the records for collate.
+    if train.collate and wanted and train.schemas and wanted not in train.schemas[-2].columns:
+        raise UsageError(
+            f"data.bucket_by: no record has {wanted!r}; columns: {', '.join(train.schemas[-2].columns)}"
+        )
+    return data
+
+
+def open_sources(config: Config) -> Data:
+    """Head: get the splits from the recipe and check them, without their chains, which may need PyTorch.
+
+    Raises:
+        UsageError: nothing to read, damaged files, or settings that do not fit the recipe.
+    """
+    recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
+    pads = pads_of(recipe)
+    if recipe.collates and pads:
+        raise UsageError(f"recipe: {type(recipe).__name__} has both pad and collate; pad in collate")
+    if not recipe.collates and config.data.bucket_by not in (None, *pads):
+        raise UsageError(
+            f"data.bucket_by: {config.data.bucket_by!r} is not a column that the recipe pads; it pads:"
+            f" {', '.join(pads) or 'none'}"
+        )
+    if config.data.max_tokens is not None:
+        refuse_undividable(config, recipe, pads)
+    data = Data({}, {}, {}, recipe)
+    for split in ("train", "val"):
+        # Seed random splits (such as torch's random_split), so that both splits divide the records alike.
+        with drawing(f"{config.seed}/recipe"):
+            source = from_recipe(recipe, "read", split)
+        if source is None and split == "train":
+            raise UsageError(f"{config.recipe}: read('train') returned nothing to train on")
+        if source is None:
+            continue
+        if isinstance(source, Source):
+            source.check()
+        elif not hasattr(source, "map_batches"):
+            raise UsageError(
+                f"{config.recipe}: read({split!r}) returned {type(source).__name__}, neither a Source nor a"
+                " ray.data.Dataset"
+            )
+        else:
+            source = DatasetSource(source)
+        data.sources[split] = source
+        refuse_other_classes(data)
+        data.totals[split] = source.count()
+    return data
+
+
+def open_splits(config: Config, data: Data | None = None) -> Data:
+    """Head: as `open_data`, before any record runs through its chain.
+
+    Raises:
+        UsageError: nothing to read, damaged files, or a chain that cannot be run.
+    """
+    from stoker.chain.chain import Chain
+    from stoker.chain.entries import as_stages
+
+    data = data or open_sources(config)
+    recipe = data.recipe
+    pads = pads_of(recipe)
+    for split in data.sources:
+        with drawing(f"{config.seed}/recipe"):
+            stages = as_stages(from_recipe(recipe, "preprocess", split))
+        prefix = 0
+        # Do not cache records that differ in every epoch; for training, that is an error below.
+        if keeps(config) and not data.identity(split).draws:
+            prefix = prefix_length(stages)
+        data.chains[split] = Chain(
+            stages,
+            config.seed,
+            config.tracking.record_ids,
+            prefix,
+            config.data.max_pixels,
+            pads,
+            config.data.bucket_by,
+            config.data.max_tokens,
+            Collate.of(config.recipe, config.params) if recipe.collates else None,
+        )
+    if keeps(config):
+        refuse_uncacheable(config.recipe, data)
+    return data
+
+
+def refuse_undividable(config: Config, recipe: Recipe, pads: dict[str, Pad]) -> None:
+    """Head: refuse `data.max_tokens` where batches cannot be divided, or not to the same result.
+
+    Raises:
+        UsageError: one line per reason.
+    """
+    train = config.train
+    reasons = {
+        "the recipe pads no column": not pads,
+        f"train workers of {train.strategy} must make the same calls; use train.strategy=ddp": train.strategy
+        != "ddp",
+        "train.mixup and train.cutmix mix records of the whole batch": bool(train.mixup or train.cutmix),
+        f"the loop of {type(recipe).__name__} is not Stoker's": bool(recipe.own_loop),
+    }
+    if found := [f"data.max_tokens: {text}" for text, holds in reasons.items() if holds]:
+        raise UsageError(*found)
+
+
+def pads_of(recipe: Recipe) -> dict[str, Pad]:
+    """Head and train worker: how the recipe lets batches pad columns whose rows differ in length.
+
+    Raises:
+        UsageError: the declaration is invalid.
+    """
+    try:
+        declared = {n: p if isinstance(p, Pad) else Pad(p) for n, p in dict(recipe.pad).items()}
+    except Exception as error:
+        raise UsageError(f"recipe: {type(recipe).__name__}.pad failed: {where_raised(error)}") from error
+    for name, (value, multiple) in declared.items():
+        if not (isinstance(value, int | float) and isinstance(multiple, int) and multiple >= 1):
+            raise UsageError(
+                f"recipe: pad of column {name!r} is {value!r} to a multiple of {multiple!r}; give a number or"
+                " stoker.data.Pad(value, multiple=8)"
+            )
+    return declared
+
+
+def refuse_absent_pads(pads: dict[str, Pad], schemas: list[tuple[Schema, ...]]) -> None:
+    """Head: refuse padding of a column that no split has, if the columns of all splits are known.
+
+    Raises:
+        UsageError: names the column and the existing ones.
+    """
+    columns = [name for found in schemas if found for name in found[-1].of_records().columns]
+    for name in pads:
+        if all(schemas) and name not in columns:
+            raise UsageError(
+                f"recipe: pad names column {name!r}, which no record has; columns: {', '.join(columns)}"
+            )
+
+
+def keeps(config: Config) -> bool:
+    """Head: whether hosts cache records; a run of one epoch reads nothing twice."""
+    return config.data.cache != "none" and config.train.epochs > 1
+
+
+def cache_note(config: Config) -> str:
+    """Head: one line if the requested cache has no effect; otherwise empty."""
+    if config.data.cache != "none" and not keeps(config):
+        return f"data.cache: {config.data.cache} has no effect in a run of one epoch"
+    return ""
+
+
+def exact_note(config: Config, data: Data) -> str:
+    """Head: one line if `data.order: exact` cannot keep its promise; otherwise empty."""
+    unstable = data.identity("train").unstable
+    if config.data.order == "exact" and unstable:
+        return (
+            f"data.order exact: {unstable}, so two runs differ and an interrupted one cannot be resumed; draw"
+            " from the generators of random, numpy.random or torch, which are seeded for each record"
+        )
+    return ""
+
+
+def refuse_uncacheable(recipe: str, data: Data) -> None:
+    """Head: refuse a cache that could not hold any training record.
+
+    Raises:
+        UsageError: reading them or the first stage of their chain is random.
+    """
+    if why := data.identity("train").draws:
+        raise UsageError(
+            f"data.cache: {recipe}.read('train'): {why}, and a cache would repeat the first epoch's;"
+            " set data.cache=none, or draw in a transform of the chain"
+        )
+    refuse_nothing_to_keep(data.chains["train"].stages)
+
+
+def refuse_other_classes(data: Data) -> None:
+    """Head: refuse splits whose labels number different classes.
+
+    Raises:
+        UsageError: names the classes of both.
+    """
+    of = {split: source.classes() for split, source in data.sources.items() if isinstance(source, Source)}
+    train, val = of.get("train"), of.get("val")
+    if train is not None and val is not None and train != val:
+        raise UsageError(
+            f"the splits have different classes, so their labels differ: {', '.join(train)} in train,"
+            f" {', '.join(val)} in val"
+        )
+
+
+def start_coordinator(
+    config: Config,
+    data: Data,
+    workers: int,
+    first_epoch: int = 0,
+    position: dict[str, Any] | None = None,
+    scaler: Scaling | None = None,
+) -> Any:
+    """Head: start the actor between Ray Data and the train workers on this host; it produces at once.
+
+    Args:
+        config: the job.
+        data: its opened splits.
+        workers: number of train workers.
+        first_epoch: where training starts.
+        position: position in that epoch, from a checkpoint.
+        scaler: decides how many CPU hosts to request; None: their number is fixed.
+
+    Raises:
+        UsageError: the data or its order differ from those of the position, or of the runs that share blocks.
+    """
+    import ray
+
+    from stoker.serve.actor import Coordinator
+    from stoker.serve.cursor import refuse_other_data
+    from stoker.serve.elastic import Hosts
+    from stoker.serve.joining import depends_on, join
+    from stoker.serve.passes import Passes
+
+    chains = {split: ray.cloudpickle.dumps(chain) for split, chain in data.chains.items()}
+    kept = {
+        split: key_of(split, data.identity(split).text, chain.stages[: chain.prefix])
+        for split, chain in data.chains.items()
+        if chain.prefix
+    }
+    schemas = {split: chain.schemas for split, chain in data.chains.items()}
+    resources = ray.cluster_resources()
+    store_bytes = resources.get("object_store_memory", 0)
+    share = None
+    if config.data.share is not None:
+        known = {split: data.identity(split) for split in data.sources}
+        texts, unstable = (
+            {split: getattr(each, part) for split, each in known.items()} for part in ("text", "unstable")
+        )
+        own = depends_on(config, data.sources, data.chains, texts, unstable)
+        share = join(config, own, store_bytes)
+    passes = Passes(config, data.sources, chains, _cache(config) if kept else None, kept, schemas, share)
+    identity = data.identity("train")
+    plan = passes.identity(identity.text, identity.unstable)
+    if position is not None:
+        refuse_other_data(DataCursor.model_validate(position), plan)
+    node = ray.get_runtime_context().get_node_id()
+    actor = ray.remote(Coordinator).options(
+        num_cpus=0,
+        max_concurrency=2 * workers + int(resources.get("CPU", 1)) + 16,
+        label_selector={NODE_LABEL: node},
+    )
+    coordinator = actor.remote(
+        passes,
+        data.totals,
+        Hosts(config, node),
+        plan,
+        max(LEAST_BUFFER_BYTES, int(BUFFER_SHARE * store_bytes)),
+        config.data.transport == "direct",
+        scaler,
+    )
+    coordinator.begin.remote(coordinator, 0, workers, first_epoch, position)
+    return coordinator
+
+
+def _cache(config: Config) -> CacheSpec | None:
+    data = config.data
+    if data.cache == "none":
+        return None
+    most = None if data.cache_gb is None else int(data.cache_gb * 1e9)
+    return CacheSpec(data.cache, secrets.token_hex(6), most, data.cache_folder)

@@ -1,0 +1,180 @@
+"""Head: handles work that fails or misses its deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from stoker.errors import STATED, DataError, root_cause, where_raised
+from stoker.messages import BlockReport, Failure, Origin
+from stoker.read.rereading import reread_wait_s
+from stoker.serve.deadlines import Patience, others
+from stoker.serve.items import Item, Line, Numbered, ReadyBlock, Ticket
+from stoker.serve.pool import Pool
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Chain worker: convert an error into a Failure for the head."""
+    cause = root_cause(error)
+    if isinstance(cause, STATED):
+        return Failure(str(cause).splitlines()[0])
+    may_pass = isinstance(cause, OSError)
+    tries = next(n for n in range(100) if reread_wait_s(cause, n) is None) if may_pass else 0
+    return Failure(where_raised(cause), may_pass, tries)
+
+
+class Recovery:
+    """Head: part of the planner. It decides; the planner reassigns the work.
+
+    Args:
+        attempt: whose work this is.
+        pool: the hosts.
+    """
+
+    def __init__(self, attempt: Any, pool: Pool) -> None:
+        self.attempt, self.pool = attempt, pool
+        self.stall_s = attempt.passes.config.data.stall_timeout_s
+        self.patience = Patience(self.stall_s)
+
+    def what(self, split: str, shards: list[Numbered]) -> str:
+        """Name of an item's shards for messages."""
+        if not shards:
+            return split
+        names = []
+        for number, shard, _ in (shards[0], shards[-1]):
+            name = shard.called
+            names.append(name or f"number {number}")
+        return f"{split} shard {names[0]}" if len(shards) == 1 else f"{split} shards {names[0]} … {names[1]}"
+
+    def failed(self, item: Item, failure: Failure) -> float:
+        """A chain worker has failed: how long to wait before a retry.
+
+        Raises:
+            DataError: it has failed for good.
+        """
+        item.failures += 1
+        what = self.what(item.line.plan.split, item.shards)
+        hosts = {*item.tried, item.node}
+        return self._retry(what, item.node, hosts, item.failures, failure, self._elsewhere(item))
+
+    def took(self, split: str, node: str, report: BlockReport) -> None:
+        """Learn how long a block takes to make."""
+        if not report.shared:
+            self.patience.took(split, node, report.seconds)
+
+    def failed_again(
+        self,
+        number: int,
+        ticket: Ticket,
+        failure: Failure,
+        coming: Mapping[Origin, tuple[Line, ReadyBlock]],
+        lines: list[Line],
+    ) -> float:
+        """The same for one that makes blocks of a ticket again, which no other can do in its place.
+
+        In the end it gives up, with 0, if none is needed: Ray also repeats calls whose process has ended.
+        """
+        ticket.failures += 1
+        if ticket.failures > failure.tries and not self._misses(number, coming, lines):
+            return 0.0
+        what = self.what(ticket.item.line.plan.split, ticket.shards)
+        how = "making its lost blocks again"
+        return self._retry(what, ticket.node, {ticket.node}, ticket.failures, failure, how)
+
+    def _misses(
+        self, number: int, coming: Mapping[Origin, tuple[Line, ReadyBlock]], lines: list[Line]
+    ) -> bool:
+        """Whether a block that is needed has not arrived, or was on a host that is known to be gone."""
+        if any(block.ticket == number for _, block in coming.values()):
+            return True
+        early = (block for line in lines for block in line.early())
+        ready = (block for stream in self.attempt.open_streams() for block in stream.blocks.values())
+        return any(b.ticket == number and b.node not in self.pool.hosts for b in (*early, *ready))
+
+    def _retry(
+        self, what: str, node: str, hosts: set[str], failures: int, failure: Failure, how: str
+    ) -> float:
+        if not failure.may_pass:
+            raise DataError(failure.text)
+        if failures > failure.tries:
+            names = ", ".join(sorted(map(self.pool.name, hosts)))
+            raise DataError(f"{what}: failed {failures} times, on {names}: {failure.text}")
+        wait_s = reread_wait_s(OSError(), failures - 1) or 0.0
+        self.attempt.note(f"host {self.pool.name(node)}: {what}: {failure.text}; {how} in {wait_s:.0f} s")
+        return wait_s
+
+    def overdue(
+        self, active: Mapping[int, Item], waiting: list[Item], now: float
+    ) -> tuple[list[int], list[str]]:
+        """Work that must be done again elsewhere.
+
+        Args:
+            active: work in progress, by ticket.
+            waiting: work that waits for a retry.
+            now: `time.monotonic()`.
+
+        Returns:
+            Tickets whose host was lost or that are late, and the processes of the late ones.
+
+        Raises:
+            DataError: late work has failed on every host.
+        """
+        tickets, hung = [], []
+        for number, item in active.items():
+            if item.node in self.pool.hosts:
+                if not self.is_late(item, now, in_work=True):
+                    continue
+                self.late(item)
+                hung.append(item.process)
+            self.attempt.repeats(item.line.plan.split, item.name)
+            tickets.append(number)
+        for item in waiting:
+            self.is_late(item, now, in_work=False)
+        return tickets, hung
+
+    def is_late(self, item: Item, now: float, in_work: bool) -> bool:
+        """Whether work has been silent for too long.
+
+        Raises:
+            DataError: it was late on every host, and train workers have nothing left.
+        """
+        stream = item.line.stream
+        starving = stream.rows_ahead < stream.step_rows and self.attempt.open_streams()[0] is stream
+        if starving and now - item.stuck_since > self.patience.give_up_s:
+            waited = (
+                f"no result for {now - item.stuck_since:.0f} s (data.stall_timeout_s: {self.stall_s:.0f})"
+            )
+            raise DataError(f"{self._who(item)}: {waited}, tried {item.late + 1} times")
+        return in_work and now - item.quiet_since > self._limit_s(item, item.node)
+
+    def names_records(self, item: Item, node: str) -> bool:
+        """Whether late work that starts on a host now could not be late once more before the run gives up;
+        then it reports each record, which takes longer."""
+        left_s = self.patience.give_up_s - (time.monotonic() - item.stuck_since)
+        return item.late > 0 and self._limit_s(item, node) > left_s
+
+    def _limit_s(self, item: Item, node: str) -> float:
+        return self.patience.deadline_s(item.line.plan.split, node, item.late)
+
+    def late(self, item: Item) -> None:
+        """Work missed its deadline: avoid its host and report it."""
+        now = time.monotonic()
+        text = f"{self._who(item)}: no result for {now - item.quiet_since:.0f} s; {self._elsewhere(item)}"
+        if others(self.pool.hosts, {item.node}) != {item.node}:
+            seconds = self.patience.avoid(item.node, now)
+            self.pool.avoided = self.patience.avoided(now)
+            text += f"; this host gets no work for {seconds:.0f} s"
+        item.late += 1
+        self.attempt.note(text)
+
+    def _who(self, item: Item) -> str:
+        """Host, shards and, if known, the record."""
+        doing = self.attempt.suspects.doing(item.name)
+        where = f"host {self.pool.name(item.node)}: {self.what(item.line.plan.split, item.shards)}"
+        return f"{where}, {doing}" if doing else where
+
+    def _elsewhere(self, item: Item) -> str:
+        if others(self.pool.hosts, {item.node}) == {item.node}:
+            return "retrying on this host (no other available)"
+        return "retrying on another host"

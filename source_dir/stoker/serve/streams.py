@@ -1,0 +1,186 @@
+"""Head: one pass over one split while it is produced and consumed."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoker.chain.blocks import columns_of
+from stoker.errors import DataError, explain
+from stoker.messages import ID_COLUMN, BlockReport, BlockSlice, DataCursor, Schema, StepAssignment
+from stoker.serve.accounting import EpochAccount
+from stoker.serve.cursor import Trail
+from stoker.serve.items import Held, ReadyBlock
+from stoker.serve.splitter import Slice, Splitter
+
+LINGER_STEPS = 16
+"""How long small blocks outlast their use. Their values are in the memory of their owner, the coordinator.
+Ray 2.60 never frees such a value if its owner drops the reference before a borrower, so the coordinator waits
+until train workers have dropped theirs: they have when they request steps for the second time after."""
+Used = tuple[int, int, int]
+"""Of one rank: rows (including padded ones), sum of their ids, number of padded rows."""
+UNUSED_ROWS_S = 120.0
+"""Deadline for fetching the few unused rows; Ray may have to recompute their block."""
+
+
+@dataclass
+class Stream:
+    """Head: a pass; the coordinator holds its lock around every call."""
+
+    splitter: Splitter
+    account: EpochAccount
+    total: int | None
+    trail: Trail | None = None
+    """For training passes: the order of arrivals, from which the position follows."""
+    schema: Schema | None = None
+    """Schema of the split, set by the run's first block; each block is compared with it."""
+    blocks: dict[int, ReadyBlock] = field(default_factory=dict)
+    """Blocks still needed, by number."""
+    lingering: deque[tuple[int, ReadyBlock]] = field(default_factory=deque)
+    """Small blocks that every rank has taken, and by which step."""
+    steps: dict[int, int] = field(default_factory=dict)
+    """Next step of each rank."""
+    finished: dict[int, Used] = field(default_factory=dict)
+    reconciled: bool = False
+    held: Held = field(default_factory=Held)
+    """The blocks still needed."""
+    slowest: int = 0
+    """The step that the slowest rank requests next."""
+
+    def reported(self, report: BlockReport, node: str) -> bool:
+        """A chain worker on a node has made a block; False if it was already counted."""
+        if not self.account.take(report, node):
+            return False
+        if self.trail is not None:
+            self.trail.report(report)
+        return True
+
+    def arrived(self, block: ReadyBlock) -> None:
+        """A block has arrived; its report came earlier."""
+        rows = block.report.rows
+        skip = self.trail.arrive(block.report.shard, rows) if self.trail is not None else 0
+        if skip < rows:
+            self.blocks[self.splitter.add(rows, skip)] = block
+            self.held.add(block)
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of one step over all ranks."""
+        return self.splitter.step_rows
+
+    @property
+    def ended(self) -> bool:
+        """Whether all rows have arrived."""
+        return self.splitter.ended
+
+    @property
+    def rows_ahead(self) -> int:
+        """Rows beyond what every rank has requested."""
+        return self.splitter.rows - self.slowest * self.splitter.step_rows
+
+    def portion(self, step: int, rank: int) -> StepAssignment | None:
+        """A worker's rows of a step, which must be ready; None after its last."""
+        share = self.splitter.share(step, rank)
+        self.steps[rank] = step + 1
+        if len(self.steps) == self.splitter.workers:
+            self.slowest = min(self.steps.values())
+        if share is None:
+            return None
+        return StepAssignment([self._rows(part) for part in share.slices], share.padded, schema=self.schema)
+
+    def _rows(self, part: Slice) -> BlockSlice:
+        return self.blocks[part.block].part(part.start, part.stop)
+
+    def release(self) -> None:
+        """Drop the blocks that every worker has taken."""
+        # The previous step may still be in flight to a worker: keep its blocks one step longer.
+        step = self.slowest - 1
+        # Blocks are needed in the order of their numbers, so stop at the first that is needed.
+        while self.blocks:
+            number = next(iter(self.blocks))
+            if not self.splitter.block_done(number, step) or self.splitter.may_remain(number):
+                break
+            block = self.blocks.pop(number)
+            self.held.add(block, -1)
+            if block.is_small:
+                self.lingering.append((step, block))
+        while self.lingering and self.lingering[0][0] < step - LINGER_STEPS:
+            self.lingering.popleft()
+
+    def position(self, steps: int, id_sum: int) -> DataCursor:
+        """Position of a training pass after some steps of this attempt.
+
+        Raises:
+            ValueError: it has not given out that many steps.
+        """
+        if self.trail is None or not self.splitter.ready(steps - 1):
+            raise ValueError(f"{self.account.split} epoch {self.account.epoch}: step {steps} is not reached")
+        rows = steps * self.splitter.step_rows
+        if self.splitter.ended:
+            rows = min(rows, self.splitter.remainder.start)
+        position = self.trail.after(rows, id_sum)
+        self.account.trained = position.books.trained
+        return position
+
+    def unused(self) -> list[BlockSlice]:
+        """The rows that no worker takes."""
+        return [self._rows(part) for part in self.splitter.slices_of(self.splitter.remainder)]
+
+    def reconcile(self, remaining: list[int]) -> dict[str, Any]:
+        """Close the account.
+
+        Args:
+            remaining: ids of the `unused` rows.
+
+        Returns:
+            The counts and the ids of the rows that no worker took.
+
+        Raises:
+            DataError: records were lost, duplicated or exchanged.
+        """
+        used = list(self.finished.values())
+        rows, padded = sum(u[0] for u in used), sum(u[2] for u in used)
+        self.account.use(rows, padded, sum(u[1] for u in used), remaining)
+        counts = self.account.reconcile(self.total)
+        self.reconciled = True
+        self.lingering += [(0, block) for block in self.blocks.values() if block.is_small]
+        self.blocks.clear()
+        self.held = Held()
+        return {"split": self.account.split, "remainder_ids": remaining, **counts}
+
+    def cut(self, steps: int) -> dict[str, Any]:
+        """Book a training pass that a limit ends after these steps of this attempt; its place stays.
+
+        Raises:
+            DataError: the train workers used other rows than they were given.
+        """
+        used = sum(rows - padded for rows, _, padded in self.finished.values())
+        given = self.position(steps, 0).books.trained - self.account.carried.trained
+        if used != given:
+            raise DataError(
+                f"train epoch {self.account.epoch + 1}: {given} records were given out, but {used} trained"
+            )
+        self.reconciled = True
+        return {"split": "train", **self.account.counts(self.total)}
+
+
+def ids_of(rows: list[BlockSlice]) -> list[int]:
+    """Head: the record ids of some rows; fetches blocks through Ray, so no lock may be held.
+
+    Raises:
+        DataError: a block is not available.
+    """
+    import ray
+
+    if not rows:
+        return []
+    try:
+        blocks = ray.get([part.block for part in rows], timeout=UNUSED_ROWS_S)
+    except ray.exceptions.RayError as error:
+        raise DataError(f"cannot fetch the rows left over at the end of an epoch: {explain(error)}") from None
+    return [
+        number
+        for part, block in zip(rows, blocks, strict=True)
+        for number in columns_of(block)[ID_COLUMN][part.start : part.stop].tolist()
+    ]

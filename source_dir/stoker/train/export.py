@@ -1,0 +1,272 @@
+"""Train worker (rank 0): exports the final model to other formats; each file is loaded again and compared.
+
+An exported model takes what the feed yields (images as uint8, records × channels × height × width),
+because it includes the recipe's `on_device("val")`, and returns what the recipe's `predict` returns. It is
+made on the CPU from the saved weights, so device and training strategy do not matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from stoker.config.schema import Config
+from stoker.errors import UsageError, where_raised
+from stoker.recipe import Batch, Recipe, Split
+from stoker.train.export_formats import (
+    FILES,
+    TRACED_RECORDS,
+    Example,
+    Exports,
+    MismatchError,
+    as_module,
+    flat,
+    fresh_model,
+    write_one,
+)
+from stoker.train.state import Worker, count_records
+
+EXAMPLE_RECORDS = 16
+"""Largest batch for the comparison of an export."""
+
+
+def wanted(config: Config) -> list[str]:
+    """Anywhere: the formats to write; a registered MLflow model needs torch_export."""
+    formats = ["safetensors", *config.export]
+    if config.tracking.mlflow.uri and config.tracking.mlflow.registered_model:
+        formats.append("torch_export")
+    return [name for name in FILES if name in formats]
+
+
+def keep_example(worker: Worker, split: Split, batch: Batch) -> None:
+    """Train worker: rank 0 keeps a few records of the first batch, from validation if there is one.
+
+    Called with every batch; returns immediately except for the first of a split.
+
+    Raises:
+        UsageError: the export cannot work as configured; raised at the first step, not after the last.
+    """
+    kept: Example | None = worker.example
+    if worker.rank or (kept is not None and split in ("train", kept.split)) or not count_records(batch):
+        return
+    import torch
+
+    recipe = worker.recipe
+    worker.example = example_of(recipe, batch, split)
+    if kept is None and wanted(worker.config) != ["safetensors"]:
+        refuse_absent(
+            recipe, sorted(name for name, value in batch.items() if isinstance(value, torch.Tensor))
+        )
+        try_predict(recipe, worker.example)
+
+
+def try_predict(recipe: Recipe, example: Example) -> None:
+    """Train worker: call `predict` as an export will, on a new, temporary model.
+
+    Raises:
+        UsageError: it fails, in one line.
+    """
+    import torch
+
+    names = recipe.export_inputs()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        module = as_module(recipe, recipe.model().eval(), names, [])
+        try:
+            module(*example.take(names, TRACED_RECORDS))
+        except Exception as error:
+            raise UsageError(
+                f"export: {type(recipe).__name__}'s on_device('val') and predict(model, batch) do not work on"
+                f" {', '.join(names)} alone, on the CPU: {where_raised(error)}"
+            ) from error
+
+
+def refuse_absent(recipe: Recipe, columns: list[str]) -> None:
+    """Train worker: check a recipe's `export_inputs` against the columns of its batches.
+
+    Raises:
+        UsageError: names the absent columns and what to define.
+    """
+    absent = [name for name in recipe.export_inputs() if name not in columns]
+    if absent:
+        raise UsageError(
+            f"export: {type(recipe).__name__} has no tensor column {', '.join(absent)} in its batches (there"
+            f" are: {', '.join(columns)}); define export_inputs() and predict(model, batch) in the recipe"
+        )
+
+
+def export_model(worker: Worker, folder: Path, mounted: bool = False) -> None:
+    """Train worker: write the configured formats of the model and report each to the head.
+
+    A failure is an event, which the head turns into the run's error; restarting the train workers would
+    only fail again.
+
+    Args:
+        worker: rank 0, after `write_model`.
+        folder: contains model.safetensors and model.json.
+        mounted: it is object storage, which takes only whole files.
+    """
+
+    def tell(result: dict[str, Any]) -> None:
+        # Wait, because the head takes an unreported export for done.
+        worker.log("export", **result)
+        worker.flush()
+
+    example = worker.example
+    if example is None:
+        try:
+            example = read_example(worker)
+        except Exception as error:
+            worker.log("note", text=f"export: no record could be read to compare with: {where_raised(error)}")
+    with contextlib.ExitStack() as stack:
+        draft = stack.enter_context(tempfile.TemporaryDirectory(prefix="stoker-export-")) if mounted else None
+        write_forms(worker.recipe, wanted(worker.config), example, folder, tell, draft)
+
+
+def read_example(worker: Worker) -> Example | None:
+    """Train worker: read and preprocess a few records here.
+
+    Used if a resumed run has nothing left to train, so that no batch arrives.
+
+    Returns:
+        None if every record is bad.
+    """
+    from stoker.serve.datasets import DatasetSource
+    from stoker.serve.opening import open_data
+    from stoker.train.feed import as_one_batch
+
+    data = open_data(worker.config)
+    split: Split = "val" if "val" in data.sources else "train"
+    source = data.sources[split]
+    records: Iterator[Any]
+    if isinstance(source, DatasetSource):
+        records = iter(source.first_rows(EXAMPLE_RECORDS))
+    else:
+        shards = source.shards(EXAMPLE_RECORDS, None)
+        records = itertools.chain.from_iterable(source.read(shard, None) for shard in shards)
+    # Pickled and unpickled, as for chain workers, to import what its transforms need.
+    chain = pickle.loads(pickle.dumps(data.chains[split]))  # noqa: S301 - this process wrote it
+    columns, report = chain.run(itertools.islice(records, EXAMPLE_RECORDS), 0)
+    return example_of(worker.recipe, as_one_batch(chain.collate, columns, report), split) if columns else None
+
+
+def example_of(recipe: Recipe, batch: Batch, split: Split) -> Example:
+    """Train worker: the first records of a batch, on the CPU, with the columns an export takes."""
+    import torch
+
+    there = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    rows = {name: there[name][:EXAMPLE_RECORDS] for name in recipe.export_inputs() if name in there}
+    # Copies, because the feed may reuse its buffers.
+    contiguous = torch.contiguous_format
+    return Example({n: value.cpu().clone(memory_format=contiguous) for n, value in rows.items()}, split)
+
+
+def write_forms(
+    recipe: Recipe,
+    forms: list[str],
+    example: Example | None,
+    folder: Path,
+    tell: Callable[[dict[str, Any]], Any],
+    elsewhere: str | None = None,
+) -> None:
+    """Train worker: write, reload and compare each format; model.json records the results.
+
+    A file appears in `folder` only after the comparison; a failure does not affect the other formats.
+
+    Args:
+        recipe: creates the model and defines its inputs and outputs.
+        forms: of `FILES`.
+        example: a few records; without it only the weights can be checked.
+        folder: contains model.safetensors and model.json.
+        tell: receives each result: format, path, max_abs_diff, batch_sizes, bytes, seconds, error.
+        elsewhere: a folder for drafts if they must not lie in `folder`; they are then copied, not renamed.
+    """
+    draft = Path(elsewhere or folder) / ".draft"
+    place = shutil.copyfile if elsewhere else os.replace
+    results = []
+    exports: Exports | None = None
+    for form in forms:
+        started = time.perf_counter()
+        result: dict[str, Any] = {"format": form, "path": FILES[form], "max_abs_diff": None, "error": None}
+        try:
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            ready = exports or prepare(recipe, forms, example, folder)
+            if isinstance(ready, str):
+                result["note"] = ready
+            else:
+                exports = ready
+                result |= {"batch_sizes": exports.sizes, "max_abs_diff": write_one(exports, form, draft)}
+            for path in draft.iterdir():
+                place(path, folder / path.name)
+            result["bytes"] = (folder / FILES[form]).stat().st_size
+        except Exception as error:
+            cause = str(error) if isinstance(error, MismatchError) else where_raised(error)
+            result["error"] = f"{FILES[form]}: {cause}"[:600]
+        result["seconds"] = round(time.perf_counter() - started, 3)
+        results.append(result)
+        tell(result)
+    shutil.rmtree(draft, ignore_errors=True)
+    describe(folder, exports, results)
+
+
+def prepare(recipe: Recipe, forms: list[str], example: Example | None, folder: Path) -> Exports | str:
+    """Train worker: the reference model and its outputs.
+
+    Returns:
+        If only safetensors is requested and the recipe cannot predict: the reason, as text. The weights have
+        then been loaded into a new model, which is all that can be checked.
+
+    Raises:
+        UsageError: there was no batch.
+    """
+    import torch
+
+    model = fresh_model(recipe, folder / FILES["safetensors"])
+    try:
+        if example is None:
+            raise UsageError("there was no record to compare with")
+        refuse_absent(recipe, sorted(example.batch))
+        names = recipe.export_inputs()
+        exports = Exports(
+            recipe, folder, names, example, sizes=[1, max(count_records(example.batch), TRACED_RECORDS + 1)]
+        )
+        exports.reference = as_module(recipe, model, names, exports.outputs)
+        with torch.no_grad():
+            for size in exports.sizes:
+                exports.answers[size] = flat(exports.reference(*example.take(names, size)))
+    except Exception as error:
+        if forms != ["safetensors"]:
+            raise
+        if type(recipe).predict is Recipe.predict:
+            return "weights compared; to compare outputs, too, define predict() and export_inputs()"
+        cause = str(error) if isinstance(error, UsageError) else where_raised(error)
+        return f"weights compared, but not outputs, because predict() failed: {cause}"
+    return exports
+
+
+def describe(folder: Path, exports: Exports | None, results: list[dict[str, Any]]) -> None:
+    """Train worker: add inputs, outputs and the results of the comparison to model.json."""
+    about = json.loads((folder / "model.json").read_text())
+    if exports is not None and exports.answers:
+        size = exports.sizes[-1]
+        given = exports.example.take(exports.names, size)
+        about["inputs"] = [_spec(name, value) for name, value in zip(exports.names, given, strict=True)]
+        answers = exports.answers[size]
+        about["outputs"] = [_spec(name, value) for name, value in zip(exports.outputs, answers, strict=True)]
+        about["includes"] = 'the recipe\'s on_device("val")' if exports.reference.before is not None else ""
+    about["exports"] = results
+    (folder / "model.json").write_text(json.dumps(about, indent=1, default=str))
+
+
+def _spec(name: str, tensor: Any) -> dict[str, Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {"name": name, "dtype": dtype, "shape": ["batch", *tensor.shape[1:]]}

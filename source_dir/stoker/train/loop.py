@@ -1,0 +1,305 @@
+"""Train worker: the training loop; one step is written out in `train_epoch`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from stoker.config.schema import Config
+from stoker.errors import where_raised
+from stoker.hosts import machine
+from stoker.recipe import SOURCE_FOLDER, class_names_of, load_recipe
+from stoker.serve.blocks.client import open_transport
+from stoker.serve.blocks.collator import Collator
+from stoker.storage.checkpoint_store import open_store
+from stoker.train.build import build, own_loop
+from stoker.train.evaluation import Evaluation, carry_extremes, sample_of, tell_once, try_validation
+from stoker.train.export import export_model, keep_example
+from stoker.train.feed import EpochFeed, PrefetchLimit
+from stoker.train.finite import check_scale
+from stoker.train.manager import CheckpointManager
+from stoker.train.optimizers import learning_rate
+from stoker.train.starting import begin, nothing_left
+from stoker.train.state import Worker, check_finite, finite, mean_over_ranks, reached, reconcile, tee_prints
+from stoker.train.step import Step, windows
+from stoker.train.train_state import Progress
+
+WHERE = "stoker_where"
+
+
+def train_worker(settings: dict[str, Any]) -> None:
+    """Train worker: called by Ray Train in every process."""
+    try:
+        train(settings)
+    except Exception as error:
+        # Pickling drops the traceback, so attach a summary of it.
+        setattr(error, WHERE, where_raised(error))
+        raise
+
+
+def train(settings: dict[str, Any]) -> None:
+    """Train worker: run all epochs, from the initial weights to the saved model.
+
+    Args:
+        settings: config, coordinator, checkpoints (where, synced), resume (where, synced, name) or None,
+            model_dir, mounted (so is model_dir), records (per epoch, or None), has_val, sample (the first
+            validation records: columns and report, or None), classes (their names, or None).
+    """
+    import ray
+    import ray.train.torch
+    import torch
+
+    context = ray.train.get_context()
+    config: Config = settings["config"]
+    worker = Worker(
+        config=config,
+        recipe=load_recipe(config.recipe, config.params, SOURCE_FOLDER),
+        coordinator=settings["coordinator"],
+        attempt=0,
+        rank=context.get_world_rank(),
+        world_size=context.get_world_size(),
+        device=ray.train.torch.get_device(),
+    )
+    worker.classes, worker.clock = class_names_of(worker.recipe, settings["classes"]), settings["clock"]
+    if worker.rank == 0:
+        tee_prints(worker)
+    threads = config.train.threads or max(1, machine.cores() // context.get_local_world_size())
+    torch.set_num_threads(threads)
+    node = ray.get_runtime_context().get_node_id()
+    worker.log("train_worker", every_rank=True, rank=worker.rank, node=node)
+    worker.log("phase", phase="train workers started")
+    keeper = CheckpointManager(worker, open_store(*settings["checkpoints"]))
+    try:
+        resumed = begin(worker, keeper, settings["resume"])
+        build(worker, settings["records"])
+        worker.log("phase", phase="model built")
+        if resumed is None and settings["sample"] and not worker.recipe.own_loop:
+            _, notes = try_validation(worker, sample_of(config, worker.recipe, *settings["sample"]))
+            tell_once(worker, notes)
+        carried = keeper.restore(resumed) if resumed else None
+        first = resumed.meta["next_epoch"] if resumed else 0
+        run = own_loop(worker.recipe).run_epochs if worker.recipe.own_loop else run_epochs
+        asked = run(worker, keeper, first, carried, settings["has_val"])
+        if worker.rank == 0:
+            keeper.write_model(Path(settings["model_dir"]))
+            # Skip the export after an early stop: the instance may be reclaimed.
+            if not asked:
+                export_model(worker, Path(settings["model_dir"]), settings["mounted"])
+                # A stop that arrives later has nothing left to interrupt.
+                worker.log("complete")
+    finally:
+        keeper.close()
+        worker.flush()
+
+
+def run_epochs(
+    worker: Worker, keeper: CheckpointManager, first: int, carried: Progress | None, has_val: bool
+) -> bool:
+    """Train worker: run the epochs from `first` on, each with its validation and checkpoint.
+
+    Args:
+        worker: model, optimiser and the rest.
+        keeper: the run's checkpoints.
+        first: the first epoch.
+        carried: progress in that epoch before this start.
+        has_val: whether there is a validation split.
+
+    Returns:
+        Whether the run was asked to stop.
+    """
+    import ray.train
+
+    asked, stop = False, ""
+    if keeper.pending is not None:
+        stop, asked = close_epoch(worker, keeper, keeper.pending, carried, has_val)
+    stop = stop or nothing_left(worker, keeper, first)
+    for epoch in range(first, worker.config.train.epochs):
+        if stop:
+            break
+        progress = carried if carried and carried.epoch == epoch else Progress(epoch)
+        metrics, stop, books = train_epoch(worker, keeper, progress)
+        # A stop requested with the very last step changes nothing.
+        asked = bool(progress.feed.stop) and not reached(worker)
+        if asked:
+            keeper.take(progress, {})
+            break
+        trained = {"epoch": epoch, "metrics": metrics, "books": books, "whole": books[0]["whole"]}
+        if has_val:
+            keeper.take(Progress(epoch + 1) if trained["whole"] else progress, {}, pending=trained)
+        later, asked = close_epoch(worker, keeper, trained, progress, has_val)
+        stop = later or stop
+        ray.train.report(metrics)
+    if stop:
+        worker.log("stopped", reason=stop)
+    return asked
+
+
+def close_epoch(
+    worker: Worker,
+    keeper: CheckpointManager,
+    trained: dict[str, Any],
+    progress: Progress | None,
+    has_val: bool,
+) -> tuple[str, bool]:
+    """Train worker: finish an epoch: validate, and add the metrics to the checkpoint.
+
+    Args:
+        worker: model, optimiser and the rest.
+        keeper: took the checkpoint.
+        trained: epoch, metrics and books of the training; whole: whether the epoch is complete.
+        progress: of the epoch, if it is not complete.
+        has_val: whether there is a validation split.
+
+    Returns:
+        (why training should stop or "", whether a stop was requested, so that validation is still pending).
+    """
+    epoch, metrics, books = trained["epoch"], trained["metrics"], trained["books"]
+    if has_val:
+        more, counts, stop = validate(worker, epoch)
+        if stop:
+            return stop, True
+        carry_extremes(more, keeper.history)
+        metrics, books = metrics | more, [*books, counts]
+    shown = {name: finite(value) for name, value in metrics.items()}  # JSON has no NaN
+    worker.log("epoch", epoch=epoch, step=worker.step, metrics=shown, whole=trained["whole"])
+    return keeper.after_epoch(epoch, metrics, books, None if trained["whole"] else progress), False
+
+
+def train_epoch(
+    worker: Worker, keeper: CheckpointManager | None, progress: Progress
+) -> tuple[dict[str, float], str, list[dict[str, Any]]]:
+    """Train worker: one pass over the training records, or the rest of one.
+
+    Args:
+        worker: model, optimiser and the rest.
+        keeper: takes checkpoints between steps; None measures the loop alone.
+        progress: of this epoch; updated by the pass. Its feed may replace the job's data.
+
+    Returns:
+        (metrics by conventional name, why the run should stop within the epoch or "", the epoch's books).
+    """
+    import torch
+
+    worker.model.train()
+    epoch = progress.epoch
+    feed = progress.feed = progress.feed or open_pass(worker, "train", epoch)
+    feed.keys += progress.carried_keys
+    log_every = worker.config.tracking.log_every_steps
+    if progress.loss_sum is None:
+        # Summed on the device: reading it in every step would stall the GPU.
+        progress.loss_sum = torch.zeros((), dtype=torch.float64, device=worker.device)
+    step, worker.feed_step = Step(worker), 0
+    if worker.schedule is not None:
+        worker.schedule.begin(epoch, progress.carried_samples, worker.step)
+    started = time.perf_counter()
+    for window in windows(feed, worker.config.train.accumulate_steps):
+        for batch in window:
+            keep_example(worker, "train", batch)
+            step.accumulate(batch)
+        step.update()
+
+        progress.loss_sum += step.loss * step.rows
+        progress.loss_rows += step.rows
+        progress.steps += 1
+        progress.samples = progress.carried_samples + (feed.rows - feed.padded) * worker.world_size
+        if worker.step == 1 or progress.steps % log_every == 0:
+            check_finite(float(progress.loss_sum), worker, epoch)
+            check_scale(worker, epoch)
+            rate, norm = learning_rate(worker.optimizer), finite(step.grad_norm)
+            log_step(worker, progress, feed, started, loss=float(step.loss), lr=rate, grad_norm=norm)
+        if reached(worker):
+            break
+        if keeper and not feed.stop:
+            keeper.after_step(progress)
+    elapsed = time.perf_counter() - started
+    samples = progress.samples - progress.carried_samples
+    stop = f"train.max_steps reached at step {worker.step}" if reached(worker) else feed.stop
+    books = []
+    if keeper and (reached(worker) or not stop):
+        keeper.before_settling()
+        books = [reconcile(worker, feed)]
+        worker.samples += books[0]["trained"] if books[0]["whole"] else 0
+    log_pass(worker, feed, samples, elapsed, progress.steps - progress.carried_steps)
+    mean_loss = mean_over_ranks(worker, progress.loss_sum / max(progress.loss_rows, 1))
+    check_finite(mean_loss, worker, epoch)
+    metrics = {
+        "train/loss": mean_loss,
+        "lr": learning_rate(worker.optimizer),
+        "perf/samples_per_s": samples / elapsed,
+        "perf/input_wait_pct": 100 * feed.times.wait_s / elapsed,
+    }
+    return metrics, stop, books
+
+
+def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, Any], str]:
+    """Train worker: evaluate every validation record exactly once.
+
+    Returns:
+        (metrics over all ranks, books, ""); or empty dicts, and why the run should stop now.
+    """
+    feed = open_pass(worker, "val", epoch)
+    started = time.perf_counter()
+    evaluation = Evaluation(worker, epoch)
+    with evaluation.quietly():
+        for batch in feed:
+            keep_example(worker, "val", batch)
+            evaluation.take(batch)
+    if feed.stop:
+        return {}, {}, feed.stop
+    books = reconcile(worker, feed)
+    log_pass(worker, feed, feed.rows * worker.world_size, time.perf_counter() - started, 0)
+    values = evaluation.result()
+    evaluation.tell()
+    return values, books, ""
+
+
+def open_pass(worker: Worker, split: str, epoch: int) -> EpochFeed:
+    """Train worker: this rank's feed for one pass."""
+    data = worker.config.data
+    worker.transport = worker.transport or open_transport(worker.coordinator, data, worker.device)
+    return EpochFeed(
+        coordinator=worker.coordinator,
+        attempt=worker.attempt,
+        split=split,
+        epoch=epoch,
+        rank=worker.rank,
+        device=worker.device,
+        transport=worker.transport,
+        prefetch=PrefetchLimit.of(data),
+        stall_timeout_s=data.stall_timeout_s,
+        keep_keys=worker.config.tracking.record_ids,
+        collator=(
+            Collator(worker.config, split, epoch, worker.world_size, worker.transport)
+            if worker.recipe.collates
+            else None
+        ),
+    )
+
+
+def log_step(worker: Worker, progress: Progress, feed: EpochFeed, started: float, **values: Any) -> None:
+    """Train worker: log a step with the figures of the pass since `started`."""
+    worker.log(
+        "step",
+        epoch=progress.epoch,
+        step=worker.step,
+        epoch_samples=progress.samples - progress.carried_samples,
+        elapsed_s=time.perf_counter() - started,
+        **feed.times.waits(),
+        terms_ms=feed.times.since_told(),
+        **values,
+    )
+
+
+def log_pass(worker: Worker, feed: EpochFeed, samples: int, elapsed_s: float, steps: int) -> None:
+    """Train worker: log a finished pass; `samples` and `steps` are those of this start."""
+    worker.log(
+        "pass",
+        split=feed.split,
+        epoch=feed.epoch,
+        samples=samples,
+        elapsed_s=elapsed_s,
+        steps=steps,
+        step_ms=list(feed.times.step_ms) if steps else [],
+        times=feed.times.figures(),
+    )

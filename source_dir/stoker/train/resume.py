@@ -1,0 +1,292 @@
+"""Head: whether a run resumes, from which checkpoint, and whether it is still the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stoker.checkpoints.format import Checkpoint, awaiting, describe, newest_valid, problem_of
+from stoker.config.redaction import redact, redacted_at
+from stoker.config.schema import Config
+from stoker.errors import UsageError
+from stoker.events.recorder import notable_events
+from stoker.events.summary import Summary
+from stoker.figures import count_of
+from stoker.place import Place
+from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe
+from stoker.storage.checkpoint_store import Store, open_store, step_of
+from stoker.train.stopping import check_monitors
+
+FIXED = ("recipe", "seed", "train.optimizer", "train.scheduler", "data.shuffle")
+"""Keys that must not change: the saved state would not fit, or the result would be another run's."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Head: where this run writes its checkpoints, and the checkpoint it resumes from."""
+
+    where: str
+    synced: bool
+    start: Checkpoint | None = None
+    start_synced: bool = False
+
+    @property
+    def chosen(self) -> tuple[str, bool, str] | None:
+        """The resumed checkpoint, in the form that train workers take."""
+        return (self.start.store.where, self.start_synced, self.start.name) if self.start else None
+
+    @property
+    def first_epoch(self) -> int:
+        return int(self.start.meta["next_epoch"]) if self.start else 0
+
+    @property
+    def position(self) -> dict[str, Any] | None:
+        return self.start.position if self.start else None
+
+
+def check_path(config: Config) -> None:
+    """Head, before any cluster forms: refuse a `checkpoint.resume` path without checkpoints.
+
+    Raises:
+        UsageError: no checkpoint there.
+    """
+    if config.checkpoint.resume not in ("auto", "never"):
+        locate(config.checkpoint.resume)
+
+
+def refuse_resuming(config: Config, recipe: Recipe, place: Place) -> None:
+    """Head: refuse to resume a recipe that cannot, before a cluster forms if the folder is known by then.
+
+    Raises:
+        UsageError: it would resume.
+    """
+    if not recipe.own_loop or config.checkpoint.resume == "never":
+        return
+    where, synced = own_place(config, place)
+    if config.checkpoint.resume != "auto" or open_store(where, synced).names():
+        raise UsageError(
+            f"checkpoint.resume: {type(recipe).__name__} cannot resume or continue a run; start a new one"
+            " without --resume and with an empty checkpoint.dir, or train the module in a script with"
+            " stoker.DataLoader (docs/migrate.md)"
+        )
+
+
+def prepare(
+    config: Config, place: Place, data: Any, workers: int, summary: Summary, log: Callable[[str], Any]
+) -> Start:
+    """Head: find the start of the run and check it against the checkpoint it resumes from.
+
+    Args:
+        config: the job.
+        place: its folders.
+        data: the opened splits.
+        workers: number of train workers.
+        summary: receives the figures of earlier epochs.
+        log: receives remarks for the user.
+
+    Raises:
+        UsageError: no checkpoint to resume from, or it belongs to another run.
+    """
+    recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
+    check_monitors(config, recipe, "val" in data.sources)
+    refuse_resuming(config, recipe, place)
+    start = plan(config, place, log)
+    if start.start is not None:
+        start = replace(start, start=awaiting(start.start, config.train.max_steps))
+    if start.start is not None:
+        check_same_run(config, workers, start.start, log)
+        fill_summary(summary, start.start, place.run_dir)
+    return start
+
+
+def plan(config: Config, place: Place, log: Callable[[str], Any]) -> Start:
+    """Head: find the checkpoint to resume from, as set by `checkpoint.resume`.
+
+    A run's own checkpoints take precedence over the key, so a job restarted on new hosts with the same
+    configuration continues from its latest checkpoint, not from the one it first started with.
+
+    Args:
+        config: the job.
+        place: provides the folder if `checkpoint.dir` is not set.
+        log: receives remarks for the user.
+
+    Raises:
+        UsageError: nothing to resume from, or two runs would mix.
+    """
+    where, synced = own_place(config, place)
+    own, resume = open_store(where, synced), config.checkpoint.resume
+    plain = Start(where, synced)
+    names = own.names()
+    if resume == "never":
+        if names:
+            raise UsageError(
+                f"checkpoint.dir: {where} has checkpoints of an earlier run ({names[0]}), and"
+                " checkpoint.resume is never; choose another folder, or remove them"
+            )
+        return plain
+    if resume != "auto":
+        other, name = locate(resume)
+        if name and names and Path(other.where) == Path(own.where) and step_of(name) < step_of(names[0]):
+            raise UsageError(
+                f"--resume {resume}: {where} also has the later {names[0]}, which resuming here would"
+                " overwrite; set checkpoint.dir to another folder"
+            )
+        if not names:
+            return Start(where, synced, chosen(other, name, resume, log))
+        if Path(other.where) != Path(own.where):
+            log(f"{where} has checkpoints of this run: resuming from them, not from {resume}")
+    found = newest_valid(own, log)
+    if names and found is None:
+        log(f"{where} has no valid checkpoint; starting from scratch")
+    return Start(where, synced, found, synced)
+
+
+def own_place(config: Config, place: Place) -> tuple[str, bool]:
+    """Head: (folder or URI of this run's checkpoints, whether the service copies it elsewhere).
+
+    Raises:
+        UsageError: a relative folder on a cluster whose hosts share no working folder.
+    """
+    given = config.checkpoint.dir
+    if given is None:
+        return str(place.checkpoint_dir), place.synced
+    if "://" not in given and place.backend == "ray" and not Path(given).is_absolute():
+        raise UsageError(f"checkpoint.dir: use an absolute path that all hosts share (got {given!r})")
+    store = open_store(given)
+    return store.where, False
+
+
+def locate(path: str) -> tuple[Store, str]:
+    """Head: resolve a path to resume from: (store, checkpoint name or "" for the newest).
+
+    Args:
+        path: a run directory, a folder of checkpoints or one checkpoint; local or `s3://`.
+
+    Raises:
+        UsageError: no checkpoint there.
+    """
+    parent, _, last = path.rstrip("/").rpartition("/")
+    if last.startswith("step-") and last[5:].isdigit():
+        store = open_store(parent or ".")
+        if last not in store.names():
+            raise UsageError(f"--resume {path}: no such checkpoint in {store.where}")
+        return store, last
+    tried = [path, f"{path.rstrip('/')}/checkpoints"]
+    for folder in tried:
+        store = open_store(folder)
+        if store.names():
+            return store, ""
+    raise UsageError(f"--resume {path}: no checkpoint there (looked for step-… in {' and '.join(tried)})")
+
+
+def chosen(store: Store, name: str, path: str, log: Callable[[str], Any]) -> Checkpoint:
+    """Head: the named checkpoint, or the newest valid one.
+
+    Raises:
+        UsageError: the checkpoint is damaged, or none is complete.
+    """
+    if name:
+        problem = problem_of(store, name)
+        if problem:
+            raise UsageError(f"--resume {path}: {problem}")
+        return describe(store, name)
+    found = newest_valid(store, log)
+    if found is None:
+        raise UsageError(f"--resume {path}: no complete checkpoint in {store.where}")
+    return found
+
+
+def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callable[[str], Any]) -> None:
+    """Head: refuse changes that a resumed run cannot take; report those that make a difference.
+
+    Args:
+        config: of this start.
+        workers: number of train workers of this start.
+        start: the checkpoint, with the configuration that wrote it.
+        log: receives remarks for the user.
+
+    Raises:
+        UsageError: one line per key that must not differ.
+    """
+    before, now = redact(start.meta["config"]), redact(config.model_dump(mode="json"))
+    problems = [
+        f"{key}: {_at(now, key)!r} here, {_at(before, key)!r} in {start.name}; set it back, or start"
+        " from scratch with --resume never"
+        for key in FIXED
+        if _at(now, key) != _at(before, key)
+    ]
+    for name in sorted({*before["params"], *now["params"]}):
+        old, new = before["params"].get(name), now["params"].get(name)
+        hidden = [".".join(keys) for keys in redacted_at({name: new})]
+        if hidden:
+            log(f"params.{', params.'.join(hidden)}: secret, not compared with {start.name}")
+        if old == new or (name == "class_names" and old is None):  # names alone change nothing
+            continue
+        text = f"params.{name}: {new!r} here, {old!r} in {start.name}"
+        if _is_place(old) and _is_place(new):
+            log(f"{text}; the records are compared")
+        else:
+            problems.append(f"{text}; set it back, or start from scratch with --resume never")
+    if problems:
+        raise UsageError(*problems)
+    train = config.train
+    batch, old_batch = train.batch_size * train.accumulate_steps * workers, start.meta["global_batch"]
+    if batch != old_batch:
+        log(
+            f"a step takes {batch} records here (train.batch_size × accumulate_steps × train workers),"
+            f" {old_batch} in {start.name}: the run continues, but its result differs from an"
+            " uninterrupted run; the learning rate follows records trained, and train.scale_lr the new size"
+        )
+    elif workers != start.meta["workers"]:
+        log(
+            f"{count_of(workers, 'train worker')} here, {start.meta['workers']} in {start.name}: the same"
+            " batches, but other random states"
+        )
+    for key in ("train.momentum", "train.weight_decay"):
+        if _at(now, key) != _at(before, key):
+            log(f"{key}: {_at(now, key)} has no effect; the optimiser keeps the value in {start.name}")
+    course = ["lr", "scale_lr"]
+    if config.train.scheduler != "none":
+        course += ["epochs", "max_steps", "warmup_epochs"]
+    for key in (f"train.{name}" for name in course):
+        if _at(now, key) != _at(before, key):
+            log(
+                f"{key}: {_at(now, key)} here, {_at(before, key)} in {start.name}: the learning rate"
+                " continues as the new setting has it at this point"
+            )
+
+
+def fill_summary(summary: Summary, start: Checkpoint, run_dir: Path) -> None:
+    """Head: add the figures of earlier epochs, so that the summary covers the whole run.
+
+    Args:
+        summary: the new summary.
+        start: has the metrics and books of each finished epoch.
+        run_dir: may have the events of an earlier start.
+    """
+    for entry in start.meta["history"]:
+        summary.epochs = entry["epoch"] + 1
+        summary.metrics.take(entry["metrics"])
+        for books in entry["books"]:
+            summary.records.add(books)
+    for books in start.pending["books"] if start.pending else []:
+        summary.records.add(books)
+    summary.steps = start.meta["step"]
+    # Of another folder or host; the run's own summary also has the time after its last checkpoint.
+    summary.started = start.meta.get("started") or summary.started
+    summary.earlier_s = max(summary.earlier_s, start.meta.get("seconds", 0.0))
+    earlier = notable_events(run_dir)
+    summary.events[:0] = [event for event in earlier if event not in summary.events]
+
+
+def _at(tree: dict[str, Any], key: str) -> Any:
+    value: Any = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, str) and "/" in value

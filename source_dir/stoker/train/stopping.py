@@ -1,0 +1,188 @@
+"""Train worker and head: early stopping, and the metrics that a run monitors.
+
+`train.early_stopping` follows Lightning's EarlyStopping callback
+(https://lightning.ai/docs/pytorch/stable/api/lightning.pytorch.callbacks.EarlyStopping.html), except that an
+epoch with a non-finite metric counts as one without improvement.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stoker.config.schema import CheckpointConfig, Config, EarlyStoppingConfig
+from stoker.errors import UsageError, nearest
+from stoker.events.summary import less_is_better, number
+from stoker.figures import count_of
+from stoker.recipe import Recipe, metric_names
+
+ALWAYS = ("train/loss", "lr", "perf/samples_per_s", "perf/input_wait_pct")
+"""Metrics available in every epoch of every run."""
+
+
+@dataclass
+class EarlyStopping:
+    """Train worker: checks one metric after each epoch."""
+
+    monitor: str
+    mode: str
+    """min or max."""
+    min_delta: float
+    patience: int
+    stopping_threshold: float | None = None
+    best: float | None = None
+    """The value to improve by more than `min_delta`."""
+    seen: float | None = None
+    """The best value, by whatever margin."""
+    wait: int = 0
+    """Epochs without improvement."""
+    reason: str = ""
+    """Why training should stop, or ""."""
+
+    @classmethod
+    def of(cls, config: EarlyStoppingConfig) -> EarlyStopping | None:
+        """The configured early stopping, or None."""
+        if config.monitor is None:
+            return None
+        mode = mode_of(config.monitor, config.mode)
+        return cls(config.monitor, mode, config.min_delta, config.patience, config.stopping_threshold)
+
+    def update(self, metrics: dict[str, float]) -> None:
+        """Add an epoch's metrics, and set `reason` if training should stop.
+
+        Raises:
+            UsageError: the monitored metric is absent.
+        """
+        value = metrics[known(self.monitor, metrics, "train.early_stopping.monitor")]
+        threshold, there = self.stopping_threshold, math.isfinite(value)
+        if there and (self.seen is None or self._better(value, self.seen)):
+            self.seen = value
+        if there and threshold is not None and self._better(value, threshold):
+            self.reason = f"early stopping: {self.monitor} {value:.6g} has passed {threshold:g}"
+        # An improvement of exactly min_delta does not count.
+        elif there and (self.best is None or self._better(value, self.best, by=self.min_delta)):
+            self.best, self.wait = value, 0
+        else:
+            self.wait += 1
+            if self.wait >= self.patience:
+                best = "no finite value yet" if self.seen is None else f"best {self.seen:.6g}"
+                self.reason = (
+                    f"early stopping: {self.monitor} has not improved by more than {self.min_delta:g} for"
+                    f" {count_of(self.wait, 'epoch')}; {best}"
+                )
+
+    def state(self) -> dict[str, Any]:
+        """The state for a checkpoint."""
+        return asdict(self)
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Continue from a saved state; it is dropped for another metric, its reason for other limits."""
+        if not state or (state["monitor"], state["mode"]) != (self.monitor, self.mode):
+            return
+        self.best, self.wait = state["best"], state["wait"]
+        self.seen = state.get("seen", self.best)
+        if all(state[key] == getattr(self, key) for key in ("min_delta", "patience", "stopping_threshold")):
+            self.reason = state["reason"]
+
+    def _better(self, value: float, than: float, by: float = 0.0) -> bool:
+        return value - by > than if self.mode == "max" else value + by < than
+
+
+def mode_of(metric: str, mode: str) -> str:
+    """Anywhere: min or max; auto depends on the metric's name."""
+    if mode != "auto":
+        return mode
+    return "min" if less_is_better(metric) else "max"
+
+
+def monitors(config: Config) -> tuple[EarlyStoppingConfig, CheckpointConfig]:
+    """Anywhere: what early stopping and the best checkpoint watch: one metric unless both name one."""
+    early, best = config.train.early_stopping, config.checkpoint
+    if early.monitor is not None and best.monitor == "auto":
+        best = best.model_copy(update={"monitor": early.monitor})
+    if early.monitor == best.monitor:
+        mode = {"mode": best.mode if early.mode == "auto" else early.mode}
+        early, best = early.model_copy(update=mode), best.model_copy(update=mode)
+    return early, best
+
+
+def modes(config: Config) -> dict[str, str]:
+    """Anywhere: min or max by metric, as far as the configuration says."""
+    return {str(part.monitor): part.mode for part in monitors(config) if part.mode != "auto"}
+
+
+def monitored(config: Config, metrics: dict[str, float]) -> dict[str, Any] | None:
+    """Train worker: the metric, mode and value by which a checkpoint competes, and the loss, for ties.
+
+    Returns:
+        None if the value is not finite, because it does not compare.
+
+    Raises:
+        UsageError: `checkpoint.monitor` names no metric of this run.
+    """
+    best = monitors(config)[1]
+    name = best.monitor
+    if name == "auto":
+        name = next((n for n in ("val/acc1", "val/loss") if n in metrics), "train/loss")
+    value = metrics[known(name, metrics, "checkpoint.monitor")]
+    if not math.isfinite(value):
+        return None
+    loss = metrics.get("val/loss", metrics.get("train/loss"))
+    return {"metric": name, "mode": mode_of(name, best.mode), "value": value, "loss": number(loss)}
+
+
+def known(name: str, metrics: dict[str, float], key: str) -> str:
+    """Train worker: the name, if it is one of this epoch's metrics.
+
+    Raises:
+        UsageError: it is not; suggests the closest.
+    """
+    if name in metrics:
+        return name
+    raise UsageError(_unknown(name, list(metrics), key))
+
+
+def check_monitors(config: Config, recipe: Recipe, has_val: bool) -> None:
+    """Head: refuse, before training, to monitor a metric that the run will not have, or both ways.
+
+    Raises:
+        UsageError: one line per such key.
+    """
+    early, best = config.train.early_stopping, config.checkpoint
+    if {early.mode, best.mode} == {"min", "max"} and best.monitor in ("auto", early.monitor):
+        raise UsageError(
+            f"checkpoint.mode: {best.mode} contradicts train.early_stopping.mode: {early.mode}, of the same"
+            " metric; remove one, or set checkpoint.monitor to another metric"
+        )
+    if best.mode != "auto" and monitors(config)[1].monitor == "auto":
+        raise UsageError(
+            f"checkpoint.mode: {best.mode} needs checkpoint.monitor, the metric that it is about"
+        )
+    asked = {
+        "checkpoint.monitor": config.checkpoint.monitor,
+        "train.early_stopping.monitor": config.train.early_stopping.monitor,
+    }
+    names = {
+        key: name
+        for key, name in asked.items()
+        # Metrics that the run measures itself are known only after the first epoch.
+        if name not in (None, "auto", *ALWAYS) and not str(name).startswith(("perf/", "data/"))
+    }
+    if not names:
+        return
+    there = [*ALWAYS]
+    if has_val:
+        there += ["val/loss", *(f"val/{name}" for name in metric_names(recipe))]
+    problems = [
+        _unknown(name, there, key) + ("" if has_val or not name.startswith("val/") else " (no validation)")
+        for key, name in names.items()
+        # Metrics of several values have a name below their own for each.
+        if name is not None and not any(f"{name}/".startswith(f"{one}/") for one in there)
+    ]
+    if problems:
+        raise UsageError(*problems)
+
+
+def _unknown(name: str, there: list[str], key: str) -> str:
+    return f"{key}: no metric {name!r}" + nearest(name, there, f"there are: {', '.join(there)}")

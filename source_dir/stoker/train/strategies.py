@@ -1,0 +1,287 @@
+"""Train worker: strategies to distribute a model over train workers.
+
+ddp keeps the whole model in each train worker and averages the gradients. fsdp (PyTorch's fully_shard)
+shards parameters, gradients and optimiser state, and gathers a block's parameters while that block
+computes. Both use Ray Train's process group.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from stoker.errors import UsageError
+from stoker.recipe import SOURCE_FOLDER, Batch, load_object
+from stoker.train.device import on_tensors
+
+BLOCK_PARAMETERS = 10_000
+"""Repeated modules with fewer parameters are not gathered separately: each gather is a collective call."""
+LARGE_PARAMETERS = 1_000_000
+"""From this size on, a linear layer, convolution or embedding outside such modules is."""
+
+FRESH = "fresh"
+"""Key for the options of an optimiser's groups, if there is no state yet."""
+
+
+def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
+    """Train worker: the model on its device, distributed if there are several train workers.
+
+    All ranks start from rank 0's weights and buffers.
+
+    Args:
+        model: as the recipe creates it, on the CPU.
+        device: of this train worker.
+        strategy: `train.strategy`.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return model.to(device)
+    spread = strategy_of(strategy)(model, device)
+    if not (is_ddp(spread) or is_sharded(spread)):
+        raise UsageError(
+            f"train.strategy: {strategy} returned a {type(spread).__name__}, not a DistributedDataParallel or"
+            " a model under fully_shard, so its gradients would not be averaged"
+        )
+    if is_ddp(spread):
+        share_buffers(spread)
+    return spread
+
+
+def strategy_of(name: str) -> Callable[[Any, Any], Any]:
+    """Head and train worker: the function (model, device) → model that distributes it.
+
+    Raises:
+        UsageError: there is no such function.
+    """
+    known = {"ddp": replicate, "fsdp": shard}
+    return known.get(name) or load_object(name, SOURCE_FOLDER, "train.strategy")
+
+
+def replicate(model: Any, device: Any) -> Any:
+    """Train worker: the whole model in each train worker; backward averages gradients."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    devices = [device] if device.type == "cuda" else None
+    # Buffers are synchronised before they are used or saved (share_buffers), not before each forward.
+    options: dict[str, Any] = {"broadcast_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:
+        options = {"forward_sync_buffers": False}
+    return DistributedDataParallel(model.to(device), device_ids=devices, **options)
+
+
+def shard(model: Any, device: Any) -> Any:
+    """Train worker: shard the model's parameters over all ranks, in place.
+
+    Only one block at a time is moved to the device whole, so the model may exceed the device's memory.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    weights = dict(model.state_dict())
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    load_full_state(model, None, weights, None)
+    return model
+
+
+def blocks(model: Any) -> list[Any]:
+    """Train worker: the modules whose parameters are gathered together, inner ones first.
+
+    These are modules that a container repeats (transformer blocks, residual blocks, stages of them) and
+    large single layers outside. timm's models need no list of their own for this.
+    """
+    from torch import nn
+
+    found: list[Any] = []
+    shared = _shared_parameters(model)
+
+    def visit(module: Any, repeated: bool, inside: bool) -> int:
+        """Return the number of parameters of `module` that no block has claimed."""
+        kinds = [type(child) for child in module.children()]
+        container = isinstance(module, nn.Sequential | nn.ModuleList)
+        free = sum(int(p.numel()) for p in module.parameters(recurse=False))
+        for child in module.children():
+            again = container and kinds.count(type(child)) > 1 and any(True for _ in child.children())
+            free += visit(child, again, inside or again)
+        # Exact types only: a parent may read a subclass without calling it.
+        single = not inside and type(module) in (nn.Linear, nn.Conv2d, nn.Embedding)
+        enough = free >= BLOCK_PARAMETERS if repeated else single and free >= LARGE_PARAMETERS
+        if enough and shared.isdisjoint(id(p) for p in module.parameters()):
+            found.append(module)
+            return 0
+        return free
+
+    visit(model, False, False)
+    return [module for module in found if module is not model]
+
+
+def _shared_parameters(model: Any) -> set[int]:
+    seen: set[int] = set()
+    twice: set[int] = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        (twice if id(parameter) in seen else seen).add(id(parameter))
+    return twice
+
+
+def plain(model: Any) -> Any:
+    """Train worker: the model without its DDP wrapper; a sharded model has none."""
+    return model.module if is_ddp(model) else model
+
+
+def is_ddp(model: Any) -> bool:
+    """Train worker: whether the model averages gradients over ranks in backward."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return isinstance(model, DistributedDataParallel)
+
+
+def average_gradients(parameters: list[Any]) -> None:
+    """Train worker: average gradients that were accumulated without DDP's backward."""
+    import torch
+    import torch.distributed as dist
+
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    pending = [dist.all_reduce(p.grad, async_op=True) for p in parameters]
+    for work in pending:
+        work.wait()
+    torch._foreach_div_([p.grad for p in parameters], dist.get_world_size())
+
+
+def is_sharded(model: Any) -> bool:
+    """Train worker: whether every forward is a collective call."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
+
+
+def full_state(model: Any, optimizer: Any, copy: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train worker: complete weights and optimiser state by parameter name, whatever the strategy.
+
+    Collective: all ranks must call it. It synchronises their buffers first. The tensors are copies on the
+    CPU, so further steps do not change them.
+
+    Args:
+        model: from `prepare_model`.
+        optimizer: its optimiser, or None for the weights alone.
+        copy: False returns live tensors on their device where a rank has them whole, for a caller that
+            copies them immediately.
+
+    Returns:
+        (weights, optimiser state) on rank 0; two empty dicts elsewhere.
+    """
+    import torch.distributed as dist
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    share_buffers(model)
+    whole = is_sharded(model)
+    if not whole and dist.is_initialized() and dist.get_rank():
+        return {}, {}
+    options = dcp.StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+    weights: dict[str, Any] = dcp.get_model_state_dict(model, options=options)
+    state: dict[str, Any] = {}
+    if optimizer is not None and not optimizer.state:
+        # No step was made (with fp16 the first ones may overflow), or there is no state: PyTorch would
+        # create one with a step without gradients, which Adam, for example, would count.
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        state = {} if dist.is_initialized() and dist.get_rank() else {FRESH: groups}
+    elif optimizer is not None:
+        state = dict(dcp.get_optimizer_state_dict(model, optimizer, options=options))
+    return (_copied(weights), _copied(state)) if copy else (weights, state)
+
+
+def load_full_state(model: Any, optimizer: Any, weights: dict[str, Any], state: Any) -> None:
+    """Train worker: load the result of `full_state`, possibly under another strategy or world size.
+
+    Collective: all ranks must call it; only rank 0's arguments count.
+
+    Args:
+        model: from `prepare_model`.
+        optimizer: its optimiser, or None for the weights alone.
+        weights: on rank 0, the first part of `full_state`.
+        state: on rank 0, the second part.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    fresh = [(state or {}).get(FRESH)]
+    if several:
+        dist.broadcast_object_list(fresh, src=0)
+    if optimizer is not None and fresh[0] is not None:
+        optimizer.state.clear()
+        for group, saved in zip(optimizer.param_groups, fresh[0], strict=True):
+            group.update(saved)
+        optimizer = None
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=several, strict=False)
+    # The optimiser first: PyTorch creates its state with a step at a rate of 0, which with some
+    # optimisers still changes the weights slightly.
+    if optimizer is not None:
+        own: Any = dcp.get_optimizer_state_dict(model, optimizer)["state"]
+        if not any(torch.is_tensor(v) and v.dim() for s in own.values() for v in s.values()):
+            # There are no tensors to send and place.
+            box = [state]
+            if several:
+                dist.broadcast_object_list(box, src=0)
+            state, options = box[0], dcp.StateDictOptions(strict=False)
+        dcp.set_optimizer_state_dict(model, optimizer, _copied(state or {}), options=options)
+    options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=several)
+    dcp.set_model_state_dict(model, dict(weights or {}), options=options)
+
+
+def _copied(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+def share_buffers(model: Any) -> None:
+    """Train worker: synchronise buffers over ranks, before they are used or saved. Collective.
+
+    Each rank's batch normalisation has seen different batches: running means and variances are averaged
+    over ranks (as in timm); all other buffers become rank 0's.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for name, buffer in plain(model).named_buffers():
+        if name.endswith(("running_mean", "running_var")):
+            dist.all_reduce(buffer)
+            buffer /= dist.get_world_size()
+        else:
+            dist.broadcast(buffer, src=0)
+
+
+def first_record(batch: Batch) -> Batch:
+    """Train worker: a batch of one record; a rank without records gets one from another. Collective.
+
+    Under fsdp every forward is a collective call, so a rank whose share of a step is empty needs a record
+    to run it on.
+    """
+    import torch.distributed as dist
+
+    sizes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sizes, len(next(iter(batch.values()))) if batch else 0)
+    own = {name: values[:1] for name, values in batch.items()}
+    if all(sizes):
+        return own
+    box = [on_tensors(own, lambda value: value.cpu())]
+    dist.broadcast_object_list(box, src=next(rank for rank, size in enumerate(sizes) if size))
+    return own or box[0]
