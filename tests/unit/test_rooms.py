@@ -95,6 +95,10 @@ def test_every_module_has_a_room() -> None:
     assert loose == {f"stoker.{name}" for name in named}
 
 
+def test_a_file_has_at_most_600_lines() -> None:
+    assert [str(path) for path in modules().values() if len(path.read_text().splitlines()) > 600] == []
+
+
 def test_the_way_of_an_image_can_be_followed() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
     stops = re.findall(r"^\d+\. `([\w/]+\.py)(?:: ([\w.]+))?`", page, re.MULTILINE)
