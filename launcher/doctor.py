@@ -27,7 +27,6 @@ from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.hosts import requirements
 
-PYTHONS = ((3, 11), (3, 12))
 LEAST_SHM_BYTES = 512 * 2**20
 """With less, as in a container with default settings, Ray spills its object store to disk."""
 LEAST_DISK_BYTES = 2 * 2**30
@@ -78,19 +77,22 @@ def doctor(job: Path | None, overrides: list[str]) -> int:
 def python(config: Config) -> Iterator[Finding]:
     """Laptop: the Python version."""
     version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info[:2] in PYTHONS:
+    if "{}.{}".format(*sys.version_info) in requirements.PYTHONS:
         yield Finding("ok", "Python", version)
     else:
-        yield Finding("FAIL", "Python", version, "install 3.11 or 3.12 and recreate the environment")
+        remedy = f"install {requirements.SUPPORTED_PYTHONS} and recreate the environment"
+        yield Finding("FAIL", "Python", version, remedy)
 
 
 def packages(config: Config) -> Iterator[Finding]:
-    """Laptop: the required packages, and Ray in the exact version that the engine needs."""
+    """Laptop: the required packages."""
     absent = requirements.unsatisfied("\n".join(needed_here()))
     ray = [line for line in absent if requirements.canonical(line).startswith("ray")]
     version = requirements.image_pins().get("ray", "absent")
     if ray:
-        yield Finding("FAIL", "Ray", version, f"pip install '{ray[0]}'; every host needs this version")
+        yield Finding(
+            "FAIL", "Ray", version, f"pip install '{ray[0]}'; all hosts of a job need the same version"
+        )
     else:
         yield Finding("ok", "Ray", version)
     others = [line for line in absent if line not in ray]

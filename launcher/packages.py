@@ -11,7 +11,7 @@ def refuse_absent() -> None:
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     why = "lacks " + ", ".join(absent)
     if sys.version_info < (3, 11):  # noqa: UP036 - a Python in which nothing is installed may be older
-        why = "is Python {}.{}; Stoker needs 3.11 or 3.12".format(*sys.version_info)
+        why = "is Python {}.{}; Stoker needs 3.11 to 3.13".format(*sys.version_info)
     elif not absent:
         return
     where = "run `make setup` once, then `source .venv/bin/activate`"

@@ -5,8 +5,8 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3} VENV=${VENV:-.venv}
 "$PYTHON" - <<'CHECK' || exit 2
 import sys
-if not (3, 11) <= sys.version_info[:2] < (3, 13):
-    sys.exit(f"error: needs Python 3.11 or 3.12, but {sys.executable} is {sys.version.split()[0]};"
+if not (3, 11) <= sys.version_info[:2] < (3, 14):
+    sys.exit(f"error: needs Python 3.11 to 3.13, but {sys.executable} is {sys.version.split()[0]};"
              " try: make PYTHON=python3.11 …")
 CHECK
 [ -x "$VENV/bin/python" ] || { echo "creating $VENV (torch and Ray: a few minutes, 5 GB) …"; "$PYTHON" -m venv "$VENV"; }

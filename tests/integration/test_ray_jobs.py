@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -200,17 +201,16 @@ def test_a_relative_output_folder_is_refused(entered: RayNodes, tmp_path: Path) 
 
 
 class OtherVersion(http.server.BaseHTTPRequestHandler):
-    """A dashboard of another Ray, and of a Python that Stoker does not support."""
+    """A dashboard of another Ray and Python."""
 
-    answers: ClassVar = {
-        "/api/version": {
-            "version": "4",
-            "ray_version": "2.40.0",
-            "ray_commit": "x",
-            "session_name": "s",
-        },
-        "/api/v0/cluster_metadata": {"result": True, "data": {"pythonVersion": "3.9.18"}},
-    }
+    ray, python = "2.40.0", "3.9.18"
+
+    @property
+    def answers(self) -> dict[str, Any]:
+        return {
+            "/api/version": {"version": "4", "ray_version": self.ray, "ray_commit": "x", "session_name": "s"},
+            "/api/v0/cluster_metadata": {"result": True, "data": {"pythonVersion": self.python}},
+        }
 
     def do_GET(self) -> None:
         body = json.dumps(self.answers.get(self.path, {})).encode()
@@ -224,13 +224,31 @@ class OtherVersion(http.server.BaseHTTPRequestHandler):
         del format, args
 
 
-def test_version_mismatch_is_said_before_submission(tmp_path: Path) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), OtherVersion) as server:
+class SupportedVersion(OtherVersion):
+    ray, python = "2.99.1", "3.13.9"
+
+
+@contextlib.contextmanager
+def dashboard_of(kind: type[OtherVersion]) -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        problems = refused(f"http://127.0.0.1:{server.server_port}", tmp_path)
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-    assert any("Ray 2.40.0 there and" in line for line in problems)
-    assert any("Python 3.9.18 there" in line for line in problems)
+
+
+def test_a_cluster_that_is_too_old_is_refused_before_submission(tmp_path: Path) -> None:
+    with dashboard_of(OtherVersion) as address:
+        problems = refused(address, tmp_path)
+    assert any("Ray 2.40.0 there; Stoker needs 2.52 or newer" in line for line in problems)
+    assert any("Python 3.9.18 there; Stoker needs 3.11 to 3.13" in line for line in problems)
+
+
+def test_a_cluster_of_other_supported_versions_is_used_and_the_differences_are_named(tmp_path: Path) -> None:
+    with dashboard_of(SupportedVersion) as address:
+        request = ray_backend.plan(job_of(Probe, tmp_path), address=address)
+    assert request.versions == "Ray 2.99.1, Python 3.13.9"
+    assert any(line.startswith("Ray 2.99.1 there and ") for line in request.warnings)
+    assert any(line.startswith("Python 3.13.9 there and ") for line in request.warnings)
 
 
 def submit(*words: str, token: str) -> subprocess.CompletedProcess[str]:

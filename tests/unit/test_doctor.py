@@ -63,7 +63,7 @@ def test_a_machine_that_runs_these_tests_is_sound(
 @pytest.mark.parametrize(
     ("needs", "mark", "remedy"),
     [
-        (["ray[data]==1.0.0", "pyyaml>=6"], "FAIL", "pip install 'ray[data]==1.0.0'; every host"),
+        (["ray[data]==1.0.0", "pyyaml>=6"], "FAIL", "pip install 'ray[data]==1.0.0'; all hosts"),
         (["pyyaml>=999", "no-such-package"], "FAIL", "pip install 'pyyaml>=999' 'no-such-package'"),
         (["pyyaml>=6"], "ok", ""),
     ],

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from stoker.hosts import requirements
 from stoker.hosts.requirements import canonical
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +32,15 @@ def test_the_container_and_the_laptop_agree_on_dependencies() -> None:
     laptop = requirement_names(project["dependencies"])
     container = requirement_names((ROOT / "source_dir/requirements.txt").read_text().splitlines())
     assert {k: v for k, v in laptop.items() if k not in LAUNCHER_ONLY | FROM_THE_IMAGE} == container
+
+
+def test_the_supported_versions_are_those_of_the_dependencies() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = requirement_names(project["dependencies"])
+    assert needs["ray"] == f"ray[data,train]>={requirements.OLDEST_RAY}"
+    assert needs["torch"] == f"torch>={requirements.OLDEST_TORCH}"
+    oldest, newest = requirements.PYTHONS[0], requirements.PYTHONS[-1]
+    assert project["requires-python"] == f">={oldest},<3.{int(newest.split('.')[1]) + 1}"
 
 
 def test_every_dependency_is_pinned_by_name_and_version_alone() -> None:

@@ -222,8 +222,9 @@ def test_the_staged_copy_names_the_versions_of_the_machine_that_submits(tmp_path
     assert f"timm=={metadata.version('timm')}" in lines
     assert f"scikit-learn=={metadata.version('scikit-learn')}" in lines
     assert f"scipy=={metadata.version('scipy')}" in lines, "what that needs"
+    assert f"ray=={metadata.version('ray')}" in lines, "for images without Ray"
     assert "Pillow==11.0" in lines, "the user's own word"
-    assert not [line for line in lines if line.startswith(("torch==", "torchvision==", "ray==", "pillow=="))]
+    assert not [line for line in lines if line.startswith(("torch==", "torchvision==", "pillow=="))]
 
 
 def test_a_host_with_other_packages_than_the_heads_names_them() -> None:

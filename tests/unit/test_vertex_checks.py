@@ -153,7 +153,7 @@ WRONG: list[tuple[dict[str, str], str, str]] = [
     ({"vertex.prices": "{g2-standard-9: 1}"}, "vertex.prices.g2-standard-9", "did you mean g2-standard-"),
     ({"params.data": "/data/flowers"}, "params.data", "not found on this machine"),
     # the image
-    ({"vertex.image": "null"}, "vertex.image", "Python 3.11 or 3.12"),
+    ({"vertex.image": "null"}, "vertex.image", "Python 3.11 to 3.13"),
     ({"vertex.image": "a b"}, "vertex.image", "not the name of an image"),
     ({"vertex.image": "1234.dkr.ecr.us-east-1.amazonaws.com/x:1"}, "vertex.image", "Artifact Registry"),
     ({"vertex.image": f"{PREBUILT}/pytorch-gpu.2-4.py310:latest"}, "vertex.image", "Python 3.10"),

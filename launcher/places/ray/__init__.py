@@ -33,12 +33,12 @@ from launcher.source import measure
 from stoker import figures
 from stoker.config.redaction import redact
 from stoker.errors import UsageError
+from stoker.hosts import requirements
 from stoker.place import BACKEND_VARIABLE, RUN_DIR_VARIABLE
 
 POLL_S = 2.0
 STOP_WAIT_S = 120
 """Between SIGTERM and SIGKILL; Ray's default of 3 s leaves no time for a checkpoint."""
-SUPPORTED_PYTHONS = ("3.11", "3.12")
 _WORDS = {
     "PENDING": "running: waiting for the cluster",
     "RUNNING": "running",
@@ -280,15 +280,17 @@ def _server(
         problems += error.problems
         return None, "", warnings
     ours = importlib.metadata.version("ray")
-    if ray != ours:
+    if not requirements.at_least(ray, requirements.OLDEST_RAY):
         problems.append(
-            f"--address {server.address}: Ray {ray} there and {ours} here; the job's code is tested with"
-            f" {ours} only; use a cluster with that version (image rayproject/ray:{ours})"
+            f"--address {server.address}: Ray {ray} there; Stoker needs {requirements.OLDEST_RAY} or newer;"
+            f" use a newer cluster (image rayproject/ray:{ours})"
         )
-    if python and ".".join(python.split(".")[:2]) not in SUPPORTED_PYTHONS:
+    elif ray != ours:
+        warnings.append(f"Ray {ray} there and {ours} here: the job uses the cluster's")
+    if python and ".".join(python.split(".")[:2]) not in requirements.PYTHONS:
         problems.append(
             f"--address {server.address}: Python {python} there; Stoker needs"
-            f" {' or '.join(SUPPORTED_PYTHONS)}; choose another image"
+            f" {requirements.SUPPORTED_PYTHONS}; choose another image"
         )
     here = platform.python_version()
     if python and python.split(".")[:2] != here.split(".")[:2]:

@@ -17,8 +17,8 @@ from stoker.config.redaction import is_secret, redact
 from stoker.errors import UsageError, nearest
 from stoker.events import prices
 from stoker.figures import count_of
+from stoker.hosts import requirements
 
-PYTHONS = ((3, 11), (3, 12))
 MAX_RUNTIME_S = 28 * 86_400
 RESERVED_VARIABLES = ("RAY_AUTH_", "RAY_ADDRESS", "RAY_DATA_AUTOLOAD_", "SM_", "STOKER_")
 
@@ -327,14 +327,9 @@ def _image(draft: Draft) -> Iterator[str]:
     if "-cpu" in image and any(group.has_gpu for group in draft.groups):
         yield (f"{key}: a CPU image, but the job has GPUs; all groups share one image, so use the GPU one")
     python = re.search(r"py(\d)(\d{1,2})(?!\d)", image)
-    if python and (int(python[1]), int(python[2])) not in PYTHONS:
-        supported = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
-        yield (
-            f"{key}: Python {python[1]}.{python[2]}, but Ray and Stoker need {supported}; choose another tag"
-        )
     torch = re.search(r"pytorch(?:-training)?:(\d+)\.(\d+)", image)
-    if registry[1] == IMAGE_ACCOUNT and torch and (int(torch[1]), int(torch[2])) < (2, 10):
-        yield (f"{key}: PyTorch {torch[1]}.{torch[2]}, but Stoker needs 2.10 or newer; choose another tag")
+    if why := requirements.unfit(python, torch if registry[1] == IMAGE_ACCOUNT else None):
+        yield f"{key}: {why}"
 
 
 RULES: tuple[Callable[[Draft], Iterator[str]], ...] = (

@@ -17,8 +17,8 @@ from stoker.config.redaction import is_secret
 from stoker.errors import nearest
 from stoker.events import google
 from stoker.figures import count_of
+from stoker.hosts import requirements
 
-PYTHONS = ((3, 11), (3, 12))
 MOST_POOLS = 4
 RESERVED_VARIABLES = ("AIP_", "CLOUD_ML_", "CLUSTER_SPEC", "TF_CONFIG", "RAY_AUTH_", "RAY_ADDRESS", "STOKER_")
 DISK_TYPES = ("pd-ssd", "pd-standard", "hyperdisk-balanced")
@@ -266,7 +266,7 @@ def _image(draft: Draft) -> Iterator[str]:
     image, package = draft.settings.image, draft.settings.entry == "package"
     if not image:
         yield (
-            "vertex.image: not set; name an image with Python 3.11 or 3.12 and PyTorch 2.10 or newer, from"
+            "vertex.image: not set; name an image with Python 3.11 to 3.13 and PyTorch 2.6 or newer, from"
             " Artifact Registry or Docker Hub (docs/vertex.md)"
         )
         return
@@ -282,13 +282,9 @@ def _image(draft: Draft) -> Iterator[str]:
     if PREBUILT in image and re.search(r"(-cpu|-xla)\.", image) and any(p.gpus for p in draft.pools):
         yield "vertex.image: a CPU image, but the job has GPUs; all pools share one image, so use the GPU one"
     python = re.search(r"py(\d)(\d{1,2})(?!\d)", image)
-    if python and (int(python[1]), int(python[2])) not in PYTHONS:
-        supported = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
-        yield (f"vertex.image: Python {python[1]}.{python[2]}, but Stoker needs {supported}; choose another")
-        return
     torch = re.search(r"pytorch(?:-\w+)?[.:](\d+)[.-](\d+)", image)
-    if torch and (int(torch[1]), int(torch[2])) < (2, 10):
-        yield f"vertex.image: PyTorch {torch[1]}.{torch[2]}, but Stoker needs 2.10 or newer; choose another"
+    if why := requirements.unfit(python, torch):
+        yield f"vertex.image: {why}"
 
 
 def _types(draft: Draft) -> Iterator[str]:

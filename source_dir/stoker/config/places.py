@@ -167,7 +167,7 @@ class VertexConfig(Section):
         None, description="account that the hosts act as (docs/iam/vertex-job.yaml); default: Vertex AI's own"
     )
     image: str | None = Field(
-        None, description="container image for every host, with Python 3.11 or 3.12 and PyTorch"
+        None, description="container image for every host, with Python 3.11 to 3.13 and PyTorch"
     )
     entry: Literal["container", "package"] = Field(
         "container",

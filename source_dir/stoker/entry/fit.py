@@ -12,7 +12,7 @@ from stoker.config import redaction
 from stoker.config.schema import Config
 from stoker.entry.run_log import open_log
 from stoker.errors import explain
-from stoker.hosts.topology import GROUP_LABEL
+from stoker.hosts.topology import TRAIN_RESOURCE
 from stoker.place import Place
 from stoker.train.recipe_work import Work
 
@@ -32,12 +32,11 @@ class Fit:
         """Whether training has finished and written its model."""
         settings = {"config": work.config, "coordinator": coordinator, **work.settings()}
         parts = (work.loop, work.torch_config)
-        selector = {GROUP_LABEL: place.train_group} if place.train_group else None
+        claims = {TRAIN_RESOURCE: 1.0} if place.train_group else {}
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=here, name="fit")(fit)
-        own_cluster = place.backend != "ray"
         self._call = task.remote(
-            work.config, settings, place.run_dir, parts, work.workers, work.use_gpu, selector, own_cluster
+            work.config, settings, place.run_dir, parts, work.workers, work.use_gpu, claims
         )
         self._ended = False
 
@@ -63,8 +62,7 @@ def fit(config: Config, settings: dict[str, Any], run_dir: Path, parts: tuple[st
         settings: passed to the loop in every train worker.
         run_dir: run directory; Ray Train's files go to its logs.
         parts: the loop and Ray Train's backend config class, each as `module:name`.
-        how: number of train workers, whether they use GPUs, labels of their hosts, and whether the cluster
-            ends with the run.
+        how: number of train workers, whether they use GPUs, and custom resources that each takes.
 
     Returns:
         One line with the cause of a failure; empty on success.

@@ -83,7 +83,7 @@ def _run_locally(arguments: list[str], on_cluster: bool) -> int:
         from stoker.entry import job_checks as checks
 
         if on_cluster:
-            cluster.refuse_other_ray()
+            cluster.refuse_old_ray()
         else:
             cluster.set_environment(secrets.token_hex(32), resolved.config.cluster.dashboard)
             libraries = libraries_of(resolved.config, CODE)

@@ -291,6 +291,7 @@ def _shared_arguments(resolved: Resolved, topology: Topology, address: str) -> l
         cpus=raynode.cpus_to_declare(gpus),
         # None lets Ray detect GPUs; a group that does not train must not attract train workers.
         gpus=None if topology.trains else 0,
+        trains=topology.trains,
         store=store,
     )
 

@@ -138,19 +138,17 @@ def _runtime_env() -> dict[str, Any] | None:
     return {"working_dir": package, "env_vars": {name: os.environ[name] for name in names}}
 
 
-def refuse_other_ray() -> None:
-    """Every host: refuse a Ray that the engine was not written for; older ones have no authentication.
+def refuse_old_ray() -> None:
+    """Every host: refuse a Ray without token authentication.
 
     Raises:
         UsageError: names the version and the one to install.
     """
-    from stoker.serve.ray_internals import RAY_VERSION
-
-    here = requirements.installed("ray")
-    if not here.startswith(f"{RAY_VERSION}."):
+    here, oldest = requirements.installed("ray"), requirements.OLDEST_RAY
+    if not requirements.at_least(here, oldest):
         raise UsageError(
-            f"Ray {here or '(absent)'} of {sys.executable}: Stoker requires {RAY_VERSION};"
-            f" pip install 'ray[data,train]=={RAY_VERSION}.*'"
+            f"Ray {here or '(absent)'} of {sys.executable}: Stoker needs {oldest} or newer;"
+            f" pip install 'ray[data,train]>={oldest}'"
         )
 
 
@@ -162,9 +160,9 @@ def set_environment(token: str, dashboard: bool = False) -> None:
         dashboard: whether Ray's dashboard runs.
 
     Raises:
-        UsageError: this is another Ray than the engine was written for.
+        UsageError: this Ray is too old.
     """
-    refuse_other_ray()
+    refuse_old_ray()
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN"] = token
     os.environ.pop("RAY_AUTH_TOKEN_PATH", None)

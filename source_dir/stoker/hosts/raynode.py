@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from stoker.hosts import machine
 from stoker.hosts.forks import SOCKET_VARIABLE, ForkServer
+from stoker.hosts.topology import MOST_TRAIN_WORKERS, TRAIN_RESOURCE
 
 if TYPE_CHECKING:
     import psutil
@@ -290,7 +292,7 @@ def still_running(processes: list[psutil.Process], timeout_s: float) -> list[psu
 
 
 def arguments_for(
-    *, address: str, labels: dict[str, str], cpus: int, gpus: int | None, store: Store
+    *, address: str, labels: dict[str, str], cpus: int, gpus: int | None, store: Store, trains: bool = False
 ) -> list[str]:
     """Every host: the `ray start` arguments common to head and worker hosts."""
     arguments = [
@@ -302,6 +304,8 @@ def arguments_for(
     ]
     if gpus is not None:
         arguments.append(f"--num-gpus={gpus}")
+    if trains:
+        arguments.append(f"--resources={json.dumps({TRAIN_RESOURCE: MOST_TRAIN_WORKERS})}")
     if store.folder:
         arguments.append(f"--plasma-directory={store.folder}")
     return arguments

@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import Any
 
 INSTALL_TIMEOUT_S = 900
+OLDEST_RAY = "2.52"
+"""The first release with token authentication."""
+OLDEST_TORCH = "2.6"
+PYTHONS = ("3.11", "3.12", "3.13")
+SUPPORTED_PYTHONS = f"{PYTHONS[0]} to {PYTHONS[-1]}"
 
 
 CONSTRAINTS = "constraints.txt"
@@ -21,7 +26,8 @@ CONSTRAINTS = "constraints.txt"
 REPOSITORY_VARIABLE = "CA_REPOSITORY_ARN"
 """Names a repository of CodeArtifact, as for SageMaker's own toolkits."""
 REPOSITORY_ARN = r"arn:aws[\w-]*:codeartifact:([\w-]+):(\d+):repository/([\w.-]+/[\w.-]+)"
-OF_THE_IMAGE = ("torch", "torchvision", "torchaudio", "ray")
+OF_TORCH = ("torch", "torchvision", "torchaudio")
+OF_THE_IMAGE = (*OF_TORCH, "ray")
 """Must match the image's CUDA and drivers, or all other hosts; requirements must not replace them."""
 
 
@@ -182,7 +188,7 @@ def versions(text: str) -> dict[str, str]:
             continue
         seen.add(key)
         found[name] = version.partition("+")[0]
-        if name in OF_THE_IMAGE[:3]:
+        if name in OF_TORCH:
             continue
         for line in metadata.distribution(name).requires or []:
             needed = _parser()(line)
@@ -205,7 +211,7 @@ def difference(here: dict[str, str], on_head: dict[str, str]) -> str:
 def constraint_lines(text: str, given: str = "") -> list[str]:
     """Laptop: lines of a constraints file that pin a requirements file to the versions installed here.
 
-    Packages in `OF_THE_IMAGE` are left out.
+    Torch's packages are left out: those of the image fit its CUDA.
 
     Args:
         text: content of the requirements file.
@@ -213,11 +219,26 @@ def constraint_lines(text: str, given: str = "") -> list[str]:
     """
     own = {canonical(requirement.name): line for line, requirement in _requirements(given)}
     here = {name: f"{name}=={version}" for name, version in _versions_on_the_laptop(text).items()}
-    return [line for name, line in sorted((here | own).items()) if name not in OF_THE_IMAGE]
+    return [line for name, line in sorted((here | own).items()) if name not in OF_TORCH]
 
 
 _versions_on_the_laptop = functools.cache(versions)
 """Cached: the installed packages do not change while the launcher runs."""
+
+
+def at_least(version: str, oldest: str) -> bool:
+    """Anywhere: whether a version such as `2.60.0.dev1` is `oldest`, given as `2.52`, or newer."""
+    parts = re.match(r"(\d+)\.(\d+)", version)
+    return parts is not None and [int(part) for part in parts.groups()] >= [int(n) for n in oldest.split(".")]
+
+
+def unfit(python: re.Match[str] | None, torch: re.Match[str] | None) -> str:
+    """Laptop: why an image does not fit, from the versions in its name as (major, minor); "" if it fits."""
+    if python and (version := ".".join(python.groups())) not in PYTHONS:
+        return f"Python {version}, but Stoker needs {SUPPORTED_PYTHONS}; choose another image"
+    if torch and not at_least(version := ".".join(torch.groups()), OLDEST_TORCH):
+        return f"PyTorch {version}, but Stoker needs {OLDEST_TORCH} or newer; choose another image"
+    return ""
 
 
 def canonical(name: str) -> str:

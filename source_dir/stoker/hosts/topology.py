@@ -125,6 +125,10 @@ NODE_LABEL = "ray.io/node-id"
 """Ray's own label of a node."""
 GROUP_LABEL = "stoker.group"
 """The label of a node's instance group."""
+TRAIN_RESOURCE = "stoker_train"
+"""A custom resource of the hosts that train; Ray Train selects hosts by label only since Ray 2.53."""
+MOST_TRAIN_WORKERS = 10_000
+"""Of a host: how much of `TRAIN_RESOURCE` it has."""
 
 
 def label(name: str) -> str:

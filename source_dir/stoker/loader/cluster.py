@@ -52,11 +52,11 @@ def connect(address: str | None) -> None:
         address: address of a cluster; None: see the module.
 
     Raises:
-        UsageError: no cluster answers there, or this is another Ray than the engine was written for.
+        UsageError: no cluster answers there, or this Ray is too old.
     """
-    from stoker.hosts.cluster import refuse_other_ray
+    from stoker.hosts.cluster import refuse_old_ray
 
-    refuse_other_ray()
+    refuse_old_ray()
     ray: Any = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         return

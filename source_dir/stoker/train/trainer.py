@@ -44,8 +44,7 @@ def make_trainer(
     torch_config: Any,
     workers: int,
     use_gpu: bool,
-    label_selector: dict[str, str] | None,
-    own_cluster: bool,
+    claims: dict[str, float],
 ) -> Any:
     """Head: create the job's TorchTrainer.
 
@@ -57,25 +56,10 @@ def make_trainer(
         torch_config: a TorchConfig class, which sets up the workers' process group.
         workers: total number of train workers.
         use_gpu: one GPU per train worker.
-        label_selector: Ray node labels of the hosts that train.
-        own_cluster: the cluster ends with this run.
+        claims: custom resources that each train worker takes; only hosts that train have them.
     """
     from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
     from ray.train.torch import TorchTrainer
-    from ray.train.v2._internal.callbacks import DatasetsCallback
-    from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
-
-    unused: tuple[type, ...] = (DatasetsCallback,)
-    if own_cluster:
-        unused += (PlacementGroupCleanerCallback,)
-
-    class Trainer(TorchTrainer):  # type: ignore[misc]
-        """Without two actors, each a process that needs 1.7 s of CPU to import Ray Train: one distributes
-        shards of Ray datasets, which the coordinator does here; the other frees the placement group in a
-        cluster that outlives this run."""
-
-        def _create_default_callbacks(self) -> list[Any]:
-            return [c for c in super()._create_default_callbacks() if not isinstance(c, unused)]
 
     class Losses(UserCallback):  # type: ignore[misc]
         """Ray Train's controller: reports a lost train worker if training restarts after it."""
@@ -95,10 +79,10 @@ def make_trainer(
                 settings["coordinator"].log.remote("train_worker_lost", lost)
             self.left -= counts
 
-    resources: dict[str, float] = {"CPU": 0, "memory": WORKER_MEMORY}
+    resources: dict[str, float] = {"CPU": 0, "memory": WORKER_MEMORY, **claims}
     if use_gpu:
         resources["GPU"] = 1
-    return Trainer(
+    return TorchTrainer(
         loop,
         train_loop_config=settings,
         torch_config=torch_config(backend="nccl" if use_gpu else "gloo"),
@@ -106,7 +90,6 @@ def make_trainer(
             num_workers=workers,
             use_gpu=use_gpu,
             resources_per_worker=resources,
-            label_selector=label_selector,
         ),
         run_config=RunConfig(
             name="ray_train",
