@@ -10,7 +10,8 @@ SYSTEM := $(VENV)/.system
 # Containers often set it; the tests would then compile all their files again in each of their processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test check lint types unit integration rehearsal e2e long slow soak storm docs bench bench-peers bench-gpu sbom audit clean
+.PHONY: help setup demo test check lint types unit integration rehearsal e2e long slow old test-versions soak storm
+.PHONY: docs bench bench-peers bench-gpu sbom audit clean
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -31,7 +32,7 @@ demo: $(READY)  ## train a model on real images on this machine
 check: setup lint types unit  ## lint, types and unit tests before every commit, under a minute
 
 test: setup  ## all tests except `make soak`; continues after a failed part
-	@bash scripts/test.sh lint types unit long slow
+	@bash scripts/test.sh lint types unit long slow old
 
 soak: setup  ## slow tests and a storm before a release; MINUTES=60 SEED=7; writes docs/soak.md
 	@bash scripts/soak.sh
@@ -50,6 +51,12 @@ unit: setup
 
 long: setup
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m long tests/unit
+
+old: setup  # on the oldest Ray
+	@bash scripts/versions.sh old
+
+test-versions: setup  ## a selection on the oldest, a middle and the newest Ray, Python 3.11 to 3.13, PyTorch from 2.6
+	@bash scripts/versions.sh oldest middle newest
 
 SLOW := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --durations=10 --durations-min=1
 
@@ -78,4 +85,4 @@ audit: setup  ## known vulnerabilities of the pinned packages; needs PyPI
 	@$(BIN)/python scripts/audit.py
 
 clean:  ## remove the environment, caches and example data; keeps runs/
-	rm -rf $(VENV) .peers .audit .places .data .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .versions .peers .audit .places .data .pytest_cache .mypy_cache .ruff_cache
