@@ -16,7 +16,7 @@ from stoker.config.places import CpuHostsConfig, SageMakerConfig
 from tests.fakes.aws import moto_server
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-REQUIREMENTS = (DOCS.parent / "source_dir" / "requirements.txt").read_text()
+CONSTRAINTS = (DOCS.parent / "constraints.txt").read_text()
 WITHOUT_NARROWER_RESOURCE = {
     *("ecr:GetAuthorizationToken", "cloudwatch:PutMetricData"),
     *("pricing:GetProducts", "servicequotas:ListServiceQuotas", "sts:GetServiceBearerToken"),
@@ -57,7 +57,7 @@ def test_iam_accepts_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ray_version() -> str:
-    found = re.search(r"^ray\[.*\]==(\S+)", REQUIREMENTS, re.M)
+    found = re.search(r"^ray==(\S+)", CONSTRAINTS, re.M)
     assert found
     return found[1]
 
