@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic.fields import FieldInfo
 
-from launcher.places import attach, backend, backends
-from launcher.places.base import Backend, Options, RemoteRun
+from launcher.places import Backend, Options, RemoteRun, attach, backend, backends
 from stoker.config.loading import Resolved, load, schema_rows, type_name
 from stoker.config.redaction import learn_job, redact, scrub
 from stoker.config.schema import Config

@@ -234,9 +234,9 @@ def namespaces(config: Config) -> Iterator[Finding]:
 
 def aws(config: Config) -> Iterator[Finding]:
     """Laptop: AWS identity and quotas, if the job names instance types or credentials exist."""
-    from launcher.places.sagemaker import quotas
+    from launcher.places.sagemaker import aws
 
-    yield from (Finding(*row) for row in quotas.findings(config))
+    yield from (Finding(*row) for row in aws.findings(config))
 
 
 CHECKS: tuple[Callable[[Config], Iterator[Finding]], ...] = (

@@ -11,7 +11,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from launcher.places.base import Backend, Resume
+from launcher.places import Backend, Resume
 from launcher.places.local import PastRun
 from stoker.config.redaction import redact
 from stoker.config.schema import Config

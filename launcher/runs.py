@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from launcher.places.base import RemoteRun, Run
+from launcher.places import RemoteRun, Run
 from stoker.errors import UsageError
 
 if TYPE_CHECKING:

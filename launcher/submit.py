@@ -156,7 +156,7 @@ def run(
 ) -> None:
     """Run a job from a YAML file or a script; its arguments follow --."""
     from launcher import commands
-    from launcher.places.base import Options
+    from launcher.places import Options
 
     if show_config:
         raise typer.Exit(commands.show(config, overrides or [], source_dir))

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from launcher.places.base import Backend, Run
 from stoker.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    from launcher.job import Job
 
 
 def names() -> list[str]:
     """Laptop: the values of `--on`; imports no backend."""
-    return [module.name for module in pkgutil.iter_modules(__path__) if module.name != "base"]
+    return [module.name for module in pkgutil.iter_modules(__path__)]
 
 
 def backends() -> Iterator[Backend]:
@@ -43,3 +47,105 @@ def attach(run_id: str) -> Run:
         if run_id.startswith(found.ids) or (found.marker and (Path(run_id) / found.marker).is_file()):
             return found.attach(run_id)
     return backend("local").attach(run_id)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Laptop: command line options that are not part of the configuration."""
+
+    on: str = "local"
+    source_dir: Path | None = None
+    dry_run: bool = False
+    resume: str | None = None
+    address: str | None = None
+    offline: bool = False
+    request: Path | None = None
+    install: bool = False
+    dashboard: bool = False
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Laptop: what a job resumes from."""
+
+    value: str | None = None
+    """Value for `checkpoint.resume`; None leaves the key unchanged."""
+    run_dir: Path | None = None
+    """A run directory to continue in, instead of a new one."""
+    checkpoints: tuple[Path, ...] = ()
+    """Checkpoint folders to place in the hosts' `/opt/ml/checkpoints`, as after a restart."""
+
+    def overrides(self) -> list[str]:
+        """The key's new value as a command line override."""
+        return [] if self.value is None else [f"checkpoint.resume={self.value}"]
+
+
+class Request(Protocol):
+    """Laptop: everything that a backend is about to do, as a printable value."""
+
+    def render(self) -> str:
+        """The request as shown by `--dry-run`."""
+        ...
+
+
+class Run(Protocol):
+    """Laptop: one execution of a job."""
+
+    @property
+    def id(self) -> str:
+        """The id for `status`, `logs` and `stop`."""
+        ...
+
+    def status(self) -> str:
+        """running, succeeded, failed, interrupted or unknown, optionally with a reason after a colon."""
+        ...
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """The log so far, line by line; with `follow` until the run has ended."""
+        ...
+
+    def wait(self) -> int:
+        """Block until the end; returns the job's exit code."""
+        ...
+
+    def stop(self) -> str | None:
+        """Ask the run to stop with a checkpoint, as SIGTERM does; returns what differs from that."""
+        ...
+
+
+@runtime_checkable
+class RemoteRun(Run, Protocol):
+    """Laptop: a run that outlives this process."""
+
+    def closing(self) -> str:
+        """Message after the end: outcome, cost, location of the model."""
+        ...
+
+    def detached(self) -> str:
+        """Message when the user stops watching."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """Laptop: a place where jobs run. Each backend module in this folder defines one as `BACKEND`."""
+
+    name: str
+    """`--on NAME`."""
+    plan: Callable[[Job, Options, Resume], Request]
+    """Check everything without side effects; raises UsageError."""
+    submit: Callable[[Any], Run]
+    """Takes the request of `plan`."""
+    attach: Callable[[str], Run]
+    """A run by its id; raises UsageError."""
+    ids: tuple[str, ...] = ()
+    """Prefixes of its run ids; empty: its runs are run directories on this machine."""
+    marker: str = ""
+    """A file that only its runs have in their run directory, which is then an id of the run, too."""
+    options: tuple[str, ...] = ()
+    """Names of `Options` that apply to this backend but not to all others."""
+    scales: bool = False
+    """Whether hosts can join and leave during a run."""
+    checkpoints: Literal["folders", "copies", "shared", "s3", "gs"] = "folders"
+    """Which checkpoints its hosts can read: this machine's folders, copies of them in
+    `/opt/ml/checkpoints`, only folders that all hosts share, or only `s3://` or `gs://`."""

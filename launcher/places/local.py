@@ -20,7 +20,7 @@ from typing import Any
 
 from launcher import runs
 from launcher.job import COMMAND, Job
-from launcher.places.base import Backend
+from launcher.places import Backend
 from stoker.errors import UsageError
 from stoker.events.console import metrics_text
 from stoker.events.summary import finite

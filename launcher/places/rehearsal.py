@@ -7,25 +7,28 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import launcher
 from launcher import runs
 from launcher.job import Job
-from launcher.places import local
-from launcher.places.base import Backend
-from launcher.places.sagemaker import upload
-from launcher.rehearsal import faults, isolation, outputs, toolkit
+from launcher.places import Backend, local
+from launcher.places.sagemaker import aws
+from launcher.rehearsal import isolation, running, sagemaker_hosts, world
 from launcher.rehearsal import plan as planning
-from launcher.rehearsal.display import Display
-from launcher.rehearsal.prepare import prepare_host, world_spec
-from launcher.rehearsal.running import RehearsalRun
-from launcher.rehearsal.shapes import Shape, shape_of
+from launcher.rehearsal.plan import Shape, shape_of
+from launcher.rehearsal.running import Display, RehearsalRun
 from launcher.source import pack, stage
 from stoker.errors import UsageError
 
 CODE_CHANNEL = "code"
+LINGER_S = 30.0
+"""How long hosts may outlive the head before the rehearsal kills them and reports it."""
+STOP_GRACE_S = 120.0
+TOOLKIT_STOP_GRACE_S = 10.0
+"""Under the toolkit SIGTERM does not reach train.py, so there is nothing to wait for."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class RehearsalRequest:
     job: Job
     hosts: tuple[planning.PlannedHost, ...]
     channels: tuple[planning.PlannedChannel, ...]
-    faults: tuple[faults.Fault, ...]
+    faults: tuple[world.Fault, ...]
     head: str
     run_dir: Path
     checkpoints: tuple[Path, ...] = ()
@@ -54,7 +57,7 @@ class RehearsalRequest:
         """The request as shown by `--dry-run`."""
         settings = self.job.resolved.config.rehearsal
         starter = {
-            "toolkit": f"sagemaker-training {toolkit.VERSION} starts train.py",
+            "toolkit": f"sagemaker-training {sagemaker_hosts.TOOLKIT_VERSION} starts train.py",
             "container": f"train.py is process 1, as on {self.shape.service}",
         }[self.entry]
         rate = f"{settings.link_mbps:g} Mbit/s" if settings.link_mbps else "unlimited"
@@ -110,7 +113,7 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
         UsageError: this machine cannot emulate hosts, or the toolkit cannot be installed.
     """
     unshare = isolation.unshare_command()
-    train = toolkit.command(toolkit.ensure()) if request.entry == "toolkit" else None
+    train = sagemaker_hosts.toolkit_command() if request.entry == "toolkit" else None
     try:
         request.run_dir.mkdir(parents=True)
     except FileExistsError:  # another rehearsal started in the same second
@@ -127,7 +130,7 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
         staged = folder / "staged"
         stage(request.job, staged, {c.parameter: c.path_on_host for c in request.channels})
         if train is not None:
-            pack(staged, folder / upload.ARCHIVE)
+            pack(staged, folder / aws.ARCHIVE)
         specs = []
         for number, host in enumerate(request.hosts, start=1):
             made = isolation.make_cgroups(
@@ -135,9 +138,9 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
                 request.job.resolved.config.rehearsal.cpu_quota,
             )
             cgroups += made
-            specs.append(prepare_host(request, host, number, folder, train, made))
+            specs.append(_host_spec(request, host, number, folder, train, made))
         spec = folder / "world.json"
-        spec.write_text(json.dumps(world_spec(request, specs)))
+        spec.write_text(json.dumps(_world_spec(request, specs)))
         process = subprocess.Popen(
             [*unshare, sys.executable, "-m", "launcher.rehearsal.world", str(spec)],
             stdin=subprocess.PIPE,
@@ -149,9 +152,54 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
         )
     except BaseException:
         isolation.remove_cgroups(cgroups)
-        outputs.remove(folder)
+        running.remove(folder)
         raise
     return RehearsalRun(request, process, cgroups, Display(request.hosts) if show else None)
+
+
+def _host_spec(
+    request: RehearsalRequest,
+    host: planning.PlannedHost,
+    number: int,
+    folder: Path,
+    train: list[str] | None,
+    cgroups: list[str],
+) -> dict[str, Any]:
+    """Laptop: write a host's files and /etc/hosts; returns its specification for the world."""
+    config = request.job.resolved.config
+    own = folder / host.name
+    own.mkdir(exist_ok=True)
+    particular = request.shape.prepare(request, host, folder, train is not None)
+    names = "".join(f"{h.address} {h.name}\n" for h in request.hosts)
+    (own / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{names}")
+    return {
+        "name": host.name,
+        "address": host.address,
+        "folder": str(own),
+        "delay_s": host.delay_s,
+        "port": f"v{number}",
+        "link": f"h{number}",
+        "rate": planning.rate_arguments(config.rehearsal.link_mbps),
+        "shm_mb": config.rehearsal.shm_mb,
+        "cgroups": cgroups,
+        "channels": [{"source": str(c.source), "target": c.path_on_host} for c in request.channels],
+        "kept": [str(path) for path in (sys.prefix, sys.base_prefix, sagemaker_hosts.cache_folder())],
+        "masked": planning.masked_folders(request.job),
+        **particular,
+        "command": particular["command"] or train,
+    }
+
+
+def _world_spec(request: RehearsalRequest, hosts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "hosts": hosts,
+        "head": request.head,
+        "ray_port": request.job.resolved.config.cluster.port,
+        "faults": [asdict(fault) for fault in request.faults],
+        "linger_s": LINGER_S,
+        "timeout_s": request.job.resolved.config.rehearsal.timeout_s,
+        "stop_grace_s": STOP_GRACE_S if request.entry == "container" else TOOLKIT_STOP_GRACE_S,
+    }
 
 
 BACKEND = Backend(

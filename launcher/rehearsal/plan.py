@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from launcher.job import Job, examples_root
-from launcher.rehearsal import faults
-from launcher.rehearsal.shapes import shape_of
+from launcher.rehearsal import world
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.hosts.machine import HOST_CPUS_VARIABLE
 from stoker.hosts.topology import Topology, TopologyError, resolve
 from stoker.place import BACKEND_VARIABLE
+
+if TYPE_CHECKING:
+    from launcher.places.rehearsal import RehearsalRequest
 
 MAX_HOSTS = 100
 _NETWORK = "10.77.0"
@@ -94,7 +99,7 @@ def plan_hosts(config: Config) -> tuple[PlannedHost, ...]:
     return tuple(hosts)
 
 
-def plan_faults(config: Config, hosts: tuple[PlannedHost, ...]) -> tuple[faults.Fault, ...]:
+def plan_faults(config: Config, hosts: tuple[PlannedHost, ...]) -> tuple[world.Fault, ...]:
     """Laptop: parse and check the configured faults.
 
     Raises:
@@ -104,7 +109,7 @@ def plan_faults(config: Config, hosts: tuple[PlannedHost, ...]) -> tuple[faults.
     planned, problems = [], []
     for text in config.rehearsal.faults:
         try:
-            planned.append(faults.parse(text, names))
+            planned.append(world.parse(text, names))
         except ValueError as error:
             problems.append(f"rehearsal.faults: {error}")
     if problems:
@@ -163,3 +168,35 @@ def _trains(name: str, groups: list[tuple[str, int, str]], gpu_group: str | None
     if gpu_group is not None:
         return name == gpu_group
     return len(groups) == 1 or "gpu" in name.lower()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Laptop: what distinguishes a service's hosts. `NAME_hosts.py` defines one as `SHAPE`."""
+
+    service: str
+    """Its name in messages."""
+    gpu_type: str
+    cpu_type: str
+    most_groups: int
+    host_names: Callable[[Sequence[tuple[str, int]]], list[str]]
+    """Names of all hosts, given the groups with their number of hosts."""
+    resource: Callable[[tuple[PlannedHost, ...], PlannedHost], Mapping[str, Any]]
+    """All hosts and groups as the given host will find them; the input of `topology.resolve`."""
+    channel: str
+    """Where the local data of a parameter is on the hosts: `/opt/ml/input/data/{}`."""
+    prepare: Callable[[RehearsalRequest, PlannedHost, Path, bool], dict[str, Any]]
+    """Write a host's files, given the hosts' folder and whether the toolkit starts the job; returns its
+    `mount`, `folder_in_host`, `command` (empty: the toolkit's) and `environment`."""
+    collect: Callable[[RehearsalRequest, Path], list[str]]
+    """Move the outputs to the run directory; returns one line per file that several hosts wrote."""
+    failure: Callable[[RehearsalRequest, Path, PlannedHost], str]
+    """The cause that a host left; empty without one."""
+    toolkit: bool = False
+    """Whether the service has a toolkit that can start the job."""
+
+
+def shape_of(config: Config) -> Shape:
+    """Laptop: the shape that `rehearsal.like` names."""
+    found: Shape = importlib.import_module(f"launcher.rehearsal.{config.rehearsal.like}_hosts").SHAPE
+    return found

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import json
 import queue
+import shlex
+import shutil
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from launcher.rehearsal import faults, isolation, outputs
-from launcher.rehearsal.display import Display
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from launcher.rehearsal import isolation, world
+from launcher.rehearsal.plan import PlannedHost
+from stoker.config.redaction import scrub
+from stoker.hosts.output import FAILURE_CHARACTERS
 
 if TYPE_CHECKING:
     from launcher.places.rehearsal import RehearsalRequest
@@ -119,8 +128,8 @@ class RehearsalRun:
         self._command("stop")
 
     def inject(self, action: str, host: str) -> None:
-        """Inject one of `faults.ACTIONS` now; the end of the run makes it void."""
-        if action not in faults.ACTIONS or host not in self.results:
+        """Inject one of `world.ACTIONS` now; the end of the run makes it void."""
+        if action not in world.ACTIONS or host not in self.results:
             raise ValueError(f"no action {action!r}, or no host {host!r}")
         self._command(f"fault {action} {host}")
 
@@ -184,7 +193,7 @@ class RehearsalRun:
             files[result.name].write(line + "\n")
             files[result.name].flush()
             self._show(result, line)
-            if self.formed_s is None and faults.FORMED in line:
+            if self.formed_s is None and world.FORMED in line:
                 self.formed_s = at
             return
         if kind == "started":
@@ -221,8 +230,8 @@ class RehearsalRun:
         self.clashes = self._request.shape.collect(self._request, folder)
         if self._code != 0:
             for name in self.results:
-                outputs.keep_ray_logs(folder / name, self.run_dir / "logs" / f"{name}-ray")
-        outputs.remove(folder)
+                keep_ray_logs(folder / name, self.run_dir / "logs" / f"{name}-ray")
+        remove(folder)
         (self.run_dir / "rehearsal.json").write_text(json.dumps(self.report(), indent=1))
 
     def report(self) -> dict[str, Any]:
@@ -260,3 +269,156 @@ class RehearsalRun:
             with contextlib.suppress(OSError, ValueError):
                 self._process.stdin.write(word + "\n")
                 self._process.stdin.flush()
+
+
+_COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "bright_red")
+
+
+class Display:
+    """Laptop: prints to standard output, in colour only on a terminal."""
+
+    def __init__(self, hosts: tuple[PlannedHost, ...]) -> None:
+        self._console = Console(soft_wrap=True, highlight=False)
+        self._colours = {
+            f"[{host.group} {host.name}": _COLOURS[number % len(_COLOURS)]
+            for number, host in enumerate(hosts)
+        }
+
+    def line(self, text: str) -> None:
+        """Print one line of a host, with its origin in colour."""
+        end = text.find("]") + 1
+        origin = text[:end]
+        colour = next((c for start, c in self._colours.items() if origin.startswith(start)), None)
+        if colour is None:
+            self._console.print(Text(text))
+        else:
+            self._console.print(Text.assemble((origin, colour), text[end:]))
+
+    def closing(self, run: RehearsalRun) -> None:
+        """Print the table of hosts, forming and leaving times, and the failure reason."""
+        table = Table(title=f"rehearsal {run.id}: {run.status().split(':')[0]}")
+        for name in ("host", "group", "type", "started", "ended", "exit code", "notes"):
+            table.add_column(name)
+        for result in run.results.values():
+            table.add_row(
+                result.name,
+                result.group,
+                result.instance_type,
+                "never" if result.started_s is None else f"{result.started_s:.1f} s",
+                "" if result.ended_s is None else f"{result.ended_s:.1f} s",
+                "" if result.exit_code is None else str(result.exit_code),
+                "; ".join(result.notes),
+            )
+        self._console.print(table)
+        if run.formed_after_last_host_s is not None:
+            self._console.print(
+                f"cluster formed {run.formed_after_last_host_s} s after the last host started"
+            )
+        if run.workers_gone_s is not None:
+            self._console.print(f"worker hosts gone {run.workers_gone_s} s after the head ended")
+        for clash in run.clashes:
+            self._console.print(f"conflict: {clash}", style="yellow")
+        if run.failure_reason:
+            self._console.print(Text(f"FailureReason: {run.failure_reason}", style="red"))
+        for text in results(run.run_dir, run.status() == "succeeded"):
+            self._console.print(Text(text))
+
+
+def results(run_dir: Path, succeeded: bool) -> list[str]:
+    """Laptop: the lines that name what a rehearsal left on this machine; its hosts named their own paths."""
+    lines = {"results": ("", "."), "model": ("", "model"), "report": ("", "report.html")}
+    lines |= {"next": ("tensorboard --logdir ", "tensorboard")} if succeeded else {}
+    lines |= {} if succeeded else {"details": ("", "logs/driver.log")}
+    return [
+        f"{title}: {command}{shlex.quote(str(run_dir / name)) if command else run_dir / name}"
+        for title, (command, name) in lines.items()
+        if (run_dir / name).exists()
+    ]
+
+
+def collect(hosts: dict[str, Path], run_dir: Path, given: Iterable[Path] = ()) -> list[str]:
+    """Laptop: merge model, output and checkpoints of all hosts, as SageMaker does.
+
+    Args:
+        hosts: host name → the folder mounted as its `/opt/ml`.
+        run_dir: the run directory on this machine.
+        given: the checkpoints that every host was given, to resume from.
+
+    Returns:
+        One line per file that two hosts wrote; SageMaker keeps one of them, unspecified which.
+    """
+    folders = {"output/data": run_dir, "model": run_dir / "model", "checkpoints": run_dir / "checkpoints"}
+    return merge(hosts, folders, given)
+
+
+def merge(sources: dict[str, Path], folders: dict[str, Path], given: Iterable[Path] = ()) -> list[str]:
+    """Laptop: move the files below all sources to common folders.
+
+    Args:
+        sources: name of a host, or of what several share → its folder.
+        folders: path below each source → where its files go.
+        given: files and folders that each source had in `checkpoints` from the start.
+
+    Returns:
+        One line per file that two sources wrote.
+    """
+    clashes: list[str] = []
+    originals = {
+        Path("checkpoints", file.relative_to(top.parent)): file
+        for top in given
+        for file in (top, *top.rglob("*"))
+    }
+    for source, target in folders.items():
+        writer: dict[Path, str] = {}
+        found: list[tuple[bool, str, Path, Path]] = []
+        for host, base in sources.items():
+            for file in sorted((base / source).rglob("*")):
+                if not file.is_dir() and (file.is_file() or file.is_symlink()):
+                    name = file.relative_to(base / source)
+                    original = originals.get(Path(source, name))
+                    same = original is not None and filecmp.cmp(file, original, shallow=False)
+                    found.append((same, host, name, file))
+        # A file that a host was given and left alone gives way to one that another host wrote.
+        for same, host, name, file in sorted(found, key=lambda one: one[0]):
+            if name in writer:
+                if not same and not filecmp.cmp(file, target / name, shallow=False):
+                    clashes.append(f"{source}/{name}: written by {writer[name]} and {host}")
+                continue
+            writer[name] = host
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.move(file, target / name)
+    return clashes
+
+
+def failure_of(ml: Path) -> str:
+    """Laptop: what a host wrote to `/opt/ml/output/failure`, truncated as by SageMaker."""
+    file = ml / "output" / "failure"
+    return file.read_text(errors="replace")[:FAILURE_CHARACTERS] if file.is_file() else ""
+
+
+def keep_ray_logs(host_folder: Path, target: Path) -> None:
+    """Laptop: copy a host's Ray logs; used for failed runs."""
+    logs = [path for path in (host_folder / "tmp").glob("sray-*/s/session_2*/logs") if path.is_dir()]
+    for folder in logs[-1:]:
+        shutil.copytree(
+            folder, target, dirs_exist_ok=True, ignore_dangling_symlinks=True, copy_function=_scrubbed
+        )
+    for started in (host_folder / "tmp").glob("sray-*/ray.log"):
+        target.mkdir(parents=True, exist_ok=True)
+        _scrubbed(started, target / "ray-start.log")
+
+
+def _scrubbed(source: str | Path, target: str | Path) -> None:
+    """Copy a log of Ray, which quotes what the job's code prints and raises."""
+    text = Path(source).read_bytes().decode(errors="surrogateescape")
+    Path(target).write_bytes(scrub(text).encode(errors="surrogateescape"))
+
+
+def remove(folder: Path) -> None:
+    """Laptop: remove the hosts' folders; raises if a mount below them would be emptied as well."""
+    mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    prefix = f"{folder.resolve()}/"
+    below = [path for path in mounted if path.startswith(prefix)]
+    if below:
+        raise RuntimeError(f"still mounted, not removed: {', '.join(below)}")
+    shutil.rmtree(folder)

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import select
 import shutil
 import signal
@@ -19,11 +20,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from launcher.rehearsal.faults import Fault
 from launcher.rehearsal.host import SPEC_VARIABLE
 
 NAMESPACES = (
@@ -320,6 +321,70 @@ def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+ACTIONS = {
+    "start": "start a host whose join_delay is never",
+    "return": "start a host again that has ended, as a new machine of the same name",
+    "kill": "lose the machine: cut its link, then kill every process on it",
+    "crash": "kill only train.py, as the kernel does when memory runs out",
+    "pause": "suspend every process of the host",
+    "resume": "resume them",
+    "partition": "cut the link",
+    "heal": "restore the link",
+    "slow": "limit the link to 4 Mbit/s",
+    "fast": "lift that limit",
+    "occupy": "let another program listen on Ray's port",
+    "term": "SIGTERM to the host's process 1, SIGKILL after 120 s, as StopTrainingJob does",
+}
+FORMED = "cluster formed in"
+_FORM = re.compile(
+    r"(?P<action>[a-z]+):(?P<host>[\w.-]+)@"
+    r"(?:(?P<at>\d+(?:\.\d+)?)s|(?P<formed>formed)|/(?P<pattern>.+)/)"
+    r"(?:\+(?P<later>\d+(?:\.\d+)?)s)?"
+)
+
+
+@dataclass
+class Fault:
+    """Laptop and world: one fault; `due_s` is set once its time is known."""
+
+    action: str
+    host: str
+    pattern: str | None
+    later_s: float
+    due_s: float | None
+    done: bool = False
+
+    def see(self, line: str, now_s: float) -> None:
+        """World: schedule the fault if the logged `line` matches its pattern."""
+        if self.due_s is None and self.pattern is not None and re.search(self.pattern, line):
+            self.due_s = now_s + self.later_s
+
+
+def parse(text: str, hosts: Collection[str]) -> Fault:
+    """Laptop: parse a fault from the configuration or the command line.
+
+    Raises:
+        ValueError: one line that names the expected form.
+    """
+    found = _FORM.fullmatch(text.strip())
+    if not found:
+        raise ValueError(f"{text!r} is not action:host@20s, @formed+5s or @/regular expression/+5s")
+    action, host = found["action"], found["host"]
+    if action not in ACTIONS:
+        raise ValueError(f"{text!r}: no action {action!r}; use one of {', '.join(ACTIONS)}")
+    if host not in hosts and host != "all":
+        raise ValueError(f"{text!r}: no host {host!r}; use one of {', '.join(hosts)}, all")
+    later = float(found["later"] or 0)
+    if found["at"]:
+        return Fault(action, host, None, later, float(found["at"]) + later)
+    pattern = FORMED if found["formed"] else found["pattern"]
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{text!r}: {pattern!r} is not a regular expression: {error}") from None
+    return Fault(action, host, pattern, later, None)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from launcher.job import Job, open_job
 from launcher.places import rehearsal
 from launcher.places import sagemaker as backend
 from launcher.places.sagemaker import aws
-from launcher.places.sagemaker.upload import split_uri
+from launcher.places.sagemaker.aws import split_uri
 from launcher.rehearsal.running import RehearsalRun
 from stoker.config.loading import load
 from tests.fakes.aws import REGION, ROLE, moto_server

@@ -8,14 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launcher.rehearsal import toolkit
+from launcher.rehearsal import sagemaker_hosts
 
 VERSION = "3.27.0"
 
 
 def sdk_python() -> Path:
     """A Python that has the SDK; installed into the cache folder the first time (a minute or two)."""
-    folder = toolkit.cache_folder().parent / f"sagemaker-{VERSION}-py{sys.version_info.minor}"
+    folder = sagemaker_hosts.cache_folder().parent / f"sagemaker-{VERSION}-py{sys.version_info.minor}"
     python = folder / "bin" / "python"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:

@@ -18,7 +18,7 @@ from botocore.stub import Stubber
 from launcher import runs
 from launcher.job import Job, open_job
 from launcher.places import sagemaker as backend
-from launcher.places.sagemaker import aws, run
+from launcher.places.sagemaker import aws, training_run
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from tests.fakes.aws import REGION, ROLE, moto_server
@@ -206,14 +206,14 @@ def test_an_unknown_job_is_one_line() -> None:
 def write_logs(name: str, lines: list[tuple[str, str, int]]) -> None:
     logs = boto3.client("logs", region_name=REGION)
     with_groups = {group["logGroupName"] for group in logs.describe_log_groups()["logGroups"]}
-    if run.LOG_GROUP not in with_groups:
-        logs.create_log_group(logGroupName=run.LOG_GROUP)
+    if training_run.LOG_GROUP not in with_groups:
+        logs.create_log_group(logGroupName=training_run.LOG_GROUP)
     start = int(time.time() * 1000) - 60_000
     for host in sorted({host for host, _, _ in lines}):
         stream = f"{name}/{host}-1700000000"
-        logs.create_log_stream(logGroupName=run.LOG_GROUP, logStreamName=stream)
+        logs.create_log_stream(logGroupName=training_run.LOG_GROUP, logStreamName=stream)
         events = [{"timestamp": start + at, "message": text} for h, text, at in lines if h == host]
-        logs.put_log_events(logGroupName=run.LOG_GROUP, logStreamName=stream, logEvents=events)
+        logs.put_log_events(logGroupName=training_run.LOG_GROUP, logStreamName=stream, logEvents=events)
 
 
 def test_logs_are_merged_by_time_and_name_group_and_host() -> None:
@@ -244,17 +244,17 @@ def test_following_shows_late_lines_once_and_ends_with_the_job(
 ) -> None:
     submitted = backend.submit(backend.plan(make_job()), quiet)
     write_logs(submitted.name, [("algo-1", "first", 1000)])
-    followed = run.SageMakerRun(submitted.region, submitted.name, poll_s=0.2)
-    real = run.SageMakerRun.describe
+    followed = training_run.SageMakerRun(submitted.region, submitted.name, poll_s=0.2)
+    real = training_run.SageMakerRun.describe
     answers = iter(["InProgress", "InProgress", "InProgress"])
 
-    def describe(self: run.SageMakerRun) -> dict[str, Any]:
+    def describe(self: training_run.SageMakerRun) -> dict[str, Any]:
         # moto ends every job at once: the state alone is played here.
         found = real(self)
         state = next(answers, "Completed")
         return found | {"TrainingJobStatus": state, "SecondaryStatus": "Training"}
 
-    monkeypatch.setattr(run.SageMakerRun, "describe", describe)
+    monkeypatch.setattr(training_run.SageMakerRun, "describe", describe)
     lines = []
     for line in followed.logs(follow=True):
         lines.append(line)
@@ -324,7 +324,7 @@ def answer(state: str, secondary: str, **more: Any) -> dict[str, Any]:
 def test_ends_of_a_job(
     stubbed: Stubber, state: str, secondary: str, more: dict[str, Any], text: str, code: int
 ) -> None:
-    job = run.SageMakerRun(REGION, "j", poll_s=0.01)
+    job = training_run.SageMakerRun(REGION, "j", poll_s=0.01)
     stubbed.add_response("describe_training_job", answer("InProgress", "Training"))
     for _ in range(2):
         stubbed.add_response("describe_training_job", answer(state, secondary, **more))
@@ -339,13 +339,13 @@ def test_a_denied_request_is_not_asked_again(
     stubbed.add_response("describe_training_job", answer("InProgress", "Training"))
     stubbed.add_client_error("describe_training_job", "AccessDeniedException")
     with pytest.raises(runs.LostError, match=r"launcher\.json"):
-        run.SageMakerRun(REGION, "j", poll_s=0.01).wait()
+        training_run.SageMakerRun(REGION, "j", poll_s=0.01).wait()
     assert "asking again" not in capsys.readouterr().err
 
 
 def test_stop_asks_the_service_by_name(stubbed: Stubber) -> None:
     stubbed.add_response("stop_training_job", {}, {"TrainingJobName": "j"})
-    run.SageMakerRun(REGION, "j").stop()
+    training_run.SageMakerRun(REGION, "j").stop()
     stubbed.assert_no_pending_responses()
 
 
@@ -354,7 +354,7 @@ def test_cost_by_group_from_billable_seconds(stubbed: Stubber) -> None:
         "describe_training_job",
         answer("Completed", "Completed", BillableTimeInSeconds=7200, TrainingTimeInSeconds=7300),
     )
-    closing = run.SageMakerRun(REGION, "j").closing()
+    closing = training_run.SageMakerRun(REGION, "j").closing()
     rows = [line.split() for line in closing.splitlines()]
     assert ["gpu", "1", "ml.g5.2xlarge", "1.515", "3.03"] in rows
     assert ["cpu", "2", "ml.c5.4xlarge", "1.632", "3.26"] in rows

@@ -16,8 +16,8 @@ from launcher import commands
 from launcher.job import Job, open_job
 from launcher.places import attach
 from launcher.places import vertex as backend
-from launcher.places.vertex import client
-from launcher.places.vertex.run import VertexRun
+from launcher.places.vertex import google_cloud
+from launcher.places.vertex.vertex_run import VertexRun
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.storage.filesystems import filesystem_of, list_files
@@ -58,9 +58,9 @@ def service(storage: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[JobServi
     with job_service() as (found, environment):
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        client._service.cache_clear()
+        google_cloud._service.cache_clear()
         yield found
-    client._service.cache_clear()
+    google_cloud._service.cache_clear()
 
 
 def make_job(*overrides: str, data: Path | None = None) -> Job:

@@ -15,8 +15,8 @@ from PIL import Image
 
 import stoker
 from launcher.job import open_job
-from launcher.places.slurm.run import SlurmRun
-from launcher.rehearsal.display import results
+from launcher.places.slurm import SlurmRun
+from launcher.rehearsal.running import results
 from stoker.config.loading import load
 from stoker.events import console
 from stoker.events.summary import Summary

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from launcher import doctor
-from launcher.places.sagemaker import aws, quotas
+from launcher.places.sagemaker import aws
 from stoker.config.loading import load
 from tests.command_line import type_command
 from tests.fakes.aws import moto_server, service_quotas
@@ -153,8 +153,8 @@ def test_identity_and_quotas_of_the_jobs_instance_types(
     (tmp_path / "job.yaml").write_text(JOB)
     command = ["doctor", str(tmp_path / "job.yaml"), f"output_dir={tmp_path}"]
     # The server imports what it needs at the first request.
-    monkeypatch.setattr(quotas, "TIMEOUT_S", 60.0)
-    monkeypatch.setattr(quotas, "LISTING_S", 60.0)
+    monkeypatch.setattr(aws, "TIMEOUT_S", 60.0)
+    monkeypatch.setattr(aws, "LISTING_S", 60.0)
     with moto_server() as environment:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
@@ -167,10 +167,10 @@ def test_identity_and_quotas_of_the_jobs_instance_types(
             assert "Service Quotas" in cpu and code == 1
             _, _, out = type_command([*command, "sagemaker.spot=true"], capsys)
             assert [line[:5] for line in out.splitlines()[-2:]] == ["FAIL ", "ok   "], out
-            monkeypatch.setattr(quotas, "LISTING_S", -1.0)
+            monkeypatch.setattr(aws, "LISTING_S", -1.0)
             _, _, out = type_command(command, capsys)
             assert out.splitlines()[-1].startswith("note  quotas         unknown (AWS quotas: not all listed")
-            monkeypatch.setattr(quotas, "LISTING_S", 60.0)
+            monkeypatch.setattr(aws, "LISTING_S", 60.0)
         with service_quotas({}):
             code, _, out = type_command(command, capsys)
             assert (code, out.count("AWS lists none in us-east-1")) == (0, 2), out
@@ -183,13 +183,13 @@ def test_aws_that_does_not_answer_is_not_awaited_for_long(monkeypatch: pytest.Mo
     """A port that takes connections and says nothing: one try, of `TIMEOUT_S`, and a line."""
     import socket
 
-    monkeypatch.setattr(quotas, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(aws, "TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "testing")
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        ((mark, what, found, _),) = quotas.findings(CONFIG)
+        ((mark, what, found, _),) = aws.findings(CONFIG)
         assert (mark, what) == ("note", "AWS") and "Read timeout" in found
         silent.settimeout(0)
         silent.accept()

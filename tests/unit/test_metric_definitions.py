@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launcher.job import open_job
-from launcher.places.sagemaker.request import METRICS, metrics_of
+from launcher.places.sagemaker.training_job import METRICS, metrics_of
 from stoker.config.loading import load
 from stoker.events.console import PlainConsole, metrics_text
 

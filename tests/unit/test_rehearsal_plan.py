@@ -8,10 +8,10 @@ import pytest
 
 from launcher.job import Job
 from launcher.places.rehearsal import plan
-from launcher.rehearsal import faults, isolation, outputs
-from launcher.rehearsal.display import results
+from launcher.rehearsal import isolation, running, world
 from launcher.rehearsal.plan import plan_hosts
-from launcher.rehearsal.shapes.sagemaker import hyperparameters, resource_config
+from launcher.rehearsal.running import results
+from launcher.rehearsal.sagemaker_hosts import hyperparameters, resource_config
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events.console import closing_rows
@@ -67,15 +67,15 @@ def test_what_cannot_be_is_refused_in_one_line(override: str, says: str) -> None
 
 
 def test_faults_know_their_moment() -> None:
-    assert faults.parse("kill:algo-3@20s", ["algo-3"]).due_s == 20
-    formed = faults.parse("term:all@formed+5s", ["algo-3"])
+    assert world.parse("kill:algo-3@20s", ["algo-3"]).due_s == 20
+    formed = world.parse("term:all@formed+5s", ["algo-3"])
     assert formed.due_s is None
     formed.see("nothing", 3)
     formed.see("[gpu algo-1 head] cluster formed in 8.1 s: gpu: algo-1", 9)
     assert formed.due_s == 14
     formed.see("cluster formed in 8.1 s", 20)
     assert formed.due_s == 14
-    line = faults.parse("partition:algo-3@/epoch [12]/+0.5s", ["algo-3"])
+    line = world.parse("partition:algo-3@/epoch [12]/+0.5s", ["algo-3"])
     line.see("epoch 2", 7)
     assert line.due_s == 7.5
 
@@ -117,7 +117,7 @@ def test_outputs_are_merged_and_clashes_named(tmp_path: Path) -> None:
         (ml / "output" / "data" / f"{host}.txt").write_text(host)
     run_dir = tmp_path / "run"
     hosts = {host: tmp_path / host for host in ("algo-1", "algo-2")}
-    clashes = outputs.collect(hosts, run_dir)
+    clashes = running.collect(hosts, run_dir)
     assert clashes == ["model/weights: written by algo-1 and algo-2"]
     assert (run_dir / "model" / "weights").read_text() == "algo-1"
     assert (run_dir / "algo-2.txt").is_file()
@@ -148,5 +148,5 @@ def test_a_checkpoint_that_a_host_was_given_and_left_alone_is_no_conflict(
     for host, ml in hosts.items():
         (ml / "checkpoints").mkdir(parents=True)
         (ml / "checkpoints" / "last.pt").write_text("new" if host == writer else "old")
-    assert outputs.collect(hosts, tmp_path / "run", [given]) == []
+    assert running.collect(hosts, tmp_path / "run", [given]) == []
     assert (tmp_path / "run" / "checkpoints" / "last.pt").read_text() == "new"

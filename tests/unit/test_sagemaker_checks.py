@@ -17,8 +17,8 @@ import pytest
 
 from launcher.job import Job, open_job
 from launcher.places import sagemaker as backend
-from launcher.places.sagemaker import checks, model
-from launcher.places.sagemaker.request import default_image, draft, job_name
+from launcher.places.sagemaker import sagemaker_rules
+from launcher.places.sagemaker.training_job import default_image, draft, job_name
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events import prices
@@ -423,7 +423,7 @@ def test_written_request_and_source_are_what_is_submitted(tmp_path: Path) -> Non
 def test_no_request_holds_more_than_the_model_allows() -> None:
     """Each limit of the facts, broken in the finished request itself."""
     good = draft(make_job({}), "flowers-1", "us-east-1", "s3://my-bucket/x")
-    assert checks.problems(good) == []
+    assert sagemaker_rules.problems(good) == []
     breaks: list[tuple[str, Any]] = [
         ("TrainingJobName", "a_b"),
         ("TrainingJobName", "x" * 64),
@@ -445,7 +445,7 @@ def test_no_request_holds_more_than_the_model_allows() -> None:
         for section in sections:
             place = place[section]
         place[last] = value
-        found = list(model.limit_problems(body, good.keys))
+        found = list(sagemaker_rules.limit_problems(body, good.keys))
         assert len(found) == 1, (path, found)
 
 
@@ -459,7 +459,7 @@ def test_names_and_images() -> None:
 
 
 def test_prices_name_only_types_that_exist() -> None:
-    known = set(model.instance_types())
+    known = set(sagemaker_rules.instance_types())
     assert set(prices.MACHINES) <= known
     for entry in prices.MACHINES.values():
         assert (entry.gpus > 0) == prices.has_gpu(entry.type)

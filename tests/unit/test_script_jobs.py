@@ -13,7 +13,7 @@ import yaml
 
 from launcher.commands import run
 from launcher.job import open_job
-from launcher.places.base import Options
+from launcher.places import Options
 from launcher.scripts import as_overrides
 from stoker.config import redaction
 from stoker.config.loading import Resolved, load, resolved_yaml

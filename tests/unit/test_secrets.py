@@ -15,7 +15,7 @@ import yaml
 from launcher import commands
 from launcher.job import open_job
 from launcher.rehearsal.host import SPEC_VARIABLE
-from launcher.rehearsal.outputs import keep_ray_logs
+from launcher.rehearsal.running import keep_ray_logs
 from launcher.rehearsal.world import World
 from launcher.resuming import continuation
 from stoker.checkpoints import format as checkpoint

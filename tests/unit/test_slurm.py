@@ -15,9 +15,8 @@ import pytest
 from launcher.job import open_job
 from launcher.places import attach
 from launcher.places import slurm as backend
-from launcher.places.slurm import commands
-from launcher.places.slurm.run import SlurmRun
-from launcher.places.slurm.script import clock
+from launcher.places.slurm import SlurmRun, slurm_commands
+from launcher.places.slurm.batch_script import clock
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.hosts.services import slurm as service
@@ -231,7 +230,7 @@ def test_an_unknown_job_id_is_one_line(login_node: Path) -> None:
 def test_a_controller_that_does_not_answer_is_no_end_of_the_job(login_node: Path, tmp_path: Path) -> None:
     fake(login_node, "squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(UsageError, match=r"squeue: .*Unable to contact slurm controller"):
-        commands.state_of("42")
+        slurm_commands.state_of("42")
 
 
 @pytest.mark.parametrize(
@@ -239,7 +238,7 @@ def test_a_controller_that_does_not_answer_is_no_end_of_the_job(login_node: Path
 )
 def test_time_limits_are_written_in_minutes_and_read_back(seconds: int, shown: str) -> None:
     assert clock(seconds) == shown
-    assert commands.seconds_of(shown) == -(-seconds // 60) * 60
+    assert slurm_commands.seconds_of(shown) == -(-seconds // 60) * 60
 
 
 def test_port_and_store_fit_a_shared_node_unless_the_job_sets_them(

@@ -11,9 +11,8 @@ import pytest
 
 from launcher.job import Job, open_job
 from launcher.places import vertex as backend
-from launcher.places.vertex import checks, client
-from launcher.places.vertex.pools import replicas_by_pool
-from launcher.places.vertex.request import draft
+from launcher.places.vertex import google_cloud, vertex_rules
+from launcher.places.vertex.custom_job import draft, replicas_by_pool
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events import google
@@ -54,7 +53,9 @@ def problems_of(changes: dict[str, str]) -> list[str]:
     """Of the request alone, without staging the source."""
     job = make_job(changes)
     settings = job.resolved.config.vertex
-    return checks.problems(draft(job, "flowers-1", settings.project or "", settings.gcs_uri or "gs://bucket"))
+    return vertex_rules.problems(
+        draft(job, "flowers-1", settings.project or "", settings.gcs_uri or "gs://bucket")
+    )
 
 
 def refusal(changes: dict[str, str], **options: Any) -> list[str]:
@@ -190,23 +191,23 @@ def test_private_files_are_not_uploaded(tmp_path: Path) -> None:
 
 
 def test_without_the_client_library_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    client._types.cache_clear()
+    google_cloud._types.cache_clear()
     monkeypatch.setitem(sys.modules, "google.cloud.aiplatform_v1", None)
-    assert refusal({}) == [client.ABSENT]
-    client._types.cache_clear()
+    assert refusal({}) == [google_cloud.ABSENT]
+    google_cloud._types.cache_clear()
 
 
 def test_without_credentials_one_line_says_how_to_get_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    client.credentials.cache_clear()
+    google_cloud.credentials.cache_clear()
     for name in ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_CLOUD_PROJECT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
     monkeypatch.setenv("NO_GCE_CHECK", "true")
     with pytest.raises(UsageError) as caught:
         backend.plan(make_job({"vertex.project": "null"}))
-    assert caught.value.problems == (client.NO_CREDENTIALS,)
+    assert caught.value.problems == (google_cloud.NO_CREDENTIALS,)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from launcher import runs
 from launcher.job import COMMAND, Job
-from launcher.places.base import Backend
+from launcher.places import Backend
 from launcher.places.ray import jobs as ray_jobs
 from launcher.places.ray.jobs import JobServer
 from launcher.source import measure

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from launcher import files
 from launcher.job import Job
-from launcher.places.base import Backend
-from launcher.places.sagemaker import aws, checks, render, upload
-from launcher.places.sagemaker.request import Draft, draft, job_name
-from launcher.places.sagemaker.run import SageMakerRun
+from launcher.places import Backend
+from launcher.places.sagemaker import aws, sagemaker_rules, training_run
+from launcher.places.sagemaker.training_job import Draft, draft, job_name
+from launcher.places.sagemaker.training_run import SageMakerRun
 from launcher.source import measure, pack, stage
 from stoker import figures
 from stoker.config.loading import Resolved
@@ -72,7 +72,7 @@ class SageMakerRequest:
         parts = [
             f"SageMaker training job {self.name} in {self.draft.region}, entry {settings.entry}",
             self.to_json(),
-            render.cost_table(
+            training_run.cost_table(
                 self.draft.groups,
                 settings.max_runtime_s,
                 settings.spot,
@@ -104,10 +104,10 @@ class SageMakerRequest:
 
         commands = [copy(item.source, item.uri) for item in self.draft.data]
         if self.draft.settings.entry == "script-mode":
-            archive = path.with_name(f"{path.stem}-{upload.ARCHIVE}")
+            archive = path.with_name(f"{path.stem}-{aws.ARCHIVE}")
             archive.unlink(missing_ok=True)
             pack(code, archive)
-            commands.append(copy(archive, f"{self.draft.code_uri}/{upload.ARCHIVE}"))
+            commands.append(copy(archive, f"{self.draft.code_uri}/{aws.ARCHIVE}"))
         else:
             commands.append(copy(code, f"{self.draft.code_uri}/"))
         create = ["aws", "sagemaker", "create-training-job", "--region", self.draft.region]
@@ -149,7 +149,7 @@ def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
         _collected(problems, aws.refuse_without_credentials, None)
     stamp = f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
     wanted = draft(job, job_name(job.name, stamp), region, s3_uri)
-    problems += checks.problems(wanted)
+    problems += sagemaker_rules.problems(wanted)
     count, size, refused = measure(job, wanted.data_at, "params or sagemaker.channels")
     problems += refused
     if not offline and not any(problem.startswith("AWS") for problem in problems) and known:
@@ -157,7 +157,7 @@ def plan(job: Job, *, offline: bool = False) -> SageMakerRequest:
     if problems:
         raise UsageError(*dict.fromkeys(problems))
     # The hosts' token comes with the source when it is staged to be sent.
-    return SageMakerRequest(wanted, count + 1, size, tuple(checks.warnings(wanted)))
+    return SageMakerRequest(wanted, count + 1, size, tuple(sagemaker_rules.warnings(wanted)))
 
 
 def submit(request: SageMakerRequest, tell: Callable[[str], None] | None = None) -> SageMakerRun:
@@ -173,16 +173,16 @@ def submit(request: SageMakerRequest, tell: Callable[[str], None] | None = None)
     tell = tell or (lambda line: print(line, file=sys.stderr, flush=True))
     wanted = request.draft
     settings = wanted.settings
-    s3, options = aws.client("s3", wanted.region), upload.protection(wanted)
-    with aws.readable_errors("upload"), upload.readable_errors():
+    s3, options = aws.client("s3", wanted.region), aws.protection(wanted)
+    with aws.readable_errors("upload"):
         for item in wanted.data:
-            sent = upload.upload_data(s3, item, options)
+            sent = aws.upload_data(s3, item, options)
             tell(f"{item.parameter}: {figures.size(item.bytes)} {'uploaded' if sent else 'already there'}")
         with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
             folder = Path(scratch) / "code"
             request.stage(folder)
             archive = settings.entry == "script-mode"
-            upload.upload_code(s3, folder, wanted.code_uri, archive, options)
+            aws.upload_code(s3, folder, wanted.code_uri, archive, options)
         tell(f"code: {figures.size(request.code_bytes)} uploaded to {wanted.code_uri}/")
     with aws.readable_errors("SageMaker"):
         aws.client("sagemaker", wanted.region).create_training_job(**request.body)
@@ -225,7 +225,7 @@ def model_trainer(job: Job, **options: Any) -> ModelTrainer:
         job: the result of `launcher.job.open_job`.
         options: passed to `ModelTrainer`, for example `sagemaker_session`.
     """
-    from launcher.places.sagemaker.sdk import model_trainer as build
+    from launcher.places.sagemaker.model_trainer import model_trainer as build
 
     config = job.resolved.config
     settings = config.sagemaker.model_copy(update={"entry": "container"})

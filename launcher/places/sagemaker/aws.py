@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
 
-from launcher.places.sagemaker.request import Draft
-from launcher.places.sagemaker.upload import split_uri
+from launcher.files import files_below
+from launcher.places.sagemaker import aws
+from launcher.places.sagemaker.training_job import Draft, groups_of
+from launcher.source import DataUpload, pack
+from stoker.config.schema import Config
 from stoker.errors import UsageError
 
 NO_CREDENTIALS = (
@@ -106,7 +115,8 @@ class PassingError(UsageError):
 
 @contextmanager
 def readable_errors(what: str) -> Iterator[None]:
-    """Laptop: convert botocore exceptions to a one-line `UsageError`."""
+    """Convert the errors of AWS's libraries, and of files to upload, to a one-line `UsageError`."""
+    from boto3.exceptions import S3UploadFailedError
     from botocore.exceptions import (
         BotoCoreError,
         ClientError,
@@ -131,6 +141,10 @@ def readable_errors(what: str) -> Iterator[None]:
         raise kind(f"AWS {what}: {error.operation_name}: {code}: {message}{_remedy(code)}") from None
     except BotoCoreError as error:
         raise PassingError(f"AWS {what}: {error}") from None
+    except S3UploadFailedError as error:  # wraps the actual error
+        raise UsageError(f"AWS {what}: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{what}: {error.filename}: {error.strerror}") from None
 
 
 def _remedy(code: str) -> str:
@@ -190,3 +204,151 @@ def _prefix_problem(s3: Any, uri: str, key: str) -> Iterator[str]:
         return
     if not found:
         yield f"{key}: nothing there (got {uri!r}); upload the data or correct the prefix"
+
+
+ARCHIVE = "sourcedir.tar.gz"
+
+
+def protection(draft: Draft) -> dict[str, str]:
+    """Laptop: options of every upload: the account that must own the bucket, and the key, if any."""
+    settings = draft.settings
+    owner = settings.bucket_owner or (settings.role or "").split(":")[4:5]
+    found = {"ExpectedBucketOwner": "".join(owner)}
+    if settings.kms_key is not None:
+        found |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": settings.kms_key}
+    return found
+
+
+def upload_code(s3: Any, folder: Path, code_uri: str, archive: bool, options: dict[str, str]) -> None:
+    """Laptop: upload the staged source, as single files or as one archive; `options` of `protection`."""
+    if not archive:
+        _send_all(s3, [(path, name) for name, path, _ in files_below(folder)], code_uri, options)
+        return
+    packed = folder.parent / ARCHIVE
+    pack(folder, packed)
+    _send_all(s3, [(packed, ARCHIVE)], code_uri, options)
+
+
+def upload_data(s3: Any, item: DataUpload, options: dict[str, str]) -> bool:
+    """Laptop: upload data unless an earlier job has; returns whether anything was uploaded.
+
+    A manifest next to the prefix is written last, so an interrupted upload is repeated.
+    """
+    bucket, prefix = split_uri(item.uri)
+    manifest = prefix.rstrip("/") + ".json"
+    owner = options["ExpectedBucketOwner"]
+    there = s3.list_objects_v2(Bucket=bucket, Prefix=manifest, MaxKeys=1, ExpectedBucketOwner=owner)
+    if there.get("KeyCount"):
+        return False
+    _send_all(s3, [(path, name) for name, path, _ in files_below(item.source)], item.uri, options)
+    content = {"source": str(item.source), "files": item.files, "bytes": item.bytes}
+    s3.put_object(Bucket=bucket, Key=manifest, Body=json.dumps(content).encode(), **options)
+    return True
+
+
+def split_uri(uri: str) -> tuple[str, str]:
+    """Laptop: `s3://bucket/some/key` → (bucket, some/key)."""
+    parts = urlsplit(uri)
+    return parts.netloc, parts.path.lstrip("/")
+
+
+def _send_all(s3: Any, files: list[tuple[Path, str]], uri: str, options: dict[str, str]) -> None:
+    bucket, prefix = split_uri(uri.rstrip("/"))
+
+    def send(item: tuple[Path, str]) -> None:
+        path, name = item
+        s3.upload_file(str(path), bucket, f"{prefix}/{name}", ExtraArgs=options)
+
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        for _ in pool.map(send, files):  # re-raises upload errors
+            pass
+
+
+TIMEOUT_S = 4.0
+"""For one answer of AWS."""
+LISTING_S = 15.0
+"""SageMaker has some thousand quotas, a hundred to a page."""
+Row = tuple[Literal["ok", "note", "FAIL"], str, str, str]
+
+
+def findings(config: Config) -> Iterator[Row]:
+    """Laptop: (mark, what, found, remedy) of identity and quotas; nothing where no job asks for AWS.
+
+    Without a job that names instance types, only the identity is looked at, if there are credentials.
+    """
+    groups = groups_of(config)
+    if not groups and not has_credentials():
+        yield "note", "AWS", "no credentials", "run `aws configure` before --on sagemaker"
+        return
+    bad: Literal["note", "FAIL"] = "FAIL" if groups else "note"
+    try:
+        region = aws.region_of(config.sagemaker.region)
+        if region is None:
+            yield bad, "AWS", "no region", "set sagemaker.region or AWS_REGION"
+            return
+        with aws.readable_errors("credentials"):
+            who = aws.client("sts", region, TIMEOUT_S).get_caller_identity()["Arn"]
+    except UsageError as error:
+        yield bad, "AWS", str(error).removeprefix("AWS: "), ""
+        return
+    yield "ok", "AWS", f"{who} in {region}", ""
+    wanted: Counter[str] = Counter()
+    for group in groups:
+        wanted[group.type] += group.count
+    if wanted:
+        yield from _quotas(wanted, region, config.sagemaker.spot)
+
+
+def has_credentials() -> bool:
+    """Laptop: whether this machine names any, without asking the network whether it is one of Amazon's."""
+    names = (
+        "AWS_ACCESS_KEY_ID",
+        "AWS_PROFILE",
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    )
+    files = (("AWS_SHARED_CREDENTIALS_FILE", "credentials"), ("AWS_CONFIG_FILE", "config"))
+    return any(os.environ.get(name) for name in names) or any(
+        Path(os.environ.get(variable) or Path.home() / ".aws" / file).is_file() for variable, file in files
+    )
+
+
+def _quotas(wanted: Counter[str], region: str, spot: bool) -> Iterator[Row]:
+    kind = "spot training job" if spot else "training job"
+    names = {f"{instance} for {kind} usage": instance for instance in wanted}
+    try:
+        found = _values(set(names), region)
+    except UsageError as error:
+        yield "note", "quotas", f"unknown ({error})", ""
+        return
+    for name, instance in names.items():
+        have, need = found.get(name), wanted[instance]
+        if have is None:
+            yield "note", "quotas", f"{name}: AWS lists none in {region}", "look at Service Quotas, SageMaker"
+        elif have < need:
+            yield (
+                "FAIL",
+                "quotas",
+                f"{name}: {have:g}, the job needs {need}",
+                (f"ask for it in Service Quotas, SageMaker, {region}"),
+            )
+        else:
+            yield "ok", "quotas", f"{name}: {have:g}, the job needs {need}", ""
+
+
+def _values(names: set[str], region: str) -> dict[str, float]:
+    """Those of these names that AWS lists.
+
+    Raises:
+        UsageError: no permission, no network, or not within `LISTING_S`.
+    """
+    deadline, found = time.monotonic() + LISTING_S, dict[str, float]()
+    with aws.readable_errors("quotas"):
+        pages = aws.client("service-quotas", region, TIMEOUT_S).get_paginator("list_service_quotas")
+        for page in pages.paginate(ServiceCode="sagemaker", PaginationConfig={"PageSize": 100}):
+            found |= {row["QuotaName"]: row["Value"] for row in page["Quotas"] if row["QuotaName"] in names}
+            if found.keys() == names:
+                break
+            if time.monotonic() > deadline:
+                raise UsageError(f"AWS quotas: not all listed within {LISTING_S:.0f} s")
+    return found

@@ -12,17 +12,23 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import runs
 from launcher.job import Job
-from launcher.places.base import Backend
-from launcher.places.slurm import checks, commands
-from launcher.places.slurm.run import SlurmRun
-from launcher.places.slurm.script import JOB_FILE, LOG, batch_script
+from launcher.places import Backend
+from launcher.places.local import PastRun
+from launcher.places.slurm import slurm_commands, slurm_rules
+from launcher.places.slurm.batch_script import EXIT_FILE, JOB_FILE, LOG, STOPPED_CODE, batch_script
+from launcher.places.slurm.slurm_commands import State
+from launcher.runs import UNREACHABLE_S, LostError
 from launcher.source import stage
+from stoker.config.loading import SECRETS_FILE
 from stoker.errors import UsageError
+from stoker.place import STOP_FILE, TOKEN_FILE
 
 SCRIPT = "slurm.sh"
 
@@ -67,10 +73,10 @@ def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
         UsageError: lists every problem, one line each.
     """
     config = job.resolved.config
-    problems = checks.problems_of(config.slurm, config.output_dir)
+    problems = slurm_rules.problems_of(config.slurm, config.output_dir)
     if not offline:
         try:
-            problems += checks.cluster_problems(config.slurm, commands.partitions())
+            problems += slurm_rules.cluster_problems(config.slurm, slurm_commands.partitions())
         except UsageError as error:
             problems += error.problems
     if problems:
@@ -94,7 +100,7 @@ def submit(request: SlurmRequest) -> SlurmRun:
     """
     request.stage()
     try:
-        job_id = commands.submitted(request.run_dir / SCRIPT)
+        job_id = slurm_commands.submitted(request.run_dir / SCRIPT)
     except UsageError:
         runs.forget(request.run_dir, None)
         raise
@@ -116,7 +122,7 @@ def attach(run_id: str) -> SlurmRun:
     job_id = run_id.removeprefix("slurm:")
     if not job_id.isdigit():
         raise UsageError(f"{run_id}: write slurm:<job id>, or name the run directory")
-    folder = commands.described(job_id).get("WorkDir") or commands.accounted(job_id, "WorkDir")
+    folder = slurm_commands.described(job_id).get("WorkDir") or slurm_commands.accounted(job_id, "WorkDir")
     run_dir = Path(folder).parent
     if not folder or not (run_dir / "code").is_dir():
         raise UsageError(f"{run_id}: Slurm does not know this job any more; name its run directory")
@@ -140,3 +146,141 @@ BACKEND = Backend(
     options=("offline", "request"),
     checkpoints="shared",
 )
+
+
+POLL_S = 1.0
+ASK_EVERY_S = 15.0
+"""How often to ask Slurm's controller, which all users of the cluster share."""
+
+
+class SlurmRun(PastRun):
+    """Laptop: a run on Slurm; its files are in a run directory that this machine shares with the nodes."""
+
+    def __init__(self, job_id: str, run_dir: Path, ask_every_s: float = ASK_EVERY_S) -> None:
+        super().__init__(run_dir)
+        self.job_id, self.id = job_id, f"slurm:{job_id}"
+        self._ask_every_s = ask_every_s
+        self._state, self._asked_at = State("PENDING"), 0.0
+
+    def process_id(self) -> int | None:
+        """The job's id while Slurm has the job in its queue; None after its end."""
+        return int(self.job_id.partition("_")[0]) if self.state().active else None
+
+    def state(self) -> State:
+        """The job's state in Slurm's queue."""
+        return slurm_commands.state_of(self.job_id)
+
+    def status(self) -> str:
+        """running, succeeded, failed or interrupted, with what Slurm or the run say of it."""
+        state = self.state()
+        if state.word == "PENDING":
+            again = "requeued, " if self._started() else ""
+            return f"running: {again}waiting for nodes ({state.reason or 'no reason given'})"
+        if state.active:
+            return super().status() if self._started() else f"running: {state.word.lower()}"
+        return self._ended(state)
+
+    def _ended(self, state: State) -> str:
+        if self._started_last() and self.summary().get("status") not in ("running", "starting"):
+            return super().status()
+        with contextlib.suppress(OSError):
+            return f"failed: {(self.run_dir / 'failure').read_text().strip()}"
+        word = state.word or "no longer known to Slurm"
+        if (self.run_dir / LOG).is_file():
+            return f"failed: the job ended without a result ({word}); see {self.run_dir / LOG}"
+        return (
+            f"failed: the job ended without a line of output ({word}); do its nodes share {self.run_dir}?"
+            " Set output_dir to a folder that they do"
+        )
+
+    def _started(self) -> bool:
+        return (self.run_dir / "summary.json").is_file()
+
+    def _started_last(self) -> bool:
+        """Whether the summary is of the job's last start, which wrote its id into a file before."""
+        try:
+            began = (self.run_dir / JOB_FILE).stat().st_mtime
+        except OSError:
+            return self._started()
+        return self._started() and (self.run_dir / "summary.json").stat().st_mtime >= began
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """The output of all hosts, line by line; with `follow` until the job ends, restarts included."""
+        path, shown, told = self.run_dir / LOG, 0, ""
+        while True:
+            active = follow and self._active()
+            if path.is_file():
+                with path.open("rb") as file:
+                    file.seek(shown)
+                    text = file.read()
+                whole = text if not active else text[: text.rfind(b"\n") + 1]
+                yield from whole.decode(errors="replace").splitlines()
+                shown += len(whole)
+            if not active:
+                return
+            if self._state.word == "PENDING" and self._state.reason != told:
+                told = self._state.reason
+                yield f"{self.id}: waiting for nodes ({told or 'no reason given'})"
+            time.sleep(POLL_S)
+
+    def wait(self) -> int:
+        """Block until the job has left the queue; returns its exit code."""
+        while self._active():
+            time.sleep(POLL_S)
+        with contextlib.suppress(OSError, ValueError):
+            return int((self.run_dir / EXIT_FILE).read_text())
+        # A network file system may show the file a minute late.
+        told = slurm_commands.described(self.job_id).get("ExitCode") or slurm_commands.accounted(
+            self.job_id, "ExitCode"
+        )
+        if self._state.word.startswith(("COMPLETED", "FAILED")) and told.partition(":")[0].isdigit():
+            return int(told.partition(":")[0]) or int(self.summary()["status"] != "succeeded")
+        return STOPPED_CODE if self._state.word.startswith(("CANCELLED", "PREEMPTED", "TIMEOUT")) else 1
+
+    def _active(self) -> bool:
+        """Whether the job is in the queue, asking seldom while nothing indicates its end."""
+        near_end = (self.run_dir / EXIT_FILE).exists() and self._state.word != "PENDING"
+        if not near_end and time.monotonic() < self._asked_at + self._ask_every_s and self._asked_at:
+            return self._state.active
+        try:
+            self._state, self._asked_at = self.state(), time.monotonic()
+        except UsageError as error:
+            if time.monotonic() - (self._asked_at or time.monotonic()) > UNREACHABLE_S:
+                raise LostError(
+                    f"{self.id}: Slurm is unreachable for {UNREACHABLE_S:.0f} s: {error}"
+                ) from None
+            self._asked_at = self._asked_at or time.monotonic()
+        return self._state.active
+
+    def stop(self) -> str | None:
+        """Ask the hosts to stop with a checkpoint; take the job out of the queue if it waits.
+
+        Raises:
+            UsageError: it has ended.
+        """
+        state = self.state()
+        if not state.active:
+            raise UsageError(f"{self.id}: this run has already ended: {self.status()}")
+        (self.run_dir / STOP_FILE).touch()  # tells the job not to requeue itself
+        if state.word == "PENDING":
+            slurm_commands.ask("scancel", self.job_id)
+            for name in (TOKEN_FILE, SECRETS_FILE):  # its script, which would remove them, never runs
+                (self.run_dir / "code" / name).unlink(missing_ok=True)
+            return "taken out of the queue"
+        slurm_commands.ask("scancel", "--signal=TERM", self.job_id)
+        return None
+
+    def closing(self) -> str:
+        """Message after the end: outcome, results, and how to continue a run that has not succeeded."""
+        status = self.status()
+        lines = [f"{self.id}: {status}", f"results: {self.run_dir}"]
+        if not status.startswith("succeeded") and list((self.run_dir / "checkpoints").glob("step-*")):
+            lines.append(f"continue: the same command with --resume {shlex.quote(str(self.run_dir))}")
+        return "\n".join(lines)
+
+    def detached(self) -> str:
+        """Message when the user stops watching: the job continues."""
+        return (
+            f"{self.id} continues. Watch it again: stoker logs -f {shlex.quote(str(self.run_dir))};"
+            f" stop it: stoker stop {shlex.quote(str(self.run_dir))}"
+        )

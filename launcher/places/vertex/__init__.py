@@ -21,11 +21,11 @@ from typing import Any
 
 from launcher import files
 from launcher.job import Job
-from launcher.places.base import Backend
-from launcher.places.sagemaker.request import job_name
-from launcher.places.vertex import checks, client, render, upload
-from launcher.places.vertex.request import Draft, draft
-from launcher.places.vertex.run import VertexRun, named
+from launcher.places import Backend
+from launcher.places.sagemaker.training_job import job_name
+from launcher.places.vertex import google_cloud, vertex_rules, vertex_run
+from launcher.places.vertex.custom_job import Draft, draft
+from launcher.places.vertex.vertex_run import VertexRun, named
 from launcher.source import measure, stage
 from stoker import figures
 from stoker.errors import UsageError
@@ -61,7 +61,7 @@ class VertexRequest:
         parts = [
             f"Vertex AI custom job {wanted.name} in {wanted.parent}, entry {settings.entry}",
             self.to_json(),
-            render.cost_table(wanted.pools, settings.max_runtime_s, settings.spot, prices),
+            vertex_run.cost_table(wanted.pools, settings.max_runtime_s, settings.spot, prices),
             files.table(("upload", "files", "size", "to"), uploads),
             "\n".join(f"note: {line}" for line in self.warnings),
         ]
@@ -93,7 +93,7 @@ class VertexRequest:
         commands = [copy(item.source, item.uri) for item in wanted.data]
         archive = path.with_name(f"{path.stem}-{wanted.code_uri.rpartition('/')[2]}")
         archive.unlink(missing_ok=True)
-        upload.pack(code, archive)
+        google_cloud.pack(code, archive)
         commands.append(copy(archive, wanted.code_uri))
         create = ["gcloud", "ai", "custom-jobs", "create", f"--project={wanted.project}"]
         create += [f"--region={wanted.region}", f"--display-name={wanted.name}", f"--config={path}"]
@@ -122,7 +122,7 @@ def plan(job: Job, *, offline: bool = False) -> VertexRequest:
     problems: list[str] = []
     project = ""
     try:
-        project = client.project_of(settings.project, offline)
+        project = google_cloud.project_of(settings.project, offline)
     except UsageError as error:
         problems += error.problems
     stamp = f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
@@ -130,7 +130,7 @@ def plan(job: Job, *, offline: bool = False) -> VertexRequest:
     wanted = draft(job, job_name(job.name, stamp), project, uri)
     found: list[str] = []
     try:
-        found += checks.problems(wanted)
+        found += vertex_rules.problems(wanted)
     except UsageError as error:
         found += error.problems
     # Missing credentials also explain why no project is known.
@@ -138,11 +138,11 @@ def plan(job: Job, *, offline: bool = False) -> VertexRequest:
     count, size, refused = measure(job, wanted.data_at, "params")
     problems += refused
     if not offline and not problems:
-        problems += upload.refuse_bucket(uri)
+        problems += google_cloud.refuse_bucket(uri)
     if problems:
         raise UsageError(*dict.fromkeys(problems))
     # The hosts' token comes with the source when it is staged to be sent.
-    return VertexRequest(wanted, count + 1, size, tuple(checks.warnings(wanted)))
+    return VertexRequest(wanted, count + 1, size, tuple(vertex_rules.warnings(wanted)))
 
 
 def submit(request: VertexRequest, tell: Callable[[str], None] | None = None) -> VertexRun:
@@ -157,16 +157,16 @@ def submit(request: VertexRequest, tell: Callable[[str], None] | None = None) ->
     """
     tell = tell or (lambda line: print(line, file=sys.stderr, flush=True))
     wanted = request.draft
-    with upload.readable_errors():
+    with google_cloud.upload_errors():
         for item in wanted.data:
-            sent = upload.upload_data(item)
+            sent = google_cloud.upload_data(item)
             tell(f"{item.parameter}: {figures.size(item.bytes)} {'uploaded' if sent else 'already there'}")
         with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
             folder = Path(scratch) / "code"
             request.stage(folder)
-            upload.upload_code(folder, wanted.code_uri)
+            google_cloud.upload_code(folder, wanted.code_uri)
         tell(f"code: {figures.size(request.code_bytes)} uploaded to {wanted.code_uri}")
-    return VertexRun(client.create(wanted.parent, wanted.region, request.body), submitted=True)
+    return VertexRun(google_cloud.create(wanted.parent, wanted.region, request.body), submitted=True)
 
 
 def attach(run_id: str) -> VertexRun:

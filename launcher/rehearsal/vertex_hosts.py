@@ -12,11 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launcher.places.vertex.pools import pools_variable, replicas_by_pool
-from launcher.places.vertex.request import ARCHIVE, container_command
-from launcher.rehearsal import outputs
-from launcher.rehearsal.plan import PlannedHost, host_environment
-from launcher.rehearsal.shapes import Shape
+from launcher.places.vertex.custom_job import ARCHIVE, container_command, pools_variable, replicas_by_pool
+from launcher.rehearsal import running
+from launcher.rehearsal.plan import PlannedHost, Shape, host_environment
 from launcher.source import pack
 from stoker.events import google
 from stoker.hosts.services import vertex as service
@@ -106,7 +104,7 @@ def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit:
 def collect(request: RehearsalRequest, folder: Path) -> list[str]:
     """Laptop: move the outputs in the bucket to the run directory; returns files that are there twice."""
     base = folder / "gcs" / BUCKET / request.run_dir.name
-    return outputs.merge(
+    return running.merge(
         {"the job": base},
         {
             service.RUN_FOLDER: request.run_dir,

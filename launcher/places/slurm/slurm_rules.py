@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import PurePosixPath
 
-from launcher.places.slurm.commands import Partition
-from launcher.places.slurm.script import OURS, clock
+from launcher.places.slurm.batch_script import OURS, clock
+from launcher.places.slurm.slurm_commands import Partition
 from stoker.config.places import SlurmConfig, SlurmGpuNodesConfig, SlurmNodesConfig
 from stoker.config.redaction import is_secret
 from stoker.errors import nearest

@@ -7,13 +7,18 @@ import functools
 import json
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.places.vertex import client
+from launcher.files import table
+from launcher.places.sagemaker.training_run import dollars
+from launcher.places.vertex import google_cloud
+from launcher.places.vertex.custom_job import Pool
 from launcher.runs import Patience
 from stoker.errors import UsageError
+from stoker.events import google
+from stoker.events.prices import PriceList
 from stoker.hosts.services.vertex import FAILURES, RUN_FOLDER
 
 POLL_S = 10.0
@@ -60,8 +65,10 @@ class VertexRun:
         Raises:
             UsageError: the job does not exist, or access is denied.
         """
-        with client.readable_errors(f"job {self.name}"):
-            return client.jobs(self.region).get_custom_job(name=self.name, timeout=client.CALL_TIMEOUT_S)
+        with google_cloud.readable_errors(f"job {self.name}"):
+            return google_cloud.jobs(self.region).get_custom_job(
+                name=self.name, timeout=google_cloud.CALL_TIMEOUT_S
+            )
 
     def status(self) -> str:
         """running, succeeded, failed or interrupted, with the cause after a colon."""
@@ -75,8 +82,10 @@ class VertexRun:
 
     def stop(self) -> str | None:
         """Cancel the job. The service says nothing of a signal before the hosts are taken away."""
-        with client.readable_errors(f"job {self.name}"):
-            client.jobs(self.region).cancel_custom_job(name=self.name, timeout=client.CALL_TIMEOUT_S)
+        with google_cloud.readable_errors(f"job {self.name}"):
+            google_cloud.jobs(self.region).cancel_custom_job(
+                name=self.name, timeout=google_cloud.CALL_TIMEOUT_S
+            )
         return "cancelled; its hosts may be taken away before they have written a checkpoint"
 
     def logs(self, follow: bool = False) -> Iterator[str]:
@@ -89,7 +98,7 @@ class VertexRun:
             if follow and state != last_state:
                 last_state = state
                 yield f"[{job.display_name}] {state}"
-            entries = self._patiently(functools.partial(client.log_entries, self.name, since))
+            entries = self._patiently(functools.partial(google_cloud.log_entries, self.name, since))
             fresh = [entry for entry in entries if entry["id"] not in seen]
             for entry in fresh:
                 seen.add(entry["id"])
@@ -182,3 +191,35 @@ def named(run_id: str) -> str:
     if len(parts) != 6 or parts[::2] != ["projects", "locations", "customJobs"] or not all(parts):
         raise UsageError(f"{run_id}: write vertex:projects/<project>/locations/<region>/customJobs/<number>")
     return name
+
+
+def usd_per_hour(pool: Pool, known: PriceList) -> float | None:
+    """Laptop: estimated $/h of a pool; None if its price is unknown."""
+    return known.usd_per_hour(pool.machine_type, pool.replicas, pool.group)
+
+
+def cost_table(pools: Sequence[Pool], max_runtime_s: int, spot: bool, known: PriceList) -> str:
+    """Laptop: a table of pools with $/h, and the maximum cost of the job."""
+    rows, each = [], [usd_per_hour(pool, known) for pool in pools]
+    for pool, price in zip(pools, each, strict=True):
+        machine = google.MACHINES.get(pool.machine_type)
+        rows.append(
+            (
+                pool.group,
+                str(pool.replicas),
+                pool.machine_type,
+                str(machine.vcpus * pool.replicas) if machine else "?",
+                f"{pool.gpus * pool.replicas}×{pool.gpu_type}" if pool.gpus else "-",
+                dollars(price, 3),
+            )
+        )
+    total = None if None in each else sum(price for price in each if price is not None)
+    rows.append(("total", str(sum(pool.replicas for pool in pools)), "", "", "", dollars(total, 3)))
+    head = ("group", "hosts", "type", "vCPUs", "GPUs", "$/h")
+    hours = max_runtime_s / 3600
+    most = dollars(total * hours if total is not None else None)
+    note = "; spot usually costs less" if spot else ""
+    return (
+        f"{table(head, rows)}\nat most ${most} in {hours:g} h (vertex.max_runtime_s); {known.label}{note};"
+        " without disks"
+    )

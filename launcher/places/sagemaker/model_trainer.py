@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.job import COMMAND
-from launcher.places.sagemaker import aws, upload
-from launcher.places.sagemaker.request import CODE_CHANNEL, Draft
-from launcher.places.sagemaker.upload import split_uri
+from launcher.places.sagemaker import aws
+from launcher.places.sagemaker.aws import split_uri
+from launcher.places.sagemaker.training_job import CODE_CHANNEL, Draft
 from launcher.source import stage
 from stoker.errors import UsageError
 
@@ -63,9 +63,9 @@ def model_trainer(draft: Draft, **options: Any) -> ModelTrainer:
     stage(draft.job, folder, draft.data_at)
 
     # The SDK can upload local data, but its channels lack instance groups, which all channels need or none.
-    with aws.readable_errors("upload"), upload.readable_errors():
+    with aws.readable_errors("upload"):
         for item in draft.data:
-            upload.upload_data(aws.client("s3", draft.region), item, upload.protection(draft))
+            aws.upload_data(aws.client("s3", draft.region), item, aws.protection(draft))
     inputs = [
         shapes.Channel(**_snake(channel))
         for channel in body.get("InputDataConfig", [])

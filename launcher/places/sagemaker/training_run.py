@@ -6,15 +6,18 @@ import functools
 import re
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.places.sagemaker import aws, render
-from launcher.places.sagemaker.groups import Group
+from launcher.files import table
+from launcher.places.sagemaker import aws, training_run
+from launcher.places.sagemaker.training_job import Group, usd_per_hour
 from launcher.runs import Patience
 from stoker.errors import UsageError
-from stoker.events.prices import price_list
+from stoker.events import prices
+from stoker.events.prices import PriceList, price_list
+from stoker.figures import duration
 
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 POLL_S = 5.0
@@ -115,7 +118,7 @@ class SageMakerRun:
             billable_s = round(ran.total_seconds())
         if billable_s is not None:
             groups = described_groups(description)
-            lines.append(render.billed_table(groups, billable_s, price_list(self.region)))
+            lines.append(training_run.billed_table(groups, billable_s, price_list(self.region)))
         if artefact := description.get("ModelArtifacts", {}).get("S3ModelArtifacts"):
             lines.append(f"model: {artefact}")
         return "\n".join(lines)
@@ -189,3 +192,48 @@ def _progress(description: dict[str, Any]) -> str:
     message = transitions[-1].get("StatusMessage", "")
     text = status_text(description)
     return f"{text} ({message})" if message and not text.startswith("failed") else text
+
+
+def cost_table(groups: tuple[Group, ...], max_runtime_s: int, spot: bool, known_prices: PriceList) -> str:
+    """Laptop: a table of groups with $/h, and the maximum cost of the job."""
+    rows = []
+    for group in groups:
+        known = prices.machine(group.type)
+        rows.append(
+            (
+                group.name,
+                str(group.count),
+                group.type,
+                str(known.vcpus * group.count) if known else "?",
+                f"{known.gpus * group.count}×{known.gpu_name}" if known and known.gpus else "-",
+                f"{known.baseline_gbps:g}" if known else "?",
+                dollars(group.usd_per_hour(known_prices), 3),
+            )
+        )
+    total = usd_per_hour(groups, known_prices)
+    rows.append(("total", str(sum(group.count for group in groups)), "", "", "", "", dollars(total, 3)))
+    head = ("group", "hosts", "type", "vCPUs", "GPUs", "Gb/s each", "$/h")
+    hours = max_runtime_s / 3600
+    most = dollars(total * hours if total is not None else None)
+    note = "; spot usually costs less" if spot else ""
+    limit = f"at most ${most} in {hours:g} h (sagemaker.max_runtime_s)"
+    return f"{table(head, rows)}\n{limit}; {known_prices.label}{note}"
+
+
+def billed_table(groups: Sequence[Group], billable_s: int, known_prices: PriceList) -> str:
+    """Laptop: the cost of each group, from the billable seconds reported by SageMaker."""
+    hours = billable_s / 3600
+    rows = []
+    for group in groups:
+        price = group.usd_per_hour(known_prices)
+        cost = dollars(price * hours if price is not None else None)
+        rows.append((group.name, str(group.count), group.type, dollars(price, 3), cost))
+    total = usd_per_hour(groups, known_prices)
+    rows.append(("total", "", "", dollars(total, 3), dollars(total * hours if total is not None else None)))
+    head = ("group", "hosts", "type", "$/h", "$")
+    return f"{table(head, rows)}\nbillable {duration(billable_s)}; {known_prices.label}"
+
+
+def dollars(amount: float | None, digits: int = 2) -> str:
+    """Laptop: an amount without the $ sign; ? if unknown."""
+    return "?" if amount is None else f"{amount:,.{digits}f}"

@@ -1,21 +1,74 @@
-"""Laptop: build the CreateTrainingJob request of a job. Pure: no calls to AWS."""
+"""Laptop: the instance groups of a job, their prices and configuration keys."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.job import COMMAND, Job, examples_root
-from launcher.places.sagemaker.groups import Group, groups_of, training_group
-from launcher.places.sagemaker.model import REMEDIES
 from launcher.source import DataUpload, find_data_uploads
 from stoker.config.loading import Resolved
 from stoker.config.places import ChannelConfig, SageMakerConfig
+from stoker.config.schema import Config
+from stoker.events import prices
+from stoker.events.prices import PriceList
 from stoker.recipe import load_recipe, metric_names
+
+
+@dataclass(frozen=True)
+class Group:
+    """Laptop: one instance group and the configuration key that defines it."""
+
+    name: str
+    type: str
+    count: int
+    key: str
+    """`sagemaker.gpu`, or `sagemaker.groups.1`."""
+
+    @property
+    def has_gpu(self) -> bool:
+        return prices.has_gpu(self.type)
+
+    def usd_per_hour(self, known_prices: PriceList) -> float | None:
+        """Laptop: estimated $/h of the group; None if its price is unknown."""
+        return known_prices.usd_per_hour(self.type, self.count, self.name)
+
+
+def groups_of(config: Config) -> tuple[Group, ...]:
+    """Laptop: the groups in the configuration, in its order."""
+    settings = config.sagemaker
+    found = [
+        Group(name, hosts.type, hosts.count, f"sagemaker.{name}")
+        for name, hosts in (("gpu", settings.gpu), ("cpu", settings.cpu))
+        if hosts.type
+    ]
+    found += [
+        Group(group.name, group.type, group.count, f"sagemaker.groups.{index}")
+        for index, group in enumerate(settings.groups)
+    ]
+    return tuple(found)
+
+
+def training_group(config: Config, groups: tuple[Group, ...]) -> Group | None:
+    """Laptop: the group that trains: the one configured, else the only one with GPUs, else the only one."""
+    if config.cluster.gpu_group:
+        return next((group for group in groups if group.name == config.cluster.gpu_group), None)
+    with_gpu = [group for group in groups if group.has_gpu]
+    if len(with_gpu) == 1:
+        return with_gpu[0]
+    return groups[0] if len(groups) == 1 else None
+
+
+def usd_per_hour(groups: Sequence[Group], known_prices: PriceList) -> float | None:
+    """Laptop: estimated $/h of all groups; None if any price is unknown."""
+    each = [group.usd_per_hour(known_prices) for group in groups]
+    known = [price for price in each if price is not None]
+    return sum(known) if len(known) == len(each) else None
+
 
 INPUT = "/opt/ml/input/data"
 CODE_CHANNEL = "code"
@@ -29,6 +82,49 @@ IMAGE_TAG = "pytorch:2.13-cu133-amzn2023-sagemaker"
 _OTHER_ACCOUNTS = re.compile(
     r"^(cn-|us-gov-|us-iso|af-|me-|il-|mx-|eu-south-|eu-central-2|ap-east-|ap-southeast-[3-9]|ap-south-2|ca-west-)"
 )
+
+# Request path without indices → (configuration key, form of a valid value or remedy).
+REMEDIES: dict[str, tuple[str, str]] = {
+    "TrainingJobName": ("name", "letters, digits and single hyphens, at most 63"),
+    "RoleArn": (
+        "sagemaker.role",
+        "give the ARN of the job's role, arn:aws:iam::<account>:role/<name> (docs/iam/job-role.json)",
+    ),
+    "AlgorithmSpecification.TrainingImage": (
+        "sagemaker.image",
+        "an ECR image of at most 255 characters",
+    ),
+    "InputDataConfig": ("sagemaker.channels", "put several prefixes under one channel"),
+    "InputDataConfig.ChannelName": ("sagemaker.channels", "letters, digits, '.', '-' and '_' only"),
+    "InputDataConfig.DataSource.S3DataSource.S3Uri": ("sagemaker.channels", "s3://bucket/prefix"),
+    "OutputDataConfig.S3OutputPath": ("sagemaker.s3_uri", "s3://bucket/prefix"),
+    "OutputDataConfig.KmsKeyId": ("sagemaker.kms_key", "a key id, key ARN or alias/<name>"),
+    "CheckpointConfig.S3Uri": ("sagemaker.s3_uri", "s3://bucket/prefix"),
+    "HyperParameters": ("sagemaker.hyperparameters", "leave the rest in the configuration file"),
+    "Environment": (
+        "sagemaker.environment",
+        "names of letters, digits and '_'; put long values in a file",
+    ),
+    "ResourceConfig.InstanceGroups": ("sagemaker.groups", "merge groups of one type"),
+    "ResourceConfig.VolumeSizeInGB": ("sagemaker.volume_gb", "a number of gigabytes"),
+    "ResourceConfig.VolumeKmsKeyId": (
+        "sagemaker.volume_kms_key",
+        "a key id, key ARN or alias/<name>",
+    ),
+    "ResourceConfig.KeepAlivePeriodInSeconds": ("sagemaker.keep_alive_s", "six hours at most"),
+    "StoppingCondition.MaxRuntimeInSeconds": ("sagemaker.max_runtime_s", "a number of seconds"),
+    "StoppingCondition.MaxWaitTimeInSeconds": ("sagemaker.max_wait_s", "a number of seconds"),
+    "VpcConfig.Subnets": (
+        "sagemaker.subnets",
+        "name subnets and security groups together: subnet-…",
+    ),
+    "VpcConfig.SecurityGroupIds": (
+        "sagemaker.security_groups",
+        "name subnets and security groups together: sg-…",
+    ),
+    "RetryStrategy.MaximumRetryAttempts": ("sagemaker.max_retries", "1 to 30"),
+    "Tags": ("sagemaker.tags", "letters, digits, spaces and _.:/=+-@"),
+}
 
 METRICS = {
     "train:loss": r"step [0-9]+  loss ([0-9.eE+-]+)",

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.job import Job
-from launcher.places.sagemaker import upload
-from launcher.rehearsal import outputs
-from launcher.rehearsal.plan import PlannedHost, host_environment
-from launcher.rehearsal.shapes import Shape
+from launcher.places.sagemaker import aws
+from launcher.rehearsal import running
+from launcher.rehearsal.plan import PlannedHost, Shape, host_environment
 from stoker.config.schema import Config
+from stoker.errors import UsageError
 
 if TYPE_CHECKING:
     from launcher.places.rehearsal import RehearsalRequest
@@ -52,7 +57,7 @@ def hyperparameters(job: Job, entry: str) -> dict[str, str]:
     given = {k: json.dumps(v) for k, v in job.resolved.config.sagemaker.hyperparameters.items()}
     if entry == "container":
         return given
-    archive = f"/opt/ml/input/data/{CODE_CHANNEL}/{upload.ARCHIVE}"
+    archive = f"/opt/ml/input/data/{CODE_CHANNEL}/{aws.ARCHIVE}"
     own = {
         "config": "job.yaml",
         "sagemaker_program": "train.py",
@@ -101,7 +106,7 @@ def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit:
     code = ml / "input" / "data" / CODE_CHANNEL
     if toolkit:
         code.mkdir()
-        shutil.copy2(folder / upload.ARCHIVE, code / upload.ARCHIVE)
+        shutil.copy2(folder / aws.ARCHIVE, code / aws.ARCHIVE)
         command = []
     else:
         shutil.copytree(folder / "staged", code)
@@ -117,12 +122,12 @@ def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit:
 def collect(request: RehearsalRequest, folder: Path) -> list[str]:
     """Laptop: merge model, output and checkpoints of all hosts, as SageMaker does."""
     hosts = {host.name: folder / host.name / "ml" for host in request.hosts}
-    return outputs.collect(hosts, request.run_dir, request.checkpoints)
+    return running.collect(hosts, request.run_dir, request.checkpoints)
 
 
 def failure(request: RehearsalRequest, folder: Path, host: PlannedHost) -> str:
     """Laptop: what the host wrote to `/opt/ml/output/failure`, truncated as by SageMaker."""
-    return outputs.failure_of(folder / host.name / "ml")
+    return running.failure_of(folder / host.name / "ml")
 
 
 SHAPE = Shape(
@@ -138,3 +143,61 @@ SHAPE = Shape(
     failure=failure,
     toolkit=True,
 )
+
+
+TOOLKIT_VERSION = "5.1.4"
+INSTALL_TIMEOUT_S = 600
+
+
+def cache_folder() -> Path:
+    """Laptop: the cache folder for this toolkit version and this Python version."""
+    root = os.environ.get("STOKER_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    base = Path(root).expanduser() if root else Path.home() / ".cache"
+    python = f"py{sys.version_info.major}{sys.version_info.minor}"
+    return base / "stoker" / f"sagemaker-training-{TOOLKIT_VERSION}-{python}"
+
+
+def toolkit_folder() -> Path:
+    """Laptop: install the toolkit if it is missing; returns the folder to append to `sys.path`.
+
+    Raises:
+        UsageError: the toolkit cannot be installed.
+    """
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        if metadata.version("sagemaker-training") == TOOLKIT_VERSION:  # the extra `rehearsal`
+            return Path(str(metadata.distribution("sagemaker-training").locate_file("")))
+    folder = cache_folder()
+    if (folder / "complete").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two rehearsals may start at once
+        if (folder / "complete").is_file():
+            return folder
+        shutil.rmtree(folder, ignore_errors=True)
+        print(f"installing sagemaker-training {TOOLKIT_VERSION} into {folder} (once)", flush=True)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input"]
+        command += ["--target", str(folder), f"sagemaker-training=={TOOLKIT_VERSION}"]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
+            )
+            reason = done.stderr.strip().splitlines()[-1:] if done.returncode else []
+        except subprocess.TimeoutExpired:
+            reason = [f"pip took more than {INSTALL_TIMEOUT_S} s"]
+        if reason:
+            raise UsageError(
+                f"rehearsal.entry: cannot install sagemaker-training {TOOLKIT_VERSION}: {reason[0]}; "
+                "rehearsal.entry=container works without it"
+            )
+        (folder / "complete").touch()
+    return folder
+
+
+def toolkit_command() -> list[str]:
+    """The command that runs the toolkit's `train` on a host; installs the toolkit if it is missing."""
+    folder = toolkit_folder()
+    script = (
+        f"import sys; sys.path.append({str(folder)!r}); from sagemaker_training.cli.train import main; main()"
+    )
+    return [sys.executable, "-c", script]

@@ -10,9 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from launcher.places.vertex import client
-from launcher.places.vertex.pools import training_group
-from launcher.places.vertex.request import PREBUILT, Draft
+from launcher.places.vertex import google_cloud
+from launcher.places.vertex.custom_job import PREBUILT, Draft, training_group
 from stoker.config.redaction import is_secret
 from stoker.errors import nearest
 from stoker.events import google
@@ -288,7 +287,7 @@ def _image(draft: Draft) -> Iterator[str]:
 
 
 def _types(draft: Draft) -> Iterator[str]:
-    for path, message in client.rejected(draft.body):
+    for path, message in google_cloud.rejected(draft.body):
         key = next((draft.keys[p] for p in _parents(path) if p in draft.keys), path)
         yield f"{key}: {message}"
 
