@@ -17,10 +17,10 @@ from benchmarks.harness import Measure, cpu_seconds
 from benchmarks.per_core import CROP, IMAGES, photos
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
-from stoker.chain.prefix import prefix_length
+from stoker.chain.stages import prefix_length
 from stoker.chain.transforms import DecodeImage, ShrinkLarger
 from stoker.messages import EpochPlan, Work
-from stoker.read.cache_store import SHARED_MEMORY, CacheSpec, HostCache
+from stoker.read.host_cache import SHARED_MEMORY, CacheSpec, HostCache
 from stoker.read.images import ImageFolderSource
 from stoker.serve.shards import Loaded, blocks_of
 

@@ -39,7 +39,7 @@ from launcher.advise.size.nodes import ray_nodes
 from launcher.advise.size.stream import one_pass
 from stoker.config.loading import load
 from stoker.data import read_webdataset
-from stoker.read.base import ID_MODULUS, record_id
+from stoker.read.sources import ID_MODULUS, record_id
 from stoker.train.feed import EpochFeed
 
 RECORD_BYTES, SHARD_RECORDS, SHARDS = 100_000, 400, 48

@@ -17,46 +17,45 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stoker.chain.blur import GaussianBlurs as GaussianBlurs
+    from stoker.chain.clips import DecodeVideo as DecodeVideo
     from stoker.chain.stages import RecordTransform as RecordTransform
     from stoker.chain.transforms import CenterCrop as CenterCrop
     from stoker.chain.transforms import CheckLabel as CheckLabel
     from stoker.chain.transforms import Compose as Compose
     from stoker.chain.transforms import DecodeImage as DecodeImage
     from stoker.chain.transforms import Drop as Drop
+    from stoker.chain.transforms import GaussianBlurs as GaussianBlurs
     from stoker.chain.transforms import RandomHorizontalFlip as RandomHorizontalFlip
     from stoker.chain.transforms import RandomResizedCrop as RandomResizedCrop
     from stoker.chain.transforms import Rename as Rename
     from stoker.chain.transforms import Resize as Resize
     from stoker.chain.transforms import ShrinkLarger as ShrinkLarger
-    from stoker.chain.video import DecodeVideo as DecodeVideo
     from stoker.messages import BadRecord as BadRecord
     from stoker.messages import Pad as Pad
     from stoker.messages import Record as Record
     from stoker.messages import Shard as Shard
-    from stoker.read.base import IndexedSource as IndexedSource
-    from stoker.read.base import Source as Source
-    from stoker.read.base import StreamedSource as StreamedSource
-    from stoker.read.base import cut_indices as cut_indices
     from stoker.read.delta import read_delta as read_delta
     from stoker.read.detect import read_any as read_any
     from stoker.read.images import read_images as read_images
     from stoker.read.indexed import read_range as read_range
     from stoker.read.indexed import read_torch as read_torch
     from stoker.read.parquet import read_parquet as read_parquet
+    from stoker.read.sources import IndexedSource as IndexedSource
+    from stoker.read.sources import Source as Source
+    from stoker.read.sources import StreamedSource as StreamedSource
+    from stoker.read.sources import cut_indices as cut_indices
     from stoker.read.webdataset import read_webdataset as read_webdataset
 
 _EXPORTS = {
     "messages": ("BadRecord", "Pad", "Record", "Shard"),
-    "chain.blur": ("GaussianBlurs",),
     "chain.joint": ("DecodeMask", "Joint"),
     "chain.stages": ("RecordTransform",),
-    "chain.video": ("DecodeVideo",),
+    "chain.clips": ("DecodeVideo",),
     "chain.transforms": (
         *("CenterCrop", "CheckLabel", "DecodeImage", "Drop", "RandomHorizontalFlip", "RandomResizedCrop"),
-        *("Rename", "ShrinkLarger", "Resize", "Compose"),
+        *("Rename", "ShrinkLarger", "Resize", "Compose", "GaussianBlurs"),
     ),
-    "read.base": ("IndexedSource", "Source", "StreamedSource", "cut_indices"),
+    "read.sources": ("IndexedSource", "Source", "StreamedSource", "cut_indices"),
     "read.delta": ("read_delta",),
     "read.detect": ("read_any",),
     "read.images": ("read_images",),

@@ -69,7 +69,7 @@ class Recipe(BaseModel):
         """Head: define the records of a split; nothing is read yet.
 
         Returns:
-            A `stoker.read.base.Source` or a `ray.data.Dataset`; None if the split does not exist.
+            A `stoker.read.sources.Source` or a `ray.data.Dataset`; None if the split does not exist.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what to read: define read()")
 

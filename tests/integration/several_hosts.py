@@ -26,7 +26,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([RECIPES, os.environ.get("PYTHONPATH"
 from streaming import Train  # noqa: E402
 
 from stoker.config.schema import Config  # noqa: E402
-from stoker.read.base import cut_indices, record_id  # noqa: E402
+from stoker.read.sources import cut_indices, record_id  # noqa: E402
 from stoker.serve.shards import order_of  # noqa: E402
 from tests.fakes.ray_nodes import RayNodes  # noqa: E402
 

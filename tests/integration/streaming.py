@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.chain.blocks import columns_of
+from stoker.chain.columns import columns_of
 from stoker.config.schema import Config
 from stoker.messages import ID_COLUMN, StepAssignment
-from stoker.read.base import ID_MODULUS
+from stoker.read.sources import ID_MODULUS
 from stoker.serve.opening import open_data, start_coordinator
 
 

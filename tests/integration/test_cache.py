@@ -11,7 +11,7 @@ from typing import Any
 from running import run_job
 from streaming import Train
 
-from stoker.chain.blocks import columns_of
+from stoker.chain.columns import columns_of
 from stoker.config.schema import Config
 
 

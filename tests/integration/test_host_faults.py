@@ -12,7 +12,7 @@ from running import run_job
 from streaming import Train
 
 from stoker.config.schema import Config
-from stoker.read.base import cut_indices, record_id
+from stoker.read.sources import cut_indices, record_id
 from stoker.serve.shards import order_of
 
 RECORDS, SHARD, SEED = 120, 40, 3

@@ -9,7 +9,7 @@ import pytest
 from running import run_job
 from streaming import Train
 
-from stoker.chain.blocks import columns_of
+from stoker.chain.columns import columns_of
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 

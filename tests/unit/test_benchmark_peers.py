@@ -13,7 +13,7 @@ import torch
 from benchmarks import s3, slow_samples
 from benchmarks.loaders.work import slope
 from stoker.data import read_webdataset
-from stoker.read.base import ID_MODULUS, record_id
+from stoker.read.sources import ID_MODULUS, record_id
 
 pytestmark = pytest.mark.unit
 

@@ -6,7 +6,7 @@ import pytest
 
 from stoker.errors import DataError
 from stoker.messages import BadRecord, BlockReport
-from stoker.read.base import record_id
+from stoker.read.sources import record_id
 from stoker.serve.accounting import EpochAccount
 
 

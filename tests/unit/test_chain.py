@@ -16,7 +16,7 @@ from stoker.chain.entries import as_stages
 from stoker.chain.transforms import CheckLabel, DecodeImage, RecordTransform, decode_image
 from stoker.errors import UsageError
 from stoker.messages import HWC_SUFFIX, ID_COLUMN, BadRecord, Record
-from stoker.read.base import record_id
+from stoker.read.sources import record_id
 
 IMAGE = "image" + HWC_SUFFIX
 

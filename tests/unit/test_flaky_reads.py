@@ -15,7 +15,7 @@ from PIL import Image
 
 from stoker.data import read_images, read_torch
 from stoker.messages import BadRecord
-from stoker.read import images, rereading
+from stoker.read import images, sources
 
 
 class Flaky:
@@ -51,7 +51,7 @@ class Drawing(Flaky):
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rereading, "WAITS_S", (0.0, 0.0))
+    monkeypatch.setattr(sources, "WAITS_S", (0.0, 0.0))
 
 
 def read(dataset: Any) -> list[Any]:
@@ -101,7 +101,7 @@ def test_a_missing_object_of_a_store_is_read_again() -> None:
         reads["x"] += 1
         raise FileNotFoundError(2, "No such object", "x")
 
-    bad = rereading.read_again("x", missing, far=True)
+    bad = sources.read_again("x", missing, far=True)
     assert isinstance(bad, BadRecord) and reads["x"] == 2
 
 

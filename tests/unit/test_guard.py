@@ -17,7 +17,7 @@ from stoker.chain.entries import as_stages
 from stoker.chain.transforms import RecordTransform
 from stoker.data import read_torch
 from stoker.messages import BadRecord, BlockReport, EpochPlan, Record, Shard, Work
-from stoker.read.base import Source, record_id
+from stoker.read.sources import Source, record_id
 from stoker.serve.shards import Loaded, blocks_of
 from stoker.serve.suspects import Suspects
 from stoker.serve.witness import Guard

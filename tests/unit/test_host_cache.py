@@ -20,17 +20,16 @@ from torchvision.transforms import v2
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
-from stoker.chain.prefix import key_of, prefix_length, refuse_nothing_to_keep
+from stoker.chain.stages import key_of, prefix_length, refuse_nothing_to_keep
 from stoker.chain.transforms import CheckLabel, DecodeImage
 from stoker.config.schema import Config, DataConfig
 from stoker.data import read_any, read_range
 from stoker.errors import CacheError, UsageError
 from stoker.messages import BlockReport, DataCursor, EpochPlan, Shard, Work
-from stoker.read.base import Source, cut_indices
-from stoker.read.cache_store import PREFIX, CacheSpec, HostCache, decode, encode, room
-from stoker.read.cached import homes_of
+from stoker.read.host_cache import PREFIX, CacheSpec, HostCache, decode, encode, homes_of, room
 from stoker.read.identity import agree
 from stoker.read.images import ImageFolderSource
+from stoker.read.sources import Source, cut_indices
 from stoker.serve.accounting import EpochAccount
 from stoker.serve.affinity import LOOK_AHEAD, CacheAffinity
 from stoker.serve.passes import Passes
@@ -45,7 +44,7 @@ SPEC = CacheSpec("memory", "test", 10**9)
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # What others on this machine leave free is not the question.
-    monkeypatch.setattr("stoker.read.cache_store.memory", lambda: (16 << 30, 12 << 30))
+    monkeypatch.setattr("stoker.read.host_cache.memory", lambda: (16 << 30, 12 << 30))
     return tmp_path / "stoker-cache-test"
 
 
@@ -261,7 +260,7 @@ def test_a_host_without_room_says_so_and_what_helps(root: Path) -> None:
 HOLDS_A_FOLDER = """
 import sys, time
 from pathlib import Path
-from stoker.read.cache_store import PREFIX, open_root
+from stoker.read.host_cache import PREFIX, open_root
 from stoker.storage.cleaning import Cleaner
 open_root(Path(sys.argv[1]))
 cleaner = Cleaner(Path(sys.argv[1]), PREFIX)

@@ -22,14 +22,14 @@ from torch.utils.data import Subset, TensorDataset
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
-from stoker.chain.prefix import key_of
+from stoker.chain.stages import key_of
 from stoker.config.schema import Config
 from stoker.data import read_any, read_images, read_parquet, read_torch
 from stoker.errors import CacheError, UsageError
 from stoker.messages import DataCursor, EpochPlan, Plan, Work
-from stoker.read.base import Source
-from stoker.read.cache_store import CacheSpec, HostCache
+from stoker.read.host_cache import CacheSpec, HostCache
 from stoker.read.identity import agree, identity_of
+from stoker.read.sources import Source
 from stoker.serve.cursor import refuse_other_data
 from stoker.serve.opening import open_data
 from stoker.serve.shards import Loaded, blocks_of

@@ -12,12 +12,11 @@ from PIL import Image, ImageOps
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional
 
-from stoker.chain.blur import GaussianBlurs
 from stoker.chain.chain import Chain
 from stoker.chain.decode import decode_image
 from stoker.chain.entries import as_stages
 from stoker.chain.picture import Picture
-from stoker.chain.transforms import CheckLabel, DecodeImage, RandomResizedCrop
+from stoker.chain.transforms import CheckLabel, DecodeImage, GaussianBlurs, RandomResizedCrop
 from stoker.messages import HWC_SUFFIX
 
 IMAGE = "image" + HWC_SUFFIX

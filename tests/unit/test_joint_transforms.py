@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import _geometry
 
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
-from stoker.chain.geometry import _DRAWN, _STILL, moved_alone
+from stoker.chain.joint import _DRAWN, _STILL, moved_alone
 from stoker.data import DecodeImage, DecodeMask, DecodeVideo, Drop, Joint, Pad, RandomResizedCrop
 from stoker.messages import BlockReport
 

@@ -14,7 +14,7 @@ from pyarrow import parquet
 from stoker.data import read_delta, read_parquet
 from stoker.errors import UsageError
 from stoker.messages import BadRecord
-from stoker.read.base import Source
+from stoker.read.sources import Source
 
 
 def records(source: Source | None) -> list[Any]:
@@ -129,7 +129,7 @@ def test_a_rule_that_does_not_fit_is_refused(column: str, rule: Any, expected: s
 def test_a_null_that_nobody_found_before_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stoker.read.nulls.READ_LIMIT_BYTES", 0)
+    monkeypatch.setattr("stoker.read.arrow.READ_LIMIT_BYTES", 0)
     with pytest.raises(UsageError, match="column x holds 1 NULL"):
         records(read_parquet(write(tmp_path, statistics=False, x=INTS), "train"))
 

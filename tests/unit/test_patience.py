@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stoker.read.rereading import reread_wait_s
+from stoker.read.sources import reread_wait_s
 from stoker.serve.deadlines import Patience, others
 
 

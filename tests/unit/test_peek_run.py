@@ -21,7 +21,7 @@ from launcher.submit import app
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.messages import ID_COLUMN, KEY_COLUMN, DataCursor
-from stoker.read.base import ID_MODULUS
+from stoker.read.sources import ID_MODULUS
 from stoker.serve.accounting import ChainCosts
 from stoker.serve.attempt import Attempt
 from stoker.serve.cursor import about

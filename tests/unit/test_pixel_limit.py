@@ -16,9 +16,8 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from stoker.chain.chain import Chain
-from stoker.chain.decode import decode_image
+from stoker.chain.decode import MOST, decode_image, limit_pixels
 from stoker.chain.entries import as_stages
-from stoker.chain.pixels import MOST, limit_pixels
 from stoker.chain.transforms import DecodeImage, RecordTransform
 from stoker.config.loading import load
 from stoker.data import read_torch

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from stoker.errors import UsageError
 from stoker.messages import BadRecord, BlockReport, DataCursor, Plan
-from stoker.read.base import record_id
 from stoker.read.identity import identity_of
 from stoker.read.images import ImageFolderSource
 from stoker.read.indexed import RangeSource, TorchSource
+from stoker.read.sources import record_id
 from stoker.serve.accounting import EpochAccount
 from stoker.serve.cursor import Trail, ranges, refuse_other_data
 from stoker.serve.items import ReadyBlock

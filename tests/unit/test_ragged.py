@@ -14,15 +14,13 @@ import torch
 from whole_way import Listed, OtherHost, Reference, Store, Way
 
 from launcher.advise.size.profile import _few
-from stoker.chain.blocks import columns_of, to_table
 from stoker.chain.chain import Chain
-from stoker.chain.columns import schema_of
-from stoker.chain.ragged import Ragged
+from stoker.chain.columns import Ragged, columns_of, schema_of, to_table
 from stoker.config.schema import Config
 from stoker.data import Pad
 from stoker.errors import DataError, SchemaError, UsageError
 from stoker.messages import BlockSlice
-from stoker.read.base import record_id
+from stoker.read.sources import record_id
 from stoker.serve.blocks import wire
 from stoker.serve.blocks.batches import BatchBuilder, as_batch
 from stoker.serve.blocks.buffers import BufferPool

@@ -11,7 +11,7 @@ from stoker.events.console import books_text
 from stoker.events.scalars import Scalars
 from stoker.events.summary import Records
 from stoker.messages import BlockReport, CarriedAccount
-from stoker.read.base import record_id
+from stoker.read.sources import record_id
 from stoker.serve.accounting import EpochAccount
 
 

@@ -17,7 +17,7 @@ from whole_way import OtherHost, Store, Way
 
 from stoker.data import read_parquet
 from stoker.errors import UsageError
-from stoker.read.base import record_id
+from stoker.read.sources import record_id
 
 pytestmark = pytest.mark.long
 

@@ -21,7 +21,7 @@ from stoker.chain.transforms import DecodeImage
 from stoker.data import read_any, read_images, read_parquet, read_torch, read_webdataset
 from stoker.errors import UsageError
 from stoker.messages import KEY_COLUMN, BadRecord, EpochPlan, Work
-from stoker.read.base import Source
+from stoker.read.sources import Source
 from stoker.recipe import Recipe
 from stoker.serve.shards import Loaded, blocks_of, order_of
 

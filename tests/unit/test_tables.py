@@ -19,7 +19,7 @@ from stoker.config.loading import load
 from stoker.data import read_any, read_delta, read_parquet
 from stoker.entry.job_checks import open_all
 from stoker.errors import UsageError
-from stoker.read.base import Source
+from stoker.read.sources import Source
 
 __all__ = ["no_cluster"]
 

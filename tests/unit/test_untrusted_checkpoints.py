@@ -22,7 +22,7 @@ SAFE_LOADERS = ("UniqueKeys", "yaml.BaseLoader", "yaml.SafeLoader")
 ARGUED = {
     "source_dir/stoker/config/values.py": (1, "YAML, by loaders derived from SafeLoader and BaseLoader"),
     "source_dir/stoker/serve/shards.py": (1, "chains, pickled by the head of this run"),
-    "source_dir/stoker/read/cache_store.py": (1, "records in a folder that only this user may enter"),
+    "source_dir/stoker/read/host_cache.py": (1, "records in a folder that only this user may enter"),
     "source_dir/stoker/chain/collating.py": (2, "records and a recipe's name, by this run"),
     "source_dir/stoker/serve/blocks/packing.py": (1, "by chain workers of this script's own job"),
     "source_dir/stoker/train/export.py": (1, "a copy of an object of this very process"),

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.chain.blocks import columns_of, to_table
+from stoker.chain.columns import columns_of, to_table
 from stoker.config.schema import Config
 from stoker.messages import BadRecord, DataCursor, Server, Shard
-from stoker.read.base import Source, cut_indices
+from stoker.read.sources import Source, cut_indices
 from stoker.recipe import Recipe
 from stoker.serve.attempt import Attempt
 from stoker.serve.blocks.client import Transport

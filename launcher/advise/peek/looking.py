@@ -17,9 +17,9 @@ from typing import Any
 from launcher.advise.peek.columns import Column
 from stoker.chain.chain import Chain, use_one_thread
 from stoker.chain.collating import records_of
-from stoker.chain.geometry import moved_alone
+from stoker.chain.columns import Ragged
+from stoker.chain.joint import moved_alone
 from stoker.chain.probing import fix_schemas, remarks
-from stoker.chain.ragged import Ragged
 from stoker.chain.stages import Stage
 from stoker.config.schema import Config
 from stoker.errors import ChainError, UsageError, where_raised
@@ -34,7 +34,7 @@ from stoker.messages import (
     Record,
     Work,
 )
-from stoker.read.base import Source
+from stoker.read.sources import Source
 from stoker.serve.datasets import DatasetSource
 from stoker.serve.opening import Data, refuse_absent_pads
 from stoker.serve.shards import order_of, seeded_reading

@@ -19,7 +19,7 @@ from stoker.entry.job_checks import open_all, without_ray
 from stoker.errors import UsageError, explain
 from stoker.hosts import machine
 from stoker.messages import BadRecord, Record, Shard
-from stoker.read.base import Source
+from stoker.read.sources import Source
 from stoker.serve.datasets import DatasetSource, as_records
 from stoker.serve.opening import Data
 from stoker.serve.ray_internals import Sampling

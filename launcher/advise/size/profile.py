@@ -21,7 +21,7 @@ from stoker.chain.collating import CollateFn
 from stoker.errors import UsageError
 from stoker.hosts import machine
 from stoker.messages import HWC_SUFFIX, ID_COLUMN, BlockReport, StageCost
-from stoker.read.base import Source
+from stoker.read.sources import Source
 from stoker.serve.opening import Data
 
 START_TIMEOUT_S = 90.0
@@ -190,7 +190,7 @@ def _few(columns: dict[str, Any], chain: Chain) -> dict[str, Any]:
     """Rows for replay, under the names that the recipe uses, padded like batches."""
     import numpy as np
 
-    from stoker.chain.ragged import Ragged, padded
+    from stoker.chain.columns import Ragged, padded
 
     kept: dict[str, Any] = {}
     for name, column in columns.items():

@@ -9,7 +9,7 @@ from typing import Any
 from stoker.chain.chain import Chain
 from stoker.chain.entries import as_stages
 from stoker.config.schema import Config
-from stoker.read.base import Source
+from stoker.read.sources import Source
 from stoker.serve.blocks.client import open_transport
 from stoker.serve.opening import Data, start_coordinator
 from stoker.train.feed import EpochFeed, PrefetchLimit

@@ -10,11 +10,9 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from stoker.chain.collating import CollateFn, as_rows
-from stoker.chain.columns import Packed, leave, pack, schema_of, size_of
-from stoker.chain.decode import sized
-from stoker.chain.fusion import fuse
-from stoker.chain.pixels import MOST, limit_pixels
-from stoker.chain.ragged import bucketed, too_long
+from stoker.chain.columns import Packed, bucketed, leave, pack, schema_of, size_of, too_long
+from stoker.chain.decode import MOST_PIXELS, limit_pixels, sized
+from stoker.chain.entries import fuse
 from stoker.chain.stages import Stage
 from stoker.chain.transforms import DecodeImage
 from stoker.errors import ChainError as ChainError
@@ -22,9 +20,8 @@ from stoker.messages import HWC_SUFFIX as HWC_SUFFIX
 from stoker.messages import ID_COLUMN as ID_COLUMN
 from stoker.messages import KEY_COLUMN as KEY_COLUMN
 from stoker.messages import BadRecord, BlockReport, Pad, Record, Schema, StageCost
-from stoker.read.base import record_id
-from stoker.read.cache_store import KeptRecord
-from stoker.read.seeding import seed_globals, seed_torch
+from stoker.read.host_cache import KeptRecord
+from stoker.read.sources import record_id, seed_globals, seed_torch
 
 
 class Segment(NamedTuple):
@@ -46,7 +43,7 @@ class Chain:
         seed: int,
         with_keys: bool = False,
         prefix: int = 0,
-        max_pixels: int = MOST,
+        max_pixels: int = MOST_PIXELS,
         pads: Mapping[str, Pad] = {},
         bucket_by: str | None = None,
         max_tokens: int | None = None,

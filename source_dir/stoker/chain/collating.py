@@ -9,12 +9,11 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from stoker.chain.columns import BATCHABLE
+from stoker.chain.columns import BATCHABLE, Ragged
 from stoker.chain.picture import is_hwc
-from stoker.chain.ragged import Ragged
 from stoker.errors import SchemaError, where_raised
 from stoker.messages import HWC_SUFFIX, ID_COLUMN, KEY_COLUMN, RECORD_COLUMN, Record
-from stoker.read.seeding import seed_globals
+from stoker.read.sources import seed_globals
 from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe
 
 CollateFn = Callable[[list[Record]], Any]

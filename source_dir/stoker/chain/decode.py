@@ -7,18 +7,208 @@ quarter or an eighth of the size. Everything else, and everything that libjpeg-t
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
+import struct
+import sys
 import threading
+import warnings
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from stoker.chain import pixels, tiff
-from stoker.chain.depth import PNG, depth_of
 from stoker.messages import BadRecord, Record
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+TIFF_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_FORMATS = {1: "unsigned", 2: "signed", 3: "floating-point", 4: "unsigned"}
+_WHITE_IS_ZERO, _BLACK_IS_ZERO, _PALETTE = 0, 1, 3
+_as_planes = threading.Lock()
+
+
+class Layout(NamedTuple):
+    """Chain worker: how a TIFF stores its pixels."""
+
+    bits: int
+    kind: str
+    """Of the numbers."""
+    photometric: int
+    channels: int
+    extra: tuple[int, ...]
+    """What each channel beyond the colours is: 0 unknown, 1 and 2 alpha."""
+    planes: bool
+    """Each channel is stored separately."""
+    dark_palette: bool
+    """Its colours have 8 bits where the format asks for 16."""
+
+    @classmethod
+    def of(cls, tags: Any) -> Layout:
+        """The layout that the tags of a file describe."""
+        channels = tags.get(277, 1)
+        return cls(
+            max(tags.get(258, (1,))),
+            _FORMATS.get(max(tags.get(339, (1,))), "complex"),
+            tags.get(262, 0),
+            channels,
+            tuple(tags.get(338, ())),
+            tags.get(284, 1) == 2 and channels > 1,
+            max(tags.get(320, (65535,))) < 256,
+        )
+
+    def check(self, by_libtiff: bool) -> None:
+        """Refuse what Pillow would decode to other pixels.
+
+        Raises:
+            ValueError: says what the file holds and how to convert it.
+        """
+        if self.kind != "unsigned" or self.bits > 16:
+            raise ValueError(
+                f"{self.bits}-bit pixels, whose range only you can tell; convert it to 8 or 16 bits"
+                f" (these are {self.kind})"
+            )
+        grey = self.photometric in (_WHITE_IS_ZERO, _BLACK_IS_ZERO)
+        if grey and self.channels > 1 and (self.channels > 2 or self.extra[:1] not in ((1,), (2,))):
+            raise ValueError(f"{self}, which are marked neither grey nor RGB; {_REMEDY}")
+        if self.photometric == _PALETTE and self.dark_palette:
+            raise ValueError(f"the palette of {self} has 8-bit colours, which would be black; {_REMEDY}")
+        if self.planes and self.extra[:1] == (1,):
+            # Pillow divides by alpha only where it lies beside the colours.
+            raise ValueError(f"{self} in separate planes, multiplied by its alpha; {_REMEDY}")
+        if self.planes and self.bits > 8 and not by_libtiff:
+            # Pillow's own reader takes each byte of a plane for a pixel.
+            raise ValueError(f"{self} in separate planes; give its bytes to DecodeImage, or {_REMEDY}")
+
+    @property
+    def inverted(self) -> bool:
+        """Whether Pillow leaves black and white exchanged."""
+        return self.photometric == _WHITE_IS_ZERO and self.bits > 8
+
+    def __str__(self) -> str:
+        return f"a TIFF of {self.channels} channel{'s'[: self.channels > 1]} of {self.bits} bits"
+
+    def unread(self) -> ValueError:
+        """The error for a file of this layout that Pillow does not open."""
+        return ValueError(f"cannot be decoded: {self} ({self.kind}) is not supported; {_REMEDY}")
+
+
+_REMEDY = (
+    "write it as grey or RGB of 8 or 16 bits, for example with gdal_translate -b 1 -b 2 -b 3 -co"
+    " PHOTOMETRIC=RGB"
+)
+
+
+def layout_of(content: bytes) -> Layout | None:
+    """Chain worker: the layout of a file; None if it is no TIFF, or has a damaged header."""
+    from PIL.TiffImagePlugin import ImageFileDirectory_v2
+
+    if not content.startswith(TIFF_MAGIC):
+        return None
+    try:
+        tags = ImageFileDirectory_v2(content[: 16 if 43 in content[2:4] else 8])
+        file = io.BytesIO(content)
+        file.seek(tags.next)
+        tags.load(file)
+        return Layout.of(tags)
+    except (SyntaxError, OSError, struct.error, TypeError, ValueError):
+        return None
+
+
+def open_with_pillow(content: bytes, layout: Layout | None) -> Any:
+    """Chain worker: the file as Pillow opens it, with separate planes read by libtiff."""
+    from PIL import Image, TiffImagePlugin
+
+    if layout is None or not layout.planes:
+        return Image.open(io.BytesIO(content))
+    with _as_planes:
+        before = TiffImagePlugin.READ_LIBTIFF
+        TiffImagePlugin.READ_LIBTIFF = True
+        try:
+            return Image.open(io.BytesIO(content))
+        finally:
+            TiffImagePlugin.READ_LIBTIFF = before
+
+
+MOST_PIXELS = 100_000_000
+MOST_TEXT_BYTES = 16 * 2**20
+"""Of a colour profile or a text in a PNG; Pillow refuses the whole image if it holds more than 1 MiB."""
+
+_of_process = {"most": MOST_PIXELS}
+
+
+def limit_pixels(most: int) -> None:
+    """Chain worker: set the limit of this process for Stoker's decoders, Pillow and OpenCV.
+
+    Pillow then refuses larger images in users' datasets and transforms too. OpenCV reads its limit when it
+    is imported.
+    """
+    if _of_process.get("set") == most:
+        return
+    _of_process.update(most=most, set=most)
+    if "cv2" not in sys.modules:
+        os.environ["OPENCV_IO_MAX_IMAGE_PIXELS"] = str(most)
+    with contextlib.suppress(ImportError):
+        from PIL import Image
+
+        allow_text()
+        # Pillow warns above this number and refuses above twice this number.
+        Image.MAX_IMAGE_PIXELS = (most + 1) // 2
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+
+
+def allow_text() -> None:
+    """Chain worker: let Pillow read PNGs with long texts and profiles, in this process."""
+    from PIL import PngImagePlugin
+
+    PngImagePlugin.MAX_TEXT_CHUNK = MOST_TEXT_BYTES
+
+
+def allowed() -> int:
+    """Chain worker: the limit of this process."""
+    return _of_process["most"]
+
+
+def check_pixels(width: int, height: int) -> None:
+    """Chain worker: refuse an image that is too large.
+
+    Raises:
+        ValueError: it exceeds the limit.
+    """
+    if width * height > allowed():
+        raise ValueError(f"{width} × {height} = {width * height:,} pixels: {_beyond()}")
+
+
+def too_large(error: Exception) -> ValueError:
+    """Chain worker: rephrase Pillow's error in terms of the configuration."""
+    return ValueError(f"{str(error).partition(' exceeds')[0]}: {_beyond()}")
+
+
+def _beyond() -> str:
+    return f"more than data.max_pixels allows ({allowed():,})"
+
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def depth_of(image: Any) -> tuple[int, int]:
+    """Every host: bits per channel, and number of pictures, of encoded bytes or a Pillow image.
+
+    Returns:
+        (8, 1) for JPEG and for anything else that is no such image.
+    """
+    if isinstance(image, bytes):
+        if image.startswith(b"\xff\xd8"):
+            return 8, 1
+        with open_with_pillow(image, layout_of(image)) as picture:
+            depth, frames = depth_of(picture)
+        return (image[24] if image.startswith(PNG) else depth), frames
+    depth = 16 if getattr(image, "mode", "")[:1] == "I" else 8
+    if hasattr(image, "tag_v2"):
+        depth = Layout.of(image.tag_v2).bits
+    return depth, getattr(image, "n_frames", 1)
+
 
 Mode = Literal["RGB", "L"]
 
@@ -97,7 +287,7 @@ def jpeg_header(content: bytes) -> JpegHeader | None:
     if frame is None or at + 5 > end or not frame[0] * frame[1]:
         return None
     rows, columns, rows_at, components, marker = frame
-    pixels.check(columns, rows)
+    check_pixels(columns, rows)
     sequential = marker != 0xC2 and content[at + 4] == components
     orientation = _orientation(content) if may_turn else 1
     return JpegHeader(rows, columns, rows_at, sequential, orientation) if orientation else None
@@ -114,9 +304,9 @@ def check_size(content: bytes) -> None:
     if content.startswith(_IMAGES) and jpeg_header(content) is None:
         try:
             with Image.open(io.BytesIO(content)) as image:
-                pixels.check(*image.size)
+                check_pixels(*image.size)
         except Image.DecompressionBombError as error:
-            raise pixels.too_large(error) from None
+            raise too_large(error) from None
         except (OSError, SyntaxError):
             return  # damaged or not an image: its decoder reports that
 
@@ -268,16 +458,16 @@ def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> N
         raise ValueError("the image is empty (0 bytes)")
     if content.startswith(PNG):
         check_png(content)
-        pixels.allow_text()
-    layout = tiff.layout_of(content)
+        allow_text()
+    layout = layout_of(content)
     try:
-        with tiff.opened(content, layout) as opened:
-            pixels.check(*opened.size)
-            if bits and opened.mode not in _DEEP and depth_of(content)[0] > 8:
+        with open_with_pillow(content, layout) as picture:
+            check_pixels(*picture.size)
+            if bits and picture.mode not in _DEEP and depth_of(content)[0] > 8:
                 raise ValueError("bits is for grey images only; scale colour images to 16 bits")
-            return array_of(opened, mode, bits)
+            return array_of(picture, mode, bits)
     except Image.DecompressionBombError as error:
-        raise pixels.too_large(error) from None
+        raise too_large(error) from None
     except UnidentifiedImageError:
         if layout:
             layout.check(by_libtiff=True)
@@ -303,7 +493,7 @@ def array_of(image: Any, mode: Mode, bits: int | None = None) -> NDArray[Any]:
     import numpy as np
     from PIL import Image, ImageOps
 
-    layout = tiff.Layout.of(image.tag_v2) if hasattr(image, "tag_v2") else None
+    layout = Layout.of(image.tag_v2) if hasattr(image, "tag_v2") else None
     if layout:
         layout.check(image.use_load_libtiff)
     fits = image.format == "FITS"  # Pillow ignores its zero and scale

@@ -1,14 +1,181 @@
-"""Head: turns the entries of a recipe's chain into stages."""
+"""From the entries of a recipe's chain to the stages that run.
+
+The head names the stages and replaces torchvision's transforms by Stoker's where those do the same work
+faster. Chain workers fuse adjacent stages: decoding with the geometric transforms after it (the crop is then
+chosen before decoding), geometric transforms alone (one resize, for example of a cached image), and Gaussian
+blurs (one kernel).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stoker.chain.native import native, tensors_for_others
-from stoker.chain.stages import ImageModule, RecordTransform, Stage, may_draw
+from stoker.chain.picture import Picture, open_picture, with_channels
+from stoker.chain.stages import ImageModule, RecordTransform, Stage, is_plain, may_draw, value_of
+from stoker.chain.transforms import (
+    CenterCrop,
+    CheckLabel,
+    Compose,
+    DecodeImage,
+    GaussianBlurs,
+    ImageTransform,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    Resize,
+    tensor_of,
+)
 from stoker.errors import UsageError
+from stoker.messages import Record
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+def fuse(stages: list[Stage]) -> list[Stage]:
+    """Chain worker: the stages as they are executed.
+
+    CheckLabel does not use the image: between fused stages it moves in front of them.
+    """
+    fused: list[Stage] = []
+    run: list[Stage] = []
+    labels: list[Stage] = []
+    for stage in stages:
+        if run and isinstance(stage.apply, CheckLabel):
+            labels.append(stage)
+        elif run and _continues(run[0], stage):
+            fused += labels
+            labels = []
+            run.append(stage)
+        else:
+            fused += [*_as_one(run), *labels]
+            run, labels = [stage], []
+    return [*fused, *_as_one(run), *labels]
+
+
+def _continues(first: Stage, stage: Stage) -> bool:
+    if isinstance(stage.apply, GaussianBlurs):
+        return isinstance(first.apply, GaussianBlurs)
+    return _is_geometric(stage) and (type(first.apply) is DecodeImage or _is_geometric(first))
+
+
+def _is_geometric(stage: Stage) -> bool:
+    return getattr(type(stage.apply), "__call__", None) is ImageTransform.__call__  # noqa: B004
+
+
+def _as_one(run: list[Stage]) -> list[Stage]:
+    if len(run) < 2:
+        return run
+    names = [stage.name for stage in run]
+    name = "+".join(names if len(names) < 5 else [names[0], "…", names[-1]])
+    whole: RecordTransform
+    if isinstance(run[0].apply, GaussianBlurs):
+        whole = GaussianBlurs([blur for stage in run for blur in stage.apply.blurs])  # type: ignore[attr-defined]
+        whole.gives_tensor = run[-1].apply.gives_tensor  # type: ignore[attr-defined]
+    else:
+        whole = Fused(run)
+    uses_torch = any(stage.uses_torch for stage in run)
+    random, uses_random = any(stage.random for stage in run), any(stage.uses_random for stage in run)
+    return [Stage(name, "record", whole, uses_torch, random, uses_random)]
+
+
+class Fused(RecordTransform):
+    """Chain worker: geometric transforms, optionally with the decoding before them, in one step."""
+
+    def __init__(self, run: list[Stage]) -> None:
+        first = run[0].apply
+        self.decode = first if isinstance(first, DecodeImage) else None
+        parts = run[1:] if self.decode else run
+        self.parts: list[tuple[str, ImageTransform]] = [(s.name, s.apply) for s in parts]  # type: ignore[misc]
+        self.first = run[0].name
+        self.gives_tensor = self.parts[-1][1].gives_tensor
+
+    def prepare(self) -> None:
+        """Chain worker: import what the first image would otherwise import."""
+        import simplejpeg  # noqa: F401
+
+        for _, part in self.parts:
+            part.prepare()
+
+    def __call__(self, record: Record, rng: np.random.Generator) -> Record:
+        name = self.first
+        try:
+            image = value_of(record, "image")
+            decode = self.decode
+            if decode and isinstance(image, bytes | bytearray | memoryview):
+                picture = Picture(bytes(image), decode.mode, decode.bits)
+            else:
+                if decode:
+                    image = with_channels(image, decode.mode, decode.bits)
+                picture = open_picture(image)  # type: ignore[assignment]
+            for part_name, part in self.parts:
+                name = part_name
+                picture = part.change(picture, rng)  # type: ignore[assignment]
+            pixels = picture.pixels()
+        except Exception as error:
+            # Pixels are decoded only when a later transform needs them.
+            late = self.decode and "cannot be decoded" in str(error)
+            error.stage = self.first if late else name  # type: ignore[attr-defined]
+            raise
+        return {**record, "image": tensor_of(pixels) if self.gives_tensor else pixels}
+
+
+_CUBIC = {"bilinear": False, "bicubic": True, 2: False, 3: True}
+"""Interpolation by torchvision's name or Pillow's number."""
+
+
+def native(module: Any) -> ImageTransform | GaussianBlurs | None:
+    """Head: Stoker's replacement for a torchvision transform (v1 or v2); None: keep torchvision's.
+
+    Replaces only plain instances of torchvision's classes with arguments for which the result is the same:
+    antialiased, bilinear or bicubic. Subclasses by users are kept.
+    """
+    if not is_plain(module):
+        return None
+    name = type(module).__name__
+    if name == "Compose":
+        parts = [part for part in map(native, module.transforms) if isinstance(part, ImageTransform)]
+        return Compose(parts) if parts and len(parts) == len(module.transforms) else None
+    if name == "CenterCrop":
+        return CenterCrop(module.size)
+    if name == "RandomHorizontalFlip":
+        return RandomHorizontalFlip(module.p)
+    if name == "GaussianBlur":
+        return GaussianBlurs([(tuple(module.kernel_size), tuple(module.sigma))])
+    if name in ("RandomResizedCrop", "Resize"):
+        cubic = _CUBIC.get(getattr(module.interpolation, "value", module.interpolation))
+        if cubic is None or module.antialias is not True:
+            return None
+        if name == "RandomResizedCrop":
+            return RandomResizedCrop(module.size, tuple(module.scale), tuple(module.ratio), cubic)
+        if _is_understood(module.size, module.max_size):
+            return Resize(module.size, module.max_size, cubic)
+    return None
+
+
+def _is_understood(size: Any, max_size: Any) -> bool:
+    """Whether Stoker's Resize supports these; torchvision handles or refuses other combinations."""
+    sides = [size] if isinstance(size, int) else size
+    if not isinstance(sides, list | tuple) or len(sides) not in (1, 2):
+        return False
+    return max_size is None or (len(sides) == 1 and max_size > sides[0])
+
+
+def tensors_for_others(stages: list[Stage]) -> None:
+    """Head: give a user's transform that follows torchvision's a tensor, as torchvision would.
+
+    Inside Stoker and at the end of a chain, images are arrays, height × width × channels.
+    """
+    following: Any = None
+    for stage in reversed(stages):
+        if isinstance(stage.apply, CheckLabel):
+            continue
+        if isinstance(stage.apply, ImageTransform | GaussianBlurs) and stage.of_torchvision:
+            known = ImageTransform | GaussianBlurs | ImageModule
+            stage.apply.gives_tensor = following is not None and not isinstance(following, known)
+        following = stage.apply
+
 
 _BATCH_ONLY = {"MixUp", "CutMix"}
 

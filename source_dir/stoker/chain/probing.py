@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 from stoker.chain.chain import Chain
 from stoker.chain.collating import all_of, collated
-from stoker.chain.depth import depth_of
-from stoker.chain.geometry import MaskWatch, moved_alone
+from stoker.chain.decode import depth_of
+from stoker.chain.joint import MaskWatch, moved_alone
 from stoker.chain.stages import Stage
 from stoker.chain.transforms import DecodeImage, Rename
 from stoker.errors import SchemaError, UsageError
 from stoker.figures import count_of
 from stoker.messages import BadRecord, BlockReport, Record, Schema, Shard
-from stoker.read.base import Source
+from stoker.read.sources import Source
 
 PROBE_RECORDS = 4
 SYSTEMATIC = re.compile(

@@ -25,7 +25,7 @@ from stoker.loader.makers import ClusterMaker, ProcessMaker, end_passes_before_r
 from stoker.loader.modules import reloaded
 from stoker.loader.watch import Watch
 from stoker.loader.work import LoaderWork
-from stoker.read.seeding import put_back, states
+from stoker.read.sources import put_back, states
 from stoker.serve.blocks.packing import pack
 
 HERE_VARIABLE = "STOKER_LOADER"

@@ -322,7 +322,7 @@ class ProcessMaker:
         """Script: see the module."""
         from torch.utils.data._utils import worker
 
-        from stoker.read.seeding import drawing
+        from stoker.read.sources import drawing
 
         place = self._wanted.popleft()
         with drawing("batch"):  # leaves the script's own generators untouched

@@ -23,7 +23,7 @@ from stoker.loader.messages import Failed, Made, Order
 from stoker.loader.modules import reload
 from stoker.loader.output import Said, heard
 from stoker.messages import BadRecord, BlockReport, Record, Shard
-from stoker.read.seeding import seed_globals
+from stoker.read.sources import seed_globals
 from stoker.serve.blocks.packing import PAGES, pack, unpack
 from stoker.serve.blocks.room import Room
 

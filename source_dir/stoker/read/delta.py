@@ -9,12 +9,11 @@ from typing import Any
 from urllib.parse import unquote
 
 from stoker.errors import UsageError
-from stoker.read.base import Source
+from stoker.read.arrow import Nulls
 from stoker.read.checksums import sums_of
-from stoker.read.files import PARQUET_SUFFIXES, is_delta_table, split_folder
-from stoker.read.filters import Filters
-from stoker.read.nulls import Nulls
-from stoker.read.parquet import ParquetSource
+from stoker.read.folders import PARQUET_SUFFIXES, is_delta_table, split_folder
+from stoker.read.parquet import Filters, ParquetSource
+from stoker.read.sources import Source
 from stoker.storage.filesystems import filesystem_of, join
 
 CATALOG_NAME = re.compile(r"(uc://)?[\w-]+\.[\w-]+\.[\w-]+")

@@ -8,9 +8,8 @@ from typing import Any
 
 from stoker.errors import UsageError
 from stoker.read.arrow import is_text
-from stoker.read.base import Source
 from stoker.read.delta import read_delta, refuse_catalog_name
-from stoker.read.files import (
+from stoker.read.folders import (
     IMAGE_SUFFIXES,
     PARQUET_SUFFIXES,
     SPLIT_NAMES,
@@ -23,6 +22,7 @@ from stoker.read.files import (
 )
 from stoker.read.images import read_images
 from stoker.read.parquet import read_parquet
+from stoker.read.sources import Source
 from stoker.read.webdataset import read_webdataset
 from stoker.storage.filesystems import filesystem_of, is_hidden, join, list_files
 

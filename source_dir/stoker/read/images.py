@@ -1,25 +1,374 @@
-"""Images in files: in one folder per class, or with their labels in a CSV file."""
+"""Images in files: in one folder per class, or with their labels in a CSV file.
+
+The CSV file has the columns `id,label,split`, or a column of 0 and 1 per class.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import csv
 import hashlib
-from collections.abc import Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Any
+import io
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
+from posixpath import basename, normpath
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stoker.config.values import Texts, read_yaml
 from stoker.errors import UsageError
+from stoker.figures import count_of
 from stoker.messages import BadRecord, Record, Shard
 from stoker.read import checksums
-from stoker.read.annotations import Labels, read_labels
-from stoker.read.base import IndexedSource, Source, cut_indices
-from stoker.read.files import IMAGE_SUFFIXES, SPLIT_NAMES, beside, sort_out, split_folder
+from stoker.read.folders import IMAGE_SUFFIXES, SPLIT_NAMES, beside, only, sort_out, split_folder
 from stoker.read.identity import fingerprint_of_files
-from stoker.read.rereading import read_again
-from stoker.storage.filesystems import child_folders, filesystem_of, is_local, join, list_files
+from stoker.read.labels import MOST_CLASSES
+from stoker.read.sources import IndexedSource, Source, cut_indices, read_again
+from stoker.storage.filesystems import child_folders, filesystem_of, is_local, is_there, join, list_files
 
 if TYPE_CHECKING:
     import numpy as np
+
+IDS = (
+    *("id", "image", "image_id", "imageid", "image_name", "imagename", "image_path", "img", "img_name"),
+    *("file", "filename", "file_name", "fname", "filepath", "file_path", "path"),
+)
+LABELS = ("label", "labels", "class", "classes", "class_name", "category", "target", "tag", "tags")
+SPLITS = ("split", "set", "subset", "partition")
+SEPARATORS = "|;,"
+"""What probably separates several labels in one cell."""
+_SIGNS = {
+    **dict.fromkeys(("0", "0.0", "-1", "-1.0", "False", "FALSE", "false"), False),
+    **dict.fromkeys(("1", "1.0", "True", "TRUE", "true"), True),
+}
+_COUNT = re.compile(r"(0|[1-9]\d*)(\.0)?")
+_ARRAY = re.compile(r"[-\d.]+\s[-\d.\s]+")
+_FRACTION = re.compile(r"-\d+|-?\d*\.\d+(e-?\d+)?", re.IGNORECASE)
+_SPLIT_OF = {name: split for split, names in SPLIT_NAMES.items() for name in names}
+
+
+class Labels(NamedTuple):
+    """Head: the labelled images of all splits."""
+
+    splits: dict[str, list[tuple[Any, Any]]]
+    """File and label: a number, or a tuple of numbers if an image may have several labels."""
+    names: list[str]
+    """Of the classes, in the order of their numbers."""
+    notes: tuple[str, ...]
+
+
+@dataclass
+class Row:
+    """Head: a row of a CSV file."""
+
+    where: str
+    labels: list[str]
+    id: str
+    split: str
+    file: Any = None
+
+
+@dataclass
+class Columns:
+    """Head: numbers of the columns of a CSV file."""
+
+    id: int
+    labels: list[int]
+    """One, or one per class."""
+    split: int | None
+    lists: bool = False
+    """Whether cells hold lists of labels: ["cat", "dog"]."""
+    wrong: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    """What is wrong with rows → where."""
+
+
+def read_labels(
+    root: str,
+    table: str,
+    separator: str | None = None,
+    image_column: str | None = None,
+    label_column: str | list[str] | None = None,
+    class_names: list[str] | None = None,
+    multi_label: bool = False,
+) -> Labels:
+    """Head: find the images that the rows of a CSV file name, with their labels.
+
+    Args:
+        root: folder or URI with the images, in any sub-folders.
+        table: the CSV file: a path or URI, or a name below `root`.
+        separator: separates several labels in a cell; "": a cell is one label, whatever it holds.
+        image_column: the column with the path, name or stem of an image; default: of a usual name.
+        label_column: the column with the label; a list: those with 0 and 1 per class; default: of a usual
+            name, or all others if they hold 0 and 1.
+        class_names: of the labels, in the order of their numbers, or of the columns with 0 and 1; default: as
+            `_names` finds them.
+        multi_label: labels are tuples, whatever the file holds.
+
+    Raises:
+        UsageError: everything that is wrong with the rows, with counts.
+    """
+    path = table if is_there(table) else join(root, table)
+    filesystem, at = filesystem_of(path)
+    header, lines = _lines(path, filesystem, at)
+    there = [f for f in list_files(root, underscored=True) if f.path != at]
+    files, notes = sort_out(root, there, IMAGE_SUFFIXES)
+    images = _Images(root, files)
+    if class_names and {*class_names} <= {*header}:
+        label_column = class_names
+    columns = _columns(path, header, lines, image_column, label_column, images)
+    rows = _rows(columns, header, lines, separator)
+    if columns.split is not None:
+        notes += _choose_splits(path, rows)
+    taken = _find_files(images, rows, columns.wrong)
+    if columns.split is None:
+        notes += _split_by_folder(path, root, rows)
+    if not any(row.split == "train" for row in rows):
+        raise UsageError(f"{path}: no row of the split train")
+    used, wrong, per_class = [row for row in rows if row.split], columns.wrong, len(columns.labels) > 1
+    sums = per_class and any(len(row.labels) != 1 for row in used)
+    several = multi_label or bool(separator) or columns.lists or sums
+    names = [header[i] for i in columns.labels] if per_class else _names(used, wrong, class_names or [])
+    number = {name: label for label, name in enumerate(names)}
+    for row in used:
+        if not row.labels and not several:
+            wrong["without a label; fill or remove them"].append(row.where)
+        if names and not {*row.labels} <= number.keys():
+            wrong["with a label that no training image has"].append(f"{row.where}: {', '.join(row.labels)}")
+    if wrong:
+        raise UsageError(*(_counted(path, "row", what, which) for what, which in wrong.items()))
+    splits: dict[str, list[tuple[Any, Any]]] = {split: [] for split in SPLIT_NAMES}
+    for row in used:
+        labels = tuple(sorted({number[text] for text in row.labels}))
+        splits[row.split].append((row.file, labels if several else labels[0]))
+    folded = Counter(name.casefold() for name in names)
+    read = (columns.id, columns.split, *columns.labels)
+    told = (
+        ("column", "not read", [name for i, name in enumerate(header) if name and i not in read]),
+        ("image", f"of {root} in no row and not read", [f.path for f in files if f.path not in taken]),
+        ("image", "without a label, so of no class", [row.id for row in used if not row.labels]),
+        ("label", "told from others by capitals only", [n for n in names if folded[n.casefold()] > 1]),
+    )
+    notes += tuple(_counted(path, noun, what, which) for noun, what, which in told if which)
+    if not splits["val"]:
+        notes += (f"{path}: no row for validation; add a column split, or folders train/ and val/",)
+    return Labels(splits, names, notes)
+
+
+def _counted(path: str, noun: str, what: str, which: list[str]) -> str:
+    return f"{path}: {count_of(len(which), noun)} {what} (first: {which[0]})"
+
+
+def _lines(path: str, filesystem: Any, at: str) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """Names of the columns, and number and cells of each line; semicolons and tabs may separate them."""
+    try:
+        with filesystem.open_input_stream(at) as stream:
+            text = stream.read().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UsageError(f"{path}: is not UTF-8; save it as CSV UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {' '.join(str(error).split())[:200]}") from None
+    sign = max(",;\t|", key=text.partition("\n")[0].count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=sign, strict=True)
+    try:
+        lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader if any(cells)]
+    except csv.Error as error:
+        raise UsageError(f"{path}: line {reader.line_num}: {error}") from None
+    if len(lines) < 2:
+        raise UsageError(f"{path}: holds no row below the names of its columns")
+    header = ["" if name.startswith("Unnamed: ") else name for name in lines.pop(0)[1]]  # the index of pandas
+    if twice := next((name for name in header if name and header.count(name) > 1), None):
+        raise UsageError(f"{path}: has the column {twice} twice; rename or remove one")
+    if uneven := [number for number, cells in lines if len(cells) != len(header)]:
+        what = f"with other than {len(header)} cells, as its first line has"
+        raise UsageError(_counted(path, "row", what, [f"line {number}" for number in uneven]))
+    return header, lines
+
+
+def _columns(
+    path: str,
+    header: list[str],
+    lines: list[tuple[int, list[str]]],
+    image_column: str | None,
+    label_column: str | list[str] | None,
+    images: _Images,
+) -> Columns:
+    free = [i for i, name in enumerate(header) if name]
+
+    def pick(given: str | list[str] | None, usual: tuple[str, ...], key: str) -> list[int]:
+        names = [given] if isinstance(given, str) else given or []
+        if absent := [name for name in names if name not in header]:
+            raise UsageError(f"params.{key}: {path} has no column {absent[0]}; it has {', '.join(header)}")
+        found = [header.index(name) for name in names] or [i for i in free if header[i].lower() in usual]
+        if not names and len(found) > 1:
+            either = " and ".join(header[i] for i in found)
+            raise UsageError(f"{path}: {either} could both be meant; write params.{key}: {header[found[0]]}")
+        free[:] = [i for i in free if i not in found]
+        return found
+
+    labels = pick(label_column, (), "label_column")
+    image = pick(image_column, IDS, "image_column")
+    split = pick(None, SPLITS, "split_column")
+    labels = labels or pick(None, LABELS, "label_column")
+    if not image and any(images.named(name) for name in header if name):
+        raise UsageError(
+            f"{path}: its first line names an image; write the columns there, such as id,label,split"
+        )
+    if not image:  # by content
+        image = [i for i in free if all(images.named(cells[i]) for _, cells in lines)]
+        image = image if len(image) == 1 else []
+        free = [i for i in free if i not in image]
+    if not labels and (len(free) == 1 or all(cells[i] in _SIGNS for _, cells in lines for i in free)):
+        labels = free
+    for found, key in ((image, "image_column"), (labels, "label_column")):
+        if not found:
+            which = ", ".join(filter(None, header))
+            raise UsageError(f"{path}: has no column of a usual name; write params.{key}: one of {which}")
+    return Columns(image[0], labels, split[0] if split else None)
+
+
+def _rows(
+    columns: Columns, header: list[str], lines: list[tuple[int, list[str]]], separator: str | None
+) -> list[Row]:
+    found = []
+    for number, cells in lines:
+        where = f"line {number}, {cells[columns.id]}"
+        if len(columns.labels) > 1:
+            labels = [header[i] for i in columns.labels if _SIGNS.get(cells[i], False)]
+            if odd := [f"{header[i]} = {cells[i]!r}" for i in columns.labels if cells[i] not in _SIGNS]:
+                columns.wrong["with something else than 0 and 1 in the column of a class"].append(
+                    f"{where}: {odd[0]}"
+                )
+        else:
+            cell = cells[columns.labels[0]]
+            labels = [text.strip() for text in cell.split(separator)] if separator else [cell]
+            if separator != "" and cell.startswith("[") and cell.endswith("]"):
+                if (listed := _listed(cell)) is None:
+                    columns.wrong["with an unclear list; write ['cat', 'dog']"].append(f"{where}: {cell}")
+                labels, columns.lists = listed or [], True
+            elif separator is None and (sign := next((sign for sign in SEPARATORS if sign in cell), "")):
+                columns.wrong[
+                    f"with {sign!r} in the label; write params.label_separator: {sign!r} if it separates"
+                    " several labels, or '' if it is part of one"
+                ].append(f"{where}: {cell}")
+        labels = [text for text in labels if text and text.lower() != "nan"]
+        split = "train" if columns.split is None else cells[columns.split]
+        found.append(Row(where, labels, cells[columns.id], split))
+    return found
+
+
+@cache
+def _listed(cell: str) -> list[str] | None:
+    """The labels in a list; None if commas do not separate them, as in arrays of NumPy."""
+    with contextlib.suppress(ValueError):
+        found = read_yaml(cell, Texts)
+        if all(isinstance(text, str) and not _ARRAY.fullmatch(text) for text in found):
+            return [str(text) for text in found]
+    return None
+
+
+def _choose_splits(path: str, rows: list[Row]) -> tuple[str, ...]:
+    """Replace the split of each row by train, val, or "" for a test split beside validation; notes it."""
+    there = Counter(row.split.lower() for row in rows)
+    if odd := [row for row in rows if row.split.lower() not in _SPLIT_OF]:
+        which = [f"{row.where}: {row.split!r}" for row in odd]
+        raise UsageError(_counted(path, "row", "of no known split; write train, val or test", which))
+    read = {only(path, split, [n for n in names if n in there]) for split, names in SPLIT_NAMES.items()}
+    for row in rows:
+        row.split = _SPLIT_OF[row.split.lower()] if row.split.lower() in read else ""
+    return tuple(
+        f"{path}: {n} rows of split {name} not read" for name, n in there.items() if name not in read
+    )
+
+
+def _split_by_folder(path: str, root: str, rows: list[Row]) -> tuple[str, ...]:
+    """Take train/ and val/ below `root` as the splits, if images lie there; otherwise all of them train."""
+    top = len(filesystem_of(root)[1])
+    folders = [row.file.path[top:].strip("/").partition("/")[0] if row.file else "" for row in rows]
+    if not {*folders} & _SPLIT_OF.keys():
+        return ()
+    for row, folder in zip(rows, folders, strict=True):
+        row.split = folder or "train"
+    return _choose_splits(path, rows)
+
+
+class _Images:
+    """Images by path below the root or by name, with suffix or without."""
+
+    def __init__(self, root: str, files: list[Any]) -> None:
+        self.root, self.top = root, filesystem_of(root)[1]
+        self.files = {f.path[len(self.top) :].strip("/"): f for f in files}
+        self._forms: list[Callable[[str], str]] = [str, _stem, basename, lambda path: _stem(basename(path))]
+        self._known: list[dict[str, list[str]]] = []
+
+    def named(self, name: str) -> list[str]:
+        """Paths below the root of the images that an id names."""
+        if "/" in (name := name.replace("\\", "/")):
+            name = normpath(name.removeprefix(f"{self.top}/"))
+            name = name if name in self.files else name.removeprefix(f"{basename(self.top)}/")
+        for place, form in enumerate(self._forms):
+            if place == len(self._known):
+                self._known.append(defaultdict(list))
+                for path in self.files:
+                    self._known[place][form(path)].append(path)
+            if found := self._known[place].get(name):
+                return found
+        return []
+
+
+def _find_files(images: _Images, rows: list[Row], wrong: dict[str, list[str]]) -> dict[str, str]:
+    """Give each row its file. Returns path → row."""
+    taken: dict[str, str] = {}
+    for row in rows:
+        hits = images.named(row.id)
+        own = [hit for hit in hits if hit.partition("/")[0] in SPLIT_NAMES.get(row.split, ())]
+        hits = own if len(hits) > 1 and len(own) == 1 else hits
+        if len(hits) == 1 and (path := images.files[hits[0]].path) not in taken:
+            row.file, taken[path] = images.files[hits[0]], row.where
+        elif not row.split:
+            continue  # of a split that is not read
+        elif not hits:
+            what = f"without their image in {images.root}; add the images or remove the rows"
+            wrong[what].append(row.where)
+        elif len(hits) > 1:
+            what = f"for several images; write the path below {images.root}"
+            wrong[what].append(f"{row.where}: {hits[0]} and {hits[1]}")
+        else:
+            what = "for the image of another row; remove them, or write all labels into one cell"
+            wrong[what].append(f"{row.where}, as {taken[path]}")
+    return taken
+
+
+def _stem(path: str) -> str:
+    suffix = next((suffix for suffix in IMAGE_SUFFIXES if path.lower().endswith(suffix)), "")
+    return path[: len(path) - len(suffix)]
+
+
+def _names(rows: list[Row], wrong: dict[str, list[str]], given: list[str]) -> list[str]:
+    """The classes: those given; 0 … n - 1 if all labels are numbers; or the training rows' texts, sorted."""
+    texts = {text for row in rows for text in row.labels}
+    counts = bool(texts) and all(map(_COUNT.fullmatch, texts))
+    if given and (not counts or texts & {*given}):
+        return given
+    if counts:
+        for row in rows:
+            row.labels = [text.removesuffix(".0") for text in row.labels]
+        most = max((int(text) for row in rows if row.split == "train" for text in row.labels), default=-1)
+        if most > MOST_CLASSES:
+            wrong[f"with labels up to {most}; number the classes 0, 1, …"] += [row.where for row in rows]
+            return []
+        if given:  # of class 0, 1, …
+            for row in rows:
+                row.labels = [given[int(text)] if int(text) < len(given) else text for text in row.labels]
+        return given or [str(number) for number in range(most + 1)]
+    if any(map(_FRACTION.fullmatch, texts)) and all(map(re.compile(r"[-\d.e]+").fullmatch, texts)):
+        wrong["with labels such as 0.5 or -1, which number no class"] += [
+            row.where for row in rows if any(map(_FRACTION.fullmatch, row.labels))
+        ]
+        return []
+    return sorted({text for row in rows if row.split == "train" for text in row.labels})
 
 
 class ImageFolderSource(IndexedSource):

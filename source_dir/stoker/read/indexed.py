@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stoker.errors import UsageError
 from stoker.messages import BadRecord, Record, Shard
-from stoker.read.base import IndexedSource, Source, cut_indices, digest
-from stoker.read.rereading import generators, read_again
+from stoker.read.sources import IndexedSource, Source, cut_indices, digest, generators, read_again
 
 if TYPE_CHECKING:
     import numpy as np

@@ -1,13 +1,21 @@
-"""The members of tar shards: which record and column each belongs to, and its value."""
+"""The members of tar shards: record, column and value of each, and where labels are.
+
+The head surveys shards before training; chain workers read by what it found.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from stoker.errors import UsageError
-from stoker.read.files import IMAGE_SUFFIXES
+from stoker.messages import Record
+from stoker.read.folders import IMAGE_SUFFIXES
+from stoker.read.tar import members
 
 NUMBERS = ("cls", "class", "label", "index", "inx", "cls2", "count")
 """Suffixes of numbers, as webdataset decodes them, and `label`; of text if a split has nothing else there."""
@@ -138,3 +146,234 @@ def place_of_one(values: list[Any]) -> int:
     if len(values) < 2 or sorted(values) != [0] * (len(values) - 1) + [1]:
         raise ValueError(f"the list {values!r:.60} has not exactly one 1 among zeros")
     return values.index(1)
+
+
+LABEL_KEYS = ("label", "cls", "class", "target")
+"""Of a `.json` member that may hold the label."""
+FOLDER, JSON, TEXT = "folder", "json", "text"
+
+
+@dataclass
+class Values:
+    """Head: what one column, or one place for labels, holds."""
+
+    count: int = 0
+    words: int = 0
+    """Number of texts, with repeats."""
+    numbers: set[int] = field(default_factory=set)
+    texts: set[str] = field(default_factory=set)
+    lengths: set[int] = field(default_factory=set)
+    """Of one-hot lists."""
+    odd: str = ""
+    """The first that is neither number nor text."""
+
+    def take(self, value: Any) -> None:
+        """Add one value."""
+        self.count += 1
+        if isinstance(value, bytes) and value.strip()[:1] == b"[":
+            self.lengths.add(value.count(b",") or len(value.split()))
+        elif isinstance(value, list):
+            self.lengths.add(len(value))
+        number, text = _number(value), _text(value)
+        if number is not None:
+            self.numbers.add(number)
+        elif text is not None:
+            self.words += 1
+            self.texts.add(text)
+        elif value is not None:
+            self.odd = self.odd or f"{value!r:.60}"
+
+    def add(self, other: Values) -> None:
+        """Add those of another shard."""
+        self.count += other.count
+        self.words += other.words
+        self.numbers |= other.numbers
+        self.texts |= other.texts
+        self.lengths |= other.lengths
+        self.odd = self.odd or other.odd
+
+    @property
+    def are_text(self) -> bool:
+        return bool(self.texts) and not self.numbers
+
+    @property
+    def labels(self) -> set[Any]:
+        """What is a label if the others are not."""
+        return self.texts if self.are_text else self.numbers
+
+    @property
+    def why_none(self) -> str:
+        """Why these are no labels; empty if they are."""
+        if len(self.lengths) > 1:
+            return "lists of different lengths, which are not one-hot; write one number per record"
+        if self.numbers and 2 * self.words >= self.count:
+            return f"both text ({min(self.texts)}) and numbers ({min(self.numbers)}); write either"
+        if self.odd and not self.labels:
+            return f"{self.odd}, neither an integer nor the name of a class"
+        return ""
+
+
+class Rule(NamedTuple):
+    """Head and chain worker: where labels are if no member is one."""
+
+    place: str = ""
+    """A column, or FOLDER; empty: nowhere."""
+    name: str = ""
+    """Of its values in a survey."""
+    texts: bool = False
+    why: str = ""
+    """Why folders are no classes."""
+
+
+NO_RULE = Rule()
+
+
+@dataclass
+class Survey:
+    """Head: of one shard, or of several."""
+
+    rows: int = 0
+    columns: dict[str, str] = field(default_factory=dict)
+    """Column → the first suffix."""
+    values: dict[str, Values] = field(default_factory=lambda: defaultdict(Values))
+    """Of columns with numbers; and of places for labels."""
+    folders: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Folder of images → shards that have it."""
+    dotted: str = ""
+    """The first member that names its column."""
+
+    def add(self, other: Survey) -> None:
+        """Head: add another shard."""
+        self.rows += other.rows
+        self.columns = {**other.columns, **self.columns}
+        for name, values in other.values.items():
+            self.values[name].add(values)
+        for folder, shards in other.folders.items():
+            self.folders[folder] |= shards
+        self.dotted = self.dotted or other.dotted
+
+    def label(self) -> Rule:
+        """Head: where labels are if no member is one.
+
+        Text counts only if it repeats, for captions do not; folders only if they do not depend on the shard.
+        """
+        for name in (f"{JSON}.{key}" for key in LABEL_KEYS):
+            if name in self.values and self.values[name].count == self.rows and self.values[name].labels:
+                return Rule(JSON, name, self.values[name].are_text)
+        text = self.values.get(TEXT, Values())
+        if self.rows and text.count == self.rows and 2 * len(text.numbers | text.texts) <= self.rows:
+            return Rule(TEXT, TEXT, text.are_text)
+        if "" in self.folders or not self.folders:
+            return NO_RULE
+        if len({folder.rpartition("/")[0] for folder in self.folders}) > 1:
+            return Rule(why="the folders in the shards have different depths or parents")
+        shards = set().union(*self.folders.values())
+        if len(shards) > 1 and all(len(where) == 1 for where in self.folders.values()):
+            return Rule(why="each folder is in one shard only, so it may number the shards")
+        for folder in self.folders:
+            self.values[FOLDER].texts.add(folder.rpartition("/")[2])
+        return Rule(FOLDER, FOLDER, True)
+
+
+def survey_of(file: Any, path: str, labels: bool, texts: str = "", most: int | None = None) -> Survey:
+    """Head: read the headers of a shard, and the contents of members with numbers.
+
+    Args:
+        file: the shard; without `most`, it must be seekable.
+        path: of the shard.
+        labels: look for labels in JSON, text and folders, too.
+        texts: also take the values of this column.
+        most: number of records to read at most, with all of their contents; None: all records.
+    """
+    found, naming = Survey(), Naming(path)
+    read = (*NUMBERS, JSON, "txt", TEXT) if labels else (*NUMBERS, "txt", TEXT, "id") if texts else NUMBERS
+
+    def wanted(name: str) -> bool:
+        return most is not None or name.lower().rpartition(".")[2] in read
+
+    for member in members(file, path, wanted):
+        place = naming.place(member.name)
+        if place is None:
+            continue
+        if most is not None and len(naming.stems) > most:
+            break
+        stem, column, suffix = place
+        found.columns.setdefault(column, suffix)
+        if suffix in NUMBERS or column == texts:
+            found.values[column].take(member.content)
+        elif labels and column == TEXT:
+            found.values[TEXT].take(member.content)
+        elif labels and suffix == JSON and column != JSON:
+            found.values[column].take(_parsed(member.content))
+        elif labels and column == JSON:
+            for name, value in _fields(member.content):
+                found.values[f"{JSON}.{name}"].take(value)
+        elif labels and column == "image":
+            found.folders[folder_of(stem)].add(path)
+    found.rows = len(naming.stems) if most is None else min(len(naming.stems), most)
+    found.dotted = naming.dotted
+    return found
+
+
+def merged(surveys: Iterable[Survey]) -> Survey:
+    """Head: of all shards."""
+    whole = Survey()
+    for survey in surveys:
+        whole.add(survey)
+    return whole
+
+
+def label_of(record: Record, rule: Rule) -> Any:
+    """Chain worker: the label of a record; None if it has none where the rule says.
+
+    Raises:
+        ValueError: what is there is no label.
+    """
+    if rule.place == FOLDER:
+        return folder_of(record["key"].partition(":")[2]).rpartition("/")[2] or None
+    value = record.get(rule.place)
+    if rule.place == JSON:
+        value = value.get(rule.name.partition(".")[2]) if isinstance(value, dict) else None
+    if value is None:
+        return None
+    label = _text(value) if rule.texts else _number(value)
+    if label is None and not isinstance(value, float):  # which CheckLabel judges
+        raise ValueError(f"{value!r:.60} in its {rule.place} is no label")
+    return value if label is None else label
+
+
+def folder_of(stem: str) -> str:
+    """Every host: the folder of a record's members, without a leading dot."""
+    return stem.rpartition("/")[0].removeprefix(".").strip("/")
+
+
+def _fields(content: bytes) -> list[tuple[str, Any]]:
+    whole = _parsed(content)
+    return [(name, whole[name]) for name in LABEL_KEYS if name in whole] if isinstance(whole, dict) else []
+
+
+def _parsed(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return content
+
+
+def _number(value: Any) -> int | None:
+    try:
+        if isinstance(value, bytes | str):
+            return number_of(value if isinstance(value, bytes) else value.encode())
+        if isinstance(value, list):
+            return place_of_one(value)
+        if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
+            return int(value)
+    except (ValueError, TypeError):
+        pass
+    return None
+
+
+def _text(value: Any) -> str | None:
+    try:
+        return text_of(value if isinstance(value, bytes) else value.encode())
+    except (ValueError, AttributeError):
+        return None

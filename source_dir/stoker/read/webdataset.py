@@ -12,12 +12,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from stoker.errors import UsageError
 from stoker.messages import BadRecord, Record, Shard
 from stoker.read import checksums
-from stoker.read.base import Source, StreamedSource
 from stoker.read.checksums import sums_of
-from stoker.read.files import TAR_SUFFIXES, split_files
+from stoker.read.folders import TAR_SUFFIXES, split_files
 from stoker.read.identity import fingerprint_of_files
-from stoker.read.members import NUMBERS, Naming, value_of
-from stoker.read.survey import JSON, LABEL_KEYS, NO_RULE, Survey, label_of, merged, survey_of
+from stoker.read.members import (
+    JSON,
+    LABEL_KEYS,
+    NO_RULE,
+    NUMBERS,
+    Naming,
+    Survey,
+    label_of,
+    merged,
+    survey_of,
+    value_of,
+)
+from stoker.read.sources import Source, StreamedSource
 from stoker.read.tar import CHUNKS_PREPARED, Ahead, members, streamed
 from stoker.storage.filesystems import common_folder, filesystem_of_files, is_local
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.errors import DataError
 from stoker.messages import BadRecord, BlockReport, CarriedAccount, StageCost
-from stoker.read.base import ID_MODULUS as ID_MODULUS
+from stoker.read.sources import ID_MODULUS as ID_MODULUS
 
 FIRST = 20
 """If all of this many first records are bad, the chain is wrong and not the data."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.errors import OverError, root_cause
 from stoker.messages import Claim, Told, Work
-from stoker.read.base import Source
+from stoker.read.sources import Source
 from stoker.serve import ray_internals
 from stoker.serve.recovery import failure_of
 from stoker.serve.shards import Loaded, load, refuse_flaky, tables_of

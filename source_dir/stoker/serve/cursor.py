@@ -14,8 +14,8 @@ from stoker.config.redaction import redact
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.messages import BlockReport, CarriedAccount, DataCursor, Plan
-from stoker.read.base import ID_MODULUS, digest
 from stoker.read.identity import SEPARATOR, agree
+from stoker.read.sources import ID_MODULUS, digest
 from stoker.recipe import SOURCE_FOLDER, code_digest
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from stoker.chain.blocks import columns_of
+from stoker.chain.columns import columns_of
 from stoker.messages import BadRecord, Record, Shard
 from stoker.read.arrow import content_of_struct, mask_of, values_of
-from stoker.read.base import Source
+from stoker.read.sources import Source
 
 if TYPE_CHECKING:
     import numpy as np

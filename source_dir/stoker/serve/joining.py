@@ -13,7 +13,7 @@ from stoker.errors import UsageError
 from stoker.events.prices import STAGED_FILE
 from stoker.hosts.topology import NODE_LABEL
 from stoker.place import COMMIT_FILE, TOKEN_FILE
-from stoker.read.base import digest
+from stoker.read.sources import digest
 from stoker.recipe import SOURCE_FOLDER
 from stoker.serve.datasets import DatasetSource
 from stoker.serve.sharing import Share, WindowActor, patience_s

@@ -7,18 +7,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from stoker.chain.collating import Collate
-from stoker.chain.geometry import refuse_image_alone
-from stoker.chain.prefix import key_of, prefix_length, refuse_nothing_to_keep
+from stoker.chain.joint import refuse_image_alone
 from stoker.chain.probing import fix_schemas
+from stoker.chain.stages import key_of, prefix_length, refuse_nothing_to_keep
 from stoker.config.loading import Resolved
 from stoker.config.schema import Config
 from stoker.errors import UsageError, where_raised
 from stoker.hosts.topology import NODE_LABEL
 from stoker.messages import DataCursor, Pad, Schema
-from stoker.read.base import Source
-from stoker.read.cache_store import CacheSpec
+from stoker.read.host_cache import CacheSpec
 from stoker.read.identity import Identity, identity_of
-from stoker.read.seeding import drawing
+from stoker.read.sources import Source, drawing
 from stoker.recipe import SOURCE_FOLDER, Recipe, from_recipe, load_recipe, with_types
 from stoker.serve.datasets import DatasetSource
 

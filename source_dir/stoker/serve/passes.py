@@ -9,9 +9,8 @@ from typing import Any
 from stoker.config.schema import Config
 from stoker.errors import SchemaError
 from stoker.messages import DataCursor, EpochPlan, Plan, Schema, Shard, Work
-from stoker.read.base import IndexedSource
-from stoker.read.cache_store import CacheSpec
-from stoker.read.cached import homes_of
+from stoker.read.host_cache import CacheSpec, homes_of
+from stoker.read.sources import IndexedSource
 from stoker.serve.datasets import DatasetSource
 from stoker.serve.shards import Setup, order_of
 from stoker.serve.sharing import Share

@@ -14,7 +14,7 @@ from itertools import count, takewhile
 from typing import Any
 
 from stoker.messages import BlockReport, Care, Claim, Failure, Origin, Shard, Told
-from stoker.read.rereading import reread_wait_s
+from stoker.read.sources import reread_wait_s
 from stoker.serve import items
 from stoker.serve.affinity import LOOK_AHEAD
 from stoker.serve.inheritance import Inheritance

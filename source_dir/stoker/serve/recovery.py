@@ -8,7 +8,7 @@ from typing import Any
 
 from stoker.errors import STATED, DataError, root_cause, where_raised
 from stoker.messages import BlockReport, Failure, Origin
-from stoker.read.rereading import reread_wait_s
+from stoker.read.sources import reread_wait_s
 from stoker.serve.deadlines import Patience, others
 from stoker.serve.items import Item, Line, Numbered, ReadyBlock, Ticket
 from stoker.serve.pool import Pool

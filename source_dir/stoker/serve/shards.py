@@ -10,14 +10,12 @@ from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from stoker.chain.blocks import to_table
 from stoker.chain.chain import Chain, use_one_thread
+from stoker.chain.columns import to_table
 from stoker.errors import FlakyReadError
 from stoker.messages import BadRecord, BlockReport, EpochPlan, Record, Shard, Work
-from stoker.read.base import Source, listing_of, record_id
-from stoker.read.cache_store import CacheSpec, HostCache
-from stoker.read.cached import CachedReader
-from stoker.read.seeding import seeded
+from stoker.read.host_cache import CachedReader, CacheSpec, HostCache
+from stoker.read.sources import Source, listing_of, record_id, seeded
 from stoker.serve.witness import Guard
 
 

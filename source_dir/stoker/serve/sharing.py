@@ -24,8 +24,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from stoker.messages import SERVED_FROM_BYTES, BlockReport, EpochPlan, Work
-from stoker.read.base import digest
 from stoker.read.identity import agree
+from stoker.read.sources import digest
 from stoker.serve import ray_internals
 from stoker.serve.deadlines import LEAST_S, LEAST_SHARE
 from stoker.serve.shards import Loaded, tables_of

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.chain.blocks import columns_of
+from stoker.chain.columns import columns_of
 from stoker.errors import DataError, explain
 from stoker.messages import ID_COLUMN, BlockReport, BlockSlice, DataCursor, Schema, StepAssignment
 from stoker.serve.accounting import EpochAccount

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from stoker.messages import BadRecord, Care, Record, Shard
-from stoker.read.base import Source, listing_of, one_by_one
+from stoker.read.sources import Source, listing_of, one_by_one
 
 ANSWER_S = 60.0
 

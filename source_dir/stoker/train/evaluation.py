@@ -12,7 +12,7 @@ from stoker.chain.collating import Collate
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 from stoker.messages import BlockReport
-from stoker.read.seeding import drawing
+from stoker.read.sources import drawing
 from stoker.recipe import Batch, Recipe
 from stoker.train import strategies
 from stoker.train.feed import as_one_batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stoker.chain.ragged import LENGTH_SUFFIX, padded_length
+from stoker.chain.columns import LENGTH_SUFFIX, padded_length
 from stoker.errors import DataError, UsageError
 from stoker.recipe import Batch
 from stoker.serve.opening import pads_of

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stoker.chain.columns import LENGTH_SUFFIX
 from stoker.chain.joint import Joint
-from stoker.chain.ragged import LENGTH_SUFFIX
 from stoker.recipe import Batch, Recipe, Split
 
 if TYPE_CHECKING:

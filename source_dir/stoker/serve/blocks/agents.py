@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from stoker.chain.blocks import columns_of
+from stoker.chain.columns import columns_of
 from stoker.errors import CacheError, where_raised
 from stoker.hosts import machine
 from stoker.hosts.topology import NODE_LABEL
 from stoker.messages import Server
-from stoker.read.cache_store import PREFIX, CacheSpec, open_root
+from stoker.read.host_cache import PREFIX, CacheSpec, open_root
 from stoker.serve.blocks.server import BlockServer
 from stoker.storage.cleaning import Cleaner
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.chain.columns import schema_of
-from stoker.chain.ragged import Ragged, padded, refuse_bad_offsets
+from stoker.chain.columns import Ragged, padded, refuse_bad_offsets, schema_of
 from stoker.errors import SchemaError
 from stoker.messages import TEXT, BlockSlice, Column, Schema
 from stoker.serve.blocks.buffers import BufferPool

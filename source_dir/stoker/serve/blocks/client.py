@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stoker.chain.blocks import columns_of
+from stoker.chain.columns import columns_of
 from stoker.config.schema import DataConfig
 from stoker.messages import BlockSlice, Schema, Server
 from stoker.serve.blocks.batches import BatchBuilder

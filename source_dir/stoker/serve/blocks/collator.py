@@ -13,10 +13,9 @@ import time
 from collections import Counter
 from typing import Any, NamedTuple
 
-from stoker.chain.blocks import columns_of, to_table
 from stoker.chain.chain import use_one_thread
 from stoker.chain.collating import Collate, all_of, collated, seed_of
-from stoker.chain.columns import schema_of
+from stoker.chain.columns import columns_of, schema_of, to_table
 from stoker.config.schema import Config
 from stoker.errors import DataError, SchemaError, root_cause
 from stoker.hosts.topology import GROUP_LABEL, label

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from stoker.chain.ragged import Ragged
+from stoker.chain.columns import Ragged
 from stoker.errors import SchemaError
 from stoker.serve.blocks import wire
 

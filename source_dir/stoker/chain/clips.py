@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
-from stoker.chain import pixels
+from stoker.chain.decode import check_pixels
 from stoker.chain.stages import RecordTransform, value_of
 from stoker.errors import UsageError
 from stoker.messages import Record
@@ -93,7 +93,7 @@ def decode_clip(
             stream = next(iter(container.streams.video), None)
             if stream is None:
                 raise ValueError("the file holds no video")
-            pixels.check(stream.width, stream.height)
+            check_pixels(stream.width, stream.height)
             stream.codec_context.thread_count = 1
             stream.codec_context.options = {"err_detect": "explode"}
             packets = list(container.demux(stream))

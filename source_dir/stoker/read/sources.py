@@ -1,0 +1,390 @@
+"""Sources of records: the base classes, retried reads, and seeded draws while reading.
+
+The head plans and checks shards, chain workers read them. One file per format; each has its `read_…`
+function, which `stoker.data` exports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import random
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.abc import MetaPathFinder
+from itertools import chain, repeat
+from pathlib import Path
+from traceback import walk_tb
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from stoker.errors import DataError
+from stoker.messages import BadRecord, Record, Shard
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ID_MODULUS = 2**63
+
+
+class Source(ABC):
+    """Head and chain worker: the records of one split."""
+
+    random: bool = True
+    """False: reading draws no random numbers. Otherwise the global generators (`random`, `numpy.random`,
+    torch) are seeded for each record, by (seed, epoch, key) if keys are known before (`IndexedSource`)."""
+
+    notes: tuple[str, ...] = ()
+    """Lines on what lies beside the records and is not read, for the screen and `peek`."""
+
+    def noting(self, *notes: str) -> Self:
+        """Head: this source with more notes."""
+        self.notes += notes
+        return self
+
+    def check(self) -> None:  # noqa: B027 - nothing to check is a good answer
+        """Head: check the data as far as possible before training.
+
+        Raises:
+            UsageError: absent, empty, truncated or without a required column; names the file.
+        """
+
+    @abstractmethod
+    def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
+        """Head: divide the split into shards of about `records` records, permuted by `order`."""
+
+    @abstractmethod
+    def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
+        """Chain worker: the records of a shard; a record that cannot be read becomes a BadRecord.
+
+        Raises:
+            OSError: accessing the data failed; the head retries the shard, on another host if possible.
+        """
+
+    @abstractmethod
+    def count(self) -> int | None:
+        """Head: the number of records; None if only reading would tell."""
+
+    far: bool = False
+    """Whether reading waits for a network, so that `prepare` saves time."""
+
+    def prepare(self, shard: Shard) -> None:  # noqa: B027 - nothing to prepare is a good answer
+        """Chain worker: start fetching a shard that will probably be the next one to `read`."""
+
+    def for_workers(self) -> Source:
+        """Head: what chain workers need for `read`, without head-only data such as file lists."""
+        return self
+
+    def fingerprint(self) -> str:
+        """Head: short text that changes if the records change; takes about a second at most.
+
+        Empty: only reading can tell, so records are sampled (`stoker.read.identity`).
+        """
+        return ""
+
+    def classes(self) -> list[str] | None:
+        """Head: class names in the order of their labels, if the source knows them."""
+        return None
+
+    def path_of(self, key: str) -> str:
+        """Head: where a user finds a record; the key, unless it is part of a path only."""
+        return key
+
+    def to_ray(self, records: int = 1024) -> Any:
+        """Anywhere, connected to Ray: the records as a `ray.data.Dataset`, for other pipelines.
+
+        Args:
+            records: approximate number per block.
+
+        Returns:
+            Rows with the columns of a record. Reading a damaged record raises DataError.
+        """
+        import ray
+
+        shards, reader = self.shards(records, None), self.for_workers()
+
+        def rows(row: dict[str, Any]) -> Iterator[Record]:
+            for record in reader.read(shards[row["id"]], None):
+                if isinstance(record, BadRecord):
+                    raise DataError(f"record {record.key} {record.reason}")
+                yield record
+
+        return ray.data.range(len(shards), override_num_blocks=max(len(shards), 1)).flat_map(rows)
+
+
+class IndexedSource(Source):
+    """Head and chain worker: records with keys that are known before reading, each readable alone."""
+
+    @abstractmethod
+    def shards(self, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Shard]:
+        """Head: as `Source.shards`; see `cut_indices` for `homes`."""
+
+    @abstractmethod
+    def listing(self, shard: Shard) -> list[tuple[str, Shard]]:
+        """Chain worker: key and shard of each record of a shard."""
+
+
+class StreamedSource(Source):
+    """Head and chain worker: records that are read sequentially."""
+
+    @abstractmethod
+    def arrangement(self, count: int, order: np.random.Generator | None) -> list[int]:
+        """Chain worker: the order in which `read` returns the `count` records of a shard."""
+
+
+def listing_of(source: Source, shard: Shard) -> list[tuple[str, Shard]] | None:
+    """Chain worker: key and shard of each record; None if only reading the shard tells."""
+    return source.listing(shard) if isinstance(source, IndexedSource) else None
+
+
+def cut_indices(n: int, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Shard]:
+    """Head: divide the permuted indices 0 … n-1 into shards of `records`.
+
+    Args:
+        n: number of indices.
+        records: per shard.
+        order: permutes them; None: keep their order.
+        homes: permute within this many fixed random parts, then permute the shards of all parts; 0: permute
+            all indices together.
+    """
+    import numpy as np
+
+    parts: list[tuple[str, list[int]]]
+    if order is None:
+        parts = [(str(i), list(range(i, min(i + records, n)))) for i in range(0, n, records)]
+    elif homes < 2:
+        indices = order.permutation(n).tolist()
+        parts = [("", indices[i : i + records]) for i in range(0, n, records)]
+    else:
+        whole = np.random.default_rng(0).permutation(n)
+        parts = []
+        for home in range(homes):
+            own = order.permutation(whole[home::homes]).tolist()
+            parts += [(str(home), own[i : i + records]) for i in range(0, len(own), records)]
+        parts = [parts[i] for i in order.permutation(len(parts))]
+    return [Shard("", rows=len(part), items=tuple(part), home=home) for home, part in parts]
+
+
+def digest(*parts: Any) -> str:
+    """Head: an identifier of data, 16 hexadecimal digits."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def record_id(key: str) -> int:
+    """Every host: a record's identity as 63 bits, so that sums of ids compare sets of records."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def one_by_one(
+    source: Source,
+    listing: list[tuple[str, Shard]],
+    load: Callable[[str], Record | None],
+    refuses: Callable[[str], str],
+) -> Iterator[Record | BadRecord]:
+    """Chain worker: the listed records of a shard, each read alone unless it is refused or cached here."""
+    for key, alone in listing:
+        if reason := refuses(key):
+            yield BadRecord(key, reason)
+        elif (kept := load(key)) is not None:
+            yield kept
+        else:
+            yield from source.read(alone, None)
+
+
+T = TypeVar("T")
+
+WAITS_S = (0.1, 0.5)
+"""Delays before the second and the third try."""
+
+
+def read_again(
+    key: str, read: Callable[[], T], rewind: Callable[[], None] | None = None, far: bool = False
+) -> T | BadRecord:
+    """Chain worker: call `read`; if it raises, retry after a moment.
+
+    An OSError of a file system or connection is tried three times and may then be retried on another host;
+    a file that is missing or may not be read once, unless it is far; anything else (a damaged file, an error
+    in the user's code) twice.
+
+    Args:
+        key: of the record.
+        read: reads it.
+        rewind: called before a retry, from `generators`: draws must not depend on the number of tries.
+        far: whether it reads through a network.
+    """
+    for number, wait_s in enumerate((*WAITS_S, 0.0), start=1):
+        try:
+            return read()
+        except Exception as error:
+            passing = may_pass(error)
+            most = len(WAITS_S) + 1 if passing else 1 if isinstance(error, PERMANENT) and not far else 2
+            if number == most:
+                text = " ".join(str(error).split())[:300]
+                tries = f", {number} tries" if number > 1 else ""
+                return BadRecord(key, f"cannot be read{tries}: {type(error).__name__}: {text}", passing)
+            if isinstance(error, OSError):
+                time.sleep(wait_s)
+            if rewind:
+                rewind()
+    raise AssertionError("the last try returns")
+
+
+def generators() -> Callable[[], None]:
+    """Chain worker: a function that resets the global random generators to their current state."""
+    import numpy as np
+
+    python, numpy, torch = random.getstate(), np.random.get_state(), sys.modules.get("torch")
+    of_torch = torch.get_rng_state() if torch else None
+
+    def rewind() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        if torch:
+            torch.set_rng_state(of_torch)
+
+    return rewind
+
+
+def may_pass(error: BaseException) -> bool:
+    """Chain worker: whether an error concerns access to the data rather than the data."""
+    if not isinstance(error, OSError) or isinstance(error, PERMANENT):
+        return False
+    # Pillow reports a damaged image as an OSError.
+    frames = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
+    return error.errno is not None or not (frames and "PIL" in Path(frames[-1]).parts)
+
+
+REREAD_WAITS_S = (1.0, 4.0, 16.0)
+"""Delays before retrying a shard that could not be read, on another host if possible."""
+
+
+PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+"""Errors of a shard worth one retry (the file system may still be mounting), but not more."""
+
+
+def reread_wait_s(error: BaseException, tries: int) -> float | None:
+    """Head: how long to wait before retrying failed work; None: it has failed for good.
+
+    Args:
+        error: the cause.
+        tries: number of retries so far.
+    """
+    most = 1 if isinstance(error, PERMANENT) else len(REREAD_WAITS_S)
+    return REREAD_WAITS_S[tries] if tries < most else None
+
+
+def seed_globals(text: str) -> int:
+    """Every host: seed the generators of `random`, NumPy and torch; returns the seed.
+
+    Takes seven microseconds. If torch is not loaded, it is seeded when it is.
+
+    Args:
+        text: what the draws depend on.
+    """
+    import numpy as np
+
+    seed = record_id(text)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    seed_torch(seed)
+    return seed
+
+
+def seed_torch(seed: int) -> None:
+    """Every host: seed torch's global generator, now or as soon as torch is loaded."""
+    torch = sys.modules.get("torch")
+    generator = getattr(torch, "default_generator", None)
+    if generator is not None:
+        generator.manual_seed(seed)
+    else:
+        _when_loaded.seed = seed
+        if _when_loaded not in sys.meta_path:
+            sys.meta_path.insert(0, _when_loaded)
+
+
+class _WhenLoaded(MetaPathFinder):
+    """Seeds torch when users' code is the first to import it."""
+
+    seed = 0
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Called by Python's import system."""
+        if name != "torch":
+            return None
+        _forget_torch()
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_seed(module: Any) -> None:
+                load(module)
+                module.default_generator.manual_seed(self.seed)
+
+            spec.loader.exec_module = load_and_seed  # type: ignore[method-assign]
+        return spec
+
+
+_when_loaded = _WhenLoaded()
+
+
+def _forget_torch() -> None:
+    with suppress(ValueError):  # another thread may have done so
+        sys.meta_path.remove(_when_loaded)
+
+
+def seeded(records: Iterable[T], keys: Iterable[str] | None, text: str) -> Iterator[T]:
+    """Chain worker: the items of a reader, with the global generators seeded before each item is made.
+
+    Args:
+        records: a generator that makes one item at a time.
+        keys: of these items, if known in advance; None: identify items by their number.
+        text: seed and epoch; if `keys` is None, also the shard.
+    """
+    reader = iter(records)
+    names = map(str, range(sys.maxsize)) if keys is None else chain(keys, repeat("end"))
+    for name in names:
+        seed_globals(f"{text}/{name}")
+        try:
+            item = next(reader)
+        except StopIteration:
+            return
+        yield item
+
+
+@contextmanager
+def drawing(text: str) -> Iterator[None]:
+    """Head: seed the global generators for users' code that runs here, and restore them afterwards."""
+    before = states()
+    seed_globals(text)
+    try:
+        yield
+    finally:
+        _forget_torch()
+        put_back(before)
+
+
+def states() -> dict[str, Any]:
+    """Every host: the states of the global generators as plain types; torch's only if it is loaded."""
+    import numpy as np
+
+    state: Any = np.random.get_state()
+    name, words, *rest = state
+    found: dict[str, Any] = {"random": random.getstate(), "numpy": (name, words.tobytes(), *rest)}
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "get_rng_state"):
+        found["torch"] = torch.get_rng_state().numpy().tobytes()
+    return found
+
+
+def put_back(found: dict[str, Any]) -> None:
+    """Every host: restore the global generators to a result of `states`."""
+    import numpy as np
+
+    random.setstate(found["random"])
+    name, words, *rest = found["numpy"]
+    np.random.set_state((name, np.frombuffer(words, np.uint32), *rest))
+    if "torch" in found:
+        torch = sys.modules["torch"]
+        torch.set_rng_state(torch.frombuffer(bytearray(found["torch"]), dtype=torch.uint8))
