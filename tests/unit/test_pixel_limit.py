@@ -16,7 +16,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from stoker.chain.chain import Chain
-from stoker.chain.decode import MOST, decode_image, limit_pixels
+from stoker.chain.decode import MOST_PIXELS, decode_image, limit_pixels
 from stoker.chain.entries import as_stages
 from stoker.chain.transforms import DecodeImage, RecordTransform
 from stoker.config.loading import load
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.long
 @pytest.fixture(autouse=True)
 def _limit_as_before() -> Iterator[None]:
     yield
-    limit_pixels(MOST)
+    limit_pixels(MOST_PIXELS)
 
 
 def bomb(side: int = 13_000) -> bytes:
