@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import random
@@ -29,13 +28,6 @@ def tar_of(members: Iterable[tuple[str, bytes]], form: int = tarfile.USTAR_FORMA
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
     return content.getvalue()
-
-
-def write_sums(root: Path) -> None:
-    """SHA256SUMS, byte for byte as `sha256sum` writes it."""
-    files = sorted(p for p in root.rglob("*") if p.is_file() and p.name != "SHA256SUMS")
-    lines = [f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(root)}\n" for p in files]
-    (root / "SHA256SUMS").write_text("".join(lines))
 
 
 def records(root: Path | str, split: str = "train") -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from damage import tar_of, write_sums
+from damage import tar_of
 from PIL import Image
 from pyarrow import parquet
 
@@ -131,7 +131,3 @@ def with_link(root: Path) -> None:
         member = tarfile.TarInfo("0.jpg")
         member.type, member.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(member)
-
-
-def summed(change: Callable[[Path], object]) -> Make:
-    return and_then(and_then(images(), write_sums), change)

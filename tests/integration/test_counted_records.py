@@ -6,10 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
-from damage import write_sums
-from pyarrow import parquet
 from running import run_job
 from streaming import Train
 
@@ -56,24 +53,3 @@ def test_what_an_earlier_run_consumed_counts_too(more: int, given: str, ray_clus
                 train.reconcile("train", 0, rest)
     finally:
         train.close()
-
-
-def test_a_file_that_is_not_the_listed_one_is_refused_before_training_and_named(
-    ray_cluster: None, tmp_path: Path
-) -> None:
-    path = tmp_path / "data" / "train" / "rows.parquet"
-    path.parent.mkdir(parents=True)
-    table = pa.table({"x0": [1.0] * 64, "x1": [2.0] * 64, "y": [3.0] * 64})
-    parquet.write_table(table, path, use_dictionary=False, compression="none")
-    write_sums(tmp_path / "data")
-    content = bytearray(path.read_bytes())
-    content[300] ^= 1  # one value, which Parquet cannot tell from another
-    path.write_bytes(content)
-    outcome = run_job(
-        tmp_path,
-        recipe="rows:Regression",
-        params={"data": str(tmp_path / "data")},
-        train={"epochs": 1, "batch_size": 8},
-    )
-    assert outcome.code == 2
-    assert f"{path}: damaged or changed: its SHA-256 is" in (outcome.summary.error or "")

@@ -34,7 +34,6 @@ from spoilt import (
     of,
     one,
     shard,
-    summed,
     table,
     tensors,
     with_link,
@@ -123,12 +122,6 @@ REFUSED: dict[str, tuple[Make, str]] = {
     ),
     "an address on the web": (lambda root: "https://host/flowers", "cannot read https:// addresses"),
     "an address with one slash": (lambda root: "s3:/bucket/flowers", "s3:/bucket/flowers: no such file"),
-    "a sum of an absent file": (summed(lambda r: (r / "train/cat/0.jpg").unlink()), "0.jpg, which is absent"),
-    "a file without a sum": (summed(images("train/cat/new.jpg")), "new.jpg: is not in "),
-    "sums that are none": (
-        both(images(), written("SHA256SUMS", b"abc")),
-        "line 1 is not in sha256sum format",
-    ),
     "a truncated table": (
         and_then(table(), lambda r: written("train-0.parquet", cut((r / "train-0.parquet").read_bytes()))(r)),
         "train-0.parquet: not a whole Parquet file",
@@ -229,11 +222,6 @@ QUARANTINED: dict[str, tuple[Make, int, str]] = {
     "pixels of 0 to 1": (one(of((FLAT / 4).astype(np.float32))), 1, "32-bit pixels, whose range only you"),
     "pixels of 32 bits": (one(of(FLAT.astype(np.int32) << 20)), 1, "convert it to 8 or 16 bits"),
     "negative pixels": (one(of(-FLAT.astype(np.int32))), 1, "32-bit pixels"),
-    "a photo changed after its sum": (
-        summed(images(("train/cat/0.jpg", PNG))),
-        1,
-        "its SHA-256 is not that of SHA256SUMS",
-    ),
     "a fraction as a label": (table(label=[0.0, 1.0, 1.5]), 1, "label 1.5 is not an integer"),
     "a decimal as a label": (table(label=[Decimal(0), Decimal(1), Decimal("1.5")]), 1, "label 1.5 is not an"),
     "NaN as a label": (table(label=[0.0, 1.0, float("nan")]), 1, "cannot convert float NaN to integer"),

@@ -10,8 +10,7 @@ from urllib.parse import unquote
 
 from stoker.errors import UsageError
 from stoker.read.arrow import Nulls
-from stoker.read.checksums import sums_of
-from stoker.read.folders import PARQUET_SUFFIXES, is_delta_table, split_folder
+from stoker.read.folders import is_delta_table, split_folder
 from stoker.read.parquet import Filters, ParquetSource
 from stoker.read.sources import Source
 from stoker.storage.filesystems import filesystem_of, join
@@ -38,7 +37,6 @@ def open_delta(
     filters: Filters | None,
     version: int | None,
     nulls: Nulls | None = None,
-    data: str = "",
 ) -> DeltaSource:
     """Head: the files of a Delta table at a version, without those that the partitions rule out.
 
@@ -48,7 +46,6 @@ def open_delta(
         filters: rows to keep; None: all.
         version: of the table; None: the newest.
         nulls: how to handle NULLs, by column; those of other columns are refused.
-        data: the data root, the table or a folder above it, which may hold a SHA256SUMS.
 
     Raises:
         UsageError: deltalake is not installed, there is no such table or version, or the table needs deletion
@@ -90,8 +87,7 @@ def open_delta(
         for path, action in zip(paths, actions, strict=True)
     }
     files = filesystem.get_file_info(paths)
-    sums = sums_of(data or uri, files, PARQUET_SUFFIXES)
-    return DeltaSource(files, columns, filters, constants, nulls, sums, types)
+    return DeltaSource(files, columns, filters, constants, nulls, types)
 
 
 def _ruled_out(dataset: Any, filters: Filters | None) -> set[str]:
@@ -166,6 +162,6 @@ def read_delta(
     if split is None or is_delta_table(table):
         if split not in (None, "train"):
             return None
-        return open_delta(table, columns, filters, version, nulls, table)
+        return open_delta(table, columns, filters, version, nulls)
     folder = split_folder(table, split)
-    return open_delta(folder, columns, filters, version, nulls, table) if folder else None
+    return open_delta(folder, columns, filters, version, nulls) if folder else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import csv
-import hashlib
 import io
 import re
 from collections import Counter, defaultdict
@@ -22,7 +21,6 @@ from stoker.config.values import Texts, read_yaml
 from stoker.errors import UsageError
 from stoker.figures import count_of
 from stoker.messages import BadRecord, Record, Shard
-from stoker.read import checksums
 from stoker.read.folders import IMAGE_SUFFIXES, SPLIT_NAMES, beside, only, sort_out, split_folder
 from stoker.read.identity import fingerprint_of_files
 from stoker.read.labels import MOST_CLASSES
@@ -378,7 +376,6 @@ class ImageFolderSource(IndexedSource):
 
     Args:
         folder: of the split.
-        data: the data root above it; None: the folder itself. A SHA256SUMS file in either is used.
         classes: the class folders in the order of their labels; None: those found in `folder`.
 
     Raises:
@@ -387,7 +384,7 @@ class ImageFolderSource(IndexedSource):
 
     random = False
 
-    def __init__(self, folder: str, data: str | None = None, classes: list[str] | None = None) -> None:
+    def __init__(self, folder: str, classes: list[str] | None = None) -> None:
         self.folder = folder
         _, root = filesystem_of(folder)
         files, self.notes = sort_out(folder, list_files(folder, underscored=True), IMAGE_SUFFIXES)
@@ -414,17 +411,14 @@ class ImageFolderSource(IndexedSource):
                 f"{folder}: the training split has no class folder {' or '.join(unknown)}"
                 f" (it has {', '.join(self.names)})"
             )
-        self._hold(data or folder, files, [label_of[path.split("/")[0]] for path in relative])
+        self._hold(files, [label_of[path.split("/")[0]] for path in relative])
 
-    def _hold(self, data: str, files: list[Any], labels: list[Any]) -> None:
+    def _hold(self, files: list[Any], labels: list[Any]) -> None:
         self.root = filesystem_of(self.folder)[1]
         self.sizes = [f.size or 0 for f in files]
-        sums = checksums.sums_of(data, files, IMAGE_SUFFIXES)
-        self.files = [
-            (f.path[len(self.root) :].strip("/"), label, *([sums[f.path]] if sums else []))
-            for label, f in zip(labels, files, strict=True)
-        ]
-        """Path, label and, if listed, SHA-256."""
+        paths = [f.path[len(self.root) :].strip("/") for f in files]
+        self.files = list(zip(paths, labels, strict=True))
+        """Path and label."""
 
     def check(self) -> None:
         if len(self.names) < 2:
@@ -462,14 +456,11 @@ class ImageFolderSource(IndexedSource):
 
     def read(self, shard: Shard, order: np.random.Generator | None) -> Iterator[Record | BadRecord]:
         filesystem, _ = filesystem_of(self.folder)
-        for path, label, *sums in shard.items:
+        for path, label in shard.items:
             load = partial(_content, filesystem, f"{shard.path}/{path}")
             content = read_again(path, load, far=not is_local(shard.path))
             if isinstance(content, BadRecord):
                 yield content
-                continue
-            if sums and hashlib.sha256(content).hexdigest() != sums[0]:
-                yield BadRecord(path, f"damaged or changed: its SHA-256 is not that of {checksums.NAME}")
                 continue
             yield {"key": path, "image": content, "label": self.label(label)}
 
@@ -498,7 +489,7 @@ class LabelledImages(ImageFolderSource):
         self.several = any(isinstance(label, tuple) for _, label in labels.splits["train"])
         """Whether an image may have several labels."""
         files, numbers = zip(*labels.splits[split], strict=True)
-        self._hold(folder, [*files], [*numbers])
+        self._hold([*files], [*numbers])
 
 
 def _content(filesystem: Any, path: str) -> bytes:
@@ -544,4 +535,4 @@ def read_images(
         return None
     training = [join(root, name) for name in SPLIT_NAMES["train"] if name in child_folders(root)]
     classes = ImageFolderSource(training[0]).names if training and split != "train" else None
-    return ImageFolderSource(folder, root, classes).noting(*beside(root, split))
+    return ImageFolderSource(folder, classes).noting(*beside(root, split))

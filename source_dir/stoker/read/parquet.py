@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stoker.errors import UsageError
 from stoker.messages import BadRecord, Record, Shard
-from stoker.read import checksums
 from stoker.read.arrow import (
     Found,
     Nulls,
@@ -24,11 +23,10 @@ from stoker.read.arrow import (
     same_values,
     values_of,
 )
-from stoker.read.checksums import sums_of
 from stoker.read.folders import PARQUET_SUFFIXES, is_delta_table, partitions_of, split_files
 from stoker.read.identity import fingerprint_of_files
 from stoker.read.sources import Source, StreamedSource
-from stoker.storage.filesystems import common_folder, filesystem_of_files, is_local
+from stoker.storage.filesystems import common_folder, filesystem_of_files
 
 if TYPE_CHECKING:
     import numpy as np
@@ -198,7 +196,6 @@ class ParquetSource(StreamedSource):
         constants: per path, columns that the file lacks and their value in all its rows.
         nulls: how to handle NULLs, by column; those of other columns are refused.
         types: Arrow types of columns that files may lack.
-        sums: SHA-256 by path; every file is verified before its rows are returned. Empty: do not verify.
     """
 
     random = False
@@ -210,12 +207,11 @@ class ParquetSource(StreamedSource):
         filters: Filters | None = None,
         constants: dict[str, dict[str, Any]] | None = None,
         nulls: Nulls | None = None,
-        sums: dict[str, str] | None = None,
         types: dict[str, Any] | None = None,
     ) -> None:
         self.paths = [f.path for f in files]
         self.columns, self.filters = columns, filters
-        self.constants, self.nulls, self.sums = constants or {}, nulls or {}, sums or {}
+        self.constants, self.nulls = constants or {}, nulls or {}
         self.types = types or {}
         self.sizes = [f.size for f in files]
         self.folder = common_folder(files)
@@ -223,10 +219,6 @@ class ParquetSource(StreamedSource):
         self.footers: list[Footer] = []
 
     def check(self) -> None:
-        if self.sums and not is_local(self.paths[0]):
-            # Shared storage is verified once, here; each host may have its own copy of local files.
-            with ThreadPoolExecutor(16) as pool:
-                list(pool.map(self._verify, self.paths))
         schema = self._check_schemas()
         check_nulls(self, [*(self.columns or schema)])
         if self.count() == 0:
@@ -284,9 +276,6 @@ class ParquetSource(StreamedSource):
         table = read_groups(self.filesystem, path, groups, [column])
         mask = mask_of(table[column], self._rows(path, groups))
         return 0 if mask is None else int(mask.sum())
-
-    def _verify(self, path: str) -> None:
-        checksums.verify(self.filesystem, path, self.sums[path])
 
     def _whole_schema(self, path: str, schema: Any) -> dict[str, Any]:
         """Column → its type; None for a column that the file lacks."""
@@ -379,7 +368,7 @@ class ParquetSource(StreamedSource):
         names = [path.removeprefix(self.folder) for path in self.paths]
         constants = [self.constants.get(path) for path in self.paths]
         groups = [f.groups for f in self.footers]
-        layout = names, groups, self.columns, self.filters, constants, self.nulls, [*self.sums.values()]
+        layout = names, groups, self.columns, self.filters, constants, self.nulls
         return fingerprint_of_files(self.filesystem, self.paths, self.sizes, layout)
 
     def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
@@ -406,8 +395,6 @@ class ParquetSource(StreamedSource):
         import numpy as np
 
         groups: list[Group] = list(shard.items)
-        if self.sums and is_local(shard.path):
-            self._verify(shard.path)
         kept = self._rows(shard.path, groups)
         constants = self.constants.get(shard.path, {})
         wanted = None if self.columns is None else [c for c in self.columns if c not in constants]
@@ -501,5 +488,4 @@ def read_parquet(
     if not files:
         return None
     constants, types = partitions_of(root, files)
-    sums = sums_of(root, files, PARQUET_SUFFIXES)
-    return ParquetSource(files, columns, filters, constants, nulls, sums, types).noting(*notes)
+    return ParquetSource(files, columns, filters, constants, nulls, types).noting(*notes)

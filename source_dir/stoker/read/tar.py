@@ -2,7 +2,7 @@
 
 Formats: ustar, GNU (long names) and PAX. It verifies the checksum of every header; the archive must end with
 two zero blocks, followed only by zeros. Names beyond a header's 100 characters and the contents of members
-have no checksum in a tar; only a `SHA256SUMS` file protects those.
+have no checksum in a tar.
 """
 
 from __future__ import annotations
@@ -180,27 +180,20 @@ class _Tar:
         )
 
 
-def streamed(file: Any, digest: Any = None) -> io.BufferedReader:
-    """Chain worker: a file read in large chunks, each of which also updates the digest.
-
-    Args:
-        file: a pyarrow file or an Ahead; close it after the returned stream.
-        digest: a hashlib object.
-    """
-    return io.BufferedReader(_Raw(file, digest), CHUNK_BYTES)
+def streamed(file: Any) -> io.BufferedReader:
+    """A pyarrow file or an Ahead, read in large chunks; close it after the returned stream."""
+    return io.BufferedReader(_Raw(file), CHUNK_BYTES)
 
 
 class _Raw(io.RawIOBase):
-    def __init__(self, file: Any, digest: Any) -> None:
-        self.file, self.digest = file, digest
+    def __init__(self, file: Any) -> None:
+        self.file = file
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         count: int = self.file.readinto(buffer)
-        if self.digest is not None:
-            self.digest.update(memoryview(buffer)[:count])
         return count
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from stoker.errors import UsageError
 from stoker.messages import BadRecord, Record, Shard
-from stoker.read import checksums
-from stoker.read.checksums import sums_of
 from stoker.read.folders import TAR_SUFFIXES, split_files
 from stoker.read.identity import fingerprint_of_files
 from stoker.read.members import (
@@ -55,7 +52,6 @@ class WebDatasetSource(StreamedSource):
 
     Args:
         files: pyarrow FileInfo of each shard.
-        sums: SHA-256 by path; every shard is verified while it is read. Empty: do not verify.
         columns: of the records; None: all.
         strict: whether a column that no record has is an error.
     """
@@ -65,7 +61,6 @@ class WebDatasetSource(StreamedSource):
     def __init__(
         self,
         files: list[Any],
-        sums: dict[str, str] | None = None,
         columns: list[str] | None = None,
         strict: bool = False,
     ) -> None:
@@ -80,7 +75,6 @@ class WebDatasetSource(StreamedSource):
         self.sizes = [f.size for f in files]
         self.times = [f.mtime_ns for f in files]
         self.filesystem = filesystem_of_files(files)
-        self.sums = sums or {}
         self.rows: list[int | None] = [None] * len(files)
         self.far = not is_local(files[0].path)
         self._prepared: tuple[str, Ahead] | None = None
@@ -202,7 +196,7 @@ class WebDatasetSource(StreamedSource):
 
     def fingerprint(self) -> str:
         names = [path.removeprefix(self.folder) for path in self.paths]
-        layout = names, self.columns, [*self.sums.values()]
+        layout = names, self.columns
         return fingerprint_of_files(self.filesystem, self.paths, self.sizes, layout)
 
     def shards(self, records: int, order: np.random.Generator | None) -> list[Shard]:
@@ -248,9 +242,8 @@ class WebDatasetSource(StreamedSource):
         """Yield records; the last one only after the whole shard was read and verified."""
         shard = path.removeprefix(self.folder)
         naming = Naming(path)
-        sha256 = hashlib.sha256() if self.sums else None
         current: Record = {}
-        with self._open(path) as file, streamed(file, sha256) as stream:
+        with self._open(path) as file, streamed(file) as stream:
             for member in members(stream, path):
                 place = naming.place(member.name)
                 if place is None:
@@ -266,8 +259,6 @@ class WebDatasetSource(StreamedSource):
                         current[column] = value_of(suffix, member.content, column in self.texts)
                     except ValueError as error:
                         current["__bad"] = f".{suffix}: {error}"
-        if sha256 is not None:
-            checksums.compare(path, sha256.hexdigest(), self.sums[path])
         if current:
             yield self._whole(current)
 
@@ -322,4 +313,4 @@ def read_webdataset(
     files, notes = split_files(root, split, TAR_SUFFIXES)
     if not files:
         return None
-    return WebDatasetSource(files, sums_of(root, files, TAR_SUFFIXES), columns, strict).noting(*notes)
+    return WebDatasetSource(files, columns, strict).noting(*notes)
