@@ -25,7 +25,7 @@ from stoker.read.sources import record_id, seed_globals, seed_torch
 
 
 class Segment(NamedTuple):
-    """Chain worker: adjacent stages of one kind, as they are executed."""
+    """Adjacent stages of one kind, as they are executed."""
 
     number: int
     """Seeds its draws; independent of whether earlier stages are cached."""
@@ -35,7 +35,7 @@ class Segment(NamedTuple):
 
 
 class Chain:
-    """Head and chain worker: the stages of one split with the job's seed."""
+    """The stages of one split with the job's seed."""
 
     def __init__(
         self,
@@ -70,14 +70,13 @@ class Chain:
         """Schemas of the split, which every block must have; empty: each block reports its own."""
 
     def of(self, stages: list[Stage]) -> Chain:
-        """A copy with other stages."""
         other = copy(self)
         other.__dict__.pop("_segments", None)
         other.stages = stages
         return other
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Chain worker: unpickling imports what the transforms need, before any record is timed."""
+        """Unpickling imports what the transforms need, before any record is timed."""
         self.__dict__.update(state)
         limit_pixels(self.max_pixels)
         for segment in self._segments:
@@ -92,17 +91,7 @@ class Chain:
         epoch: int,
         keep: Callable[[Record], int] | None = None,
     ) -> tuple[dict[str, Any], BlockReport]:
-        """Chain worker: records → columns, and the report of the block.
-
-        Args:
-            records: a KeptRecord has already passed the prefix.
-            epoch: seeds the draws of the stages.
-            keep: takes each record that has just passed the prefix; returns the bytes cached.
-
-        Raises:
-            ChainError: a batch stage raised or lost records, or the records do not match each other or the
-                split's schema.
-        """
+        """Records → columns, and the report of the block."""
         limit_pixels(self.max_pixels)
         report = BlockReport(costs={"read": StageCost()})
         good = self._take(records, report)
@@ -131,7 +120,6 @@ class Chain:
         return good
 
     def _leave(self, records: list[Record], report: BlockReport) -> dict[str, Any]:
-        """The records as the columns of a block."""
         packed = self._pack(records, report, "collate" if self.collate else "") if records else None
         if packed is None or not packed.records:
             report.schemas = ()
@@ -308,7 +296,7 @@ def _generators(stages: list[Stage]) -> Callable[[str], Any]:
 
 
 class _NoGenerator:
-    """Chain worker: passed to a transform with `random = False`, so that any draw is an error."""
+    """Passed to a transform with `random = False`, so that any draw is an error."""
 
     def __getattr__(self, name: str) -> Any:
         raise TypeError(f"a transform that declares random = False uses rng.{name}")
@@ -334,7 +322,7 @@ def _where(error: Exception) -> str:
 
 
 def use_one_thread() -> None:
-    """Chain worker: run one task per core, so libraries must not start threads of their own."""
+    """Run one task per core, so libraries must not start threads of their own."""
     import sys
 
     if "torch" in sys.modules:

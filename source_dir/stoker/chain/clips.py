@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class DecodeVideo(RecordTransform):
-    """Chain worker: an encoded video → `video`, one clip, uint8, frames × height × width × 3, upright.
+    """An encoded video → `video`, one clip, uint8, frames × height × width × 3, upright.
 
     A file that is damaged or shorter than a clip raises, which quarantines its record.
 
@@ -61,7 +61,7 @@ class DecodeVideo(RecordTransform):
         self.random = start == "random"
 
     def prepare(self) -> None:
-        """Chain worker: import before the first record is timed."""
+        """Import before the first record is timed."""
         import av  # noqa: F401
 
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
@@ -73,18 +73,7 @@ class DecodeVideo(RecordTransform):
 def decode_clip(
     content: bytes, frames: int, rate: Fraction | None, place: float, size: tuple[int, int] | None
 ) -> NDArray[Any]:
-    """Chain worker: one clip of a video file.
-
-    Args:
-        content: the file.
-        frames: of the clip.
-        rate: frames per second; None: neighbouring frames.
-        place: of the clip among all that the file has: 0 the first, just below 1 the last.
-        size: height and width; None: as in the file.
-
-    Raises:
-        ValueError: damaged, too short, too large, or no video.
-    """
+    """One clip; `place` chooses it among all that the file has: 0 the first, just below 1 the last."""
     import av
     import numpy as np
 
@@ -114,11 +103,7 @@ def decode_clip(
 
 
 def _refuse_damaged(container: Any, stream: Any, packets: list[Any]) -> None:
-    """FFmpeg reads what is left of a truncated file without a word; most formats say how long it was.
-
-    Raises:
-        ValueError: a packet is cut, or the video ends before it should.
-    """
+    """FFmpeg reads what is left of a truncated file without a word; most formats say how long it was."""
     filled = [packet for packet in packets if packet.size]
     if not filled:
         raise ValueError("cannot be decoded: the video holds no frame")
@@ -141,17 +126,7 @@ def _refuse_damaged(container: Any, stream: Any, packets: list[Any]) -> None:
 
 
 def _choose(moments: list[int], frames: int, rate: Fraction | None, place: float) -> list[int]:
-    """The clip's frames by the moments at which they are shown.
-
-    Args:
-        moments: of all frames, ascending, in the stream's units of time.
-        frames: of the clip.
-        rate: of the clip, per unit of time; None: neighbouring frames.
-        place: of the clip among all.
-
-    Raises:
-        ValueError: too short.
-    """
+    """The clip's frames by the moments at which they are shown."""
     if rate is None:
         starts = len(moments) - frames + 1
     else:
@@ -181,15 +156,7 @@ def _decode(
     size: tuple[int, int] | None,
     first: int | None = None,
 ) -> dict[int, NDArray[Any]]:
-    """The wanted frames, as far as they come, by moment.
-
-    Args:
-        stream: of the packets.
-        packets: in the file's order.
-        wanted: moments, ascending.
-        size: height and width; None: as in the file.
-        first: the packet to begin with; None: the last key frame's before the first wanted one.
-    """
+    """The wanted frames, as far as they come, by moment."""
     if first is None:
         keys = _keys(packets)
         first = max((i for i in keys if packets[i].pts <= wanted[0]), default=keys[0])

@@ -1,4 +1,7 @@
-"""Chain worker and CPU host: records of a recipe with a `collate` method, which turns them into a batch."""
+"""Records of a recipe whose `collate` method makes a batch of them.
+
+Chain workers pack them as rows of bytes; block servers call `collate` as a batch is asked for.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,17 @@ SHOWN_KEYS = 3
 
 @dataclass(frozen=True)
 class Collate:
-    """Every host: the `collate` of a recipe that each process creates for itself."""
+    """The `collate` of a recipe that each process creates for itself."""
 
     recipe: bytes
     """Its import path and parameters, pickled."""
 
     @classmethod
     def of(cls, path: str, params: dict[str, Any]) -> Collate:
-        """Head and train worker: the recipe at an import path."""
+        """The recipe at an import path."""
         return cls(pickle.dumps((path, params)))
 
     def __call__(self, records: list[Record]) -> Any:
-        """CPU host: call it."""
         return _opened(self.recipe).collate(records)
 
 
@@ -45,11 +47,7 @@ def _opened(recipe: bytes) -> Recipe:
 
 
 def as_rows(records: list[Record]) -> dict[str, Ragged]:
-    """Chain worker: records of any shape as one column, a row of bytes for each.
-
-    Raises:
-        SchemaError: a record cannot be pickled.
-    """
+    """Records of any shape as one column, a row of bytes for each."""
     import numpy as np
 
     rows = []
@@ -77,7 +75,7 @@ def _plain(record: Record) -> Iterator[tuple[str, Any]]:
 
 
 def records_of(rows: Ragged) -> list[Record]:
-    """CPU host: the records of `as_rows`, with their keys."""
+    """The records of `as_rows`, with their keys."""
     content = memoryview(rows.values)
     ends = rows.offsets.tolist()
     # Written by a chain worker of this run.
@@ -85,19 +83,6 @@ def records_of(rows: Ragged) -> list[Record]:
 
 
 def collated(collate: CollateFn, records: list[Record], seed: str) -> dict[str, Any]:
-    """CPU host: call a recipe's `collate`.
-
-    Args:
-        collate: takes a list of records whose arrays are tensors, images as CHW; returns a dict.
-        records: of one batch, with their keys, which are for messages only.
-        seed: of the global generators, from which it may draw.
-
-    Returns:
-        Tensors whose first dimension is the record, and lists with one item per record.
-
-    Raises:
-        SchemaError: it raised an exception, or returned something else.
-    """
     seed_globals(seed)
     keys = [str(record.get("key")) for record in records]
     try:
@@ -158,7 +143,7 @@ def _checked(name: str, value: Any, records: int) -> Any:
 
 
 def seed_of(seed: int, split: str, epoch: int, ids: Any) -> str:
-    """CPU host: what the draws of `collate` depend on: seed, pass, and the ids of the batch's records.
+    """What the draws of `collate` depend on: seed, pass, and the ids of the batch's records.
 
     Validation is the same in every epoch, as its chain is.
     """
@@ -166,11 +151,7 @@ def seed_of(seed: int, split: str, epoch: int, ids: Any) -> str:
 
 
 def all_of(parts: Iterable[tuple[dict[str, Any], int, int]]) -> tuple[list[Record], Any, list[str]]:
-    """CPU host: the records of a batch, their ids and, if the run records them, their keys.
-
-    Args:
-        parts: columns of a block, and its first row and the one after its last.
-    """
+    """The records of a batch, their ids and, if the run records them, their keys."""
     import numpy as np
 
     records: list[Record] = []

@@ -1,4 +1,4 @@
-"""Records as the columns of a block: schema, columns of rows that differ in length, Arrow tables."""
+"""Every host: records as the columns of a block: schema, columns of rows that differ in length, Arrow tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LENGTH_SUFFIX = "_length"
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Every host: concatenated rows: row i is values[offsets[i] : offsets[i + 1]].
+    """Concatenated rows: row i is values[offsets[i] : offsets[i + 1]].
 
     Implements what column code needs of an array: `dtype`, `shape` (its second number is -1), `nbytes`, a
     length, and slices.
@@ -46,7 +46,7 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: list[Any], dtype: str) -> Ragged:
-        """Chain worker: build from arrays that differ at most in their first dimension."""
+        """Build from arrays that differ at most in their first dimension."""
         import numpy as np
 
         offsets = np.zeros(len(rows) + 1, np.int64)
@@ -69,11 +69,7 @@ class Ragged:
         return len(self.offsets) - 1
 
     def __getitem__(self, rows: slice) -> Ragged:
-        """Adjacent rows; their values are views.
-
-        Raises:
-            SchemaError: its offsets are invalid.
-        """
+        """Adjacent rows; their values are views."""
         refuse_bad_offsets(self.offsets, len(self.values))
         start, stop, _ = rows.indices(len(self))
         offsets = self.offsets[start : max(start, stop) + 1]
@@ -81,11 +77,7 @@ class Ragged:
 
 
 def refuse_bad_offsets(offsets: Any, values: int) -> None:
-    """Every host: check row offsets against the number of values.
-
-    Raises:
-        SchemaError: they do not divide the values into rows.
-    """
+    """Check row offsets against the number of values."""
     if offsets[0] != 0 or offsets[-1] != values or (offsets[1:] < offsets[:-1]).any():
         raise SchemaError(
             f"row offsets from {offsets[0]} to {offsets[-1]} do not divide {values} values: damaged block"
@@ -93,12 +85,12 @@ def refuse_bad_offsets(offsets: Any, values: int) -> None:
 
 
 def padded_length(length: int, pad: Pad) -> int:
-    """Every host: to how much a batch fills up its longest row."""
+    """To how much a batch fills up its longest row."""
     return -(-length // pad.multiple) * pad.multiple
 
 
 def too_long(record: Record, pads: Mapping[str, Pad], limit: int) -> str:
-    """Chain worker: which padded column of a record is longer than `data.max_tokens`; empty: none."""
+    """Which padded column of a record is longer than `data.max_tokens`; empty: none."""
     for name, pad in pads.items():
         if (length := padded_length(_length(record.get(name)), pad)) > limit:
             return f"{name} has {length} tokens, more than data.max_tokens={limit}; cut it in the chain"
@@ -106,14 +98,7 @@ def too_long(record: Record, pads: Mapping[str, Pad], limit: int) -> str:
 
 
 def padded(name: str, parts: list[Ragged], pad: Pad, empty: Callable[..., Any]) -> dict[str, Any]:
-    """Train worker: the rows of all parts in one array, padded to the longest, and their lengths.
-
-    Args:
-        name: of the column.
-        parts: at least one.
-        pad: fill value and multiple.
-        empty: creates an array of a shape and dtype.
-    """
+    """The rows of all parts in one array, padded to the longest, and their lengths."""
     import numpy as np
 
     lengths = np.concatenate([np.diff(part.offsets) for part in parts])
@@ -129,7 +114,7 @@ def padded(name: str, parts: list[Ragged], pad: Pad, empty: Callable[..., Any]) 
 
 
 def bucketed(records: list[Record], column: str, seed: str) -> list[Record]:
-    """Chain worker: the records of a block, with similar lengths next to each other.
+    """The records of a block, with similar lengths next to each other.
 
     Lengths ascend through every second one and descend through the others, starting at a random place. So
     wherever batches begin, their rows have similar lengths, and no length has a fixed place in a block. The
@@ -164,8 +149,6 @@ BATCHABLE = frozenset(
 
 
 class Packed(NamedTuple):
-    """Chain worker: records and their columns."""
-
     records: list[Record]
     """The records that have every column."""
     columns: dict[str, Any]
@@ -179,19 +162,6 @@ def pack(
     stage: str = "",
     pads: Mapping[str, Pad] = {},
 ) -> Packed:
-    """Chain worker: records → columns.
-
-    Args:
-        records: at least one.
-        expected: the split's schema at this point; None: not fixed yet.
-        stage: the batch stage that takes the columns, which may then be anything; empty: they go to the train
-            workers.
-        pads: columns for the train workers whose rows may differ in length.
-
-    Raises:
-        SchemaError: a column cannot be batched, or its type or shape differs between records or from the
-            expected one.
-    """
     names = list(expected.columns) if expected else _names(records)
     good, bad = _complete(records, names, expected)
     columns: dict[str, Any] = {}
@@ -208,12 +178,10 @@ def pack(
 
 
 def schema_of(columns: dict[str, Any], record: str = "", pads: Mapping[str, Pad] = {}) -> Schema:
-    """Every host: the schema of packed columns."""
     return Schema({name: column_of(values) for name, values in columns.items()}, record, pads)
 
 
 def column_of(values: Any) -> Column:
-    """Every host: dtype and shape of packed values."""
     if values.dtype == object:
         return Column(TEXT)
     return Column(_name(values.dtype), values.shape[1:])
@@ -281,11 +249,7 @@ def _kind(
     stage: str,
     pad: Pad | None,
 ) -> Column:
-    """The dtype and shape of a column; shapes may differ for a batch stage, lengths if batches pad.
-
-    Raises:
-        SchemaError: values differ from each other or from the expected type, or cannot be trained on.
-    """
+    """The dtype and shape of a column; shapes may differ for a batch stage, lengths if batches pad."""
     same = _same(values)
     kinds = [same] if same else [_describe(value) for value in values]
     if stage:
@@ -409,17 +373,13 @@ def _channels(shape: tuple[int, ...]) -> int:
 
 
 def size_of(column: Any) -> int:
-    """Chain worker: bytes of a column in a block; NumPy counts only the references to strings."""
+    """Bytes of a column in a block; NumPy counts only the references to strings."""
     texts = column.dtype == object
     return sum(len(text) for text in column if text) + 8 * len(column) if texts else int(column.nbytes)
 
 
 def leave(packed: Packed, ids: Callable[[str], int], with_keys: bool) -> dict[str, Any]:
-    """Chain worker: packed columns as they leave it: images marked by their layout, plus row ids.
-
-    Raises:
-        SchemaError: the chain named a column with a name that Stoker reserves.
-    """
+    """Packed columns as they leave it: images marked by their layout, plus row ids."""
     import numpy as np
 
     from stoker.chain.picture import is_hwc
@@ -446,14 +406,6 @@ RAGGED = b"ragged"
 
 
 def to_table(columns: dict[str, Any]) -> Any:
-    """Chain worker: columns → a table.
-
-    Args:
-        columns: arrays whose first axis is the row, or Ragged; object arrays hold strings.
-
-    Returns:
-        A `pyarrow.Table` with fixed-shape tensor columns, and lists of numbers.
-    """
     import numpy as np
     import pyarrow as pa
     from ray.data.extensions import ArrowTensorArray
@@ -482,11 +434,7 @@ def to_table(columns: dict[str, Any]) -> Any:
 
 
 def columns_of(block: Any) -> dict[str, Any]:
-    """Every host: a block as NumPy columns, as views of its memory if possible.
-
-    Args:
-        block: made by `to_table`, or any block of Ray Data.
-    """
+    """A block as NumPy columns, as views of its memory if possible."""
     from ray.data.block import BlockAccessor
 
     accessor = BlockAccessor.for_block(block)

@@ -30,7 +30,7 @@ _as_planes = threading.Lock()
 
 
 class Layout(NamedTuple):
-    """Chain worker: how a TIFF stores its pixels."""
+    """How a TIFF stores its pixels."""
 
     bits: int
     kind: str
@@ -46,7 +46,6 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tags: Any) -> Layout:
-        """The layout that the tags of a file describe."""
         channels = tags.get(277, 1)
         return cls(
             max(tags.get(258, (1,))),
@@ -59,11 +58,6 @@ class Layout(NamedTuple):
         )
 
     def check(self, by_libtiff: bool) -> None:
-        """Refuse what Pillow would decode to other pixels.
-
-        Raises:
-            ValueError: says what the file holds and how to convert it.
-        """
         if self.kind != "unsigned" or self.bits > 16:
             raise ValueError(
                 f"{self.bits}-bit pixels, whose range only you can tell; convert it to 8 or 16 bits"
@@ -101,7 +95,7 @@ _REMEDY = (
 
 
 def layout_of(content: bytes) -> Layout | None:
-    """Chain worker: the layout of a file; None if it is no TIFF, or has a damaged header."""
+    """The layout of a file; None if it is no TIFF, or has a damaged header."""
     from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
     if not content.startswith(TIFF_MAGIC):
@@ -117,7 +111,7 @@ def layout_of(content: bytes) -> Layout | None:
 
 
 def open_with_pillow(content: bytes, layout: Layout | None) -> Any:
-    """Chain worker: the file as Pillow opens it, with separate planes read by libtiff."""
+    """The file as Pillow opens it, with separate planes read by libtiff."""
     from PIL import Image, TiffImagePlugin
 
     if layout is None or not layout.planes:
@@ -139,7 +133,7 @@ _of_process = {"most": MOST_PIXELS}
 
 
 def limit_pixels(most: int) -> None:
-    """Chain worker: set the limit of this process for Stoker's decoders, Pillow and OpenCV.
+    """Set the limit of this process for Stoker's decoders, Pillow and OpenCV.
 
     Pillow then refuses larger images in users' datasets and transforms too. OpenCV reads its limit when it
     is imported.
@@ -159,29 +153,23 @@ def limit_pixels(most: int) -> None:
 
 
 def allow_text() -> None:
-    """Chain worker: let Pillow read PNGs with long texts and profiles, in this process."""
+    """Let Pillow read PNGs with long texts and profiles, in this process."""
     from PIL import PngImagePlugin
 
     PngImagePlugin.MAX_TEXT_CHUNK = MOST_TEXT_BYTES
 
 
 def allowed() -> int:
-    """Chain worker: the limit of this process."""
     return _of_process["most"]
 
 
 def check_pixels(width: int, height: int) -> None:
-    """Chain worker: refuse an image that is too large.
-
-    Raises:
-        ValueError: it exceeds the limit.
-    """
     if width * height > allowed():
         raise ValueError(f"{width} × {height} = {width * height:,} pixels: {_beyond()}")
 
 
 def too_large(error: Exception) -> ValueError:
-    """Chain worker: rephrase Pillow's error in terms of the configuration."""
+    """Rephrase Pillow's error in terms of the configuration."""
     return ValueError(f"{str(error).partition(' exceeds')[0]}: {_beyond()}")
 
 
@@ -193,11 +181,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def depth_of(image: Any) -> tuple[int, int]:
-    """Every host: bits per channel, and number of pictures, of encoded bytes or a Pillow image.
-
-    Returns:
-        (8, 1) for JPEG and for anything else that is no such image.
-    """
+    """Bits per channel, and number of pictures, of encoded bytes or a Pillow image."""
     if isinstance(image, bytes):
         if image.startswith(b"\xff\xd8"):
             return 8, 1
@@ -231,7 +215,7 @@ _of_thread = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class JpegHeader:
-    """Chain worker: what a JPEG header says before any pixel."""
+    """What a JPEG header says before any pixel."""
 
     rows: int
     columns: int
@@ -250,15 +234,7 @@ class JpegHeader:
 
 
 def jpeg_header(content: bytes) -> JpegHeader | None:
-    """Chain worker: the header of a JPEG that libjpeg-turbo can decode.
-
-    Returns:
-        None if it is not a JPEG, has 12 bits or four components (CMYK), is arithmetic coded or lossless, or
-        is damaged: Pillow handles those.
-
-    Raises:
-        ValueError: it exceeds the pixel limit.
-    """
+    """The header of a JPEG that libjpeg-turbo can decode."""
     if content[:2] != b"\xff\xd8":
         return None
     frame: tuple[int, int, int, int, int] | None = None
@@ -294,11 +270,7 @@ def jpeg_header(content: bytes) -> JpegHeader | None:
 
 
 def check_size(content: bytes) -> None:
-    """Chain worker: refuse an encoded image whose header exceeds the pixel limit, for any decoder.
-
-    Raises:
-        ValueError: it exceeds the limit.
-    """
+    """Refuse an encoded image whose header exceeds the pixel limit, for any decoder."""
     from PIL import Image
 
     if content.startswith(_IMAGES) and jpeg_header(content) is None:
@@ -312,12 +284,7 @@ def check_size(content: bytes) -> None:
 
 
 def sized(record: Record | BadRecord, decodes: bool) -> Record | BadRecord:
-    """Chain worker: a record, or a bad one if an encoded image in it exceeds the pixel limit.
-
-    Args:
-        record: as its source returns it.
-        decodes: skip the column `image`, because its decoder checks the limit.
-    """
+    """A record, or a bad one if an encoded image in it exceeds the pixel limit."""
     if isinstance(record, BadRecord):
         return record
     for name, value in record.items():
@@ -342,12 +309,9 @@ def _orientation(content: bytes) -> int:
 
 
 def decode_image(content: bytes, mode: Mode = "RGB", bits: int | None = None) -> NDArray[Any]:
-    """Chain worker: decode an image, upright, as a uint8 array, height × width × channels.
+    """Decode an image, upright, as a uint8 array, height × width × channels.
 
     See `DecodeImage` for `bits`.
-
-    Raises:
-        ValueError: empty, damaged, truncated, too large or not an image.
     """
     import numpy as np
 
@@ -362,21 +326,7 @@ def decode_image(content: bytes, mode: Mode = "RGB", bits: int | None = None) ->
 def decode_part(
     content: bytes, header: JpegHeader, mode: Mode, factor: int, height: int
 ) -> tuple[NDArray[Any], int]:
-    """Chain worker: the upper part of a JPEG, scaled down, in memory that the thread's next call reuses.
-
-    Args:
-        content: the file.
-        header: its header.
-        mode: "RGB" or "L".
-        factor: 1, 2, 4 or 8: divides height and width, rounding up.
-        height: number of rows needed of the upright, full-size picture; more may be returned.
-
-    Returns:
-        The array, height × width × channels, and its actual factor, which may be smaller: 1 from Pillow.
-
-    Raises:
-        ValueError: truncated.
-    """
+    """The upper part of a JPEG, scaled down, in memory that the thread's next call reuses."""
     import numpy as np
 
     # A partial last pixel would come first when the picture is rotated, and shift all others.
@@ -436,7 +386,7 @@ def _ends_whole(content: bytes) -> bool:
 
 
 def upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
-    """Chain worker: a picture rotated according to EXIF, like `ImageOps.exif_transpose`."""
+    """A picture rotated according to EXIF, like `ImageOps.exif_transpose`."""
     if orientation == 1:
         return array
     if orientation in _TRANSPOSED:
@@ -447,11 +397,7 @@ def upright(array: NDArray[Any], orientation: int) -> NDArray[Any]:
 
 
 def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> NDArray[Any]:
-    """Chain worker: any image that Pillow reads, upright, as a uint8 array, height × width × channels.
-
-    Raises:
-        ValueError: empty, damaged, truncated, too large, not an image, or of values whose range is unknown.
-    """
+    """Any image that Pillow reads, upright, as a uint8 array, height × width × channels."""
     from PIL import Image, UnidentifiedImageError
 
     if not content:
@@ -478,17 +424,9 @@ def decode_with_pillow(content: bytes, mode: Mode, bits: int | None = None) -> N
 
 
 def array_of(image: Any, mode: Mode, bits: int | None = None) -> NDArray[Any]:
-    """Chain worker: a Pillow image, upright, as a uint8 array, height × width × channels.
+    """A Pillow image, upright, as a uint8 array, height × width × channels.
 
     Of more than 8 bits per channel, it keeps the upper 8.
-
-    Args:
-        image: of any mode, not loaded yet if it is an opened file.
-        mode: "RGB" or "L".
-        bits: see `DecodeImage`.
-
-    Raises:
-        ValueError: nothing tells the range of its values, or one has more bits.
     """
     import numpy as np
     from PIL import Image, ImageOps
@@ -517,11 +455,7 @@ def array_of(image: Any, mode: Mode, bits: int | None = None) -> NDArray[Any]:
 
 
 def check_png(content: bytes) -> None:
-    """Chain worker: check the CRCs of all PNG chunks; Pillow does that for the header only.
-
-    Raises:
-        ValueError: a CRC is wrong or missing.
-    """
+    """Check the CRCs of all PNG chunks; Pillow does that for the header only."""
     at, view = len(PNG), memoryview(content)
     kind = b""
     while kind != b"IEND":

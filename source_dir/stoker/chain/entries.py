@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def fuse(stages: list[Stage]) -> list[Stage]:
-    """Chain worker: the stages as they are executed.
+    """The stages as they are executed.
 
     CheckLabel does not use the image: between fused stages it moves in front of them.
     """
@@ -81,7 +81,7 @@ def _as_one(run: list[Stage]) -> list[Stage]:
 
 
 class Fused(RecordTransform):
-    """Chain worker: geometric transforms, optionally with the decoding before them, in one step."""
+    """Geometric transforms, optionally with the decoding before them, in one step."""
 
     def __init__(self, run: list[Stage]) -> None:
         first = run[0].apply
@@ -92,7 +92,6 @@ class Fused(RecordTransform):
         self.gives_tensor = self.parts[-1][1].gives_tensor
 
     def prepare(self) -> None:
-        """Chain worker: import what the first image would otherwise import."""
         import simplejpeg  # noqa: F401
 
         for _, part in self.parts:
@@ -126,7 +125,7 @@ _CUBIC = {"bilinear": False, "bicubic": True, 2: False, 3: True}
 
 
 def native(module: Any) -> ImageTransform | GaussianBlurs | None:
-    """Head: Stoker's replacement for a torchvision transform (v1 or v2); None: keep torchvision's.
+    """Stoker's replacement for a torchvision transform (v1 or v2); None: keep torchvision's.
 
     Replaces only plain instances of torchvision's classes with arguments for which the result is the same:
     antialiased, bilinear or bicubic. Subclasses by users are kept.
@@ -163,7 +162,7 @@ def _is_understood(size: Any, max_size: Any) -> bool:
 
 
 def tensors_for_others(stages: list[Stage]) -> None:
-    """Head: give a user's transform that follows torchvision's a tensor, as torchvision would.
+    """Give a user's transform that follows torchvision's a tensor, as torchvision would.
 
     Inside Stoker and at the end of a chain, images are arrays, height × width × channels.
     """
@@ -181,12 +180,9 @@ _BATCH_ONLY = {"MixUp", "CutMix"}
 
 
 def as_stages(chain: Sequence[Any]) -> list[Stage]:
-    """Head: the entries of a chain as named stages; repeated names get a number.
+    """The entries of a chain as named stages; repeated names get a number.
 
     Plain torchvision transforms are replaced by Stoker's if those are faster (see `native`).
-
-    Raises:
-        UsageError: an entry is not of an allowed kind, or cannot work in a chain.
     """
     if not isinstance(chain, list | tuple):
         raise UsageError(f"preprocess() must return a list, not {type(chain).__name__}")

@@ -1,4 +1,4 @@
-"""Transforms that apply to an image together with its masks and boxes, or by mistake alone."""
+"""Chain worker: transforms that apply to an image together with its masks and boxes, or by mistake alone (head)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOSSY = ("JPEG", "MPO", "JPEG2000")
 
 
 class DecodeMask(RecordTransform):
-    """Chain worker: an encoded mask, or a Pillow image → its class numbers, uint8, height × width.
+    """An encoded mask, or a Pillow image → its class numbers, uint8, height × width.
 
     Palette colours are ignored: the numbers in the file are the classes. Colour images, lossy formats and
     more than 8 bits are refused, since they hold no class numbers.
@@ -66,7 +66,7 @@ class DecodeMask(RecordTransform):
 
 
 class Joint(RecordTransform):
-    """Chain worker: one transform of torchvision.transforms.v2 for an image with its masks and boxes.
+    """One transform of torchvision.transforms.v2 for an image with its masks and boxes.
 
     Random numbers are drawn once for all of them, seeded by the record. Masks are resized without mixing
     classes. The transform gets the whole record, so `v2.SanitizeBoundingBoxes` finds `labels`.
@@ -150,23 +150,15 @@ _POLICIES = {"AugMix", "AutoAugment", "RandAugment", "TrivialAugmentWide"}
 
 
 def refuse_image_alone(chains: Iterable[Chain]) -> None:
-    """Head: refuse random transforms after which image and mask no longer show the same.
-
-    Raises:
-        UsageError: one line per transform.
-    """
+    """Refuse random transforms after which image and mask no longer show the same."""
     if found := [text for chain in chains for text, random in moved_alone(chain.stages) if random]:
         raise UsageError(*dict.fromkeys(found))
 
 
 def moved_alone(stages: list[Stage], seen: Iterable[str] = ()) -> list[tuple[str, bool]]:
-    """Head: a line per transform of the image alone in a chain for masks or boxes, and whether it is random.
+    """A line per transform of the image alone in a chain for masks or boxes, and whether it is random.
 
     A deterministic one may be meant: masks can be stored as the image is afterwards.
-
-    Args:
-        stages: of the chain, which names most masks and boxes.
-        seen: further masks, found in records.
     """
     left = ", ".join(_beside_the_image(stages, seen))
     if not left:
@@ -183,7 +175,7 @@ def moved_alone(stages: list[Stage], seen: Iterable[str] = ()) -> list[tuple[str
 
 
 class MaskWatch(RecordTransform):
-    """Head: looks for masks in records on their way to a transform of the image alone."""
+    """Looks for masks in records on their way to a transform of the image alone."""
 
     random = False
 
@@ -219,7 +211,6 @@ def _masks(record: Record) -> list[str]:
 
 
 def _beside_the_image(stages: list[Stage], seen: Iterable[str]) -> list[str]:
-    """Columns of masks and boxes that leave the chain."""
     found: dict[str, None] = dict.fromkeys(seen)
     dropped: set[str] = set()
     for stage in stages:

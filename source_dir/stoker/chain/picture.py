@@ -22,7 +22,7 @@ average and 2 in the 99th percentile; with 1.5 by 0.3 and 1.3, at 10 % more CPU 
 
 
 def is_hwc(shape: tuple[int, ...]) -> bool:
-    """Chain worker: whether an image array is height × width × channels, as decoders and OpenCV return it.
+    """Whether an image array is height × width × channels, as decoders and OpenCV return it.
 
     With 1 to 4 channels first and more than 4 columns last it is channels × height × width.
     """
@@ -30,21 +30,7 @@ def is_hwc(shape: tuple[int, ...]) -> bool:
 
 
 def with_channels(image: Any, mode: Mode, bits: int | None = None) -> NDArray[Any]:
-    """Chain worker: an image that is not encoded, with the channels of a mode, as conversion by Pillow gives.
-
-    Args:
-        image: a Pillow image, or a uint8 array or tensor: height × width, alone or with 1 (grey), 2 (grey and
-            alpha), 3 (RGB) or 4 (RGBA) channels last or first.
-        mode: "RGB" or "L"; alpha is dropped.
-        bits: see `DecodeImage`.
-
-    Returns:
-        Height × width × channels.
-
-    Raises:
-        TypeError: of another type, which would be normalized as if its values were 0 to 255.
-        ValueError: its shape is none of these, or it could be two of them.
-    """
+    """An image that is not encoded, with the channels of a mode, as conversion by Pillow gives."""
     import numpy as np
     from PIL import Image
 
@@ -72,11 +58,6 @@ def with_channels(image: Any, mode: Mode, bits: int | None = None) -> NDArray[An
 
 
 def open_picture(image: Any) -> Picture | TensorPicture:
-    """Chain worker: a record's decoded image as a picture.
-
-    Raises:
-        TypeError: the image is still encoded.
-    """
     import numpy as np
 
     if isinstance(image, np.ndarray):
@@ -93,13 +74,7 @@ def open_picture(image: Any) -> Picture | TensorPicture:
 
 
 class Picture:
-    """Chain worker: a uint8 image and its pending operations: crop → resize → window → flip.
-
-    Args:
-        source: encoded bytes, or an array, height × width × 1 or 3.
-        mode: for bytes, "RGB" or "L".
-        bits: for bytes, see `DecodeImage`.
-    """
+    """A uint8 image and its pending operations: crop → resize → window → flip."""
 
     __slots__ = ("array", "box", "content", "cubic", "flipped", "header", "mode", "size", "window")
 
@@ -132,7 +107,6 @@ class Picture:
         return (self.window or (0, 0, *self.size))[2:] if self.size else self.box[2:]
 
     def crop(self, top: int, left: int, height: int, width: int) -> Picture:
-        """Crop to a part that lies inside."""
         if self.flipped:
             left = self.shape[1] - left - width
         if self.size:
@@ -143,7 +117,6 @@ class Picture:
         return self
 
     def resize(self, height: int, width: int, cubic: bool = False) -> Picture:
-        """Resize with antialiasing, bilinear or bicubic."""
         if (height, width) == self.shape:
             return self
         picture = Picture(self.pixels()) if self.size else self
@@ -168,25 +141,16 @@ class Picture:
         return self.crop(top, left, tall, wide).resize(height, width, cubic)
 
     def flip(self) -> Picture:
-        """Mirror left and right."""
         self.flipped = not self.flipped
         return self
 
     def pad(self, top: int, left: int, bottom: int, right: int) -> Picture:
-        """Add black margins."""
         import numpy as np
 
         return Picture(np.pad(self.pixels(), ((top, bottom), (left, right), (0, 0))))
 
     def pixels(self) -> NDArray[Any]:
-        """Carry out the pending operations.
-
-        Returns:
-            uint8, height × width × channels, contiguous; the source itself if nothing is pending.
-
-        Raises:
-            ValueError: the image is truncated.
-        """
+        """Carry out the pending operations."""
         import numpy as np
 
         if self.size is None:
@@ -224,7 +188,7 @@ class Picture:
 
 
 def shrink(tall: int, wide: int, height: int, width: int) -> int:
-    """Chain worker: factor by which a crop of tall × wide pixels may be reduced for height × width."""
+    """Factor by which a crop of tall × wide pixels may be reduced for height × width."""
     factor = 1
     while factor < 8 and min(tall / height, wide / width) >= 2 * factor * SPARE:
         factor *= 2
@@ -232,7 +196,6 @@ def shrink(tall: int, wide: int, height: int, width: int) -> int:
 
 
 def mirrored(array: NDArray[Any], in_place: bool) -> NDArray[Any]:
-    """Chain worker: an image mirrored left to right."""
     import cv2
 
     out = array if in_place else array.copy()
@@ -241,7 +204,7 @@ def mirrored(array: NDArray[Any], in_place: bool) -> NDArray[Any]:
 
 
 class TensorPicture:
-    """Chain worker: any other image (a tensor, an array with channels first), handled by torchvision."""
+    """Any other image (a tensor, an array with channels first), handled by torchvision."""
 
     def __init__(self, image: Any) -> None:
         self.image = image
@@ -299,15 +262,7 @@ def resizing_kernels() -> tuple[Any, Any]:
 def resample(
     array: NDArray[Any], height: int, width: int, scale: tuple[float, float], cubic: bool
 ) -> NDArray[Any]:
-    """Chain worker: row i averages around input row scale × (i + ½) - ½, as torchvision's `resize` does.
-
-    Args:
-        array: uint8, height × width × channels; may be a slice of a larger one.
-        height: rows of the result.
-        width: columns of the result.
-        scale: input pixels per output pixel, down and across.
-        cubic: bicubic instead of bilinear.
-    """
+    """Row i averages around input row scale × (i + ½) - ½, as torchvision's `resize` does."""
     import numpy as np
     import torch
 
@@ -323,6 +278,6 @@ def resample(
 
 
 def reach(outputs: int, scale: float, cubic: bool) -> int:
-    """Chain worker: number of input pixels that the first `outputs` output pixels average over."""
+    """Number of input pixels that the first `outputs` output pixels average over."""
     support = (2.0 if cubic else 1.0) * max(scale, 1.0)
     return int(scale * (outputs - 0.5) + support + 0.5) + 1

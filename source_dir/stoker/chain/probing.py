@@ -35,7 +35,7 @@ FEW_LEVELS = 64
 
 
 class Found(NamedTuple):
-    """Head: what the first records of a split show."""
+    """What the first records of a split show."""
 
     schemas: tuple[Schema, ...] = ()
     note: str = ""
@@ -47,17 +47,11 @@ NOTHING = Found()
 
 
 def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records: int) -> dict[str, Any]:
-    """Head: set the schemas that every block of a split must have on the chains of a job.
+    """Set the schemas that every block of a split must have on the chains of a job.
 
     If Ray is connected, a task on this host runs the chains, since a record may crash its process; otherwise
     this process does. If that gives no schema (for example because the first records are bad or need another
     host), and for a `ray.data.Dataset`, the first block of the run fixes it.
-
-    Returns:
-        Split → what its chain made of its first records, if anything.
-
-    Raises:
-        UsageError: columns cannot be batched, or differ between the first records.
     """
     shards = {name: next(iter(source.shards(block_records, None)), None) for name, source in sources.items()}
     wanted = {split: source for split, source in sources.items() if shards[split] is not None}
@@ -74,7 +68,7 @@ def fix_schemas(sources: dict[str, Any], chains: dict[str, Chain], block_records
 
 
 def probe(source: Source, shard: Shard | None, chain: Chain) -> Found | str:
-    """Head or a task there: what the first records of a shard show; a text if they cannot be batched."""
+    """What the first records of a shard show; a text if they cannot be batched."""
     if shard is None:
         return NOTHING
     stages, watch = chain.stages, MaskWatch()
@@ -152,17 +146,11 @@ def _in_tasks(
 
 
 def _probe_packed(packed: bytes) -> Found | str:
-    """A task on the head."""
     return probe(*pickle.loads(packed))  # noqa: S301 - written by the head
 
 
 def remarks(records: Iterable[Record | BadRecord], stages: Sequence[Stage]) -> str:
-    """Head and laptop: a line on what decoding leaves out of the images in these records; empty: nothing.
-
-    Args:
-        records: as read.
-        stages: of the chain, whose DecodeImage decides.
-    """
+    """A line on what decoding leaves out of the images in these records; empty: nothing."""
     decode = next((stage.apply for stage in stages if isinstance(stage.apply, DecodeImage)), None)
     if decode is None:
         return ""

@@ -30,7 +30,7 @@ _NEVER_RANDOM = {
 
 
 class RecordTransform(ABC):
-    """Chain worker: changes one record. `rng` is seeded by (seed, epoch, record key)."""
+    """Changes one record. `rng` is seeded by (seed, epoch, record key)."""
 
     random: bool = True
     """False: the same record gives the same result in every epoch, so that it may be cached."""
@@ -40,13 +40,11 @@ class RecordTransform(ABC):
 
     @abstractmethod
     def __call__(self, record: Record, rng: np.random.Generator) -> Record:
-        """Chain worker: the changed record; an exception quarantines it."""
+        """The changed record; an exception quarantines it."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Head and chain worker: one named step of a chain."""
-
     name: str
     per: Literal["record", "batch"]
     apply: Callable[..., Any]
@@ -62,12 +60,12 @@ class Stage:
 
 
 def is_plain(module: Any) -> bool:
-    """Head: whether an object is an instance of torchvision's own class, not of a user's subclass."""
+    """Whether an object is an instance of torchvision's own class, not of a user's subclass."""
     return type(module).__module__.startswith("torchvision.transforms")
 
 
 def may_draw(module: Any) -> bool:
-    """Head: whether a torchvision transform may draw random numbers; a subclass always may."""
+    """Whether a torchvision transform may draw random numbers; a subclass always may."""
     if not is_plain(module):
         return True
     if type(module).__name__ == "Compose":
@@ -76,11 +74,6 @@ def may_draw(module: Any) -> bool:
 
 
 def value_of(record: Record, column: str) -> Any:
-    """Chain worker: the value that a stage needs of a record.
-
-    Raises:
-        LookupError: the record has no such column, or NULL there; suggests the closest.
-    """
     value = record.get(column)
     if value is None:
         there = [name for name in record if name != "key"]
@@ -91,7 +84,7 @@ def value_of(record: Record, column: str) -> Any:
 
 
 class ImageModule(RecordTransform):
-    """Chain worker: a torchvision transform on `record["image"]`, which becomes a CHW tensor."""
+    """A torchvision transform on `record["image"]`, which becomes a CHW tensor."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -115,7 +108,7 @@ class ImageModule(RecordTransform):
 
 
 def prefix_length(stages: list[Stage]) -> int:
-    """Head: number of leading stages that give a record the same result in every epoch."""
+    """Number of leading stages that give a record the same result in every epoch."""
     for position, stage in enumerate(stages):
         if stage.random or stage.per != "record":
             return position
@@ -123,11 +116,7 @@ def prefix_length(stages: list[Stage]) -> int:
 
 
 def refuse_nothing_to_keep(stages: list[Stage]) -> None:
-    """Head: refuse a training chain whose first stage is random, because nothing could be cached.
-
-    Raises:
-        UsageError: names that stage.
-    """
+    """Refuse a training chain whose first stage is random, because nothing could be cached."""
     if prefix_length(stages):
         return
     if not stages:
@@ -141,7 +130,7 @@ def refuse_nothing_to_keep(stages: list[Stage]) -> None:
 
 
 def key_of(split: str, fingerprint: str, stages: list[Stage]) -> str:
-    """Head: cache key for the results of these stages on the data of this split."""
+    """Cache key for the results of these stages on the data of this split."""
     from ray import cloudpickle
 
     return digest(split, fingerprint, [stage.name for stage in stages], cloudpickle.dumps(stages))

@@ -44,7 +44,7 @@ Pictured = Picture | TensorPicture
 
 
 class DecodeImage(RecordTransform):
-    """Chain worker: encoded bytes in `image` → uint8 array, height × width × channels, upright.
+    """Encoded bytes in `image` → uint8 array, height × width × channels, upright.
 
     JPEG goes through libjpeg-turbo; everything it refuses (CMYK, 16 bit, PNG, …) goes through Pillow. EXIF
     orientation is applied, and alpha is dropped. Pillow images, and uint8 arrays or tensors of 1 to 4
@@ -76,7 +76,7 @@ class DecodeImage(RecordTransform):
 
 
 class CheckLabel(RecordTransform):
-    """Chain worker: quarantines a record whose `label` is not an integer in 0 … classes-1.
+    """Quarantines a record whose `label` is not an integer in 0 … classes-1.
 
     Args:
         classes: number of classes.
@@ -105,7 +105,7 @@ class CheckLabel(RecordTransform):
 
 
 class Rename(RecordTransform):
-    """Chain worker: renames columns.
+    """Renames columns.
 
     Args:
         columns: new name = old name.
@@ -124,7 +124,7 @@ class Rename(RecordTransform):
 
 
 class Drop(RecordTransform):
-    """Chain worker: drops columns that are not used for training; a record may lack them.
+    """Drops columns that are not used for training; a record may lack them.
 
     Args:
         columns: their names.
@@ -141,14 +141,13 @@ class Drop(RecordTransform):
 
 
 class ImageTransform(RecordTransform):
-    """Chain worker: changes the picture in `record["image"]`; adjacent ones are executed as one."""
+    """Changes the picture in `record["image"]`; adjacent ones are executed as one."""
 
     uses_random = False
     gives_tensor = False
     """Leave a tensor, channels × height × width, as torchvision's transforms do."""
 
     def prepare(self) -> None:
-        """Chain worker: import what the first image would otherwise import."""
         import cv2  # noqa: F401
 
         resizing_kernels()
@@ -159,11 +158,11 @@ class ImageTransform(RecordTransform):
 
     @abstractmethod
     def change(self, picture: Pictured, rng: np.random.Generator) -> Pictured:
-        """Chain worker: add the operation to the picture; pixels are computed later."""
+        """Add the operation to the picture; pixels are computed later."""
 
 
 def tensor_of(image: Any) -> Any:
-    """Chain worker: an array, height × width × channels, as a tensor, channels first."""
+    """An array, height × width × channels, as a tensor, channels first."""
     import numpy as np
 
     if not (isinstance(image, np.ndarray) and is_hwc(image.shape)):
@@ -180,7 +179,7 @@ def _pair(size: int | Sequence[int]) -> tuple[int, int]:
 
 
 class RandomResizedCrop(ImageTransform):
-    """Chain worker: a random part of the image with random aspect ratio, resized with antialiasing.
+    """A random part of the image with random aspect ratio, resized with antialiasing.
 
     Area and aspect ratio are drawn as torchvision draws them; if ten draws do not fit, it takes the largest
     centred part of an allowed shape. If the picture is more than 3 times larger than the result, the box lies
@@ -206,7 +205,7 @@ class RandomResizedCrop(ImageTransform):
         return picture.resized_crop(self.box(*picture.shape, rng), *self.size, cubic=self.cubic)
 
     def box(self, height: int, width: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
-        """Chain worker: top, left, height and width of a random part of an image, pixels."""
+        """Top, left, height and width of a random part of an image, pixels."""
         draw = rng.random
         least, most = self.scale
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
@@ -226,7 +225,7 @@ class RandomResizedCrop(ImageTransform):
 
 
 class Resize(ImageTransform):
-    """Chain worker: resizes with antialiasing.
+    """Resizes with antialiasing.
 
     Args:
         size: height and width, pixels; a number: the shorter side, the longer one in proportion.
@@ -243,7 +242,7 @@ class Resize(ImageTransform):
         return picture.resize(*self.target(*picture.shape), cubic=self.cubic)
 
     def target(self, height: int, width: int) -> tuple[int, int]:
-        """Chain worker: height and width of the result, pixels; rounded as torchvision does."""
+        """Height and width of the result, pixels; rounded as torchvision does."""
         if not isinstance(self.size, int) and len(self.size) == 2:
             return self.size[0], self.size[1]
         short = self.size if isinstance(self.size, int) else self.size[0]
@@ -254,7 +253,7 @@ class Resize(ImageTransform):
 
 
 class ShrinkLarger(ImageTransform):
-    """Chain worker: shrinks larger images with antialiasing; others are unchanged.
+    """Shrinks larger images with antialiasing; others are unchanged.
 
     Args:
         size: the shorter side of the result, pixels; the longer one in proportion.
@@ -272,7 +271,7 @@ class ShrinkLarger(ImageTransform):
 
 
 class CenterCrop(ImageTransform):
-    """Chain worker: crops the centre of the image; a smaller image gets black margins.
+    """Crops the centre of the image; a smaller image gets black margins.
 
     Args:
         size: height and width, pixels; a number for both.
@@ -293,7 +292,7 @@ class CenterCrop(ImageTransform):
 
 
 class RandomHorizontalFlip(ImageTransform):
-    """Chain worker: mirrors left and right, at random.
+    """Mirrors left and right, at random.
 
     Args:
         p: probability, 0 to 1.
@@ -307,7 +306,7 @@ class RandomHorizontalFlip(ImageTransform):
 
 
 class Compose(ImageTransform):
-    """Chain worker: several transforms in sequence, like torchvision's `Compose`."""
+    """Several transforms in sequence, like torchvision's `Compose`."""
 
     def __init__(self, parts: Sequence[ImageTransform]) -> None:
         self.parts = list(parts)
@@ -327,7 +326,7 @@ NEGLIGIBLE = 1e-8
 
 
 class GaussianBlurs(RecordTransform):
-    """Chain worker: torchvision's `GaussianBlur`, or several in sequence, in one convolution.
+    """Torchvision's `GaussianBlur`, or several in sequence, in one convolution.
 
     Each draws its sigma as torchvision does, from torch's generator seeded for the record. Kernels in
     sequence equal one kernel, their convolution. It is separable like each of them, and because they are
@@ -344,7 +343,7 @@ class GaussianBlurs(RecordTransform):
         self.blurs = blurs
 
     def prepare(self) -> None:
-        """Chain worker: import what the first image would otherwise import."""
+        """Import what the first image would otherwise import."""
         import cv2  # noqa: F401
         import torch  # noqa: F401
 
@@ -376,7 +375,7 @@ class GaussianBlurs(RecordTransform):
         return inside and channels <= 4 and array.dtype.name in ("uint8", "float32")
 
     def blurred(self, array: NDArray[Any], sigmas: list[float]) -> NDArray[Any]:
-        """Chain worker: the image, height × width × channels, blurred with these sigmas, pixels."""
+        """The image, height × width × channels, blurred with these sigmas, pixels."""
         import cv2
         import numpy as np
 
@@ -402,7 +401,7 @@ class GaussianBlurs(RecordTransform):
 
 
 def kernel(steps: list[tuple[int, float]]) -> NDArray[Any]:
-    """Chain worker: weights of a sequence of Gaussian kernels (size and sigma, pixels), float32."""
+    """Weights of a sequence of Gaussian kernels (size and sigma, pixels), float32."""
     import numpy as np
 
     weights = np.ones(1)

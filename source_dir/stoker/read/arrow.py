@@ -30,7 +30,7 @@ SPARK_IMAGE = {"origin", "height", "width", "nChannels", "mode", "data"}
 
 
 def values_of(column: Any) -> Callable[[int], Any]:
-    """Chain worker: row number → Python value or NumPy array; chosen once per column by its type."""
+    """Row number → Python value or NumPy array; chosen once per column by its type."""
     import pyarrow as pa
 
     kind = column.type
@@ -53,21 +53,19 @@ def values_of(column: Any) -> Callable[[int], Any]:
 
 
 def is_list(kind: Any) -> bool:
-    """Every host: whether the values of a type are lists."""
     import pyarrow as pa
 
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def is_text(kind: Any) -> bool:
-    """Every host: whether the values of a type are text."""
     import pyarrow as pa
 
     return bool(_plain(kind) == pa.string())
 
 
 def content_of_struct(kind: Any) -> str:
-    """Every host: the field with the image in a struct of Hugging Face (`bytes`) or Spark (`data`)."""
+    """The field with the image in a struct of Hugging Face (`bytes`) or Spark (`data`)."""
     import pyarrow as pa
 
     if not pa.types.is_struct(kind):
@@ -79,11 +77,7 @@ def content_of_struct(kind: Any) -> str:
 
 
 def pixels_of(image: dict[str, Any]) -> NDArray[np.uint8]:
-    """Chain worker: Spark's image struct as an array, height × width × channels, RGB.
-
-    Raises:
-        ValueError: pixels of another type than uint8, or not as many as its size says.
-    """
+    """Spark's image struct as an array, height × width × channels, RGB."""
     import numpy as np
 
     channels, shape = image["nChannels"], (image["height"], image["width"], image["nChannels"])
@@ -95,7 +89,7 @@ def pixels_of(image: dict[str, Any]) -> NDArray[np.uint8]:
 
 
 def array_of(values: Any) -> NDArray[Any]:
-    """Chain worker: a list as an array; lists in it become dimensions if they are equally long."""
+    """A list as an array; lists in it become dimensions if they are equally long."""
     import pyarrow as pa
     from pyarrow import compute
 
@@ -115,19 +109,14 @@ def array_of(values: Any) -> NDArray[Any]:
 
 
 def same_values(one: Any, other: Any) -> bool:
-    """Every host: whether two types differ only in how writers store the same values."""
+    """Whether two types differ only in how writers store the same values."""
     import pyarrow as pa
 
     return bool(pa.null() in (one, other) or _plain(one) == _plain(other))
 
 
 def _plain(kind: Any, number: bool = True) -> Any:
-    """A type that stands for all whose values become the same in Python.
-
-    Args:
-        kind: a type.
-        number: numbers become Python's; those in a list become an array of their own type.
-    """
+    """A type that stands for all whose values become the same in Python."""
     import pyarrow as pa
 
     types = pa.types
@@ -150,12 +139,9 @@ def _plain(kind: Any, number: bool = True) -> Any:
 
 
 def refuse_code(schema: Any, path: str) -> None:
-    """Every host: refuse columns whose values a Python class makes, such as Ray's pickled objects.
+    """Refuse columns whose values a Python class makes, such as Ray's pickled objects.
 
     Ray refuses them in files that it reads itself. Where its classes are loaded, reading a value unpickles.
-
-    Raises:
-        UsageError: names the column and its type.
     """
     for column in schema:
         if kind := _made_by_python(column):
@@ -183,12 +169,7 @@ def _made_by_python(field: Any) -> str:
 
 
 def mask_of(column: Any, rows: NDArray[np.int64] | None = None) -> NDArray[np.bool_] | None:
-    """Every host: which rows of a column are NULL, or are a list with a NULL; None if no row is.
-
-    Args:
-        column: chunked.
-        rows: rows to check; None: all.
-    """
+    """Which rows of a column are NULL, or are a list with a NULL; None if no row is."""
     import numpy as np
 
     masks = [_mask(chunk) for chunk in column.chunks]
@@ -245,7 +226,7 @@ ends the run when it is read."""
 
 @dataclass
 class Found:
-    """Head: a column's NULLs according to a file's statistics."""
+    """A column's NULLs according to a file's statistics."""
 
     nulls: int = 0
     unclear: list[int] = field(default_factory=list)
@@ -256,14 +237,7 @@ class Found:
 def in_statistics(
     metadata: Any, paths: list[list[str]], columns: Sequence[str], groups: Sequence[int]
 ) -> dict[str, Found]:
-    """Head: columns that hold NULLs, or may, by the statistics of some row groups.
-
-    Args:
-        metadata: of the file.
-        paths: of its leaves; each begins with the name of its column.
-        columns: to look at.
-        groups: their numbers.
-    """
+    """Columns that hold NULLs, or may, by the statistics of some row groups."""
     leaves: dict[int, str] = {}
     for number, path in enumerate(paths):
         # Of {bytes, path} structs, only the bytes are read.
@@ -293,15 +267,7 @@ def in_statistics(
 
 
 def check_nulls(source: ParquetSource, columns: list[str]) -> None:
-    """Head: refuse NULLs without a rule, in all columns at once.
-
-    Args:
-        source: its footers are read.
-        columns: of its records.
-
-    Raises:
-        UsageError: one line per column.
-    """
+    """Refuse NULLs without a rule, in all columns at once."""
     problems, reads = [], 0
     files = list(zip(source.paths, source.footers, strict=True))
     rows = {path: footer.matching for path, footer in files}
@@ -333,21 +299,12 @@ def check_nulls(source: ParquetSource, columns: list[str]) -> None:
 
 
 def check_rule(column: str, rule: Any, kind: Any) -> None:
-    """Head: refuse a rule that does not fit its column.
-
-    Raises:
-        UsageError: names the column, its type and the valid rules.
-    """
     if rule != QUARANTINE:
         stand_in(column, rule, kind)
 
 
 def stand_in(column: str, rule: Any, kind: Any) -> Any:
-    """Every host: the value in a record for a NULL that a rule keeps or replaces.
-
-    Raises:
-        UsageError: the rule does not fit the column's type.
-    """
+    """The value in a record for a NULL that a rule keeps or replaces."""
     import pyarrow as pa
 
     types = pa.types
@@ -381,20 +338,12 @@ def stand_in(column: str, rule: Any, kind: Any) -> Any:
 
 
 def has_valid_column(rule: Any, kind: Any) -> bool:
-    """Every host: whether an extra column marks where this one was NULL."""
     import pyarrow as pa
 
     return bool(rule == KEEP) and not pa.types.is_floating(kind)
 
 
 def refusal(column: str, counts: dict[str, int], rows: dict[str, int]) -> str:
-    """Head: the error message for a column's NULLs.
-
-    Args:
-        column: its name.
-        counts: NULLs by file, for files that hold some.
-        rows: records by file.
-    """
     path = next(iter(counts))
     others = f", and {sum(counts.values()) - counts[path]} in {count_of(len(counts) - 1, 'other file')}"
     return (
@@ -405,13 +354,6 @@ def refusal(column: str, counts: dict[str, int], rows: dict[str, int]) -> str:
 
 
 class Rules:
-    """Chain worker: applies the rules to the NULLs of one file.
-
-    Args:
-        path: the file.
-        nulls: the source's rules.
-    """
-
     def __init__(self, path: str, nulls: Nulls) -> None:
         self.path, self.nulls = path, nulls
         self.bad: dict[int, str] = {}
@@ -420,11 +362,7 @@ class Rules:
     def apply(
         self, column: str, kind: Any, mask: np.ndarray[Any, Any] | None, value: Callable[[int], Any]
     ) -> dict[str, Callable[[int], Any]]:
-        """A column as seen by records: name → function from row number to value; also its validity column.
-
-        Raises:
-            UsageError: it holds a NULL without a rule.
-        """
+        """A column as seen by records: name → function from row number to value; also its validity column."""
         rule = self.nulls.get(column)
         if column not in self.nulls:
             if mask is not None and mask.any():

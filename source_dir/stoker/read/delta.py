@@ -20,7 +20,7 @@ CATALOG_NAME = re.compile(r"(uc://)?[\w-]+\.[\w-]+\.[\w-]+")
 
 
 class DeltaSource(ParquetSource):
-    """Head and chain worker: the rows of a Delta table at one version.
+    """The rows of a Delta table at one version.
 
     Partition columns come from the table's log; columns added to the table later are NULL in rows of older
     files.
@@ -38,19 +38,7 @@ def open_delta(
     version: int | None,
     nulls: Nulls | None = None,
 ) -> DeltaSource:
-    """Head: the files of a Delta table at a version, without those that the partitions rule out.
-
-    Args:
-        uri: the table.
-        columns: of the records; None: all.
-        filters: rows to keep; None: all.
-        version: of the table; None: the newest.
-        nulls: how to handle NULLs, by column; those of other columns are refused.
-
-    Raises:
-        UsageError: deltalake is not installed, there is no such table or version, or the table needs deletion
-            vectors or column mapping.
-    """
+    """The files of a Delta table at a version, without those that the partitions rule out."""
     try:
         import deltalake
     except ImportError:
@@ -91,7 +79,7 @@ def open_delta(
 
 
 def _ruled_out(dataset: Any, filters: Filters | None) -> set[str]:
-    """Head: files without matching rows, by the partitions and statistics in the table's log."""
+    """Files without matching rows, by the partitions and statistics in the table's log."""
     from pyarrow import parquet
 
     if not filters:
@@ -119,11 +107,7 @@ def _storage_options() -> dict[str, str]:
 
 
 def refuse_catalog_name(table: str) -> None:
-    """Head: refuse the name of a table in a catalog, whose files only the catalog's own service hands out.
-
-    Raises:
-        UsageError: says how to read such a table.
-    """
+    """Refuse the name of a table in a catalog, whose files only the catalog's own service hands out."""
     if CATALOG_NAME.fullmatch(table) and not Path(table).exists():
         name = table.removeprefix("uc://")
         raise UsageError(
@@ -143,7 +127,7 @@ def read_delta(
     version: int | None = None,
     nulls: Nulls | None = None,
 ) -> Source | None:
-    """Head: read a Delta table; requires the extra `delta` (`pip install stoker[delta]`).
+    """Read a Delta table; requires the extra `delta` (`pip install stoker[delta]`).
 
     Args:
         table: path (on Databricks, also `/Volumes/…`) or s3:// address of a table, or of a folder with the

@@ -28,7 +28,7 @@ from stoker.storage.filesystems import filesystem_of, is_hidden, join, list_file
 
 
 def by_column(read: Callable[..., Any], split: str, columns: list[str] | None) -> Source | None:
-    """Head: the rows of one table that its column `split` gives to a split; all for training without one."""
+    """The rows of one table that its column `split` gives to a split; all for training without one."""
     table = read(columns=["split"])
     kind = table.column_types().get("split")
     if kind is None or not is_text(kind):
@@ -46,7 +46,7 @@ def by_column(read: Callable[..., Any], split: str, columns: list[str] | None) -
 
 
 def read_any(root: str, split: str, columns: list[str] | None = None) -> Source | None:
-    """Head: read tar shards, Parquet, a Delta table or image folders, whichever the folder holds.
+    """Read tar shards, Parquet, a Delta table or image folders, whichever the folder holds.
 
     Args:
         root: folder or URI.

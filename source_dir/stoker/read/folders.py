@@ -71,16 +71,11 @@ _kinds: dict[tuple[str, int, int], tuple[str, ...] | None] = {}
 
 
 def is_delta_table(uri: str) -> bool:
-    """Head: whether a folder is a Delta table."""
     return "_delta_log" in child_folders(uri, hidden=True)
 
 
 def split_folder(root: str, split: str) -> str | None:
-    """Head: the sub-folder of a split; None if the data has only other splits.
-
-    Raises:
-        UsageError: the data has no train split, or its folders leave open which one is meant.
-    """
+    """The sub-folder of a split; None if the data has only other splits."""
     if name := _folder_name(root, split):
         return join(root, name)
     if split == "train":
@@ -100,11 +95,7 @@ def split_folder(root: str, split: str) -> str | None:
 
 
 def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> tuple[list[Any], tuple[str, ...]]:
-    """Head: the files of a split, in its folder or named with its prefix, and lines on what is not read.
-
-    Raises:
-        UsageError: the train split has no files, or the split holds compressed ones.
-    """
+    """The files of a split, in its folder or named with its prefix, and lines on what is not read."""
     one = is_one(root, suffixes)
     mine = (list_files(root) if split == "train" else []) if one else files_of(root, split, underscored=True)
     if is_file(root):
@@ -130,22 +121,13 @@ def split_files(root: str, split: str, suffixes: tuple[str, ...]) -> tuple[list[
 
 
 def is_one(root: str, suffixes: tuple[str, ...]) -> bool:
-    """Head: whether data without splits is one file, or a folder that its writer calls a file, as Spark."""
+    """Whether data without splits is one file, or a folder that its writer calls a file, as Spark."""
     named = root.rstrip("/").lower().endswith(suffixes)
     return is_file(root) or (named and not any(files_of(root, split, True) for split in SPLIT_NAMES))
 
 
 def files_of(root: str, split: str, underscored: bool = False) -> list[Any]:
-    """Head: the files of a split, of any kind: in its folder, or else named with its prefix or partition.
-
-    Args:
-        root: folder or URI.
-        split: train or val.
-        underscored: include names that begin with an underscore.
-
-    Raises:
-        UsageError: several folders or prefixes name the split.
-    """
+    """The files of a split, of any kind: in its folder, or else named with its prefix or partition."""
     if name := _folder_name(root, split):
         return list_files(join(root, name), underscored=underscored)
     files, top = list_files(root, underscored=underscored), len(filesystem_of(root)[1])
@@ -154,12 +136,9 @@ def files_of(root: str, split: str, underscored: bool = False) -> list[Any]:
 
 
 def sort_out(folder: str, files: list[Any], suffixes: tuple[str, ...]) -> tuple[list[Any], tuple[str, ...]]:
-    """Head: of the files of a split those of one kind, and a line that counts what is not read.
+    """Of the files of a split those of one kind, and a line that counts what is not read.
 
     Only files whose suffix is unknown are opened.
-
-    Raises:
-        UsageError: names the first file of this kind that the reader does not read.
     """
     read, unread, unknown = [], [], []
     for file in files:
@@ -188,7 +167,7 @@ def sort_out(folder: str, files: list[Any], suffixes: tuple[str, ...]) -> tuple[
 
 
 def kinds_of(files: list[Any]) -> list[tuple[Any, tuple[str, ...] | None]]:
-    """Head: the files that are not known to be harmless, with their kind as their first bytes tell it.
+    """The files that are not known to be harmless, with their kind as their first bytes tell it.
 
     Copies and unfinished files are of no kind.
     """
@@ -212,7 +191,7 @@ def kinds_of(files: list[Any]) -> list[tuple[Any, tuple[str, ...] | None]]:
 
 
 def not_read(folder: str, paths: list[str]) -> tuple[str, ...]:
-    """Head: a line that counts files by suffix, with the first of each; none without files."""
+    """A line that counts files by suffix, with the first of each; none without files."""
     found = defaultdict(list)
     for path in paths:
         _, sign, suffix = path.rpartition("/")[2].rpartition(".")
@@ -223,7 +202,7 @@ def not_read(folder: str, paths: list[str]) -> tuple[str, ...]:
 
 
 def beside(root: str, split: str) -> tuple[str, ...]:
-    """Head: a line on folders and files that lie beside the splits, told once, with the training split."""
+    """A line on folders and files that lie beside the splits, told once, with the training split."""
     names = sum(SPLIT_NAMES.values(), ())
     there = children(root) if split == "train" else []
     if any(f.base_name in names for f in there):
@@ -266,13 +245,9 @@ def _is_of(names: tuple[str, ...], path: str) -> bool:
 
 
 def partitions_of(root: str, files: list[Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Head: path → the columns that its folders give (`label=cat/`, of Hive and Spark); their types.
+    """Path → the columns that its folders give (`label=cat/`, of Hive and Spark); their types.
 
     A column is of integers if all its values below the root are, in any split.
-
-    Args:
-        root: folder or URI.
-        files: those of a split.
     """
     import pyarrow as pa
 
@@ -322,7 +297,7 @@ def _refuse_misnamed(root: str, split: str, there: list[str], cutoff: float = 1.
 
 
 def only(root: str, split: str, names: list[str]) -> str:
-    """Head: the name to read of those of a split; a test split if there is no other for validation."""
+    """The name to read of those of a split; a test split if there is no other for validation."""
     found = [name for name in names if name not in _LAST] or names
     if len(found) > 1:
         raise UsageError(

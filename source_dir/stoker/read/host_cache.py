@@ -47,12 +47,12 @@ ones reading is cheaper than mapping."""
 
 
 class KeptRecord(dict[str, Any]):
-    """Chain worker: a record as the deterministic prefix of the chain left it in an earlier pass."""
+    """A record as the deterministic prefix of the chain left it in an earlier pass."""
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """Head → every host: what is cached, and where."""
+    """What is cached, and where."""
 
     kind: Literal["memory", "disk"]
     run: str
@@ -63,7 +63,7 @@ class CacheSpec:
     """For `disk`; None: the host's temporary folder. Ray's own is open to all users of the host."""
 
     def root(self) -> Path:
-        """A host of the cluster: the run's folder on it."""
+        """The run's folder on this host of the cluster."""
         import ray
 
         node = ray.get_runtime_context().get_node_id()
@@ -73,11 +73,7 @@ class CacheSpec:
 
 
 def open_root(root: Path) -> None:
-    """A host of the cluster: create the run's folder, readable by this user only.
-
-    Raises:
-        CacheError: it cannot be created or belongs to another user.
-    """
+    """Create the run's folder, readable by this user only."""
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = root.stat().st_uid
@@ -88,17 +84,7 @@ def open_root(root: Path) -> None:
 
 
 class HostCache:
-    """Chain worker: one per process and split.
-
-    Args:
-        root: the run's folder on this host.
-        key: identifies the data and the stages whose results are cached.
-        spec: what is cached.
-        reserved_bytes: of memory that Ray's object store may still take.
-
-    Raises:
-        CacheError: the folder cannot be used, or nothing fits there.
-    """
+    """One per process and split."""
 
     def __init__(self, root: Path, key: str, spec: CacheSpec, reserved_bytes: int = 0) -> None:
         open_root(root)
@@ -115,7 +101,6 @@ class HostCache:
         return self._books.read()
 
     def load(self, key: str) -> KeptRecord | None:
-        """The cached record with this key."""
         content = self._content(self._path(key))
         if content is None:
             return None
@@ -138,7 +123,6 @@ class HostCache:
         self._write(self._path(f"shard:{shard}"), encode({"keys": keys}))
 
     def listing(self, shard: str) -> list[str] | None:
-        """The keys of a shard whose records are all cached here."""
         content = self._content(self._path(f"shard:{shard}"))
         return None if content is None else list(decode(content)["keys"])
 
@@ -194,7 +178,7 @@ class HostCache:
 
 
 class Books:
-    """Chain worker: bytes cached on a host and their limit, shared by all its processes."""
+    """Bytes cached on a host and their limit, shared by all its processes."""
 
     _FORM = struct.Struct("<qq")
 
@@ -205,12 +189,10 @@ class Books:
                 os.pwrite(self._file, self._FORM.pack(0, bound()), 0)
 
     def read(self) -> tuple[int, int]:
-        """Bytes used and bytes allowed."""
         taken, allowed = self._FORM.unpack(os.pread(self._file, self._FORM.size, 0))
         return taken, allowed
 
     def reserve(self, size: int) -> bool:
-        """Reserve `size` bytes if they are left."""
         with self._locked():
             taken, allowed = self.read()
             if taken + size > allowed:
@@ -232,11 +214,6 @@ class Books:
 
 
 def room(root: Path, spec: CacheSpec, reserved_bytes: int) -> int:
-    """Chain worker: byte limit of this host's cache.
-
-    Raises:
-        CacheError: there is hardly any room.
-    """
     disk = shutil.disk_usage(root)
     free = disk.free - SPARE_SHARE * disk.total
     if spec.kind == "memory":
@@ -255,7 +232,7 @@ def room(root: Path, spec: CacheSpec, reserved_bytes: int) -> int:
 
 
 def encode(record: Record) -> list[Any]:
-    """Chain worker: a record as bytes-like parts; arrays come last, as they are in memory."""
+    """A record as bytes-like parts; arrays come last, as they are in memory."""
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(dict(record))
@@ -272,7 +249,7 @@ def encode(record: Record) -> list[Any]:
 
 
 def decode(content: Any) -> Record:
-    """Chain worker: decode the output of `encode`; arrays are views of `content`."""
+    """Decode the output of `encode`; arrays are views of `content`."""
     view = memoryview(content)
     count, length = struct.unpack_from("<2q", view)
     sizes = struct.unpack_from(f"<{count}q", view, 16)
@@ -289,7 +266,7 @@ def decode(content: Any) -> Record:
 
 
 class _Pickler(pickle.Pickler):
-    """Chain worker: pickles tensors as arrays, whose memory need not be copied."""
+    """Pickles tensors as arrays, whose memory need not be copied."""
 
     def reducer_override(self, value: Any) -> Any:
         return as_array(value)
@@ -302,7 +279,7 @@ MOST_HOMES = 64
 
 
 def homes_of(count: int | None, block_records: int) -> int:
-    """Head: number of parts that the records of a split are divided into, each cached by one host.
+    """Number of parts that the records of a split are divided into, each cached by one host.
 
     A small split is permuted as a whole: each host then caches the records it encounters.
     """
@@ -311,16 +288,7 @@ def homes_of(count: int | None, block_records: int) -> int:
 
 
 class CachedReader:
-    """Chain worker: the records of a shard in the order of `Source.read`, from the cache if possible.
-
-    Args:
-        source: where uncached records come from.
-        shard: what to read.
-        order: creates the generator that permutes the records, a new one at each call.
-        cache: of this host.
-        store: whether to cache records that are not cached yet.
-        refuses: why a record must not be read; empty: it may.
-    """
+    """The records of a shard in the order of `Source.read`, from the cache if possible."""
 
     def __init__(
         self,
@@ -413,11 +381,7 @@ class CachedReader:
         return size
 
     def finished(self, whole: bool) -> None:
-        """End of the shard.
-
-        Args:
-            whole: it was read from first to last record, and none was bad.
-        """
+        """End of the shard."""
         if not (whole and self.store and self.seen and self.kept == len(self.seen) and self._arranged()):
             return
         order = self._arrangement(len(self.seen))

@@ -36,19 +36,13 @@ SYSTEM = {"_io", "_thread", "builtins", "io", "logging", "multiprocessing", "thr
 
 
 def content_of(value: Any) -> str:
-    """Head: a digest of an object's content, computed in a fraction of a second."""
+    """A digest of an object's content, computed in a fraction of a second."""
     contents = Contents()
     contents.add(value)
     return contents.digest().hex()
 
 
 class Contents:
-    """Head: hashes one object after another.
-
-    Args:
-        most_items: maximum number of items in total; None: all items and all bytes.
-    """
-
     def __init__(self, most_items: int | None = MOST_ITEMS) -> None:
         self._hash = blake2b(digest_size=8)
         self._whole = most_items is None
@@ -57,11 +51,9 @@ class Contents:
         """Ids of the enclosing objects, to detect reference cycles."""
 
     def digest(self) -> bytes:
-        """Digest of everything added so far."""
         return self._hash.digest()
 
     def add(self, value: Any) -> None:
-        """Hash an object."""
         self._left -= 1
         kind = type(value)
         self._text(kind.__qualname__)
@@ -106,7 +98,6 @@ class Contents:
             self.add(items[at])
 
     def _array(self, value: Any) -> None:
-        """Hash an array, a tensor or an image."""
         import numpy as np
 
         if hasattr(value, "detach"):
@@ -136,14 +127,14 @@ class Contents:
 
 
 def movable(text: str) -> str:
-    """Head: a text without the folder of the data: of a long path, the last two parts."""
+    """A text without the folder of the data: of a long path, the last two parts."""
     if text.startswith("/") or "://" in text[:10]:
         return "/".join(text.rsplit("/", 2)[-2:])
     return text
 
 
 def as_array(value: Any) -> Any:
-    """Every host: how to pickle a tensor as an array; NotImplemented for anything else."""
+    """How to pickle a tensor as an array; NotImplemented for anything else."""
     kind = type(value)
     if kind.__module__ == "torch" and kind.__name__ == "Tensor" and not value.requires_grad:
         with contextlib.suppress(TypeError, RuntimeError):
@@ -168,7 +159,7 @@ SAMPLED_PIECE = 256
 
 @dataclass(frozen=True)
 class Identity:
-    """Head: identity of a split's records, determined before training."""
+    """Identity of a split's records, determined before training."""
 
     text: str
     draws: str = ""
@@ -178,12 +169,12 @@ class Identity:
 
 
 def agree(one: str, other: str) -> bool:
-    """Head: whether two fingerprints match, as far as both have sampled."""
+    """Whether two fingerprints match, as far as both have sampled."""
     return all(a == b for a, b in zip(one.split(SEPARATOR), other.split(SEPARATOR), strict=False))
 
 
 def identity_of(source: Source) -> Identity:
-    """Head: a source's fingerprint; if it has none, that of a sample of its records."""
+    """A source's fingerprint; if it has none, that of a sample of its records."""
     text = source.fingerprint()
     if text and not source.random:
         return Identity(text)
@@ -271,14 +262,8 @@ def _read(source: Source, shard: Shard, count: int, seed: str) -> list[tuple[byt
 
 
 def fingerprint_of_files(filesystem: Any, paths: list[str], sizes: list[int], about: Any) -> str:
-    """Head: the fingerprint of a source that reads files: their sizes and a sample of their content (all of
+    """The fingerprint of a source that reads files: their sizes and a sample of their content (all of
     it if that is small).
-
-    Args:
-        filesystem: of the files.
-        paths: of the files.
-        sizes: bytes of each.
-        about: what else decides which records are read; names that do not change when the data moves.
     """
     return SEPARATOR.join([digest(about, sizes), *_content_of_files(filesystem, paths, sizes)])
 
@@ -314,7 +299,7 @@ def _content_of_files(filesystem: Any, paths: list[str], sizes: list[int]) -> li
 
 
 def spread(total: int, most: int) -> Iterator[int]:
-    """Head: up to `most` distinct numbers of 0 … total - 1, always the same, spread evenly."""
+    """Up to `most` distinct numbers of 0 … total - 1, always the same, spread evenly."""
     step = max(1, int(total * 0.6180339887498949))
     while gcd(step, total) > 1:
         step += 1

@@ -49,8 +49,6 @@ _SPLIT_OF = {name: split for split, names in SPLIT_NAMES.items() for name in nam
 
 
 class Labels(NamedTuple):
-    """Head: the labelled images of all splits."""
-
     splits: dict[str, list[tuple[Any, Any]]]
     """File and label: a number, or a tuple of numbers if an image may have several labels."""
     names: list[str]
@@ -60,8 +58,6 @@ class Labels(NamedTuple):
 
 @dataclass
 class Row:
-    """Head: a row of a CSV file."""
-
     where: str
     labels: list[str]
     id: str
@@ -71,8 +67,6 @@ class Row:
 
 @dataclass
 class Columns:
-    """Head: numbers of the columns of a CSV file."""
-
     id: int
     labels: list[int]
     """One, or one per class."""
@@ -92,22 +86,7 @@ def read_labels(
     class_names: list[str] | None = None,
     multi_label: bool = False,
 ) -> Labels:
-    """Head: find the images that the rows of a CSV file name, with their labels.
-
-    Args:
-        root: folder or URI with the images, in any sub-folders.
-        table: the CSV file: a path or URI, or a name below `root`.
-        separator: separates several labels in a cell; "": a cell is one label, whatever it holds.
-        image_column: the column with the path, name or stem of an image; default: of a usual name.
-        label_column: the column with the label; a list: those with 0 and 1 per class; default: of a usual
-            name, or all others if they hold 0 and 1.
-        class_names: of the labels, in the order of their numbers, or of the columns with 0 and 1; default: as
-            `_names` finds them.
-        multi_label: labels are tuples, whatever the file holds.
-
-    Raises:
-        UsageError: everything that is wrong with the rows, with counts.
-    """
+    """Find the images that the rows of a CSV file name, with their labels."""
     path = table if is_there(table) else join(root, table)
     filesystem, at = filesystem_of(path)
     header, lines = _lines(path, filesystem, at)
@@ -370,16 +349,9 @@ def _names(rows: list[Row], wrong: dict[str, list[str]], given: list[str]) -> li
 
 
 class ImageFolderSource(IndexedSource):
-    """Head and chain worker: `folder/class/file.jpg` → columns `image` (the file's bytes), `label`.
+    """`folder/class/file.jpg` → columns `image` (the file's bytes), `label`.
 
     Labels number the classes in alphabetical order.
-
-    Args:
-        folder: of the split.
-        classes: the class folders in the order of their labels; None: those found in `folder`.
-
-    Raises:
-        UsageError: a file lies outside a class folder, or in one that is not among `classes`.
     """
 
     random = False
@@ -465,7 +437,7 @@ class ImageFolderSource(IndexedSource):
             yield {"key": path, "image": content, "label": self.label(label)}
 
     def label(self, label: Any) -> Any:
-        """Chain worker: the label as the record has it: several labels as a vector of 0 and 1."""
+        """The label as the record has it: several labels as a vector of 0 and 1."""
         if not isinstance(label, tuple):
             return label
         import numpy as np
@@ -476,13 +448,7 @@ class ImageFolderSource(IndexedSource):
 
 
 class LabelledImages(ImageFolderSource):
-    """Head and chain worker: images in any folders, with the labels that a CSV file gives them.
-
-    Args:
-        folder: the data root.
-        labels: see `read_labels`.
-        split: train or val.
-    """
+    """Images in any folders, with the labels that a CSV file gives them."""
 
     def __init__(self, folder: str, labels: Labels, split: str) -> None:
         self.folder, self.names = folder, labels.names
@@ -508,17 +474,19 @@ def read_images(
     class_names: list[str] | None = None,
     multi_label: bool = False,
 ) -> Source | None:
-    """Head: read images in one folder per class, `root/train/cat/1.jpg`; None without that split.
+    """Read images in one folder per class, `root/train/cat/1.jpg`; None without that split.
 
     The labels of all splits number the class folders of the training split.
 
     Args:
         root: folder or URI.
         split: train or val.
-        labels: a CSV file with the labels instead; `read_labels` describes it and what follows.
-        label_separator: separates several labels of an image; its label is then a vector of 0 and 1.
+        labels: a CSV file with the labels instead, a path or URI, or a name below `root`; the images may
+            lie in any sub-folders.
+        label_separator: separates several labels in a cell; the label of an image is then a vector of 0 and 1.
+            "": a cell is one label, whatever it holds.
         image_column: the column with the path or name of an image; default: of a usual name.
-        label_column: the column with the label; default: of a usual name.
+        label_column: the column with the label; default: of a usual name, or all others if they hold 0 and 1.
         class_names: in the order of their numbers, or the names of one column per class; default: sorted.
         multi_label: labels are vectors of 0 and 1, whatever the file holds.
 

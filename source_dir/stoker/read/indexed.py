@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class NumberedSource(IndexedSource):
-    """Head and chain worker: records 0 … count-1; the keys are these numbers."""
+    """Records 0 … count-1; the keys are these numbers."""
 
     @abstractmethod
     def count(self) -> int: ...
@@ -29,7 +29,7 @@ class NumberedSource(IndexedSource):
 
 
 class RangeSource(NumberedSource):
-    """Head and chain worker: the numbers 0 … n-1 as records of one column `index`."""
+    """The numbers 0 … n-1 as records of one column `index`."""
 
     random = False
 
@@ -50,7 +50,7 @@ class RangeSource(NumberedSource):
 
 
 class TorchSource(NumberedSource):
-    """Head and chain worker: a map-style `torch.utils.data.Dataset`.
+    """A map-style `torch.utils.data.Dataset`.
 
     An item is a dict of columns, or a tuple of `columns`. An item that raises is a bad record.
     """
@@ -104,10 +104,10 @@ def _is_encoded(value: Any) -> bool:
 
 
 def read_torch(dataset: Any, columns: tuple[str, ...] = ("image", "label")) -> Source:
-    """Head: a map-style PyTorch dataset; `columns` names the values of tuples."""
+    """A map-style PyTorch dataset; `columns` names the values of tuples."""
     return TorchSource(dataset, columns)
 
 
 def read_range(n: int) -> Source:
-    """Head: `n` records with only the column `index`; the chain makes the rest."""
+    """`n` records with only the column `index`; the chain makes the rest."""
     return RangeSource(n)

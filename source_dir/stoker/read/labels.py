@@ -19,7 +19,7 @@ USUAL = re.compile("im(g|age)|pic|label|class|target|categor")
 
 
 def column_types(source: Any) -> dict[str, Any]:
-    """Head: column → Arrow type of tables, tar shards or a `ray.data.Dataset`; empty for other sources."""
+    """Column → Arrow type of tables, tar shards or a `ray.data.Dataset`; empty for other sources."""
     if hasattr(source, "map_batches"):
         schema = source.schema()
         return dict(zip(schema.names, schema.types, strict=True)) if schema else {}
@@ -29,17 +29,7 @@ def column_types(source: Any) -> dict[str, Any]:
 def refuse_absent_columns(
     data: str, types: dict[str, Any], params: dict[str, str], hints: Mapping[str, str] = {}
 ) -> None:
-    """Head: refuse data that lacks a column, with the parameter to set.
-
-    Args:
-        data: what was read, for the message.
-        types: column → its type.
-        params: parameter → the column that it names; the first is an image.
-        hints: parameter → what else to do without its column.
-
-    Raises:
-        UsageError: one line per column.
-    """
+    """Refuse data that lacks a column, with the parameter to set."""
     fits = dict(zip(params, (_may_be_image, _may_be_label), strict=True))
     problems = []
     for param, column in params.items():
@@ -68,17 +58,7 @@ def _may_be_label(kind: Any) -> bool:
 
 
 def names_in(data: str, source: Any, column: str, train: Sequence[str] = ()) -> list[str]:
-    """Head: the names of a column's classes, if Hugging Face datasets wrote the files.
-
-    Args:
-        data: what was read, for the message.
-        source: a split.
-        column: its name.
-        train: the names in the training split.
-
-    Raises:
-        UsageError: one number has different names.
-    """
+    """The names of a column's classes, if Hugging Face datasets wrote the files."""
     found = [*train]
     for text in dict.fromkeys(each.get(b"huggingface") for each in getattr(source, "metadata", list)()):
         try:
@@ -96,20 +76,7 @@ def names_in(data: str, source: Any, column: str, train: Sequence[str] = ()) -> 
 
 
 def labels_of(data: str, source: Any, column: str, numbers: bool) -> list[Any] | None:
-    """Head: the distinct labels of a column, sorted.
-
-    Args:
-        data: what was read, for the message.
-        source: Parquet, Delta, tar shards or a `ray.data.Dataset`.
-        column: its name.
-        numbers: whether to read numbers, too; text is always read.
-
-    Returns:
-        None: the source cannot tell, or the labels are numbers and not asked for.
-
-    Raises:
-        UsageError: the labels are neither integers nor text.
-    """
+    """The distinct labels of a column, sorted."""
     import pyarrow as pa
 
     kind = column_types(source).get(column)
@@ -130,7 +97,7 @@ def labels_of(data: str, source: Any, column: str, numbers: bool) -> list[Any] |
 
 
 def alike(names: list[str]) -> tuple[str, ...]:
-    """Head: a line on names that only capitals, spaces or the encoding of accents tell apart."""
+    """A line on names that only capitals, spaces or the encoding of accents tell apart."""
     folded: dict[str, list[str]] = defaultdict(list)
     for name in names:
         folded["".join(unicodedata.normalize("NFKC", name).casefold().split())].append(name)

@@ -29,15 +29,12 @@ _COLUMN = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 
 class Naming:
-    """Head and chain worker: maps the members of one shard to record and column.
+    """Maps the members of one shard to record and column.
 
     `<stem>.<suffix>` names a column by its suffix: an image suffix → `image`, `cls`, `class`, `label`,
     `index` and `inx` → `label`, `txt` and `text` → `text`, any other → a column of its name.
     `<stem>.<column>.<suffix>` names the column explicitly. Only the suffix decides how the content is read.
     Hidden files are ignored.
-
-    Args:
-        path: of the shard, for errors.
     """
 
     def __init__(self, path: str) -> None:
@@ -50,11 +47,7 @@ class Naming:
         """Of the current record: column → member."""
 
     def place(self, member: str) -> tuple[str, str, str] | None:
-        """Stem, column and suffix of the next member; None for a hidden file.
-
-        Raises:
-            UsageError: two members for one column, a record in two places, or a name without a column.
-        """
+        """Stem, column and suffix of the next member; None for a hidden file."""
         folder, _, base = member.rpartition("/")
         if base.startswith("."):
             return None
@@ -90,16 +83,6 @@ class Naming:
 
 
 def value_of(suffix: str, content: bytes, texts: bool = False) -> Any:
-    """Chain worker: the content of a member.
-
-    Args:
-        suffix: decides how it is read.
-        content: of the member.
-        texts: numbers of this column are text.
-
-    Raises:
-        ValueError: it is not what the suffix says.
-    """
     if suffix in NUMBERS:
         return text_of(content) if texts else number_of(content)
     if suffix == "json":
@@ -108,11 +91,7 @@ def value_of(suffix: str, content: bytes, texts: bool = False) -> Any:
 
 
 def text_of(content: bytes) -> str:
-    """Chain worker and head: the name of a class.
-
-    Raises:
-        ValueError: it is empty, a number, or no text.
-    """
+    """The name of a class."""
     text = content.decode().strip()
     if not text.isprintable() or not text:
         raise ValueError(f"invalid literal for a class: {content[:40]!r}")
@@ -124,11 +103,7 @@ def text_of(content: bytes) -> str:
 
 
 def number_of(content: bytes) -> int:
-    """Chain worker and head: a number, or the place of the one in a list such as `[0. 1. 0.]`.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """A number, or the place of the one in a list such as `[0. 1. 0.]`."""
     if b"_" in content:  # which Python's int skips
         raise ValueError(f"invalid literal for int(): {content[:40]!r}")
     inner = content.strip()
@@ -138,11 +113,6 @@ def number_of(content: bytes) -> int:
 
 
 def place_of_one(values: list[Any]) -> int:
-    """Chain worker and head: the class of a one-hot list.
-
-    Raises:
-        ValueError: the list is not one-hot.
-    """
     if len(values) < 2 or sorted(values) != [0] * (len(values) - 1) + [1]:
         raise ValueError(f"the list {values!r:.60} has not exactly one 1 among zeros")
     return values.index(1)
@@ -155,7 +125,7 @@ FOLDER, JSON, TEXT = "folder", "json", "text"
 
 @dataclass
 class Values:
-    """Head: what one column, or one place for labels, holds."""
+    """What one column, or one place for labels, holds."""
 
     count: int = 0
     words: int = 0
@@ -168,7 +138,6 @@ class Values:
     """The first that is neither number nor text."""
 
     def take(self, value: Any) -> None:
-        """Add one value."""
         self.count += 1
         if isinstance(value, bytes) and value.strip()[:1] == b"[":
             self.lengths.add(value.count(b",") or len(value.split()))
@@ -184,7 +153,6 @@ class Values:
             self.odd = self.odd or f"{value!r:.60}"
 
     def add(self, other: Values) -> None:
-        """Add those of another shard."""
         self.count += other.count
         self.words += other.words
         self.numbers |= other.numbers
@@ -214,7 +182,7 @@ class Values:
 
 
 class Rule(NamedTuple):
-    """Head and chain worker: where labels are if no member is one."""
+    """Where labels are if no member is one."""
 
     place: str = ""
     """A column, or FOLDER; empty: nowhere."""
@@ -230,8 +198,6 @@ NO_RULE = Rule()
 
 @dataclass
 class Survey:
-    """Head: of one shard, or of several."""
-
     rows: int = 0
     columns: dict[str, str] = field(default_factory=dict)
     """Column → the first suffix."""
@@ -243,7 +209,6 @@ class Survey:
     """The first member that names its column."""
 
     def add(self, other: Survey) -> None:
-        """Head: add another shard."""
         self.rows += other.rows
         self.columns = {**other.columns, **self.columns}
         for name, values in other.values.items():
@@ -253,7 +218,7 @@ class Survey:
         self.dotted = self.dotted or other.dotted
 
     def label(self) -> Rule:
-        """Head: where labels are if no member is one.
+        """Where labels are if no member is one.
 
         Text counts only if it repeats, for captions do not; folders only if they do not depend on the shard.
         """
@@ -276,15 +241,7 @@ class Survey:
 
 
 def survey_of(file: Any, path: str, labels: bool, texts: str = "", most: int | None = None) -> Survey:
-    """Head: read the headers of a shard, and the contents of members with numbers.
-
-    Args:
-        file: the shard; without `most`, it must be seekable.
-        path: of the shard.
-        labels: look for labels in JSON, text and folders, too.
-        texts: also take the values of this column.
-        most: number of records to read at most, with all of their contents; None: all records.
-    """
+    """Read the headers of a shard, and the contents of members with numbers."""
     found, naming = Survey(), Naming(path)
     read = (*NUMBERS, JSON, "txt", TEXT) if labels else (*NUMBERS, "txt", TEXT, "id") if texts else NUMBERS
 
@@ -316,7 +273,6 @@ def survey_of(file: Any, path: str, labels: bool, texts: str = "", most: int | N
 
 
 def merged(surveys: Iterable[Survey]) -> Survey:
-    """Head: of all shards."""
     whole = Survey()
     for survey in surveys:
         whole.add(survey)
@@ -324,11 +280,7 @@ def merged(surveys: Iterable[Survey]) -> Survey:
 
 
 def label_of(record: Record, rule: Rule) -> Any:
-    """Chain worker: the label of a record; None if it has none where the rule says.
-
-    Raises:
-        ValueError: what is there is no label.
-    """
+    """The label of a record; None if it has none where the rule says."""
     if rule.place == FOLDER:
         return folder_of(record["key"].partition(":")[2]).rpartition("/")[2] or None
     value = record.get(rule.place)
@@ -343,7 +295,7 @@ def label_of(record: Record, rule: Rule) -> Any:
 
 
 def folder_of(stem: str) -> str:
-    """Every host: the folder of a record's members, without a leading dot."""
+    """The folder of a record's members, without a leading dot."""
     return stem.rpartition("/")[0].removeprefix(".").strip("/")
 
 

@@ -37,11 +37,6 @@ lists by OR. Operators: == != < > <= >= in, not in."""
 
 
 def filter_columns(filters: Filters | None) -> list[str]:
-    """Head: the columns that filters name.
-
-    Raises:
-        UsageError: they are no filters.
-    """
     if not filters:
         return []
     try:
@@ -57,18 +52,13 @@ def filter_columns(filters: Filters | None) -> list[str]:
 
 
 def expression(filters: Filters | None) -> Any:
-    """Every host: filters as pyarrow evaluates them."""
     from pyarrow import parquet
 
     return parquet.filters_to_expression(filters)
 
 
 def without(filters: Filters | None, columns: Iterable[str]) -> Filters | None:
-    """Head: the part of the filters that concerns other columns; it keeps at least the same rows.
-
-    Returns:
-        None if that is every row.
-    """
+    """The part of the filters that concerns other columns; it keeps at least the same rows."""
     if not filters:
         return None
     either: list[Any] = filters if isinstance(filters[0], list) else [filters]
@@ -82,7 +72,7 @@ fewer and fewer."""
 
 
 class Group(NamedTuple):
-    """Head: a row group that may hold rows of the split."""
+    """A row group that may hold rows of the split."""
 
     number: int
     first_row: int
@@ -92,11 +82,7 @@ class Group(NamedTuple):
 def read_footer(
     filesystem: Any, path: str, columns: list[str] | None
 ) -> tuple[Any, list[Group], dict[str, Found]]:
-    """Head: schema and row groups of a file, and its columns that hold NULLs, or may.
-
-    Raises:
-        UsageError: the file is not whole, or two columns have one name.
-    """
+    """Schema and row groups of a file, and its columns that hold NULLs, or may."""
     from pyarrow import parquet
 
     try:
@@ -121,12 +107,7 @@ def read_footer(
 
 
 def read_groups(filesystem: Any, path: str, groups: list[Group], columns: list[str] | None) -> Any:
-    """Every host: row groups as a table; verifies pages that have a checksum.
-
-    Raises:
-        UsageError: the file does not match its footer, or a column could run code.
-        OSError: it cannot be read, or a checksum is wrong.
-    """
+    """Row groups as a table; verifies pages that have a checksum."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -171,8 +152,6 @@ def _read(reader: Any, groups: list[int], columns: list[str] | None) -> Any:
 
 @dataclass(frozen=True)
 class Footer:
-    """Head: contents of a Parquet file's footer."""
-
     schema: Any
     rows: int
     groups: list[Group]
@@ -183,19 +162,11 @@ class Footer:
 
 
 class ParquetSource(StreamedSource):
-    """Head and chain worker: one record per row, read by row groups.
+    """One record per row, read by row groups.
 
     Columns of {bytes, path} structs, as Hugging Face datasets write images, give their bytes; lists and
     Arrow tensors give NumPy arrays. Filters skip row groups by their statistics; in the others, the filter's
     columns are read first, and the rest only if a row matches.
-
-    Args:
-        files: pyarrow FileInfo of each file.
-        columns: columns of the records; None: all.
-        filters: rows to keep; None: all.
-        constants: per path, columns that the file lacks and their value in all its rows.
-        nulls: how to handle NULLs, by column; those of other columns are refused.
-        types: Arrow types of columns that files may lack.
     """
 
     random = False
@@ -272,7 +243,7 @@ class ParquetSource(StreamedSource):
                 )
 
     def count_nulls(self, path: str, column: str, groups: list[Group]) -> int:
-        """Head: number of NULLs of a column in rows that match the filters, found by reading it."""
+        """Number of NULLs of a column in rows that match the filters, found by reading it."""
         table = read_groups(self.filesystem, path, groups, [column])
         mask = mask_of(table[column], self._rows(path, groups))
         return 0 if mask is None else int(mask.sum())
@@ -309,7 +280,7 @@ class ParquetSource(StreamedSource):
             raise UsageError(f"{path}: filters={self.filters!r} do not fit its columns: {text}") from None
 
     def complete(self, path: str, schema: Any) -> None:
-        """Head: add to `constants` what a file of this schema lacks; no-op here."""
+        """Add to `constants` what a file of this schema lacks; no-op here."""
 
     def for_workers(self) -> ParquetSource:
         slim = copy(self)
@@ -341,7 +312,7 @@ class ParquetSource(StreamedSource):
         return found, matching
 
     def _rows(self, path: str, groups: list[Group]) -> np.ndarray[Any, Any]:
-        """Every host: positions of the rows to keep within these concatenated row groups."""
+        """Positions of the rows to keep within these concatenated row groups."""
         import numpy as np
         import pyarrow as pa
 
@@ -426,20 +397,15 @@ class ParquetSource(StreamedSource):
             yield record
 
     def column_types(self) -> dict[str, Any]:
-        """Head: column → its type in the first file."""
+        """Column → its type in the first file."""
         return {c: kind or self.types.get(c) for c, kind in self._whole_schema(*self._first()).items()}
 
     def metadata(self) -> list[dict[bytes, bytes]]:
-        """Head: what the writers of the files left beside their schemas."""
+        """What the writers of the files left beside their schemas."""
         self._ensure_footers()
         return [footer.schema.metadata or {} for footer in self.footers]
 
     def label_values(self, column: str) -> set[Any]:
-        """Head: the distinct values of a column.
-
-        Raises:
-            UsageError: a column that is asked for is missing.
-        """
         from pyarrow import compute
 
         self._check_schemas()
@@ -466,7 +432,7 @@ def read_parquet(
     filters: Filters | None = None,
     nulls: Nulls | None = None,
 ) -> Source | None:
-    """Head: read Parquet files under `root/<split>/` or named `root/<split>*.parquet`.
+    """Read Parquet files under `root/<split>/` or named `root/<split>*.parquet`.
 
     Folders such as `label=cat/` and `split=train/`, as Hive and Spark write them, are columns.
 

@@ -135,12 +135,12 @@ class StreamedSource(Source):
 
 
 def listing_of(source: Source, shard: Shard) -> list[tuple[str, Shard]] | None:
-    """Chain worker: key and shard of each record; None if only reading the shard tells."""
+    """Key and shard of each record; None if only reading the shard tells."""
     return source.listing(shard) if isinstance(source, IndexedSource) else None
 
 
 def cut_indices(n: int, records: int, order: np.random.Generator | None, homes: int = 0) -> list[Shard]:
-    """Head: divide the permuted indices 0 … n-1 into shards of `records`.
+    """Divide the permuted indices 0 … n-1 into shards of `records`.
 
     Args:
         n: number of indices.
@@ -168,12 +168,12 @@ def cut_indices(n: int, records: int, order: np.random.Generator | None, homes: 
 
 
 def digest(*parts: Any) -> str:
-    """Head: an identifier of data, 16 hexadecimal digits."""
+    """An identifier of data, 16 hexadecimal digits."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
 def record_id(key: str) -> int:
-    """Every host: a record's identity as 63 bits, so that sums of ids compare sets of records."""
+    """A record's identity as 63 bits, so that sums of ids compare sets of records."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -183,7 +183,7 @@ def one_by_one(
     load: Callable[[str], Record | None],
     refuses: Callable[[str], str],
 ) -> Iterator[Record | BadRecord]:
-    """Chain worker: the listed records of a shard, each read alone unless it is refused or cached here."""
+    """The listed records of a shard, each read alone unless it is refused or cached here."""
     for key, alone in listing:
         if reason := refuses(key):
             yield BadRecord(key, reason)
@@ -202,17 +202,11 @@ WAITS_S = (0.1, 0.5)
 def read_again(
     key: str, read: Callable[[], T], rewind: Callable[[], None] | None = None, far: bool = False
 ) -> T | BadRecord:
-    """Chain worker: call `read`; if it raises, retry after a moment.
+    """Call `read`; if it raises, retry after a moment.
 
     An OSError of a file system or connection is tried three times and may then be retried on another host;
     a file that is missing or may not be read once, unless it is far; anything else (a damaged file, an error
     in the user's code) twice.
-
-    Args:
-        key: of the record.
-        read: reads it.
-        rewind: called before a retry, from `generators`: draws must not depend on the number of tries.
-        far: whether it reads through a network.
     """
     for number, wait_s in enumerate((*WAITS_S, 0.0), start=1):
         try:
@@ -232,7 +226,7 @@ def read_again(
 
 
 def generators() -> Callable[[], None]:
-    """Chain worker: a function that resets the global random generators to their current state."""
+    """A function that resets the global random generators to their current state."""
     import numpy as np
 
     python, numpy, torch = random.getstate(), np.random.get_state(), sys.modules.get("torch")
@@ -248,7 +242,7 @@ def generators() -> Callable[[], None]:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Chain worker: whether an error concerns access to the data rather than the data."""
+    """Whether an error concerns access to the data rather than the data."""
     if not isinstance(error, OSError) or isinstance(error, PERMANENT):
         return False
     # Pillow reports a damaged image as an OSError.
@@ -265,23 +259,15 @@ PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirector
 
 
 def reread_wait_s(error: BaseException, tries: int) -> float | None:
-    """Head: how long to wait before retrying failed work; None: it has failed for good.
-
-    Args:
-        error: the cause.
-        tries: number of retries so far.
-    """
+    """How long to wait before retrying failed work; None: it has failed for good."""
     most = 1 if isinstance(error, PERMANENT) else len(REREAD_WAITS_S)
     return REREAD_WAITS_S[tries] if tries < most else None
 
 
 def seed_globals(text: str) -> int:
-    """Every host: seed the generators of `random`, NumPy and torch; returns the seed.
+    """Seed the generators of `random`, NumPy and torch; returns the seed.
 
     Takes seven microseconds. If torch is not loaded, it is seeded when it is.
-
-    Args:
-        text: what the draws depend on.
     """
     import numpy as np
 
@@ -293,7 +279,7 @@ def seed_globals(text: str) -> int:
 
 
 def seed_torch(seed: int) -> None:
-    """Every host: seed torch's global generator, now or as soon as torch is loaded."""
+    """Seed torch's global generator, now or as soon as torch is loaded."""
     torch = sys.modules.get("torch")
     generator = getattr(torch, "default_generator", None)
     if generator is not None:
@@ -310,7 +296,6 @@ class _WhenLoaded(MetaPathFinder):
     seed = 0
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Called by Python's import system."""
         if name != "torch":
             return None
         _forget_torch()
@@ -335,13 +320,7 @@ def _forget_torch() -> None:
 
 
 def seeded(records: Iterable[T], keys: Iterable[str] | None, text: str) -> Iterator[T]:
-    """Chain worker: the items of a reader, with the global generators seeded before each item is made.
-
-    Args:
-        records: a generator that makes one item at a time.
-        keys: of these items, if known in advance; None: identify items by their number.
-        text: seed and epoch; if `keys` is None, also the shard.
-    """
+    """The items of a reader, with the global generators seeded before each item is made."""
     reader = iter(records)
     names = map(str, range(sys.maxsize)) if keys is None else chain(keys, repeat("end"))
     for name in names:
@@ -355,7 +334,7 @@ def seeded(records: Iterable[T], keys: Iterable[str] | None, text: str) -> Itera
 
 @contextmanager
 def drawing(text: str) -> Iterator[None]:
-    """Head: seed the global generators for users' code that runs here, and restore them afterwards."""
+    """Seed the global generators for users' code that runs here, and restore them afterwards."""
     before = states()
     seed_globals(text)
     try:
@@ -366,7 +345,7 @@ def drawing(text: str) -> Iterator[None]:
 
 
 def states() -> dict[str, Any]:
-    """Every host: the states of the global generators as plain types; torch's only if it is loaded."""
+    """The states of the global generators as plain types; torch's only if it is loaded."""
     import numpy as np
 
     state: Any = np.random.get_state()
@@ -379,7 +358,6 @@ def states() -> dict[str, Any]:
 
 
 def put_back(found: dict[str, Any]) -> None:
-    """Every host: restore the global generators to a result of `states`."""
     import numpy as np
 
     random.setstate(found["random"])

@@ -43,25 +43,13 @@ _KINDS = {
 
 
 class Member(NamedTuple):
-    """Chain worker and head: a regular file of an archive."""
-
     name: str
     content: bytes
     """Empty if it was not requested."""
 
 
 def members(file: Any, path: str, contents: Callable[[str], bool] = lambda name: True) -> Iterator[Member]:
-    """Chain worker and head: the regular files of an archive, in order, without folders.
-
-    Args:
-        file: what to read; it must be seekable if `contents` is.
-        path: names it in errors.
-        contents: whether to read the content of a member; else it is empty.
-
-    Raises:
-        UsageError: the archive is damaged or truncated, data follows its end, or a member is neither a
-            regular file nor a folder.
-    """
+    """The regular files of an archive, in order, without folders."""
     tar = _Tar(file, path)
     extra: dict[str, str] = {}
     while (header := tar.header()) is not None:
@@ -93,7 +81,7 @@ def members(file: Any, path: str, contents: Callable[[str], bool] = lambda name:
 
 
 class _Tar:
-    """Chain worker and head: headers and contents of one archive, by position."""
+    """Headers and contents of one archive, by position."""
 
     def __init__(self, file: Any, path: str) -> None:
         self.file, self.path = file, path
@@ -101,7 +89,6 @@ class _Tar:
         """Offsets of the last header and of the next byte to read."""
 
     def header(self) -> tarfile.TarInfo | None:
-        """The next header; None at the end, after checking everything that follows."""
         self.start = self.at
         block = self._take(BLOCK, "the end of the archive is missing")
         if not block.strip(b"\0"):
@@ -117,7 +104,6 @@ class _Tar:
         return header
 
     def content(self, size: int) -> bytes:
-        """The contents of a member."""
         content = self._take(size, f"its member has {size} bytes")
         self._take(-size % BLOCK, "padding is missing")
         return content
@@ -198,12 +184,7 @@ class _Raw(io.RawIOBase):
 
 
 class Ahead:
-    """Chain worker: fetches the next chunks of a file in threads, as the kernel does for local files.
-
-    Args:
-        file: a pyarrow file; this object closes it.
-        chunks: number of chunks to fetch before the first one is read.
-    """
+    """Fetches the next chunks of a file in threads, as the kernel does for local files."""
 
     def __init__(self, file: Any, chunks: int = CHUNKS_AHEAD) -> None:
         self._file, self._size = file, file.size()

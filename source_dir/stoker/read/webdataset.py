@@ -48,13 +48,7 @@ T = TypeVar("T")
 
 
 class WebDatasetSource(StreamedSource):
-    """Head and chain worker: `0001.jpg`, `0001.cls` → `image` (bytes), `label`; see `Naming`.
-
-    Args:
-        files: pyarrow FileInfo of each shard.
-        columns: of the records; None: all.
-        strict: whether a column that no record has is an error.
-    """
+    """`0001.jpg`, `0001.cls` → `image` (bytes), `label`; see `Naming`."""
 
     random = False
 
@@ -106,7 +100,7 @@ class WebDatasetSource(StreamedSource):
         return not self.far and sum(self.sizes) <= WALK_LIMIT_BYTES
 
     def survey(self) -> Survey:
-        """Head: what the shards hold, or the first records if they are far away or large."""
+        """What the shards hold, or the first records if they are far away or large."""
         if self._found is not None:
             return self._found
         with ThreadPoolExecutor(8) as pool:
@@ -131,7 +125,7 @@ class WebDatasetSource(StreamedSource):
         return found
 
     def column_types(self) -> dict[str, Any]:
-        """Head: column → its Arrow type, as far as members were read before training."""
+        """Column → its Arrow type, as far as members were read before training."""
         import pyarrow as pa
 
         found = self.survey()
@@ -145,7 +139,7 @@ class WebDatasetSource(StreamedSource):
         return types
 
     def hints(self) -> dict[str, str]:
-        """Head: by parameter of `ImageClassification`, what else to do if shards lack its column."""
+        """By parameter of `ImageClassification`, what else to do if shards lack its column."""
         found = self.survey()
         far = "" if self.walked else "class folders are read in local shards of up to 4 GB only"
         fields = (
@@ -156,7 +150,7 @@ class WebDatasetSource(StreamedSource):
         return {"image_column": dotted, "label_column": f"; or add it as 0.cls beside 0.jpg{why}"}
 
     def label_values(self, column: str) -> set[Any] | None:
-        """Head: the distinct labels of a column; None if the shards are not read before training."""
+        """The distinct labels of a column; None if the shards are not read before training."""
         found, name = self.survey(), self.rule.name if column == "label" and self.rule.place else column
         if not self.walked or not (self.rule.place or column in found.columns):
             return None
@@ -282,7 +276,7 @@ class WebDatasetSource(StreamedSource):
 
 
 def shuffled(stream: Iterable[T], order: np.random.Generator | None) -> Iterator[T]:
-    """Chain worker: permute a stream within a sliding window."""
+    """Permute a stream within a sliding window."""
     if order is None:
         yield from stream
         return
@@ -300,7 +294,7 @@ def shuffled(stream: Iterable[T], order: np.random.Generator | None) -> Iterator
 def read_webdataset(
     root: str, split: str, columns: list[str] | None = None, strict: bool = True
 ) -> Source | None:
-    """Head: read tar shards under `root/<split>/` or named `root/<split>*.tar`.
+    """Read tar shards under `root/<split>/` or named `root/<split>*.tar`.
 
     Args:
         root: folder or URI; a single file is the train split.
