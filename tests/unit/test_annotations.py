@@ -163,7 +163,7 @@ def test_without_a_column_for_it_the_split_is_the_folder(tmp_path: Path) -> None
 def test_classes_that_only_capitals_tell_apart_are_named(tmp_path: Path) -> None:
     _, names, [note] = read(folder(tmp_path, SPLIT.replace("b,dog", "b,Cat")))
     assert names == ["Cat", "cat", "dog", "eel"]
-    assert "2 labels told from others by capitals only (first: Cat)" in note
+    assert "classes that look alike: 'Cat', 'cat'" in note
 
 
 def test_what_is_left_out_is_counted(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every host: records as the columns of a block: schema, columns of rows that differ in length, Arrow tables."""
+"""Every host: records as columns of a block: schema, rows that differ in length, Arrow tables."""
 
 from __future__ import annotations
 

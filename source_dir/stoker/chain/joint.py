@@ -1,4 +1,4 @@
-"""Chain worker: transforms that apply to an image together with its masks and boxes, or by mistake alone (head)."""
+"""Transforms of an image together with its masks and boxes, and the search for those of the image alone."""
 
 from __future__ import annotations
 

@@ -273,7 +273,10 @@ def check_nulls(source: ParquetSource, columns: list[str]) -> None:
     rows = {path: footer.matching for path, footer in files}
     for column in columns:
         if column in source.nulls:
-            check_rule(column, source.nulls[column], source.types[column])
+            if source.nulls[column] != QUARANTINE:
+                stand_in(
+                    column, source.nulls[column], source.types[column]
+                )  # refuses a rule that does not fit
             if column + VALID_SUFFIX in columns:
                 problems.append(f"nulls: column {column} and {column}{VALID_SUFFIX}: rename the latter")
             continue
@@ -298,11 +301,6 @@ def check_nulls(source: ParquetSource, columns: list[str]) -> None:
         raise UsageError(*problems)
 
 
-def check_rule(column: str, rule: Any, kind: Any) -> None:
-    if rule != QUARANTINE:
-        stand_in(column, rule, kind)
-
-
 def stand_in(column: str, rule: Any, kind: Any) -> Any:
     """The value in a record for a NULL that a rule keeps or replaces."""
     import pyarrow as pa
@@ -310,26 +308,23 @@ def stand_in(column: str, rule: Any, kind: Any) -> Any:
     types = pa.types
     if types.is_dictionary(kind):
         kind = kind.value_type
+    holds: dict[Any, Callable[[Any], Any]] = {
+        float: types.is_floating,
+        bool: types.is_boolean,
+        int: types.is_integer,
+        str: is_text,
+    }
+    python = next((each for each, is_one in holds.items() if is_one(kind)), None)
     if rule == KEEP:
-        if types.is_floating(kind):
-            return float("nan")
-        if types.is_boolean(kind):
-            return False
-        if types.is_integer(kind):
-            return 0
-        if is_text(kind):
-            return ""
-        raise UsageError(
-            f"nulls: column {column} is {kind}; keep is for numbers, booleans and text: use quarantine"
-        )
+        if python is None:
+            raise UsageError(
+                f"nulls: column {column} is {kind}; keep is for numbers, booleans and text: use quarantine"
+            )
+        return float("nan") if python is float else python()
     is_number = isinstance(rule, int | float) and not isinstance(rule, bool)
-    if is_number and types.is_floating(kind):
-        return float(rule)
-    if is_number and types.is_integer(kind) and int(rule) == rule:
-        return int(rule)
-    if isinstance(rule, bool) and types.is_boolean(kind):
-        return rule
-    if isinstance(rule, str) and is_text(kind):
+    if python in (float, int) and is_number and (python is float or int(rule) == rule):
+        return python(rule)
+    if python in (bool, str) and isinstance(rule, python):
         return rule
     raise UsageError(
         f"nulls: {rule!r} does not fit column {column}, which is {kind}; use quarantine, keep or a value of"

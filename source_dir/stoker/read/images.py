@@ -23,7 +23,7 @@ from stoker.figures import count_of
 from stoker.messages import BadRecord, Record, Shard
 from stoker.read.folders import IMAGE_SUFFIXES, SPLIT_NAMES, beside, only, sort_out, split_folder
 from stoker.read.identity import fingerprint_of_files
-from stoker.read.labels import MOST_CLASSES
+from stoker.read.labels import MOST_CLASSES, alike
 from stoker.read.sources import IndexedSource, Source, cut_indices, read_again
 from stoker.storage.filesystems import child_folders, filesystem_of, is_local, is_there, join, list_files
 
@@ -120,15 +120,14 @@ def read_labels(
     for row in used:
         labels = tuple(sorted({number[text] for text in row.labels}))
         splits[row.split].append((row.file, labels if several else labels[0]))
-    folded = Counter(name.casefold() for name in names)
     read = (columns.id, columns.split, *columns.labels)
     told = (
         ("column", "not read", [name for i, name in enumerate(header) if name and i not in read]),
         ("image", f"of {root} in no row and not read", [f.path for f in files if f.path not in taken]),
         ("image", "without a label, so of no class", [row.id for row in used if not row.labels]),
-        ("label", "told from others by capitals only", [n for n in names if folded[n.casefold()] > 1]),
     )
     notes += tuple(_counted(path, noun, what, which) for noun, what, which in told if which)
+    notes += alike(names)
     if not splits["val"]:
         notes += (f"{path}: no row for validation; add a column split, or folders train/ and val/",)
     return Labels(splits, names, notes)
@@ -483,8 +482,8 @@ def read_images(
         split: train or val.
         labels: a CSV file with the labels instead, a path or URI, or a name below `root`; the images may
             lie in any sub-folders.
-        label_separator: separates several labels in a cell; the label of an image is then a vector of 0 and 1.
-            "": a cell is one label, whatever it holds.
+        label_separator: separates several labels in a cell; the label of an image is then a vector of 0 and
+            1. "": a cell is one label, whatever it holds.
         image_column: the column with the path or name of an image; default: of a usual name.
         label_column: the column with the label; default: of a usual name, or all others if they hold 0 and 1.
         class_names: in the order of their numbers, or the names of one column per class; default: sorted.

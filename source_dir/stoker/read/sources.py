@@ -41,7 +41,7 @@ class Source(ABC):
 
     def noting(self, *notes: str) -> Self:
         """Head: this source with more notes."""
-        self.notes += notes
+        self.notes += tuple(note for note in notes if note not in self.notes)
         return self
 
     def check(self) -> None:  # noqa: B027 - nothing to check is a good answer
