@@ -16,21 +16,17 @@ if TYPE_CHECKING:
 
 
 def names() -> list[str]:
-    """Laptop: the values of `--on`; imports no backend."""
-    return [module.name for module in pkgutil.iter_modules(__path__)]
+    """The values of `--on`; imports no backend."""
+    return [module.name for module in pkgutil.iter_modules(__path__) if module.name != "remote"]
 
 
 def backends() -> Iterator[Backend]:
-    """Laptop: yield all backends, importing them one by one."""
+    """Yield all backends, importing them one by one."""
     yield from map(backend, names())
 
 
 def backend(name: str) -> Backend:
-    """Laptop: the backend that `--on` names.
-
-    Raises:
-        UsageError: there is no backend with that name.
-    """
+    """The backend that `--on` names."""
     if name not in (known := names()):
         raise UsageError(f"--on {name}: no such place (known: {', '.join(known)})" + nearest(name, known))
     found: Backend = importlib.import_module(f"{__name__}.{name}").BACKEND
@@ -38,7 +34,7 @@ def backend(name: str) -> Backend:
 
 
 def attach(run_id: str) -> Run:
-    """Laptop: the run with a given id or run directory.
+    """The run with a given id or run directory.
 
     Raises:
         UsageError: the run does not exist.
@@ -51,7 +47,7 @@ def attach(run_id: str) -> Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Laptop: command line options that are not part of the configuration."""
+    """Command line options that are not part of the configuration."""
 
     on: str = "local"
     source_dir: Path | None = None
@@ -66,7 +62,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Resume:
-    """Laptop: what a job resumes from."""
+    """What a job resumes from."""
 
     value: str | None = None
     """Value for `checkpoint.resume`; None leaves the key unchanged."""
@@ -81,7 +77,7 @@ class Resume:
 
 
 class Request(Protocol):
-    """Laptop: everything that a backend is about to do, as a printable value."""
+    """Everything that a backend is about to do, as a printable value."""
 
     def render(self) -> str:
         """The request as shown by `--dry-run`."""
@@ -89,7 +85,7 @@ class Request(Protocol):
 
 
 class Run(Protocol):
-    """Laptop: one execution of a job."""
+    """One execution of a job."""
 
     @property
     def id(self) -> str:
@@ -115,7 +111,7 @@ class Run(Protocol):
 
 @runtime_checkable
 class RemoteRun(Run, Protocol):
-    """Laptop: a run that outlives this process."""
+    """A run that outlives this process."""
 
     def closing(self) -> str:
         """Message after the end: outcome, cost, location of the model."""
@@ -128,7 +124,7 @@ class RemoteRun(Run, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """Laptop: a place where jobs run. Each backend module in this folder defines one as `BACKEND`."""
+    """A place where jobs run. Each backend module in this folder defines one as `BACKEND`."""
 
     name: str
     """`--on NAME`."""

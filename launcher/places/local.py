@@ -34,7 +34,7 @@ FORWARD_AFTER_S = 2.0
 
 @dataclass(frozen=True)
 class LocalRequest:
-    """Laptop: a local run before it is started: the job and its run directory."""
+    """A local run before it is started: the job and its run directory."""
 
     job: Job
     run_dir: Path
@@ -66,7 +66,7 @@ class LocalRequest:
 
 
 class LocalRun:
-    """Laptop: a running local job; its process writes to this terminal."""
+    """A running local job; its process writes to this terminal."""
 
     def __init__(
         self, run_dir: Path, process: subprocess.Popen[bytes], new: bool = False, latest: str | None = None
@@ -122,12 +122,12 @@ class LocalRun:
 
 
 def plan(job: Job, run_dir: Path | None = None) -> LocalRequest:
-    """Laptop: plan a new run directory, or resume in an earlier one; writes nothing."""
+    """Plan a new run directory, or resume in an earlier one; writes nothing."""
     return LocalRequest(job, run_dir or runs.new_run_dir(job))
 
 
 def submit(request: LocalRequest) -> LocalRun:
-    """Laptop: stage the source and start the job's process."""
+    """Stage the source and start the job's process."""
     run_dir = request.run_dir
     new = not run_dir.exists()
     shutil.rmtree(run_dir / "code", ignore_errors=True)  # code of a resumed run
@@ -150,13 +150,13 @@ def submit(request: LocalRequest) -> LocalRun:
 
 
 def environment(run_dir: Path) -> dict[str, str]:
-    """Laptop: the environment of a job's process."""
+    """The environment of a job's process."""
     place = {BACKEND_VARIABLE: "local", RUN_DIR_VARIABLE: str(run_dir), LAUNCH_DIR_VARIABLE: str(Path.cwd())}
     return os.environ | place
 
 
 class PastRun:
-    """Laptop: a run that another process started, found by its directory."""
+    """A run that another process started, found by its directory."""
 
     def __init__(self, run_dir: Path) -> None:
         self.id = str(run_dir)
@@ -221,7 +221,7 @@ class PastRun:
 
 
 def attach(run_id: str) -> PastRun:
-    """Laptop: find a run by its directory.
+    """Find a run by its directory.
 
     Raises:
         UsageError: the folder is not a run directory.
@@ -244,7 +244,7 @@ BACKEND = Backend(
 
 
 def log_lines(run_dir: Path, follow: bool, alive: Callable[[], bool]) -> Iterator[str]:
-    """Laptop: the run's console output, line by line; with `follow` until it has ended."""
+    """The run's console output, line by line; with `follow` until it has ended."""
     path = run_dir / "logs" / "console.log"
     while follow and not path.exists() and alive():
         time.sleep(0.2)

@@ -15,7 +15,7 @@ import launcher
 from launcher import runs
 from launcher.job import Job
 from launcher.places import Backend, local
-from launcher.places.sagemaker import aws
+from launcher.places.sagemaker import training_job
 from launcher.rehearsal import isolation, running, sagemaker_hosts, world
 from launcher.rehearsal import plan as planning
 from launcher.rehearsal.plan import Shape, shape_of
@@ -33,7 +33,7 @@ TOOLKIT_STOP_GRACE_S = 10.0
 
 @dataclass(frozen=True)
 class RehearsalRequest:
-    """Laptop: the hosts, channels and faults of one rehearsal."""
+    """The hosts, channels and faults of one rehearsal."""
 
     job: Job
     hosts: tuple[planning.PlannedHost, ...]
@@ -78,7 +78,7 @@ class RehearsalRequest:
 
 
 def plan(job: Job, checkpoints: tuple[Path, ...] = ()) -> RehearsalRequest:
-    """Laptop: plan the rehearsal and check everything that does not require starting a host.
+    """Plan the rehearsal and check everything that does not require starting a host.
 
     Args:
         job: what to rehearse.
@@ -103,7 +103,7 @@ def plan(job: Job, checkpoints: tuple[Path, ...] = ()) -> RehearsalRequest:
 
 
 def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
-    """Laptop: build the upload, create the hosts and start them.
+    """Build the upload, create the hosts and start them.
 
     Args:
         request: the result of `plan`.
@@ -130,7 +130,7 @@ def submit(request: RehearsalRequest, show: bool = True) -> RehearsalRun:
         staged = folder / "staged"
         stage(request.job, staged, {c.parameter: c.path_on_host for c in request.channels})
         if train is not None:
-            pack(staged, folder / aws.ARCHIVE)
+            pack(staged, folder / training_job.ARCHIVE)
         specs = []
         for number, host in enumerate(request.hosts, start=1):
             made = isolation.make_cgroups(
@@ -165,7 +165,7 @@ def _host_spec(
     train: list[str] | None,
     cgroups: list[str],
 ) -> dict[str, Any]:
-    """Laptop: write a host's files and /etc/hosts; returns its specification for the world."""
+    """Write a host's files and /etc/hosts; returns its specification for the world."""
     config = request.job.resolved.config
     own = folder / host.name
     own.mkdir(exist_ok=True)

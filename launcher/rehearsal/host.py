@@ -20,7 +20,7 @@ SPEC_VARIABLE = "STOKER_EMULATED_HOST"
 
 
 def main() -> None:
-    """Emulated host: set up network, mounts and name, then execute the container's program."""
+    """Set up network, mounts and name, then execute the container's program."""
     spec: dict[str, Any] = json.loads(os.environ.pop(SPEC_VARIABLE))
     ready = int(sys.argv[1])
     for path in spec["cgroups"]:
@@ -91,11 +91,7 @@ def _keep_below_tmp(paths: list[str], private: Path) -> None:
 
 
 def _mount_service(folder: Path, source: Path, at: Path) -> list[str]:
-    """Mount the service's folder; if the machine has none, over a copy of its parent made of bind mounts.
-
-    Returns:
-        The mounts that are the machine's own files.
-    """
+    """Mount the service's folder; if the machine has none, over a copy of its parent made of bind mounts."""
     if at.is_dir():
         _run("mount", "--rbind", str(source), str(at))
         return ["/"]

@@ -25,11 +25,7 @@ REMOVAL_S = 5.0
 
 
 def unshare_command() -> list[str]:
-    """Laptop: the command prefix that runs a program in private namespaces.
-
-    Raises:
-        UsageError: this machine cannot create namespaces; the message says why.
-    """
+    """The command prefix that runs a program in private namespaces."""
     instead = "; `--on local` runs the same job without emulated hosts"
     if not sys.platform.startswith("linux"):
         raise UsageError(f"--on rehearsal needs Linux namespaces, but this is {sys.platform}{instead}")
@@ -51,11 +47,7 @@ def unshare_command() -> list[str]:
 
 
 def make_cgroups(name: str, quota: float | None) -> list[str]:
-    """Laptop: create a CPU cgroup limited to `quota` cores; returns the files for joining it.
-
-    Raises:
-        UsageError: a quota is set, but this machine does not allow one.
-    """
+    """Create a CPU cgroup limited to `quota` cores; returns the files for joining it."""
     if quota is None:
         return []
     try:
@@ -80,7 +72,7 @@ def make_cgroups(name: str, quota: float | None) -> list[str]:
 
 
 def remove_cgroups(files: list[str]) -> None:
-    """Laptop: remove cgroups, retrying until the kernel has removed the last process."""
+    """Remove cgroups, retrying until the kernel has removed the last process."""
     deadline = time.monotonic() + REMOVAL_S
     for file in files:
         folder = Path(file).parent

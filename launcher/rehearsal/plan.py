@@ -28,7 +28,7 @@ _NETWORK = "10.77.0"
 
 @dataclass(frozen=True)
 class PlannedHost:
-    """Laptop: one emulated host."""
+    """One emulated host."""
 
     name: str
     group: str
@@ -40,7 +40,7 @@ class PlannedHost:
 
 @dataclass(frozen=True)
 class PlannedChannel:
-    """Laptop: local data that is mounted on every host."""
+    """Local data that is mounted on every host."""
 
     parameter: str
     source: Path
@@ -54,11 +54,7 @@ class PlannedChannel:
 
 
 def plan_hosts(config: Config) -> tuple[PlannedHost, ...]:
-    """Laptop: plan `gpu=1,cpu=2:ml.c5.2xlarge` as hosts in that order.
-
-    Raises:
-        UsageError: every problem found.
-    """
+    """Plan `gpu=1,cpu=2:ml.c5.2xlarge` as hosts in that order."""
     settings = config.rehearsal
     problems: list[str] = []
     groups: list[tuple[str, int, str]] = []
@@ -100,11 +96,7 @@ def plan_hosts(config: Config) -> tuple[PlannedHost, ...]:
 
 
 def plan_faults(config: Config, hosts: tuple[PlannedHost, ...]) -> tuple[world.Fault, ...]:
-    """Laptop: parse and check the configured faults.
-
-    Raises:
-        UsageError: every problem found.
-    """
+    """Parse and check the configured faults."""
     names = [host.name for host in hosts]
     planned, problems = [], []
     for text in config.rehearsal.faults:
@@ -118,11 +110,7 @@ def plan_faults(config: Config, hosts: tuple[PlannedHost, ...]) -> tuple[world.F
 
 
 def plan_topology(config: Config, hosts: tuple[PlannedHost, ...]) -> Topology:
-    """Laptop: resolve the topology as the hosts will, so that a wrong group is found before the start.
-
-    Raises:
-        UsageError: no group can train.
-    """
+    """Resolve the topology as the hosts will, so that a wrong group is found before the start."""
     try:
         return resolve(shape_of(config).resource(hosts, hosts[0]), config.cluster.gpu_group)
     except TopologyError as error:
@@ -130,7 +118,7 @@ def plan_topology(config: Config, hosts: tuple[PlannedHost, ...]) -> Topology:
 
 
 def host_environment(config: Config) -> dict[str, str]:
-    """Laptop: the environment of a host's program; only LANG is inherited from this machine."""
+    """The environment of a host's program; only LANG is inherited from this machine."""
     binaries = str(Path(sys.executable).parent)
     return {
         "PATH": f"{binaries}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -145,7 +133,7 @@ def host_environment(config: Config) -> dict[str, str]:
 
 
 def rate_arguments(link_mbps: float | None) -> list[str]:
-    """Laptop: arguments of `tc qdisc add … tbf` that limit a link's rate."""
+    """Arguments of `tc qdisc add … tbf` that limit a link's rate."""
     if link_mbps is None:
         return []
     burst = max(128 * 1024, int(link_mbps * 1e6 / 8 * 0.01))  # one offloaded segment is 64 KiB
@@ -153,7 +141,7 @@ def rate_arguments(link_mbps: float | None) -> list[str]:
 
 
 def masked_folders(job: Job) -> list[str]:
-    """Laptop: source folders to hide from hosts, except those that contain the interpreter."""
+    """Source folders to hide from hosts, except those that contain the interpreter."""
     folders = [examples_root(), *filter(None, [job.source_dir])]
     needed = [Path(sys.prefix), Path(sys.base_prefix)]
     return [
@@ -172,7 +160,7 @@ def _trains(name: str, groups: list[tuple[str, int, str]], gpu_group: str | None
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Laptop: what distinguishes a service's hosts. `NAME_hosts.py` defines one as `SHAPE`."""
+    """What distinguishes a service's hosts. `NAME_hosts.py` defines one as `SHAPE`."""
 
     service: str
     """Its name in messages."""
@@ -197,6 +185,6 @@ class Shape:
 
 
 def shape_of(config: Config) -> Shape:
-    """Laptop: the shape that `rehearsal.like` names."""
+    """The shape that `rehearsal.like` names."""
     found: Shape = importlib.import_module(f"launcher.rehearsal.{config.rehearsal.like}_hosts").SHAPE
     return found

@@ -35,7 +35,7 @@ END_S = 60.0
 
 @dataclass
 class HostResult:
-    """Laptop: the result of one host; times in seconds from the start of the rehearsal."""
+    """The result of one host; times in seconds from the start of the rehearsal."""
 
     name: str
     group: str
@@ -49,7 +49,7 @@ class HostResult:
 
 
 class RehearsalRun:
-    """Laptop: a running rehearsal; it ends with this process."""
+    """A running rehearsal; it ends with this process."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class RehearsalRun:
         (self.run_dir / "rehearsal.json").write_text(json.dumps(self.report(), indent=1))
 
     def report(self) -> dict[str, Any]:
-        """Laptop: the content of `rehearsal.json`."""
+        """The content of `rehearsal.json`."""
         return {
             "exit_code": self._code,
             "status": self.status(),
@@ -275,7 +275,7 @@ _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "bright_red")
 
 
 class Display:
-    """Laptop: prints to standard output, in colour only on a terminal."""
+    """Prints to standard output, in colour only on a terminal."""
 
     def __init__(self, hosts: tuple[PlannedHost, ...]) -> None:
         self._console = Console(soft_wrap=True, highlight=False)
@@ -325,7 +325,7 @@ class Display:
 
 
 def results(run_dir: Path, succeeded: bool) -> list[str]:
-    """Laptop: the lines that name what a rehearsal left on this machine; its hosts named their own paths."""
+    """The lines that name what a rehearsal left on this machine; its hosts named their own paths."""
     lines = {"results": ("", "."), "model": ("", "model"), "report": ("", "report.html")}
     lines |= {"next": ("tensorboard --logdir ", "tensorboard")} if succeeded else {}
     lines |= {} if succeeded else {"details": ("", "logs/driver.log")}
@@ -337,31 +337,13 @@ def results(run_dir: Path, succeeded: bool) -> list[str]:
 
 
 def collect(hosts: dict[str, Path], run_dir: Path, given: Iterable[Path] = ()) -> list[str]:
-    """Laptop: merge model, output and checkpoints of all hosts, as SageMaker does.
-
-    Args:
-        hosts: host name → the folder mounted as its `/opt/ml`.
-        run_dir: the run directory on this machine.
-        given: the checkpoints that every host was given, to resume from.
-
-    Returns:
-        One line per file that two hosts wrote; SageMaker keeps one of them, unspecified which.
-    """
+    """Merge model, output and checkpoints of all hosts, as SageMaker does."""
     folders = {"output/data": run_dir, "model": run_dir / "model", "checkpoints": run_dir / "checkpoints"}
     return merge(hosts, folders, given)
 
 
 def merge(sources: dict[str, Path], folders: dict[str, Path], given: Iterable[Path] = ()) -> list[str]:
-    """Laptop: move the files below all sources to common folders.
-
-    Args:
-        sources: name of a host, or of what several share → its folder.
-        folders: path below each source → where its files go.
-        given: files and folders that each source had in `checkpoints` from the start.
-
-    Returns:
-        One line per file that two sources wrote.
-    """
+    """Move the files below all sources to common folders."""
     clashes: list[str] = []
     originals = {
         Path("checkpoints", file.relative_to(top.parent)): file
@@ -391,13 +373,13 @@ def merge(sources: dict[str, Path], folders: dict[str, Path], given: Iterable[Pa
 
 
 def failure_of(ml: Path) -> str:
-    """Laptop: what a host wrote to `/opt/ml/output/failure`, truncated as by SageMaker."""
+    """What a host wrote to `/opt/ml/output/failure`, truncated as by SageMaker."""
     file = ml / "output" / "failure"
     return file.read_text(errors="replace")[:FAILURE_CHARACTERS] if file.is_file() else ""
 
 
 def keep_ray_logs(host_folder: Path, target: Path) -> None:
-    """Laptop: copy a host's Ray logs; used for failed runs."""
+    """Copy a host's Ray logs; used for failed runs."""
     logs = [path for path in (host_folder / "tmp").glob("sray-*/s/session_2*/logs") if path.is_dir()]
     for folder in logs[-1:]:
         shutil.copytree(
@@ -415,7 +397,7 @@ def _scrubbed(source: str | Path, target: str | Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Laptop: remove the hosts' folders; raises if a mount below them would be emptied as well."""
+    """Remove the hosts' folders; raises if a mount below them would be emptied as well."""
     mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     prefix = f"{folder.resolve()}/"
     below = [path for path in mounted if path.startswith(prefix)]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.job import Job
-from launcher.places.sagemaker import aws
+from launcher.places.sagemaker import training_job
 from launcher.rehearsal import running
 from launcher.rehearsal.plan import PlannedHost, Shape, host_environment
 from stoker.config.schema import Config
@@ -28,12 +28,12 @@ CODE_CHANNEL = "code"
 
 
 def host_names(groups: Sequence[tuple[str, int]]) -> list[str]:
-    """Laptop: algo-1, algo-2, … through all groups."""
+    """The names algo-1, algo-2, … through all groups."""
     return [f"algo-{number}" for number in range(1, sum(count for _, count in groups) + 1)]
 
 
 def resource_config(hosts: tuple[PlannedHost, ...], current: PlannedHost) -> dict[str, Any]:
-    """Laptop: resourceconfig.json in SageMaker's form, with its text-sorted host list."""
+    """The content of resourceconfig.json in SageMaker's form, with its text-sorted host list."""
     groups = dict.fromkeys(host.group for host in hosts)
     return {
         "current_group_name": current.group,
@@ -53,11 +53,11 @@ def resource_config(hosts: tuple[PlannedHost, ...], current: PlannedHost) -> dic
 
 
 def hyperparameters(job: Job, entry: str) -> dict[str, str]:
-    """Laptop: hyperparameters.json; every value is a JSON string, as SDKs write it."""
+    """The content of hyperparameters.json; every value is a JSON string, as SDKs write it."""
     given = {k: json.dumps(v) for k, v in job.resolved.config.sagemaker.hyperparameters.items()}
     if entry == "container":
         return given
-    archive = f"/opt/ml/input/data/{CODE_CHANNEL}/{aws.ARCHIVE}"
+    archive = f"/opt/ml/input/data/{CODE_CHANNEL}/{training_job.ARCHIVE}"
     own = {
         "config": "job.yaml",
         "sagemaker_program": "train.py",
@@ -70,7 +70,7 @@ def hyperparameters(job: Job, entry: str) -> dict[str, str]:
 
 
 def environment(job: Job, config: Config) -> dict[str, str]:
-    """Laptop: the environment of a host's program."""
+    """The environment of a host's program."""
     return {
         **host_environment(config),
         "AWS_REGION": "us-east-1",
@@ -82,7 +82,7 @@ def environment(job: Job, config: Config) -> dict[str, str]:
 
 
 def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit: bool) -> dict[str, Any]:
-    """Laptop: write the host's `/opt/ml`."""
+    """Write the host's `/opt/ml`."""
     ml = folder / host.name / "ml"
     for part in ("input/config", "input/data", "model", "output/data", "checkpoints"):
         (ml / part).mkdir(parents=True)
@@ -106,7 +106,7 @@ def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit:
     code = ml / "input" / "data" / CODE_CHANNEL
     if toolkit:
         code.mkdir()
-        shutil.copy2(folder / aws.ARCHIVE, code / aws.ARCHIVE)
+        shutil.copy2(folder / training_job.ARCHIVE, code / training_job.ARCHIVE)
         command = []
     else:
         shutil.copytree(folder / "staged", code)
@@ -120,13 +120,13 @@ def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit:
 
 
 def collect(request: RehearsalRequest, folder: Path) -> list[str]:
-    """Laptop: merge model, output and checkpoints of all hosts, as SageMaker does."""
+    """Merge model, output and checkpoints of all hosts, as SageMaker does."""
     hosts = {host.name: folder / host.name / "ml" for host in request.hosts}
     return running.collect(hosts, request.run_dir, request.checkpoints)
 
 
 def failure(request: RehearsalRequest, folder: Path, host: PlannedHost) -> str:
-    """Laptop: what the host wrote to `/opt/ml/output/failure`, truncated as by SageMaker."""
+    """What the host wrote to `/opt/ml/output/failure`, truncated as by SageMaker."""
     return running.failure_of(folder / host.name / "ml")
 
 
@@ -150,7 +150,7 @@ INSTALL_TIMEOUT_S = 600
 
 
 def cache_folder() -> Path:
-    """Laptop: the cache folder for this toolkit version and this Python version."""
+    """The cache folder for this toolkit version and this Python version."""
     root = os.environ.get("STOKER_CACHE") or os.environ.get("XDG_CACHE_HOME")
     base = Path(root).expanduser() if root else Path.home() / ".cache"
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
@@ -158,11 +158,7 @@ def cache_folder() -> Path:
 
 
 def toolkit_folder() -> Path:
-    """Laptop: install the toolkit if it is missing; returns the folder to append to `sys.path`.
-
-    Raises:
-        UsageError: the toolkit cannot be installed.
-    """
+    """Install the toolkit if it is missing; returns the folder to append to `sys.path`."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         if metadata.version("sagemaker-training") == TOOLKIT_VERSION:  # the extra `rehearsal`
             return Path(str(metadata.distribution("sagemaker-training").locate_file("")))

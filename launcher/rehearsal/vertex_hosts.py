@@ -28,7 +28,7 @@ _HASH = "4c1d6d97d0"
 
 
 def host_names(groups: Sequence[tuple[str, int]]) -> list[str]:
-    """Laptop: names as Vertex AI gives them, for groups with their number of hosts, in order."""
+    """Names as Vertex AI gives them, for groups with their number of hosts, in order."""
     pools = replicas_by_pool(groups)
     return [
         f"cmle-training-workerpool{number}-{_HASH}-{index}"
@@ -38,13 +38,7 @@ def host_names(groups: Sequence[tuple[str, int]]) -> list[str]:
 
 
 def variables(hosts: tuple[PlannedHost, ...], current: PlannedHost, base: str) -> dict[str, str]:
-    """Laptop: what Vertex AI and the launcher tell a host: its pools, and where its outputs go.
-
-    Args:
-        hosts: all hosts of the job.
-        current: the host.
-        base: `gs://…` of the job's outputs.
-    """
+    """What Vertex AI and the launcher tell a host: its pools, and where its outputs go."""
     cluster: dict[str, list[str]] = {}
     for host in hosts:
         cluster.setdefault(_pool(host), []).append(f"{host.name}:2222")
@@ -72,12 +66,12 @@ def variables(hosts: tuple[PlannedHost, ...], current: PlannedHost, base: str) -
 
 
 def resource(hosts: tuple[PlannedHost, ...], current: PlannedHost) -> dict[str, Any]:
-    """Laptop: hosts and groups as the host will find them."""
+    """Hosts and groups as the host will find them."""
     return dict(service.resource_of(variables(hosts, current, f"gs://{BUCKET}")) or {})
 
 
 def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit: bool) -> dict[str, Any]:
-    """Laptop: put the code into the bucket, once; returns what the world needs for this host."""
+    """Put the code into the bucket, once; returns what the world needs for this host."""
     base = folder / "gcs" / BUCKET / request.run_dir.name
     if not base.is_dir():
         base.mkdir(parents=True)
@@ -102,7 +96,7 @@ def prepare(request: RehearsalRequest, host: PlannedHost, folder: Path, toolkit:
 
 
 def collect(request: RehearsalRequest, folder: Path) -> list[str]:
-    """Laptop: move the outputs in the bucket to the run directory; returns files that are there twice."""
+    """Move the outputs in the bucket to the run directory; returns files that are there twice."""
     base = folder / "gcs" / BUCKET / request.run_dir.name
     return running.merge(
         {"the job": base},
@@ -116,7 +110,7 @@ def collect(request: RehearsalRequest, folder: Path) -> list[str]:
 
 
 def failure(request: RehearsalRequest, folder: Path, host: PlannedHost) -> str:
-    """Laptop: the cause of a host's failure, which it leaves in the bucket."""
+    """The cause of a host's failure, which it leaves in the bucket."""
     names = [h.name for h in request.hosts if _pool(h) == _pool(host)]
     replica = f"{_pool(host)}-{names.index(host.name)}"
     files = sorted((folder / "gcs" / BUCKET / request.run_dir.name / service.FAILURES).glob(f"*-{replica}"))

@@ -42,7 +42,7 @@ SLOW = ("rate", "4mbit", "burst", "128kb", "latency", "400ms")
 
 @dataclass
 class Host:
-    """World: one emulated host and its state."""
+    """One emulated host and its state."""
 
     spec: dict[str, Any]
     process: subprocess.Popen[bytes] | None = None
@@ -69,7 +69,7 @@ class Host:
 
 
 class World:
-    """World: starts the hosts, injects the faults and reports events."""
+    """Starts the hosts, injects the faults and reports events."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self._hosts = [Host(host) for host in spec["hosts"]]
@@ -84,7 +84,7 @@ class World:
         self._linger_until: float | None = None
 
     def run(self) -> None:
-        """World: run until every host has ended."""
+        """Run until every host has ended."""
         _run("ip", "link", "set", "lo", "up")
         # Without an address of its own, a bridge takes that of a port, and changes it when hosts come and go.
         _run("ip", "link", "add", BRIDGE, "address", BRIDGE_ADDRESS, "type", "bridge")
@@ -172,7 +172,7 @@ class World:
                 self.do(action, host)
 
     def do(self, action: str, host: Host) -> None:
-        """World: one action of `faults.ACTIONS` on one host."""
+        """One action of `ACTIONS` on one host."""
         port = str(host.spec["port"])
         if action == "start":
             self._start(host)
@@ -347,7 +347,7 @@ _FORM = re.compile(
 
 @dataclass
 class Fault:
-    """Laptop and world: one fault; `due_s` is set once its time is known."""
+    """One fault; `due_s` is set once its time is known."""
 
     action: str
     host: str
@@ -357,17 +357,13 @@ class Fault:
     done: bool = False
 
     def see(self, line: str, now_s: float) -> None:
-        """World: schedule the fault if the logged `line` matches its pattern."""
+        """Schedule the fault if the logged `line` matches its pattern."""
         if self.due_s is None and self.pattern is not None and re.search(self.pattern, line):
             self.due_s = now_s + self.later_s
 
 
 def parse(text: str, hosts: Collection[str]) -> Fault:
-    """Laptop: parse a fault from the configuration or the command line.
-
-    Raises:
-        ValueError: one line that names the expected form.
-    """
+    """Parse a fault from the configuration or the command line."""
     found = _FORM.fullmatch(text.strip())
     if not found:
         raise ValueError(f"{text!r} is not action:host@20s, @formed+5s or @/regular expression/+5s")

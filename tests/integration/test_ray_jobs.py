@@ -151,7 +151,7 @@ def test_jobs_run_on_labelled_nodes_are_followed_fail_and_are_stopped(
     assert lines[-1].endswith("succeeded")
     again = attach(run.id)
     assert again is not None and again.status() == "succeeded"
-    assert entered.token not in json.dumps(run.details()) + repr(run) + shown
+    assert entered.token not in json.dumps(run.describe()) + repr(run) + shown
 
     failed = three_jobs["fails"]
     assert failed.code == 3, "a failure keeps its exit code"

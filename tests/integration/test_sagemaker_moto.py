@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import boto3
 import pytest
 from botocore.client import BaseClient
 from botocore.stub import Stubber
+from moto.server import ThreadedMotoServer
 
 from launcher import runs
 from launcher.job import Job, open_job
@@ -184,7 +186,7 @@ def test_bucket_in_another_region_is_refused() -> None:
 def test_default_bucket_is_named_after_the_account() -> None:
     boto3.client("s3").create_bucket(Bucket=f"sagemaker-{REGION}-123456789012")
     request = backend.plan(make_job({"sagemaker.s3_uri": "null"}))
-    assert request.draft.s3_uri == f"s3://sagemaker-{REGION}-123456789012/stoker"
+    assert request.draft.root_uri == f"s3://sagemaker-{REGION}-123456789012/stoker"
 
 
 def test_no_credentials_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,6 +343,28 @@ def test_a_denied_request_is_not_asked_again(
     with pytest.raises(runs.LostError, match=r"launcher\.json"):
         training_run.SageMakerRun(REGION, "j", poll_s=0.01).wait()
     assert "asking again" not in capsys.readouterr().err
+
+
+def test_a_watcher_survives_an_unreachable_service(
+    server: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(aws, "ATTEMPTS", 1)
+    with moto_server() as leaving:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", leaving["AWS_ENDPOINT_URL"])
+        aws.client.cache_clear()
+        submitted = backend.submit(backend.plan(make_job()), quiet)
+    port = int(leaving["AWS_ENDPOINT_URL"].rpartition(":")[2])
+    returning = ThreadedMotoServer(ip_address="127.0.0.1", port=port, verbose=False)
+    timer = threading.Timer(1.0, returning.start)
+    timer.start()
+    try:
+        submitted.patiently.poll_s = 0.05
+        assert submitted.wait() == 0
+        assert "asking again for up to 600 s" in capsys.readouterr().err
+    finally:
+        timer.join()
+        returning.stop()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server["AWS_ENDPOINT_URL"])
 
 
 def test_stop_asks_the_service_by_name(stubbed: Stubber) -> None:

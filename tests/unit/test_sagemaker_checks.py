@@ -17,8 +17,9 @@ import pytest
 
 from launcher.job import Job, open_job
 from launcher.places import sagemaker as backend
+from launcher.places.remote import job_name
 from launcher.places.sagemaker import sagemaker_rules
-from launcher.places.sagemaker.training_job import default_image, draft, job_name
+from launcher.places.sagemaker.training_job import default_image, draft
 from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.events import prices
@@ -415,7 +416,7 @@ def test_written_request_and_source_are_what_is_submitted(tmp_path: Path) -> Non
     assert (tmp_path / "job-code" / "train.py").is_file()
     token = tmp_path / "job-code" / ".ray-token"
     assert token.stat().st_mode & 0o777 == 0o600 and len(token.read_text()) == 64
-    assert "create-training-job" in commands and f"{request.draft.code_uri}/" in commands
+    assert "create-training-job" in commands and request.draft.code_uri in commands
     with pytest.raises(UsageError, match="exists"):
         request.write(tmp_path / "job.json")
 

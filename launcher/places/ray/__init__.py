@@ -9,12 +9,9 @@ The cluster's token is read from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/a
 
 from __future__ import annotations
 
-import datetime
-import functools
 import importlib.metadata
 import json
 import platform
-import secrets
 import shlex
 import tempfile
 import time
@@ -24,11 +21,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from launcher import runs
 from launcher.job import COMMAND, Job
 from launcher.places import Backend
 from launcher.places.ray import jobs as ray_jobs
 from launcher.places.ray.jobs import JobServer
+from launcher.places.remote import WatchedRun, stamp
 from launcher.source import measure
 from stoker import figures
 from stoker.config.redaction import redact
@@ -50,7 +47,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class RayRequest:
-    """Laptop: the request to the job server."""
+    """The request to the job server."""
 
     job: Job
     server: JobServer
@@ -96,11 +93,7 @@ class RayRequest:
             return ray_jobs.package(folder)
 
     def write(self, path: Path) -> str:
-        """Write the source as a zip file; returns the lines for a RayJob manifest.
-
-        Args:
-            path: `job.zip`; publish it where the cluster can fetch it.
-        """
+        """Write the source as a zip file; returns the lines for a RayJob manifest."""
         path.write_bytes(self.package())
         variables = "".join(f"\n    {key}: {json.dumps(value)}" for key, value in self.environment.items())
         return (
@@ -110,45 +103,40 @@ class RayRequest:
         )
 
 
-@dataclass
-class RayRun:
-    """Laptop: one job on a Ray cluster."""
+class RayRun(WatchedRun):
+    """One job on a Ray cluster."""
 
-    server: JobServer
-    submission_id: str
-    poll_s: float = POLL_S
-    submitted: bool = False
-    """Whether this process has submitted it, so that there is a run, whatever the server answers."""
-
-    def __post_init__(self) -> None:
-        self._patiently = runs.Patience(self.poll_s, ray_jobs.UnreachableError, self.submitted)
+    def __init__(
+        self, server: JobServer, submission_id: str, poll_s: float = POLL_S, submitted: bool = False
+    ) -> None:
+        run_id = f"ray:{server.address}/{submission_id}"
+        super().__init__(run_id, poll_s, submitted, ray_jobs.UnreachableError)
+        self.server, self.submission_id = server, submission_id
+        self._path = f"/api/jobs/{submission_id}"
 
     @property
-    def id(self) -> str:
-        return f"ray:{self.server.address}/{self.submission_id}"
+    def label(self) -> str:
+        return self.submission_id
 
-    def status(self) -> str:
-        """running, succeeded, failed or interrupted, with Ray's reason after a colon."""
-        details = self.details()
-        state = str(details.get("status"))
+    def ask(self) -> dict[str, Any]:
+        """The job server's description of the job."""
+        found: dict[str, Any] = self.server.get(self._path)
+        return found
+
+    def status_in(self, description: dict[str, Any]) -> str:
+        state = str(description.get("status"))
         if state == "FAILED":
             # Cut off the end of the log, which Ray appends; `logs` shows it better.
-            message = str(details.get("message") or "no reason given").partition(", last available")[0]
+            message = str(description.get("message") or "no reason given").partition(", last available")[0]
             return f"failed: {' '.join(message.split())}"
         return _WORDS.get(state, f"unknown: {state}")
-
-    def details(self) -> dict[str, Any]:
-        """The job server's description of the job."""
-        found: dict[str, Any] = self._patiently(lambda: self.server.get(f"/api/jobs/{self.submission_id}"))
-        return found
 
     def logs(self, follow: bool = False) -> Iterator[str]:
         """The driver's output, line by line; with `follow` until the job ends."""
         shown = 0
         while True:
             ended = not self.status().startswith("running")
-            path = f"/api/jobs/{self.submission_id}/logs"
-            text = self._patiently(functools.partial(self.server.get, path)).get("logs", "")
+            text = self.patiently(lambda: self.server.get(f"{self._path}/logs")).get("logs", "")
             # Hold back an incomplete last line.
             upto = len(text) if ended or not follow else text.rfind("\n") + 1
             yield from text[shown:upto].splitlines()
@@ -160,31 +148,20 @@ class RayRun:
 
     def wait(self) -> int:
         """Block until the end; returns the driver's exit code."""
-        while (state := self.status()).startswith("running"):
-            time.sleep(self.poll_s)
-        if state == "succeeded":
-            return 0
-        code = self.details().get("driver_exit_code")
-        return 143 if state.startswith("interrupted") else int(code or 1)
+        code = super().wait()
+        return int(self.describe().get("driver_exit_code") or 1) if code == 1 else code
 
     def stop(self) -> None:
         """Send SIGTERM to the driver, which has `STOP_WAIT_S` for a checkpoint."""
-        self.server.post(f"/api/jobs/{self.submission_id}/stop")
+        self.server.post(f"{self._path}/stop")
 
     def closing(self) -> str:
         """Message after the end: the outcome."""
         return f"{self.submission_id}: {self.status()}"
 
-    def detached(self) -> str:
-        """Message when the user stops watching: the job continues."""
-        return (
-            f"{self.submission_id} keeps running. Watch it again: stoker logs -f {shlex.quote(self.id)};"
-            f" stop it: stoker stop {shlex.quote(self.id)}"
-        )
-
 
 def plan(job: Job, *, address: str | None = None, offline: bool = False, install: bool = False) -> RayRequest:
-    """Laptop: plan the request and check the cluster's versions; uploads nothing.
+    """Plan the request and check the cluster's versions; uploads nothing.
 
     Args:
         job: what to run.
@@ -196,7 +173,7 @@ def plan(job: Job, *, address: str | None = None, offline: bool = False, install
         UsageError: lists every problem, one line each.
     """
     problems: list[str] = []
-    name = f"{job.name}-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    name = f"{job.name}-{stamp()}"
     output = job.resolved.config.output_dir
     if not PurePosixPath(output).is_absolute():
         problems.append(
@@ -226,7 +203,7 @@ def plan(job: Job, *, address: str | None = None, offline: bool = False, install
 
 
 def submit(request: RayRequest) -> RayRun:
-    """Laptop: upload the staged source and start the job.
+    """Upload the staged source and start the job.
 
     Raises:
         UsageError: the cluster rejected the job; one line with its reason.
@@ -237,7 +214,7 @@ def submit(request: RayRequest) -> RayRun:
 
 
 def attach(run_id: str) -> RayRun:
-    """Laptop: find a run by `ray:http://head:8265/name`.
+    """Find a run by `ray:http://head:8265/name`.
 
     Raises:
         UsageError: the id has another form.

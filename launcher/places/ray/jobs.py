@@ -24,12 +24,12 @@ _TOKEN_HINT = "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH to a file that contain
 
 
 class UnreachableError(UsageError):
-    """Laptop: the server did not answer, or failed itself; it may do so later."""
+    """The server did not answer, or failed itself; it may do so later."""
 
 
 @dataclass(frozen=True)
 class JobServer:
-    """Laptop: the dashboard's address and token."""
+    """The dashboard's address and token."""
 
     address: str
     token: str | None = field(repr=False)
@@ -91,11 +91,7 @@ class JobServer:
 
 
 def job_server(address: str | None) -> JobServer:
-    """Laptop: the server at `--address`, or at the address in Ray's environment variables.
-
-    Raises:
-        UsageError: the address is missing or is not a dashboard's.
-    """
+    """The server at `--address`, or at the address in Ray's environment variables."""
     found = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS")
     if not found:
         raise UsageError("--address: needed with --on ray; name the dashboard: http://<head>:8265")
@@ -108,7 +104,7 @@ def job_server(address: str | None) -> JobServer:
 
 
 def package(folder: Path) -> bytes:
-    """Laptop: zip a staged folder, with the same bytes for the same content."""
+    """Zip a staged folder, with the same bytes for the same content."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, path, _ in files_below(folder):
@@ -120,11 +116,7 @@ def package(folder: Path) -> bytes:
 
 
 def find_token() -> str | None:
-    """Laptop: the cluster's token as Ray finds it: in a variable or a file; None without one.
-
-    Raises:
-        UsageError: the file that a variable names cannot be read.
-    """
+    """The cluster's token as Ray finds it: in a variable or a file; None without one."""
     if text := os.environ.get("RAY_AUTH_TOKEN", "").strip():
         return text
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")

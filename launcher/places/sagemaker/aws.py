@@ -1,26 +1,24 @@
-"""Laptop: lazily created boto3 clients, and AWS errors as one-line messages."""
+"""Laptop: AWS through boto3: clients, errors as one-line messages, uploads, and an account's quotas."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from launcher.files import files_below
-from launcher.places.sagemaker import aws
-from launcher.places.sagemaker.training_job import Draft, groups_of
-from launcher.source import DataUpload, pack
+from launcher.places.sagemaker.training_job import TrainingJobDraft, groups_of
 from stoker.config.schema import Config
 from stoker.errors import UsageError
 
+ATTEMPTS = 9
+"""Of one call, by boto3; a run that is watched has ten minutes besides."""
 NO_CREDENTIALS = (
     "AWS: no credentials found; run `aws configure` or set AWS_PROFILE (--dry-run --offline needs none, but"
     " sagemaker.s3_uri)"
@@ -29,18 +27,12 @@ NO_CREDENTIALS = (
 
 @cache
 def client(service: str, region: str, timeout_s: float | None = None) -> Any:
-    """Laptop: a cached boto3 client that retries throttled calls; honours `AWS_ENDPOINT_URL`.
-
-    Args:
-        service: name of the AWS service.
-        region: AWS region.
-        timeout_s: timeout of a single attempt without retries; None retries with long timeouts.
-    """
+    """A cached boto3 client that retries throttled calls; honours `AWS_ENDPOINT_URL`."""
     import boto3
     from botocore.config import Config
 
     config = Config(
-        retries={"mode": "standard", "total_max_attempts": 1 if timeout_s else 9},
+        retries={"mode": "standard", "total_max_attempts": 1 if timeout_s else ATTEMPTS},
         connect_timeout=timeout_s or 10,
         read_timeout=timeout_s or 60,
     )
@@ -50,7 +42,7 @@ def client(service: str, region: str, timeout_s: float | None = None) -> Any:
 
 
 def region_of(configured: str | None) -> str | None:
-    """Laptop: the region from the configuration, else the environment, else the AWS profile."""
+    """The region from the configuration, else the environment, else the AWS profile."""
     found = configured or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     if found:
         return found
@@ -63,7 +55,7 @@ def region_of(configured: str | None) -> str | None:
 
 @cache
 def regions() -> frozenset[str]:
-    """Laptop: the regions in which SageMaker exists, as far as the installed botocore knows."""
+    """The regions in which SageMaker exists, as far as the installed botocore knows."""
     import botocore.session
 
     session = botocore.session.Session()
@@ -75,22 +67,14 @@ def regions() -> frozenset[str]:
 
 
 def account_id(region: str) -> str:
-    """Laptop: the account whose credentials are in use.
-
-    Raises:
-        UsageError: there are no credentials, or AWS rejects them.
-    """
+    """The account whose credentials are in use."""
     sts = client("sts", region)
     with readable_errors("credentials"):
         return str(sts.get_caller_identity()["Account"])
 
 
 def refuse_without_credentials() -> None:
-    """Laptop: look for credentials without asking AWS about them.
-
-    Raises:
-        UsageError: there are none.
-    """
+    """Look for credentials without asking AWS about them."""
     import boto3
 
     with readable_errors("credentials"):
@@ -98,10 +82,10 @@ def refuse_without_credentials() -> None:
             raise UsageError(NO_CREDENTIALS)
 
 
-def existence_problems(draft: Draft) -> Iterator[str]:
-    """Laptop: problems with the request's buckets and prefixes: missing, inaccessible, wrong region."""
+def existence_problems(draft: TrainingJobDraft) -> Iterator[str]:
+    """Problems with the request's buckets and prefixes: missing, inaccessible, wrong region."""
     s3 = client("s3", draft.region)
-    bucket, _ = split_uri(draft.s3_uri)
+    bucket, _ = split_uri(draft.root_uri)
     with readable_errors("S3"):
         yield from _bucket_problem(s3, bucket, draft.region)
         for name, channel in draft.settings.channels.items():
@@ -110,7 +94,7 @@ def existence_problems(draft: Draft) -> Iterator[str]:
 
 
 class PassingError(UsageError):
-    """Laptop: an error that may pass by itself, or once somebody has signed in again."""
+    """An error that may pass by itself, or once somebody has signed in again."""
 
 
 @contextmanager
@@ -206,62 +190,45 @@ def _prefix_problem(s3: Any, uri: str, key: str) -> Iterator[str]:
         yield f"{key}: nothing there (got {uri!r}); upload the data or correct the prefix"
 
 
-ARCHIVE = "sourcedir.tar.gz"
-
-
-def protection(draft: Draft) -> dict[str, str]:
-    """Laptop: options of every upload: the account that must own the bucket, and the key, if any."""
+def store_of(draft: TrainingJobDraft) -> S3Store:
+    """Where a job's uploads go: only a bucket of the account that must own it, and under the key, if any."""
     settings = draft.settings
-    owner = settings.bucket_owner or (settings.role or "").split(":")[4:5]
-    found = {"ExpectedBucketOwner": "".join(owner)}
-    if settings.kms_key is not None:
-        found |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": settings.kms_key}
-    return found
+    owner = "".join(settings.bucket_owner or (settings.role or "").split(":")[4:5])
+    return S3Store(client("s3", draft.region), owner, settings.kms_key)
 
 
-def upload_code(s3: Any, folder: Path, code_uri: str, archive: bool, options: dict[str, str]) -> None:
-    """Laptop: upload the staged source, as single files or as one archive; `options` of `protection`."""
-    if not archive:
-        _send_all(s3, [(path, name) for name, path, _ in files_below(folder)], code_uri, options)
-        return
-    packed = folder.parent / ARCHIVE
-    pack(folder, packed)
-    _send_all(s3, [(packed, ARCHIVE)], code_uri, options)
+@dataclass(frozen=True)
+class S3Store:
+    s3: Any
+    owner: str
+    kms_key: str | None
 
+    @property
+    def protection(self) -> dict[str, str]:
+        """Options of every upload."""
+        found = {"ExpectedBucketOwner": self.owner}
+        if self.kms_key is not None:
+            found |= {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": self.kms_key}
+        return found
 
-def upload_data(s3: Any, item: DataUpload, options: dict[str, str]) -> bool:
-    """Laptop: upload data unless an earlier job has; returns whether anything was uploaded.
+    def exists(self, uri: str) -> bool:
+        bucket, key = split_uri(uri)
+        owner = self.owner
+        there = self.s3.list_objects_v2(Bucket=bucket, Prefix=key, MaxKeys=1, ExpectedBucketOwner=owner)
+        return bool(there.get("KeyCount"))
 
-    A manifest next to the prefix is written last, so an interrupted upload is repeated.
-    """
-    bucket, prefix = split_uri(item.uri)
-    manifest = prefix.rstrip("/") + ".json"
-    owner = options["ExpectedBucketOwner"]
-    there = s3.list_objects_v2(Bucket=bucket, Prefix=manifest, MaxKeys=1, ExpectedBucketOwner=owner)
-    if there.get("KeyCount"):
-        return False
-    _send_all(s3, [(path, name) for name, path, _ in files_below(item.source)], item.uri, options)
-    content = {"source": str(item.source), "files": item.files, "bytes": item.bytes}
-    s3.put_object(Bucket=bucket, Key=manifest, Body=json.dumps(content).encode(), **options)
-    return True
+    def send(self, file: Path, uri: str) -> None:
+        self.s3.upload_file(str(file), *split_uri(uri), ExtraArgs=self.protection)
+
+    def put(self, content: bytes, uri: str) -> None:
+        bucket, key = split_uri(uri)
+        self.s3.put_object(Bucket=bucket, Key=key, Body=content, **self.protection)
 
 
 def split_uri(uri: str) -> tuple[str, str]:
     """Laptop: `s3://bucket/some/key` → (bucket, some/key)."""
     parts = urlsplit(uri)
     return parts.netloc, parts.path.lstrip("/")
-
-
-def _send_all(s3: Any, files: list[tuple[Path, str]], uri: str, options: dict[str, str]) -> None:
-    bucket, prefix = split_uri(uri.rstrip("/"))
-
-    def send(item: tuple[Path, str]) -> None:
-        path, name = item
-        s3.upload_file(str(path), bucket, f"{prefix}/{name}", ExtraArgs=options)
-
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        for _ in pool.map(send, files):  # re-raises upload errors
-            pass
 
 
 TIMEOUT_S = 4.0
@@ -282,12 +249,12 @@ def findings(config: Config) -> Iterator[Row]:
         return
     bad: Literal["note", "FAIL"] = "FAIL" if groups else "note"
     try:
-        region = aws.region_of(config.sagemaker.region)
+        region = region_of(config.sagemaker.region)
         if region is None:
             yield bad, "AWS", "no region", "set sagemaker.region or AWS_REGION"
             return
-        with aws.readable_errors("credentials"):
-            who = aws.client("sts", region, TIMEOUT_S).get_caller_identity()["Arn"]
+        with readable_errors("credentials"):
+            who = client("sts", region, TIMEOUT_S).get_caller_identity()["Arn"]
     except UsageError as error:
         yield bad, "AWS", str(error).removeprefix("AWS: "), ""
         return
@@ -300,7 +267,7 @@ def findings(config: Config) -> Iterator[Row]:
 
 
 def has_credentials() -> bool:
-    """Laptop: whether this machine names any, without asking the network whether it is one of Amazon's."""
+    """Whether this machine names any, without asking the network whether it is one of Amazon's."""
     names = (
         "AWS_ACCESS_KEY_ID",
         "AWS_PROFILE",
@@ -337,14 +304,10 @@ def _quotas(wanted: Counter[str], region: str, spot: bool) -> Iterator[Row]:
 
 
 def _values(names: set[str], region: str) -> dict[str, float]:
-    """Those of these names that AWS lists.
-
-    Raises:
-        UsageError: no permission, no network, or not within `LISTING_S`.
-    """
+    """Those of these names that AWS lists."""
     deadline, found = time.monotonic() + LISTING_S, dict[str, float]()
-    with aws.readable_errors("quotas"):
-        pages = aws.client("service-quotas", region, TIMEOUT_S).get_paginator("list_service_quotas")
+    with readable_errors("quotas"):
+        pages = client("service-quotas", region, TIMEOUT_S).get_paginator("list_service_quotas")
         for page in pages.paginate(ServiceCode="sagemaker", PaginationConfig={"PageSize": 100}):
             found |= {row["QuotaName"]: row["Value"] for row in page["Quotas"] if row["QuotaName"] in names}
             if found.keys() == names:

@@ -1,6 +1,6 @@
 """Laptop: checks of a SageMaker job before anything is uploaded.
 
-Each rule checks a `Draft` without network access and yields lines `key: what is wrong (got …); remedy`.
+Each rule checks a draft without network access and yields lines `key: what is wrong (got …); remedy`.
 All rules run, so that the user sees every problem at once.
 """
 
@@ -11,27 +11,27 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
+from launcher.places import remote
+from launcher.places.remote import names_of, training_group
 from launcher.places.sagemaker.training_job import (
     CODE_CHANNEL,
     IMAGE_ACCOUNT,
     INPUT,
     REMEDIES,
-    Draft,
-    training_group,
+    TrainingJobDraft,
 )
 from stoker.config.loading import load
-from stoker.config.redaction import is_secret, redact
+from stoker.config.redaction import is_secret
 from stoker.errors import UsageError, nearest
 from stoker.events import prices
-from stoker.figures import count_of
 from stoker.hosts import requirements
 
 MAX_RUNTIME_S = 28 * 86_400
 RESERVED_VARIABLES = ("RAY_AUTH_", "RAY_ADDRESS", "RAY_DATA_AUTOLOAD_", "SM_", "STOKER_")
 
 
-def problems(draft: Draft) -> list[str]:
-    """Laptop: every problem of a request, including violated service limits."""
+def problems(draft: TrainingJobDraft) -> list[str]:
+    """Every problem of a request, including violated service limits."""
     found = [line for rule in RULES for line in rule(draft)]
     named = {line.partition(": ")[0] for line in found}
     limits = limit_problems(draft.body, draft.keys)
@@ -39,8 +39,8 @@ def problems(draft: Draft) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def warnings(draft: Draft) -> list[str]:
-    """Laptop: notes for the dry run on valid but questionable settings."""
+def warnings(draft: TrainingJobDraft) -> list[str]:
+    """Notes for the dry run on valid but questionable settings."""
     settings = draft.settings
     hosts = sum(group.count for group in draft.groups)
     notes = []
@@ -63,7 +63,7 @@ def warnings(draft: Draft) -> list[str]:
     return notes
 
 
-def _groups(draft: Draft) -> Iterator[str]:
+def _groups(draft: TrainingJobDraft) -> Iterator[str]:
     settings, groups = draft.settings, draft.groups
     if not groups:
         yield ("sagemaker.gpu.type: no hosts requested; name an instance type, for example ml.g5.2xlarge")
@@ -95,44 +95,27 @@ def _groups(draft: Draft) -> Iterator[str]:
         )
 
 
-def _prices(draft: Draft) -> Iterator[str]:
-    names = {group.name for group in draft.groups}
-    for key in draft.settings.prices:
-        if key not in names and key not in instance_types():
-            hint = nearest(key, [*names, *instance_types()])
-            yield f"sagemaker.prices.{key}: neither an instance type nor a group of this job{hint}"
+def _shared(draft: TrainingJobDraft) -> Iterator[str]:
+    """What the rules of all services say."""
+    config, settings, groups = draft.job.resolved.config, draft.settings, draft.groups
+    known = [*names_of(groups), *instance_types()]
+    yield from remote.price_problems("sagemaker", settings.prices, known, "an instance type")
+    trains = training_group(config, groups) if len(groups) != 1 else groups[0].name
+    yield from remote.training_problems(config, groups, trains, "sagemaker.cpu.count")
+    yield from remote.time_problems("sagemaker", config, settings.max_runtime_s)
+    yield from remote.data_problems(draft)
+    shown: dict[str, Mapping[str, object]] = {
+        "sagemaker.environment": settings.environment,
+        "sagemaker.hyperparameters": settings.hyperparameters,
+        "sagemaker.tags": settings.tags,
+    }
+    yield from remote.secret_problems(shown, "Secrets Manager")
+    for name in settings.environment:
+        if name.startswith(RESERVED_VARIABLES):
+            yield f"sagemaker.environment.{name}: set by Stoker or SageMaker; remove it"
 
 
-def _training(draft: Draft) -> Iterator[str]:
-    config, groups = draft.job.resolved.config, draft.groups
-    named = config.cluster.gpu_group
-    listed = ", ".join(group.name for group in groups)
-    trains = training_group(config, groups) if len(groups) > 1 else (groups or (None,))[0]
-    if len(groups) > 1 and trains is None:
-        if named:
-            yield f"cluster.gpu_group: no such group (got {named!r}); the job has {listed}"
-        else:
-            yield f"cluster.gpu_group: cannot tell which group trains; name one of {listed}"
-    if config.train.workers and trains is not None and trains.has_gpu:
-        known = prices.machine(trains.type)
-        if known and config.train.workers > known.gpus * trains.count > 0:
-            yield (
-                f"train.workers: more than the {known.gpus * trains.count} GPUs of group"
-                f" {trains.name}"
-                f" (got {config.train.workers}); one train worker per GPU"
-            )
-    cpu_hosts = sum(group.count for group in groups if group is not trains)
-    if config.cluster.min_cpu_hosts is not None and config.cluster.min_cpu_hosts > cpu_hosts:
-        yield (
-            f"cluster.min_cpu_hosts: the job has {count_of(cpu_hosts, 'CPU host')}"
-            f" (got {config.cluster.min_cpu_hosts}); lower it or raise sagemaker.cpu.count"
-        )
-    for name in config.data.preprocess_on:
-        if len(groups) > 1 and name not in {group.name for group in groups}:
-            yield f"data.preprocess_on: no such group (got {name!r}); the job has {listed}"
-
-
-def _times(draft: Draft) -> Iterator[str]:
+def _times(draft: TrainingJobDraft) -> Iterator[str]:
     settings = draft.settings
     if settings.max_runtime_s > MAX_RUNTIME_S:
         yield (f"sagemaker.max_runtime_s: at most 28 days, {MAX_RUNTIME_S} (got {settings.max_runtime_s})")
@@ -149,17 +132,9 @@ def _times(draft: Draft) -> Iterator[str]:
         yield (
             "sagemaker.keep_alive_s: SageMaker has no warm pools for spot instances; remove one of the two"
         )
-    if settings.keep_alive_s < 0:
-        yield f"sagemaker.keep_alive_s: at least 0 (got {settings.keep_alive_s})"
-    if draft.job.resolved.config.cluster.join_timeout_s >= settings.max_runtime_s:
-        yield (
-            "cluster.join_timeout_s: not below sagemaker.max_runtime_s"
-            f" (got {draft.job.resolved.config.cluster.join_timeout_s:g}); lower it, or the job may end"
-            " waiting for hosts"
-        )
 
 
-def _disks(draft: Draft) -> Iterator[str]:
+def _disks(draft: TrainingJobDraft) -> Iterator[str]:
     settings = draft.settings
     with_nvme = [group.type for group in draft.groups if prices.has_nvme(group.type)]
     if settings.volume_kms_key and with_nvme:
@@ -177,7 +152,7 @@ def _disks(draft: Draft) -> Iterator[str]:
         )
 
 
-def _channels(draft: Draft) -> Iterator[str]:
+def _channels(draft: TrainingJobDraft) -> Iterator[str]:
     settings = draft.settings
     groups = {group.name for group in draft.groups}
     seen: dict[str, str] = {}
@@ -205,10 +180,10 @@ def _channels(draft: Draft) -> Iterator[str]:
                     f"{key}.groups: no such group (got {group!r}); the job has {', '.join(sorted(groups))}"
                 )
         trains = training_group(draft.job.resolved.config, draft.groups)
-        if channel.groups and trains is not None and trains.name not in channel.groups:
+        if channel.groups and trains is not None and trains not in channel.groups:
             yield (
-                f"{key}.groups: the head, a host of {trains.name}, reads the channel, too (got"
-                f" {channel.groups}); add {trains.name}"
+                f"{key}.groups: the head, a host of {trains}, reads the channel, too (got"
+                f" {channel.groups}); add {trains}"
             )
         if len(set(channel.groups)) < len(channel.groups):
             yield f"{key}.groups: a group is listed twice (got {channel.groups}); remove one"
@@ -217,11 +192,9 @@ def _channels(draft: Draft) -> Iterator[str]:
             yield (
                 f"params.{item.parameter}: the channel of this name carries the source; rename the parameter"
             )
-        if not item.files:
-            yield f"params.{item.parameter}: the folder contains no files (got {str(item.source)!r})"
 
 
-def _parameters(draft: Draft) -> Iterator[str]:
+def _parameters(draft: TrainingJobDraft) -> Iterator[str]:
     settings, config = draft.settings, draft.job.resolved.config
     for name, value in config.params.items():
         if name in draft.data_at or name in draft.job.data or not isinstance(value, str):
@@ -244,7 +217,7 @@ def _parameters(draft: Draft) -> Iterator[str]:
             )
 
 
-def _request(draft: Draft) -> Iterator[str]:
+def _request(draft: TrainingJobDraft) -> Iterator[str]:
     for path in draft.taken:
         key = draft.keys.get(path) or REMEDIES.get(path, ("",))[0]
         yield f"sagemaker.request.{path}: set by {key or 'Stoker'}; {'use that key' if key else 'remove it'}"
@@ -261,26 +234,7 @@ def _request(draft: Draft) -> Iterator[str]:
         )
 
 
-def _secrets(draft: Draft) -> Iterator[str]:
-    settings = draft.settings
-    shown: dict[str, Mapping[str, object]] = {
-        "environment": settings.environment,
-        "hyperparameters": settings.hyperparameters,
-        "tags": settings.tags,
-    }
-    for section, entries in shown.items():
-        for name, value in entries.items():
-            if is_secret(name, str(value)) or redact(str(value)) != str(value):
-                yield (
-                    f"sagemaker.{section}.{name}: looks like a secret, which everyone who may describe"
-                    " the job can read; let the job read it from Secrets Manager instead"
-                )
-    for name in settings.environment:
-        if name.startswith(RESERVED_VARIABLES):
-            yield f"sagemaker.environment.{name}: set by Stoker or SageMaker; remove it"
-
-
-def _hyperparameters(draft: Draft) -> Iterator[str]:
+def _hyperparameters(draft: TrainingJobDraft) -> Iterator[str]:
     for key, value in draft.settings.hyperparameters.items():
         where = f"sagemaker.hyperparameters.{key}"
         if key.startswith(("sagemaker_", "sagemaker.")) or key == "config":
@@ -296,7 +250,7 @@ def _hyperparameters(draft: Draft) -> Iterator[str]:
                 yield from error.problems
 
 
-def _names(draft: Draft) -> Iterator[str]:
+def _names(draft: TrainingJobDraft) -> Iterator[str]:
     for name in draft.settings.tags:
         if name.lower().startswith("aws:"):
             yield f"sagemaker.tags.{name}: names that begin with aws: belong to AWS; rename the tag"
@@ -305,11 +259,11 @@ def _names(draft: Draft) -> Iterator[str]:
         for value in getattr(draft.settings, key):
             if not value.startswith(prefix):
                 yield f"sagemaker.{key}: ids must begin with {prefix} (got {value!r})"
-    if draft.settings.s3_uri and not re.match(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)", draft.s3_uri):
+    if draft.settings.s3_uri and not re.match(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/|$)", draft.root_uri):
         yield f"sagemaker.s3_uri: must be s3://bucket/prefix (got {draft.settings.s3_uri!r})"
 
 
-def _image(draft: Draft) -> Iterator[str]:
+def _image(draft: TrainingJobDraft) -> Iterator[str]:
     image = draft.body["AlgorithmSpecification"].get("TrainingImage")
     key = "sagemaker.image"
     if image is None:
@@ -331,7 +285,7 @@ def _image(draft: Draft) -> Iterator[str]:
         )
     if "inference" in image:
         yield (f"{key}: an inference image has no training toolkit (got {image!r}); use a training image")
-    if "-cpu" in image and any(group.has_gpu for group in draft.groups):
+    if "-cpu" in image and any(group.gpus != 0 for group in draft.groups):
         yield (f"{key}: a CPU image, but the job has GPUs; all groups share one image, so use the GPU one")
     python = re.search(r"py(\d)(\d{1,2})(?!\d)", image)
     torch = re.search(r"pytorch(?:-training)?:(\d+)\.(\d+)", image)
@@ -339,16 +293,14 @@ def _image(draft: Draft) -> Iterator[str]:
         yield f"{key}: {why}"
 
 
-RULES: tuple[Callable[[Draft], Iterator[str]], ...] = (
+RULES: tuple[Callable[[TrainingJobDraft], Iterator[str]], ...] = (
     _groups,
-    _prices,
-    _training,
+    _shared,
     _times,
     _disks,
     _channels,
     _parameters,
     _request,
-    _secrets,
     _hyperparameters,
     _names,
     _image,
@@ -368,7 +320,7 @@ PYTHON_TYPES: dict[str, Any] = {
 
 @cache
 def shapes() -> Shapes:
-    """Laptop: the shapes of the service model, loaded once (about 0.1 s)."""
+    """The shapes of the service model, loaded once (about 0.1 s)."""
     from botocore.loaders import Loader
 
     model: Shapes = Loader().load_service_model("sagemaker", "service-2")["shapes"]
@@ -376,7 +328,7 @@ def shapes() -> Shapes:
 
 
 def limit_problems(body: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:
-    """Laptop: every violation of a length, range, pattern, enum or required member."""
+    """Every violation of a length, range, pattern, enum or required member."""
     for path, message, value in _walk(body, "CreateTrainingJobRequest", "", shapes()):
         plain = re.sub(r"\[\d+\]", "", path)
         section, remedy = "", ""
@@ -391,7 +343,7 @@ def limit_problems(body: dict[str, Any], keys: dict[str, str]) -> Iterator[str]:
 
 
 def instance_types() -> list[str]:
-    """Laptop: all training instance types in the service model."""
+    """All training instance types in the service model."""
     return list(shapes()["TrainingInstanceType"]["enum"])
 
 

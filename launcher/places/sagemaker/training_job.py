@@ -1,77 +1,26 @@
-"""Laptop: the instance groups of a job, their prices and configuration keys."""
+"""Laptop: a job's instance groups and its CreateTrainingJob request. Pure: no calls to AWS."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from launcher.job import COMMAND, Job, examples_root
-from launcher.source import DataUpload, find_data_uploads
-from stoker.config.loading import Resolved
+from launcher.places.remote import Draft, Group, pruned, training_group, with_training_group
+from launcher.source import DataUpload, find_data_uploads, pack
 from stoker.config.places import ChannelConfig, SageMakerConfig
 from stoker.config.schema import Config
 from stoker.events import prices
-from stoker.events.prices import PriceList
 from stoker.recipe import load_recipe, metric_names
-
-
-@dataclass(frozen=True)
-class Group:
-    """Laptop: one instance group and the configuration key that defines it."""
-
-    name: str
-    type: str
-    count: int
-    key: str
-    """`sagemaker.gpu`, or `sagemaker.groups.1`."""
-
-    @property
-    def has_gpu(self) -> bool:
-        return prices.has_gpu(self.type)
-
-    def usd_per_hour(self, known_prices: PriceList) -> float | None:
-        """Laptop: estimated $/h of the group; None if its price is unknown."""
-        return known_prices.usd_per_hour(self.type, self.count, self.name)
-
-
-def groups_of(config: Config) -> tuple[Group, ...]:
-    """Laptop: the groups in the configuration, in its order."""
-    settings = config.sagemaker
-    found = [
-        Group(name, hosts.type, hosts.count, f"sagemaker.{name}")
-        for name, hosts in (("gpu", settings.gpu), ("cpu", settings.cpu))
-        if hosts.type
-    ]
-    found += [
-        Group(group.name, group.type, group.count, f"sagemaker.groups.{index}")
-        for index, group in enumerate(settings.groups)
-    ]
-    return tuple(found)
-
-
-def training_group(config: Config, groups: tuple[Group, ...]) -> Group | None:
-    """Laptop: the group that trains: the one configured, else the only one with GPUs, else the only one."""
-    if config.cluster.gpu_group:
-        return next((group for group in groups if group.name == config.cluster.gpu_group), None)
-    with_gpu = [group for group in groups if group.has_gpu]
-    if len(with_gpu) == 1:
-        return with_gpu[0]
-    return groups[0] if len(groups) == 1 else None
-
-
-def usd_per_hour(groups: Sequence[Group], known_prices: PriceList) -> float | None:
-    """Laptop: estimated $/h of all groups; None if any price is unknown."""
-    each = [group.usd_per_hour(known_prices) for group in groups]
-    known = [price for price in each if price is not None]
-    return sum(known) if len(known) == len(each) else None
-
 
 INPUT = "/opt/ml/input/data"
 CODE_CHANNEL = "code"
+ARCHIVE = "sourcedir.tar.gz"
 CODE_FOLDER = f"{INPUT}/{CODE_CHANNEL}"
 
 ENTRYPOINT = ("/bin/bash", "-c", f"cd {CODE_FOLDER} && exec {' '.join(COMMAND)}")
@@ -136,70 +85,63 @@ METRICS = {
 MOST_METRICS = 40
 
 
+def group(name: str, type_: str, count: int, key: str = "") -> Group:
+    """An instance group, with what the tables know of its type."""
+    known = prices.machine(type_)
+    if known is None:
+        return Group(name, type_, count, key, gpus=None if prices.has_gpu(type_) else 0)
+    return Group(name, type_, count, key, known.vcpus, known.gpus, known.gpu_name, known.baseline_gbps)
+
+
+def groups_of(config: Config) -> tuple[Group, ...]:
+    """The groups in the configuration, in its order."""
+    settings = config.sagemaker
+    found = [
+        group(name, hosts.type, hosts.count, f"sagemaker.{name}")
+        for name, hosts in (("gpu", settings.gpu), ("cpu", settings.cpu))
+        if hosts.type
+    ]
+    found += [
+        group(one.name, one.type, one.count, f"sagemaker.groups.{index}")
+        for index, one in enumerate(settings.groups)
+    ]
+    return tuple(found)
+
+
 @dataclass(frozen=True)
-class Draft:
-    """Laptop: a request that has not been checked yet.
+class TrainingJobDraft(Draft):
+    """A request that has not been checked yet: the arguments of CreateTrainingJob."""
 
-    Attributes:
-        job: the job to stage, with the training group set in its configuration.
-        body: the arguments of CreateTrainingJob.
-        keys: path in `body` → configuration key, for error messages.
-        data: local data to upload as input channels.
-        data_at: recipe parameter → path of its data on the hosts.
-    """
-
-    job: Job
-    name: str
-    region: str
-    s3_uri: str
-    groups: tuple[Group, ...]
-    body: dict[str, Any]
-    keys: dict[str, str]
-    data: tuple[DataUpload, ...]
-    data_at: dict[str, str]
     taken: tuple[str, ...] = ()
     """Parts of `sagemaker.request` that other keys set."""
 
     @property
     def code_uri(self) -> str:
-        return f"{self.s3_uri}/{self.name}/code"
+        return f"{self.base_uri}/code/{ARCHIVE if self.settings.entry == 'script-mode' else ''}"
 
     @property
     def settings(self) -> SageMakerConfig:
         return self.job.resolved.config.sagemaker
 
+    def pack(self, folder: Path, archive: Path) -> None:
+        pack(folder, archive)
+
 
 def default_image(region: str) -> str | None:
-    """Laptop: AWS's PyTorch training image; None for regions whose images belong to another account."""
+    """AWS's PyTorch training image; None for regions whose images belong to another account."""
     if not region or _OTHER_ACCOUNTS.match(region):
         return None
     return f"{IMAGE_ACCOUNT}.dkr.ecr.{region}.amazonaws.com/{IMAGE_TAG}"
 
 
-def job_name(name: str, stamp: str) -> str:
-    """Laptop: a valid name from `my_job.v2` and a time stamp: at most 63 characters, no `_` or `.`."""
-    words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "job"
-    return f"{words[: 62 - len(stamp)].rstrip('-')}-{stamp}"
-
-
-def draft(job: Job, name: str, region: str, s3_uri: str) -> Draft:
-    """Laptop: build the whole request, valid or not; `checks.problems` checks it.
-
-    Args:
-        job: the job to run.
-        name: the training job's name.
-        region: AWS region.
-        s3_uri: `s3://bucket/prefix` for all of this job's objects.
-    """
+def draft(job: Job, name: str, region: str, s3_uri: str) -> TrainingJobDraft:
+    """Build the whole request, valid or not, with all objects below `s3_uri`; `sagemaker_rules` checks it."""
     config = job.resolved.config
     settings = config.sagemaker
     groups = groups_of(config)
     trains = training_group(config, groups)
-    gpu_group = trains.name if trains and len(groups) > 1 else None
     if trains is not None:
-        cluster = config.cluster.model_copy(update={"gpu_group": gpu_group})
-        config = config.model_copy(update={"cluster": cluster})
-        job = replace(job, resolved=Resolved(config, job.resolved.origins))
+        job = with_training_group(job, trains if len(groups) > 1 else None)
     s3_uri = s3_uri.rstrip("/")
     data = find_data_uploads(
         {name: path for name, path in job.data.items() if name not in settings.channels},
@@ -239,7 +181,7 @@ def draft(job: Job, name: str, region: str, s3_uri: str) -> Draft:
     data_at = _data_at(job, data)
     taken: list[str] = []
     body = overlaid(pruned(body), settings.request, keys, taken)
-    return Draft(job, name, region, s3_uri, groups, body, keys, data, data_at, tuple(taken))
+    return TrainingJobDraft(job, name, region, s3_uri, groups, body, keys, data, data_at, tuple(taken))
 
 
 def _algorithm(job: Job, settings: SageMakerConfig, region: str) -> dict[str, Any]:
@@ -254,7 +196,7 @@ def _algorithm(job: Job, settings: SageMakerConfig, region: str) -> dict[str, An
 
 
 def metrics_of(job: Job) -> dict[str, str]:
-    """Laptop: METRICS, and the recipe's own as the console prints them."""
+    """METRICS, and the recipe's own as the console prints them."""
     found, config = dict(METRICS), job.resolved.config
     names: list[str] = []
     if config.script is None:
@@ -274,7 +216,7 @@ def _hyperparameters(settings: SageMakerConfig, code_uri: str, keys: dict[str, s
     found = {"config": COMMAND[-1]}
     if settings.entry == "script-mode":
         found["sagemaker_program"] = COMMAND[1]
-        found["sagemaker_submit_directory"] = f"{code_uri}/sourcedir.tar.gz"
+        found["sagemaker_submit_directory"] = f"{code_uri}/{ARCHIVE}"
     for key, value in settings.hyperparameters.items():
         # A dot in a key makes a ModelTrainer job fail before any user code runs; `__` is equivalent.
         name = key.replace(".", "__")
@@ -284,7 +226,7 @@ def _hyperparameters(settings: SageMakerConfig, code_uri: str, keys: dict[str, s
 
 
 def is_json(text: str) -> bool:
-    """Laptop: whether a text reads as JSON, so that it must be quoted to stay text."""
+    """Whether a text reads as JSON, so that it must be quoted to stay text."""
     with contextlib.suppress(ValueError):
         json.loads(text)
         return True
@@ -392,15 +334,7 @@ def _data_at(job: Job, data: tuple[DataUpload, ...]) -> dict[str, str]:
 def overlaid(
     body: dict[str, Any], more: Mapping[str, Any], keys: dict[str, str], taken: list[str], path: str = ""
 ) -> dict[str, Any]:
-    """Laptop: the request with `sagemaker.request`, which adds to it: members, and elements of lists.
-
-    Args:
-        body: the request.
-        more: what to add.
-        keys: completed with the keys of what is added.
-        taken: completed with the paths of values that the request has already.
-        path: of `body`.
-    """
+    """The request with `sagemaker.request`, which adds to it: members, and elements of lists."""
     found = dict(body)
     for name, value in more.items():
         where = f"{path}.{name}" if path else name
@@ -420,13 +354,3 @@ def overlaid(
             found[name] = value
             keys[where] = f"sagemaker.request.{where}"
     return found
-
-
-def pruned(value: Any) -> Any:
-    """Laptop: a request without None values and empty structures."""
-    if isinstance(value, dict):
-        kept = {key: pruned(item) for key, item in value.items()}
-        return {key: item for key, item in kept.items() if item is not None and item != {}}
-    if isinstance(value, list):
-        return [pruned(item) for item in value]
-    return value

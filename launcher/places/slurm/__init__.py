@@ -35,7 +35,7 @@ SCRIPT = "slurm.sh"
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """Laptop: a batch script and the run directory that it works in."""
+    """A batch script and the run directory that it works in."""
 
     job: Job
     run_dir: Path
@@ -63,7 +63,7 @@ class SlurmRequest:
 
 
 def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
-    """Laptop: check the job against the cluster's partitions and write its script; submits nothing.
+    """Check the job against the cluster's partitions and write its script; submits nothing.
 
     Args:
         job: what to run.
@@ -93,7 +93,7 @@ def plan(job: Job, *, offline: bool = False) -> SlurmRequest:
 
 
 def submit(request: SlurmRequest) -> SlurmRun:
-    """Laptop: stage the source into the run directory and submit the job.
+    """Stage the source into the run directory and submit the job.
 
     Raises:
         UsageError: Slurm refused it; nothing is left of the run.
@@ -111,7 +111,7 @@ def submit(request: SlurmRequest) -> SlurmRun:
 
 
 def attach(run_id: str) -> SlurmRun:
-    """Laptop: find a run by its run directory, or by `slurm:<job>` while Slurm knows the job.
+    """Find a run by its run directory, or by `slurm:<job>` while Slurm knows the job.
 
     Raises:
         UsageError: it is neither.
@@ -154,7 +154,7 @@ ASK_EVERY_S = 15.0
 
 
 class SlurmRun(PastRun):
-    """Laptop: a run on Slurm; its files are in a run directory that this machine shares with the nodes."""
+    """A run on Slurm; its files are in a run directory that this machine shares with the nodes."""
 
     def __init__(self, job_id: str, run_dir: Path, ask_every_s: float = ASK_EVERY_S) -> None:
         super().__init__(run_dir)
@@ -253,11 +253,7 @@ class SlurmRun(PastRun):
         return self._state.active
 
     def stop(self) -> str | None:
-        """Ask the hosts to stop with a checkpoint; take the job out of the queue if it waits.
-
-        Raises:
-            UsageError: it has ended.
-        """
+        """Ask the hosts to stop with a checkpoint; take the job out of the queue if it waits."""
         state = self.state()
         if not state.active:
             raise UsageError(f"{self.id}: this run has already ended: {self.status()}")

@@ -40,13 +40,7 @@ OURS = (
 
 
 def batch_script(config: SlurmConfig, name: str, run_dir: Path) -> str:
-    """Laptop: the text of the batch script.
-
-    Args:
-        config: the section `slurm`.
-        name: the job's name.
-        run_dir: its run directory, with the staged source in `code`.
-    """
+    """The text of the batch script."""
     both = config.cpu.nodes > 0
     common = _common(config)
     lines = ["#!/bin/bash", *_sbatch(f"--job-name={name}", f"--output={run_dir / LOG}", "--open-mode=append")]
@@ -58,7 +52,7 @@ def batch_script(config: SlurmConfig, name: str, run_dir: Path) -> str:
 
 
 def clock(seconds: int) -> str:
-    """Anywhere: seconds as Slurm writes a time limit, `1-04:00:00`; it counts in minutes, so rounded up."""
+    """Seconds as Slurm writes a time limit, `1-04:00:00`; it counts in minutes, so rounded up."""
     minutes = -(-seconds // 60)
     days, rest = divmod(minutes, 24 * 60)
     return f"{days}-{rest // 60:02}:{rest % 60:02}:00" if days else f"{rest // 60:02}:{rest % 60:02}:00"

@@ -33,7 +33,7 @@ _GONE = ("Invalid job id", "already completing or completed", "Job/step already"
 
 @dataclass(frozen=True)
 class Partition:
-    """Laptop: a partition as `sinfo` describes it."""
+    """A partition as `sinfo` describes it."""
 
     name: str
     up: bool
@@ -48,7 +48,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class State:
-    """Laptop: the state of a job: PENDING, RUNNING, … and why; "" if Slurm no longer knows the job."""
+    """The state of a job: PENDING, RUNNING, … and why; "" if Slurm no longer knows the job."""
 
     word: str
     reason: str = ""
@@ -59,11 +59,7 @@ class State:
 
 
 def ask(*command: str, variables: Mapping[str, str] | None = None) -> str:
-    """Laptop: run one of Slurm's commands and return what it prints.
-
-    Raises:
-        UsageError: it is not installed, took too long, or failed; one line with its own words.
-    """
+    """Run one of Slurm's commands and return what it prints."""
     if shutil.which(command[0]) is None:
         raise UsageError(
             f"{command[0]}: not found on this machine; run this command on a login node of the Slurm cluster,"
@@ -89,11 +85,7 @@ def ask(*command: str, variables: Mapping[str, str] | None = None) -> str:
 
 
 def partitions() -> dict[str, Partition]:
-    """Laptop: the cluster's partitions; the default one also as "".
-
-    Raises:
-        UsageError: sinfo failed.
-    """
+    """The cluster's partitions; the default one also as ""."""
     found: dict[str, Partition] = {}
     for line in ask("sinfo", "--noheader", "--format=%P|%a|%l|%D|%c|%G").splitlines():
         name, up, limit, nodes, cpus, gres = line.split("|")
@@ -113,7 +105,7 @@ def partitions() -> dict[str, Partition]:
 
 
 def seconds_of(limit: str) -> int | None:
-    """Anywhere: a time limit as Slurm prints it, `1-04:00:00`, in seconds; None: unlimited."""
+    """A time limit as Slurm prints it, `1-04:00:00`, in seconds; None: unlimited."""
     parts = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit.strip())
     if parts is None:
         return None
@@ -128,11 +120,7 @@ def gpus_of(gres: str) -> int:
 
 
 def state_of(job_id: str) -> State:
-    """Laptop: the state of a job, from the queue, else from what the controller or accounting remember.
-
-    Raises:
-        UsageError: Slurm does not answer.
-    """
+    """The state of a job, from the queue, else from what the controller or accounting remember."""
     try:
         rows = ask("squeue", "--noheader", f"--jobs={job_id}", "--format=%i|%T|%r").splitlines()
     except UsageError as error:
@@ -148,7 +136,7 @@ def state_of(job_id: str) -> State:
 
 
 def described(job_id: str) -> dict[str, str]:
-    """Laptop: the fields of `scontrol show job`; empty some minutes after the job's end."""
+    """The fields of `scontrol show job`; empty some minutes after the job's end."""
     try:
         text = ask("scontrol", "--oneliner", "show", "job", job_id)
     except UsageError as error:
@@ -160,7 +148,7 @@ def described(job_id: str) -> dict[str, str]:
 
 
 def accounted(job_id: str, field: str) -> str:
-    """Laptop: a field of a job from the accounting database; "" on clusters that have none."""
+    """A field of a job from the accounting database; "" on clusters that have none."""
     command = ("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", f"--format={field}")
     try:
         lines = ask(*command).splitlines()
@@ -170,11 +158,7 @@ def accounted(job_id: str, field: str) -> str:
 
 
 def submitted(script: Path) -> str:
-    """Laptop: submit a batch script; returns the job's id.
-
-    Raises:
-        UsageError: Slurm refused it.
-    """
+    """Submit a batch script; returns the job's id."""
     # SBATCH_ variables precede the script's lines, and SLURM_ ones may describe the job around this shell.
     own = {
         name: value

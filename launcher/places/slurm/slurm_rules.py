@@ -19,7 +19,7 @@ _WORD = re.compile(r"[\w.:+-]+")
 
 
 def problems_of(config: SlurmConfig, output_dir: str) -> list[str]:
-    """Laptop: the problems that show without asking the cluster, one line each."""
+    """The problems that show without asking the cluster, one line each."""
     problems = []
     if not PurePosixPath(output_dir).is_absolute():
         problems.append(
@@ -79,7 +79,7 @@ def problems_of(config: SlurmConfig, output_dir: str) -> list[str]:
 
 
 def cluster_problems(config: SlurmConfig, known: dict[str, Partition]) -> list[str]:
-    """Laptop: what the cluster's partitions cannot give; Slurm would queue most of it for ever."""
+    """What the cluster's partitions cannot give; Slurm would queue most of it for ever."""
     problems = []
     for section, nodes in _components(config):
         wanted = nodes.partition or ""

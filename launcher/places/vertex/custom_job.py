@@ -1,64 +1,83 @@
-"""Laptop: a job's host groups as Vertex AI worker pools."""
+"""Laptop: a job's worker pools and its CustomJob request. Pure: no calls to Google Cloud."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import tarfile
+import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from launcher.job import COMMAND, Job
-from launcher.places.sagemaker.training_job import pruned
-from launcher.source import DataUpload, find_data_uploads
-from stoker.config.loading import Resolved
-from stoker.config.places import VertexConfig
+from launcher.places.remote import Draft, Group, pruned, training_group, with_training_group
+from launcher.source import DataUpload, find_data_uploads, pack
+from stoker.config.places import VertexConfig, VertexHostsConfig
 from stoker.config.schema import Config
 from stoker.events import google
 from stoker.hosts.services.vertex import POOLS_VARIABLE, folder_of
 from stoker.place import BACKEND_VARIABLE
 
+CODE_ON_HOST = "/tmp/stoker-code"  # noqa: S108 - in a container of its own
+ARCHIVE = "code.tar.gz"
+PACKAGE = "stoker_job-1.0.tar.gz"
+PACKAGE_MODULE = "stoker_job.task"
+PREBUILT = "-docker.pkg.dev/vertex-ai/training/"
+"""Part of the names of Google's prebuilt training containers."""
+_SETUP = f"""from setuptools import setup
+
+setup(name="stoker_job", version="1.0", packages=["stoker_job"], package_data={{"stoker_job": ["{ARCHIVE}"]}})
+"""
+_TASK = f'''"""Every host: unpack the job's code and run it in place of this process."""
+
+import os
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+
+code = Path({CODE_ON_HOST!r})
+shutil.rmtree(code, ignore_errors=True)
+code.mkdir()
+with tarfile.open(Path(__file__).with_name({ARCHIVE!r})) as archive:
+    archive.extractall(code, filter="data")
+os.chdir(code)
+os.execv(sys.executable, [sys.executable, *{COMMAND[1:]!r}])
+'''
+
 
 @dataclass(frozen=True)
-class Pool:
-    """Laptop: hosts of one machine type and the configuration key that defines them."""
+class Pool(Group):
+    """Hosts of one machine type; one group may have several pools."""
 
-    group: str
-    machine_type: str
-    accelerator: str | None
-    count: int | None
+    accelerator: str | None = None
+    asked: int | None = None
     """GPUs per host, as configured."""
-    replicas: int
-    key: str
-    """`vertex.gpu`, or `vertex.pools.1`."""
 
-    @property
-    def gpus(self) -> int:
-        """GPUs per host."""
-        if self.count is not None:
-            return self.count
-        attached = self.accelerator is not None and self.machine_type.startswith(google.ATTACHES)
-        return google.built_in_gpus(self.machine_type) or int(attached)
 
-    @property
-    def gpu_type(self) -> str | None:
-        """The accelerator type as Vertex AI names it; None without GPUs."""
-        return (self.accelerator or google.built_in_accelerator(self.machine_type)) if self.gpus else None
+def _pool(name: str, hosts: VertexHostsConfig, key: str) -> Pool:
+    kind, accelerator = str(hosts.machine_type), hosts.accelerator
+    attached = accelerator is not None and kind.startswith(google.ATTACHES)
+    gpus = hosts.count if hosts.count is not None else google.built_in_gpus(kind) or int(attached)
+    gpu_name = (accelerator or google.built_in_accelerator(kind) or "") if gpus else ""
+    known = google.MACHINES.get(kind)
+    vcpus = known.vcpus if known else None
+    return Pool(name, kind, hosts.replicas, key, vcpus, gpus, gpu_name, None, accelerator, hosts.count)
 
 
 def pools_of(config: Config) -> tuple[Pool, ...]:
-    """Laptop: the pools in the configuration, in its order; one group may have several."""
+    """The pools in the configuration, in its order; one group may have several."""
     settings = config.vertex
     listed = [("gpu", settings.gpu, "vertex.gpu"), ("cpu", settings.cpu, "vertex.cpu")]
     listed += [(pool.name, pool, f"vertex.pools.{index}") for index, pool in enumerate(settings.pools)]
-    return tuple(
-        Pool(name, hosts.machine_type, hosts.accelerator, hosts.count, hosts.replicas, key)
-        for name, hosts, key in listed
-        if hosts.machine_type
-    )
+    return tuple(_pool(name, hosts, key) for name, hosts, key in listed if hosts.machine_type)
 
 
 def replicas_by_pool(sizes: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Laptop: groups with their number of hosts as worker pools: the first pool has exactly one replica.
+    """Groups with their number of hosts as worker pools: the first pool has exactly one replica.
 
     >>> replicas_by_pool([("gpu", 3), ("cpu", 4)])
     [('gpu', 1), ('gpu', 2), ('cpu', 4)]
@@ -69,13 +88,13 @@ def replicas_by_pool(sizes: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
 
 
 def worker_pools(pools: Sequence[Pool]) -> list[tuple[Pool, int]]:
-    """Laptop: the job's worker pools in order, each with its number of replicas."""
-    numbered = replicas_by_pool([(str(index), pool.replicas) for index, pool in enumerate(pools)])
+    """The job's worker pools in order, each with its number of replicas."""
+    numbered = replicas_by_pool([(str(index), pool.count) for index, pool in enumerate(pools)])
     return [(pools[int(index)], replicas) for index, replicas in numbered]
 
 
 def pools_variable(pools: Sequence[tuple[str, str, int]]) -> dict[str, str]:
-    """Laptop: the environment variable that tells hosts group, machine type and GPUs of every worker pool."""
+    """The environment variable that tells hosts group, machine type and GPUs of every worker pool."""
     told = {
         f"workerpool{number}": {"group": group, "type": kind, "gpus": gpus}
         for number, (group, kind, gpus) in enumerate(pools)
@@ -83,53 +102,12 @@ def pools_variable(pools: Sequence[tuple[str, str, int]]) -> dict[str, str]:
     return {POOLS_VARIABLE: json.dumps(told)}
 
 
-def training_group(config: Config, pools: Sequence[Pool]) -> str | None:
-    """Laptop: the group that trains: the one configured, else the only one with GPUs, else the only one."""
-    groups = list(dict.fromkeys(pool.group for pool in pools))
-    if named := config.cluster.gpu_group:
-        return named if named in groups else None
-    with_gpus = list(dict.fromkeys(pool.group for pool in pools if pool.gpus))
-    if len(with_gpus) == 1:
-        return with_gpus[0]
-    return groups[0] if len(groups) == 1 else None
-
-
-CODE_ON_HOST = "/tmp/stoker-code"  # noqa: S108 - in a container of its own
-ARCHIVE = "code.tar.gz"
-PACKAGE = "stoker_job-1.0.tar.gz"
-PACKAGE_MODULE = "stoker_job.task"
-PREBUILT = "-docker.pkg.dev/vertex-ai/training/"
-"""Part of the names of Google's prebuilt training containers."""
-
-
 @dataclass(frozen=True)
-class Draft:
-    """Laptop: a request that has not been checked yet.
+class CustomJobDraft(Draft):
+    """A request that has not been checked yet: a CustomJob, in the REST API's JSON form."""
 
-    Attributes:
-        job: the job to stage, with the training group set in its configuration.
-        name: display name, and the folder below `gcs_uri`.
-        body: the CustomJob, in the REST API's JSON form.
-        keys: path in `body` → configuration key, for error messages.
-        data: local data to upload.
-        data_at: recipe parameter → path of its data on the hosts.
-    """
-
-    job: Job
-    name: str
-    project: str
-    region: str
-    gcs_uri: str
-    pools: tuple[Pool, ...]
-    body: dict[str, Any]
-    keys: dict[str, str]
-    data: tuple[DataUpload, ...]
-    data_at: dict[str, str]
-
-    @property
-    def base_uri(self) -> str:
-        """Everything of this job: code, model, checkpoints, run directory."""
-        return f"{self.gcs_uri}/{self.name}"
+    groups: tuple[Pool, ...]
+    project: str = ""
 
     @property
     def code_uri(self) -> str:
@@ -143,12 +121,35 @@ class Draft:
 
     @property
     def settings(self) -> VertexConfig:
-        """The section `vertex`."""
         return self.job.resolved.config.vertex
+
+    def pack(self, folder: Path, archive: Path) -> None:
+        (_pack_package if self.archive == PACKAGE else pack)(folder, archive)
+
+
+def _pack_package(folder: Path, archive: Path) -> None:
+    """A Python package with the archive in it, as Google's prebuilt containers install it."""
+    package, _, module = PACKAGE_MODULE.partition(".")
+    with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
+        pack(folder, Path(scratch) / ARCHIVE)
+        content = (Path(scratch) / ARCHIVE).read_bytes()
+    files = {
+        "setup.py": _SETUP.encode(),
+        "PKG-INFO": b"Metadata-Version: 2.1\nName: stoker_job\nVersion: 1.0\n",
+        f"{package}/__init__.py": b"",
+        f"{package}/{module}.py": _TASK.encode(),
+        f"{package}/{ARCHIVE}": content,
+    }
+    descriptor = os.open(archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(f"{PACKAGE.removesuffix('.tar.gz')}/{name}")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
 
 
 def container_command(code_uri: str) -> list[str]:
-    """Laptop: the command of a container: unpack the code from the mounted bucket and run it.
+    """The command of a container: unpack the code from the mounted bucket and run it.
 
     `exec` makes Python process 1, so that SIGTERM reaches it. The service may restart a container where it
     was, with the code of its first start.
@@ -157,29 +158,19 @@ def container_command(code_uri: str) -> list[str]:
     return ["/bin/bash", "-c", f"{unpack} && cd {CODE_ON_HOST} && exec {' '.join(COMMAND)}"]
 
 
-def draft(job: Job, name: str, project: str, gcs_uri: str) -> Draft:
-    """Laptop: build the whole request, valid or not; `checks.problems` checks it.
-
-    Args:
-        job: the job to run.
-        name: the job's display name.
-        project: Google Cloud project.
-        gcs_uri: `gs://bucket/prefix` for all of this job's objects.
-    """
+def draft(job: Job, name: str, project: str, gcs_uri: str) -> CustomJobDraft:
+    """Build the whole request, valid or not, with all objects below `gcs_uri`; `vertex_rules` checks it."""
     config = job.resolved.config
-    settings, pools = config.vertex, pools_of(config)
+    pools, region = pools_of(config), config.vertex.region
     if trains := training_group(config, pools):
-        cluster = config.cluster.model_copy(update={"gpu_group": trains})
-        config = config.model_copy(update={"cluster": cluster})
-        job = replace(job, resolved=Resolved(config, job.resolved.origins))
+        job = with_training_group(job, trains)
     data = find_data_uploads(job.data, gcs_uri)
-    keys: dict[str, str] = {}
-    made = Draft(job, name, project, settings.region, gcs_uri, pools, {}, keys, data, _data_at(data))
+    made = CustomJobDraft(job, name, region, gcs_uri, pools, {}, {}, data, _data_at(data), project)
     made.body.update(_body(made))
     return made
 
 
-def _body(made: Draft) -> dict[str, Any]:
+def _body(made: CustomJobDraft) -> dict[str, Any]:
     settings, keys = made.settings, made.keys
     keys.update(
         {
@@ -220,12 +211,12 @@ def _body(made: Draft) -> dict[str, Any]:
     return body
 
 
-def _pool_specs(made: Draft) -> list[dict[str, Any]]:
+def _pool_specs(made: CustomJobDraft) -> list[dict[str, Any]]:
     settings = made.settings
-    if not made.pools:
+    if not made.groups:
         return []
-    listed = worker_pools(made.pools)
-    told = pools_variable([(pool.group, pool.machine_type, pool.gpus) for pool, _ in listed])
+    listed = worker_pools(made.groups)
+    told = pools_variable([(pool.name, pool.type, pool.gpus or 0) for pool, _ in listed])
     variables = {BACKEND_VARIABLE: "vertex", **told, **settings.environment}
     env = [{"name": name, "value": value} for name, value in variables.items()]
     specs = []
@@ -238,8 +229,8 @@ def _pool_specs(made: Draft) -> list[dict[str, Any]]:
         made.keys[f"{where}.diskSpec"] = "vertex.boot_disk_gb"
         spec: dict[str, Any] = {
             "machineSpec": {
-                "machineType": pool.machine_type,
-                "acceleratorType": pool.gpu_type,
+                "machineType": pool.type,
+                "acceleratorType": pool.gpu_name or None,
                 "acceleratorCount": pool.gpus or None,
             },
             "replicaCount": replicas,

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import io
+import datetime
 import json
 import os
 import re
-import tarfile
-import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from launcher.files import files_below
-from launcher.job import COMMAND
-from launcher.places.vertex.custom_job import ARCHIVE, CODE_ON_HOST, PACKAGE, PACKAGE_MODULE
-from launcher.source import DataUpload
-from launcher.source import pack as pack_archive
+from launcher.places.remote import LogEntry
 from stoker.errors import UsageError, nearest
+from stoker.storage.filesystems import filesystem_of
 
 ABSENT = (
     "--on vertex: needs google-cloud-aiplatform, which is not installed here: pip install 'stoker[vertex]'"
@@ -36,11 +30,7 @@ CALL_TIMEOUT_S = 60.0
 
 
 def rejected(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Laptop: what the library's own types reject in a CustomJob: (path, message). No network.
-
-    Raises:
-        UsageError: the library is not installed.
-    """
+    """What the library's own types reject in a CustomJob: (path, message). No network."""
     types = _types()
     try:
         types.CustomJob.from_json(json.dumps(body))
@@ -60,11 +50,7 @@ def rejected(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def project_of(configured: str | None, offline: bool) -> str:
-    """Laptop: the project from the configuration, else that of the credentials; empty if there is none.
-
-    Raises:
-        UsageError: there are no credentials.
-    """
+    """The project from the configuration, else that of the credentials; empty if there is none."""
     if configured or offline or _plain_endpoint():
         return configured or ""
     return credentials()[1] or ""
@@ -72,11 +58,7 @@ def project_of(configured: str | None, offline: bool) -> str:
 
 @cache
 def credentials() -> tuple[Any, str | None]:
-    """Laptop: (the application default credentials, their project).
-
-    Raises:
-        UsageError: there are none, or the library is not installed.
-    """
+    """Laptop: (the application default credentials, their project)."""
     _types()
     import google.auth
 
@@ -88,28 +70,20 @@ def credentials() -> tuple[Any, str | None]:
 
 
 def jobs(region: str) -> Any:
-    """Laptop: a client of the job service of a region."""
+    """A client of the job service of a region."""
     return _service("JobServiceClient", region)
 
 
 def create(parent: str, region: str, body: dict[str, Any]) -> str:
-    """Laptop: create a custom job; returns its resource name.
-
-    Raises:
-        UsageError: the service rejected it, or cannot be reached.
-    """
+    """Create a custom job; returns its resource name."""
     job = _types().CustomJob.from_json(json.dumps(body))
     with readable_errors("job"):
         made = jobs(region).create_custom_job(parent=parent, custom_job=job, timeout=CALL_TIMEOUT_S)
     return str(made.name)
 
 
-def log_entries(job: str, since: str) -> list[dict[str, str]]:
-    """Laptop: a job's lines in Cloud Logging from a time on: id, at, host and text of each.
-
-    Raises:
-        UsageError: they cannot be read.
-    """
+def log_entries(job: str, since_s: float) -> list[LogEntry]:
+    """A job's lines in Cloud Logging from a time on; UsageError if they cannot be read."""
     from google.auth.transport.requests import AuthorizedSession
     from requests import Session
 
@@ -117,10 +91,11 @@ def log_entries(job: str, since: str) -> list[dict[str, str]]:
     given = os.environ.get(LOG_ENDPOINT_VARIABLE, "").rstrip("/")
     with readable_errors("logs"):
         session = Session() if given.startswith("http://") else AuthorizedSession(credentials()[0])
+    since = datetime.datetime.fromtimestamp(since_s, datetime.UTC).isoformat()
     wanted = f'resource.type="ml_job" resource.labels.job_id="{number}"'
     query: dict[str, Any] = {
         "resourceNames": [f"projects/{project}"],
-        "filter": f'{wanted} timestamp>="{since}"' if since else wanted,
+        "filter": f'{wanted} timestamp>="{since}"' if since_s else wanted,
         "orderBy": "timestamp asc",
         "pageSize": 1000,
     }
@@ -145,20 +120,17 @@ def log_entries(job: str, since: str) -> list[dict[str, str]]:
         query["pageToken"] = token
 
 
-def _entry(entry: dict[str, Any]) -> dict[str, str]:
+def _entry(entry: dict[str, Any]) -> LogEntry:
     payload = entry.get("jsonPayload") or {}
     text = entry.get("textPayload") or payload.get("message") or json.dumps(payload)
-    return {
-        "id": str(entry.get("insertId")),
-        "at": str(entry.get("timestamp")),
-        "host": str(entry.get("resource", {}).get("labels", {}).get("task_name") or "service"),
-        "text": str(text),
-    }
+    host = entry.get("resource", {}).get("labels", {}).get("task_name") or "service"
+    at = datetime.datetime.fromisoformat(entry["timestamp"])
+    return LogEntry(str(entry.get("insertId")), at.timestamp(), str(host), str(text))
 
 
 @contextmanager
 def readable_errors(what: str) -> Iterator[None]:
-    """Laptop: convert the library's exceptions to a one-line `UsageError`."""
+    """Convert the library's exceptions to a one-line `UsageError`."""
     from google.api_core.exceptions import GoogleAPICallError, RetryError
     from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
     from requests.exceptions import RequestException
@@ -223,89 +195,30 @@ def _types() -> Any:
     return types
 
 
-_SETUP = f"""from setuptools import setup
+class CloudStorage:
+    """Where a job's uploads go."""
 
-setup(name="stoker_job", version="1.0", packages=["stoker_job"], package_data={{"stoker_job": ["{ARCHIVE}"]}})
-"""
-_TASK = f'''"""Every host: unpack the job's code and run it in place of this process."""
+    def exists(self, uri: str) -> bool:
+        from pyarrow import fs
 
-import os
-import shutil
-import sys
-import tarfile
-from pathlib import Path
+        filesystem, path = filesystem_of(uri)
+        return bool(filesystem.get_file_info(path).type == fs.FileType.File)
 
-code = Path({CODE_ON_HOST!r})
-shutil.rmtree(code, ignore_errors=True)
-code.mkdir()
-with tarfile.open(Path(__file__).with_name({ARCHIVE!r})) as archive:
-    archive.extractall(code, filter="data")
-os.chdir(code)
-os.execv(sys.executable, [sys.executable, *{COMMAND[1:]!r}])
-'''
+    def send(self, file: Path, uri: str) -> None:
+        filesystem, path = filesystem_of(uri)
+        with file.open("rb") as source, filesystem.open_output_stream(path) as target:
+            while chunk := source.read(16 * 2**20):
+                target.write(chunk)
 
-
-def pack(folder: Path, archive: Path) -> None:
-    """Laptop: pack the staged source as the archive or, by its name, the package that hosts unpack."""
-    if archive.name.endswith(PACKAGE):
-        _pack_package(folder, archive)
-    else:
-        pack_archive(folder, archive)
-
-
-def _pack_package(folder: Path, archive: Path) -> None:
-    """A Python package with the archive in it, as Google's prebuilt containers install it."""
-    package, _, module = PACKAGE_MODULE.partition(".")
-    with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
-        pack_archive(folder, Path(scratch) / ARCHIVE)
-        content = (Path(scratch) / ARCHIVE).read_bytes()
-    files = {
-        "setup.py": _SETUP.encode(),
-        "PKG-INFO": b"Metadata-Version: 2.1\nName: stoker_job\nVersion: 1.0\n",
-        f"{package}/__init__.py": b"",
-        f"{package}/{module}.py": _TASK.encode(),
-        f"{package}/{ARCHIVE}": content,
-    }
-    descriptor = os.open(archive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
-        for name, data in files.items():
-            member = tarfile.TarInfo(f"{PACKAGE.removesuffix('.tar.gz')}/{name}")
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-
-
-def upload_code(folder: Path, code_uri: str) -> None:
-    """Laptop: upload the staged source as one object."""
-    archive = folder.parent / code_uri.rpartition("/")[2]
-    pack(folder, archive)
-    _send([(archive, code_uri)])
-
-
-def upload_data(item: DataUpload) -> bool:
-    """Laptop: upload data unless an earlier job has; returns whether anything was uploaded.
-
-    A manifest next to the prefix is written last, so an interrupted upload is repeated.
-    """
-    from pyarrow import fs
-
-    from stoker.storage.filesystems import filesystem_of
-
-    filesystem, folder = filesystem_of(item.uri)
-    manifest = f"{folder}.json"
-    if filesystem.get_file_info(manifest).type == fs.FileType.File:
-        return False
-    _send([(path, f"{folder}/{name}") for name, path, _ in files_below(item.source)])
-    content = {"source": str(item.source), "files": item.files, "bytes": item.bytes}
-    with filesystem.open_output_stream(manifest) as stream:
-        stream.write(json.dumps(content).encode())
-    return True
+    def put(self, content: bytes, uri: str) -> None:
+        filesystem, path = filesystem_of(uri)
+        with filesystem.open_output_stream(path) as stream:
+            stream.write(content)
 
 
 def refuse_bucket(uri: str) -> Iterator[str]:
-    """Laptop: a problem if the prefix cannot be listed; one call."""
+    """A problem if the prefix cannot be listed; one call."""
     from pyarrow import fs
-
-    from stoker.storage.filesystems import filesystem_of
 
     bucket = uri.removeprefix("gs://").partition("/")[0]
     try:
@@ -323,26 +236,11 @@ def refuse_bucket(uri: str) -> Iterator[str]:
 
 @contextmanager
 def upload_errors() -> Iterator[None]:
-    """Laptop: convert upload errors to a one-line `UsageError`."""
+    """Convert upload errors to a one-line `UsageError`."""
     try:
         yield
     except OSError as error:
         raise UsageError(f"upload to Cloud Storage: {_reason(error)}") from None
-
-
-def _send(files: list[tuple[Path, str]]) -> None:
-    from stoker.storage.google import google_filesystem
-
-    filesystem: Any = google_filesystem()
-
-    def send(item: tuple[Path, str]) -> None:
-        with item[0].open("rb") as source, filesystem.open_output_stream(item[1]) as target:
-            while chunk := source.read(16 * 2**20):
-                target.write(chunk)
-
-    with ThreadPoolExecutor(max_workers=8) as pool:
-        for _ in pool.map(send, files):  # re-raises upload errors
-            pass
 
 
 def _reason(error: OSError) -> str:

@@ -1,6 +1,6 @@
 """Laptop: checks of a Vertex AI job before anything is uploaded.
 
-Each rule checks a `Draft` without network access and yields lines `key: what is wrong (got …); remedy`.
+Each rule checks a draft without network access and yields lines `key: what is wrong (got …); remedy`.
 All rules run, so that the user sees every problem at once. The last one reads the request into the client
 library's own types.
 """
@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
+from launcher.places import remote
+from launcher.places.remote import names_of, training_group
 from launcher.places.vertex import google_cloud
-from launcher.places.vertex.custom_job import PREBUILT, Draft, training_group
-from stoker.config.redaction import is_secret
+from launcher.places.vertex.custom_job import PREBUILT, CustomJobDraft
 from stoker.errors import nearest
 from stoker.events import google
 from stoker.figures import count_of
@@ -43,8 +44,8 @@ _FORMS = (
 )
 
 
-def problems(draft: Draft) -> list[str]:
-    """Laptop: every problem of a request, including what the client library's types reject."""
+def problems(draft: CustomJobDraft) -> list[str]:
+    """Every problem of a request, including what the client library's types reject."""
     found = [line for rule in RULES for line in rule(draft)]
     if not any(line.startswith("--on vertex") for line in found):
         named = {line.partition(": ")[0] for line in found}
@@ -52,11 +53,11 @@ def problems(draft: Draft) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def warnings(draft: Draft) -> list[str]:
-    """Laptop: notes for the dry run on valid but questionable settings."""
+def warnings(draft: CustomJobDraft) -> list[str]:
+    """Notes for the dry run on valid but questionable settings."""
     settings = draft.settings
     notes = []
-    first, trains = draft.pools[0].group, draft.job.resolved.config.cluster.gpu_group
+    first, trains = draft.groups[0].name, draft.job.resolved.config.cluster.gpu_group
     if first != trains:
         notes.append(
             f"the first pool, {first}, does not train: Vertex AI ends the job with that host, which exits"
@@ -78,24 +79,24 @@ def warnings(draft: Draft) -> list[str]:
     return notes
 
 
-def _pools(draft: Draft) -> Iterator[str]:
-    settings, pools = draft.settings, draft.pools
+def _pools(draft: CustomJobDraft) -> Iterator[str]:
+    settings, pools = draft.settings, draft.groups
     if not pools:
         yield "vertex.gpu.machine_type: no hosts requested; name a machine type, for example g2-standard-8"
         return
     if settings.pools and (settings.gpu.machine_type or settings.cpu.machine_type):
         yield "vertex.pools: given together with vertex.gpu or cpu; keep one of the two forms"
     for pool in pools:
-        if pool.replicas < 1:
-            yield f"{pool.key}.replicas: at least 1 (got {pool.replicas}); to have none, remove the pool"
-        if wrong := _wrong_type(pool.machine_type):
-            yield f"{pool.key}.machine_type: {wrong} (got {pool.machine_type!r}); for example g2-standard-8"
-    most = MOST_POOLS if pools[0].replicas <= 1 else MOST_POOLS - 1
+        if pool.count < 1:
+            yield f"{pool.key}.replicas: at least 1 (got {pool.count}); to have none, remove the pool"
+        if wrong := _wrong_type(pool.type):
+            yield f"{pool.key}.machine_type: {wrong} (got {pool.type!r}); for example g2-standard-8"
+    most = MOST_POOLS if pools[0].count <= 1 else MOST_POOLS - 1
     if len(pools) > most:
         why = "" if most == MOST_POOLS else "; the first host of the first pool is a pool of its own"
         yield f"vertex.pools: at most {most} pools (got {len(pools)}){why}; merge pools of one type"
-    for name in dict.fromkeys(pool.group for pool in pools):
-        kinds = {(pool.machine_type, pool.gpu_type, pool.gpus) for pool in pools if pool.group == name}
+    for name in dict.fromkeys(pool.name for pool in pools):
+        kinds = {(pool.type, pool.gpu_name, pool.gpus) for pool in pools if pool.name == name}
         if len(kinds) > 1:
             yield f"vertex.pools: pools of the group {name!r} differ in machine or GPUs; give them own names"
 
@@ -108,80 +109,60 @@ def _wrong_type(machine_type: str) -> str:
     return "Arm hosts are not supported" if machine_type.startswith("a4x-") else ""
 
 
-def _accelerators(draft: Draft) -> Iterator[str]:
+def _accelerators(draft: CustomJobDraft) -> Iterator[str]:
     settings = draft.settings
-    for pool in draft.pools:
+    for pool in draft.groups:
         built_in, there = (
-            google.built_in_accelerator(pool.machine_type),
-            google.built_in_gpus(pool.machine_type),
+            google.built_in_accelerator(pool.type),
+            google.built_in_gpus(pool.type),
         )
-        if pool.count is not None and pool.count < 0:
-            yield f"{pool.key}.count: at least 0 (got {pool.count})"
+        if pool.asked is not None and pool.asked < 0:
+            yield f"{pool.key}.count: at least 0 (got {pool.asked})"
         elif built_in and pool.accelerator not in (None, built_in):
             yield (
-                f"{pool.key}.accelerator: {pool.machine_type} has {built_in} built in (got"
+                f"{pool.key}.accelerator: {pool.type} has {built_in} built in (got"
                 f" {pool.accelerator!r}); remove the key or choose another machine type"
             )
-        elif built_in and pool.count not in (None, there) and pool.machine_type in google.MACHINES:
+        elif built_in and pool.asked not in (None, there) and pool.type in google.MACHINES:
             yield (
-                f"{pool.key}.count: {pool.machine_type} has {count_of(there, 'GPU')} (got {pool.count});"
+                f"{pool.key}.count: {pool.type} has {count_of(there, 'GPU')} (got {pool.asked});"
                 " remove the key or choose another machine type"
             )
-        elif pool.accelerator and not built_in and not pool.machine_type.startswith(google.ATTACHES):
+        elif pool.accelerator and not built_in and not pool.type.startswith(google.ATTACHES):
             yield (
-                f"{pool.key}.accelerator: GPUs can be attached to N1 machines only (got {pool.machine_type});"
+                f"{pool.key}.accelerator: GPUs can be attached to N1 machines only (got {pool.type});"
                 " use n1-standard-8, or g2-standard-8 with GPUs built in"
             )
-        elif pool.count and not pool.accelerator and not built_in:
+        elif pool.asked and not pool.accelerator and not built_in:
             yield f"{pool.key}.count: which GPUs? set {pool.key}.accelerator, for example NVIDIA_TESLA_T4"
-    trains = next((pool for pool in draft.pools if pool.key == "vertex.gpu"), None)
-    if trains and not trains.gpus and not _wrong_type(trains.machine_type):
+    trains = next((pool for pool in draft.groups if pool.key == "vertex.gpu"), None)
+    if trains and not trains.gpus and not _wrong_type(trains.type):
         yield (
             f"vertex.gpu.machine_type: {settings.gpu.machine_type} has no GPU; set vertex.gpu.accelerator, or"
             " to train on CPUs, set it as vertex.cpu.machine_type and remove gpu"
         )
-    if settings.gpu.machine_type and any(p.gpus for p in draft.pools if p.key == "vertex.cpu"):
+    if settings.gpu.machine_type and any(p.gpus for p in draft.groups if p.key == "vertex.cpu"):
         kind = settings.cpu.machine_type
         yield f"vertex.cpu.machine_type: {kind} has GPUs that would idle; use a c2 or n2 type"
 
 
-def _training(draft: Draft) -> Iterator[str]:
-    config, pools = draft.job.resolved.config, draft.pools
-    groups = list(dict.fromkeys(pool.group for pool in pools))
+def _shared(draft: CustomJobDraft) -> Iterator[str]:
+    """What the rules of all services say."""
+    config, settings, pools = draft.job.resolved.config, draft.settings, draft.groups
     trains = training_group(config, pools)
-    named = config.cluster.gpu_group
-    if pools and trains is None:
-        listed = ", ".join(groups)
-        if named:
-            yield f"cluster.gpu_group: no such group (got {named!r}); the job has {listed}"
-        else:
-            yield f"cluster.gpu_group: cannot tell which group trains; name one of {listed}"
-    gpus = sum(pool.gpus * pool.replicas for pool in pools if pool.group == trains)
-    if config.train.workers and gpus and config.train.workers > gpus:
-        yield (
-            f"train.workers: more than the {gpus} GPUs of group {trains} (got {config.train.workers});"
-            " one train worker per GPU"
-        )
-    cpu_hosts = sum(pool.replicas for pool in pools if pool.group != trains)
-    if config.cluster.min_cpu_hosts is not None and config.cluster.min_cpu_hosts > cpu_hosts:
-        yield (
-            f"cluster.min_cpu_hosts: the job has {count_of(cpu_hosts, 'CPU host')}"
-            f" (got {config.cluster.min_cpu_hosts}); lower it or raise vertex.cpu.replicas"
-        )
-    for name in config.data.preprocess_on:
-        if len(groups) > 1 and name not in groups:
-            yield f"data.preprocess_on: no such group (got {name!r}); the job has {', '.join(groups)}"
+    yield from remote.training_problems(config, pools, trains, "vertex.cpu.replicas")
+    yield from remote.time_problems("vertex", config, settings.max_runtime_s)
+    known = [*names_of(pools), *google.MACHINES, *(pool.type for pool in pools)]
+    yield from remote.price_problems("vertex", settings.prices, known, "a machine type")
+    yield from remote.data_problems(draft)
+    shown = {"vertex.environment": settings.environment, "vertex.labels": settings.labels}
+    yield from remote.secret_problems(shown, "Secret Manager")
 
 
-def _limits(draft: Draft) -> Iterator[str]:
-    settings, cluster = draft.settings, draft.job.resolved.config.cluster
+def _limits(draft: CustomJobDraft) -> Iterator[str]:
+    settings = draft.settings
     if settings.max_runtime_s < 1:
         yield f"vertex.max_runtime_s: at least 1 (got {settings.max_runtime_s})"
-    elif cluster.join_timeout_s >= settings.max_runtime_s:
-        yield (
-            f"cluster.join_timeout_s: not below vertex.max_runtime_s (got {cluster.join_timeout_s:g});"
-            " lower it, or the job may end waiting for hosts"
-        )
     if not 100 <= settings.boot_disk_gb <= 64_000:
         yield f"vertex.boot_disk_gb: from 100 to 64000 (got {settings.boot_disk_gb})"
     if settings.boot_disk_type not in DISK_TYPES:
@@ -191,7 +172,7 @@ def _limits(draft: Draft) -> Iterator[str]:
         yield "vertex.spot: a persistent resource decides itself what its machines are; remove one of the two"
 
 
-def _places(draft: Draft) -> Iterator[str]:
+def _places(draft: CustomJobDraft) -> Iterator[str]:
     settings = draft.settings
     if not draft.project:
         yield (
@@ -216,7 +197,7 @@ def _places(draft: Draft) -> Iterator[str]:
         yield "vertex.tensorboard: requires vertex.service_account, which may write to it"
 
 
-def _labels(draft: Draft) -> Iterator[str]:
+def _labels(draft: CustomJobDraft) -> Iterator[str]:
     if len(draft.settings.labels) > 63:
         yield f"vertex.labels: at most 63, and Stoker's own (got {len(draft.settings.labels)})"
     for name, value in draft.settings.labels.items():
@@ -226,20 +207,15 @@ def _labels(draft: Draft) -> Iterator[str]:
             yield f"vertex.labels.{name}: lower-case letters, digits, _ and -, at most 63 (got {value!r})"
 
 
-def _environment(draft: Draft) -> Iterator[str]:
-    for name, value in draft.settings.environment.items():
+def _environment(draft: CustomJobDraft) -> Iterator[str]:
+    for name in draft.settings.environment:
         if name.startswith(RESERVED_VARIABLES):
             yield f"vertex.environment.{name}: set by Stoker or Vertex AI; remove it"
         elif not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             yield f"vertex.environment.{name}: names have letters, digits and _ only"
-        elif is_secret(name, value):
-            yield (
-                f"vertex.environment.{name}: looks like a secret, which everyone who may read the job sees;"
-                " let the job read it from Secret Manager instead"
-            )
 
 
-def _parameters(draft: Draft) -> Iterator[str]:
+def _parameters(draft: CustomJobDraft) -> Iterator[str]:
     for name, value in draft.job.resolved.config.params.items():
         if name in draft.data_at or not isinstance(value, str):
             continue
@@ -248,20 +224,9 @@ def _parameters(draft: Draft) -> Iterator[str]:
                 f"params.{name}: not found on this machine (got {value!r}); use an existing path, a gs:// URI"
                 " or /gcs/<bucket>/…"
             )
-    for item in draft.data:
-        if not item.files:
-            yield f"params.{item.parameter}: the folder contains no files (got {str(item.source)!r})"
 
 
-def _prices(draft: Draft) -> Iterator[str]:
-    known = [*{pool.group: None for pool in draft.pools}, *google.MACHINES]
-    known += [pool.machine_type for pool in draft.pools]
-    for key in draft.settings.prices:
-        if key not in known:
-            yield f"vertex.prices.{key}: neither a machine type nor a group of this job{nearest(key, known)}"
-
-
-def _image(draft: Draft) -> Iterator[str]:
+def _image(draft: CustomJobDraft) -> Iterator[str]:
     image, package = draft.settings.image, draft.settings.entry == "package"
     if not image:
         yield (
@@ -278,7 +243,7 @@ def _image(draft: Draft) -> Iterator[str]:
             f"vertex.image: entry=package needs a prebuilt container, <region>{PREBUILT}… (got {image!r});"
             " use entry=container for other images"
         )
-    if PREBUILT in image and re.search(r"(-cpu|-xla)\.", image) and any(p.gpus for p in draft.pools):
+    if PREBUILT in image and re.search(r"(-cpu|-xla)\.", image) and any(p.gpus for p in draft.groups):
         yield "vertex.image: a CPU image, but the job has GPUs; all pools share one image, so use the GPU one"
     python = re.search(r"py(\d)(\d{1,2})(?!\d)", image)
     torch = re.search(r"pytorch(?:-\w+)?[.:](\d+)[.-](\d+)", image)
@@ -286,7 +251,7 @@ def _image(draft: Draft) -> Iterator[str]:
         yield f"vertex.image: {why}"
 
 
-def _types(draft: Draft) -> Iterator[str]:
+def _types(draft: CustomJobDraft) -> Iterator[str]:
     for path, message in google_cloud.rejected(draft.body):
         key = next((draft.keys[p] for p in _parents(path) if p in draft.keys), path)
         yield f"{key}: {message}"
@@ -298,15 +263,14 @@ def _parents(path: str) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
-RULES: tuple[Callable[[Draft], Iterator[str]], ...] = (
+RULES: tuple[Callable[[CustomJobDraft], Iterator[str]], ...] = (
     _pools,
     _accelerators,
-    _training,
+    _shared,
     _limits,
     _places,
     _labels,
     _environment,
     _parameters,
-    _prices,
     _image,
 )

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.job import COMMAND
+from launcher.places.remote import upload_data
 from launcher.places.sagemaker import aws
 from launcher.places.sagemaker.aws import split_uri
-from launcher.places.sagemaker.training_job import CODE_CHANNEL, Draft
+from launcher.places.sagemaker.training_job import CODE_CHANNEL, TrainingJobDraft
 from launcher.source import stage
 from stoker.errors import UsageError
 
@@ -26,8 +27,8 @@ CONVERTED = (
 """Members of the request whose additions by `sagemaker.request` reach a ModelTrainer."""
 
 
-def model_trainer(draft: Draft, **options: Any) -> ModelTrainer:
-    """Laptop: convert a checked draft to a `ModelTrainer` whose `train()` starts the same job.
+def model_trainer(draft: TrainingJobDraft, **options: Any) -> ModelTrainer:
+    """Convert a checked draft to a `ModelTrainer` whose `train()` starts the same job.
 
     Uploads local data immediately, once, and stages the source; `train()` uploads the source below
     `sagemaker.s3_uri`. All jobs of one trainer share a Ray token.
@@ -65,7 +66,7 @@ def model_trainer(draft: Draft, **options: Any) -> ModelTrainer:
     # The SDK can upload local data, but its channels lack instance groups, which all channels need or none.
     with aws.readable_errors("upload"):
         for item in draft.data:
-            aws.upload_data(aws.client("s3", draft.region), item, aws.protection(draft))
+            upload_data(aws.store_of(draft), item)
     inputs = [
         shapes.Channel(**_snake(channel))
         for channel in body.get("InputDataConfig", [])
@@ -103,7 +104,7 @@ def model_trainer(draft: Draft, **options: Any) -> ModelTrainer:
     if "sagemaker_session" not in options:
         import boto3
 
-        bucket, prefix = split_uri(draft.s3_uri)
+        bucket, prefix = split_uri(draft.root_uri)
         arguments["sagemaker_session"] = Session(
             boto_session=boto3.session.Session(region_name=draft.region),
             default_bucket=bucket,

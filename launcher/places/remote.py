@@ -1,0 +1,457 @@
+"""Laptop: what the places share whose runs go on without the launcher.
+
+A service's folder adds only what differs: how its request is built and checked, its client and its words.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import re
+import secrets
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from launcher.files import files_below, table
+from launcher.job import Job
+from launcher.runs import Patience
+from launcher.source import DataUpload, stage
+from stoker import figures
+from stoker.config.loading import Resolved
+from stoker.config.redaction import is_secret, redact
+from stoker.config.schema import Config
+from stoker.errors import UsageError, nearest
+from stoker.events.prices import PriceList
+
+LATE_S = 60.0
+"""How far back to read logs again: a service delays the lines of each host differently."""
+DRAIN_S = 20.0
+"""How long to wait for the last lines after the job has ended."""
+EXIT_CODES = {"succeeded": 0, "failed": 1, "interrupted": 143}
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Hosts of one type."""
+
+    name: str
+    type: str
+    count: int
+    key: str
+    """The configuration key that defines them: `sagemaker.gpu`, or `sagemaker.groups.1`."""
+    vcpus: int | None = None
+    gpus: int | None = 0
+    """Per host; None: it has some, and the tables do not know how many."""
+    gpu_name: str = ""
+    gbps: float | None = None
+
+    def usd_per_hour(self, prices: PriceList) -> float | None:
+        return prices.usd_per_hour(self.type, self.count, self.name)
+
+
+def usd_per_hour(groups: Sequence[Group], prices: PriceList) -> float | None:
+    """Estimated $/h of all groups; None if any price is unknown."""
+    each = [group.usd_per_hour(prices) for group in groups]
+    known = [price for price in each if price is not None]
+    return sum(known) if len(known) == len(each) else None
+
+
+def names_of(groups: Sequence[Group]) -> list[str]:
+    return list(dict.fromkeys(group.name for group in groups))
+
+
+def training_group(config: Config, groups: Sequence[Group]) -> str | None:
+    """The group that trains: the one configured, else the only one with GPUs, else the only one."""
+    names = names_of(groups)
+    if named := config.cluster.gpu_group:
+        return named if named in names else None
+    with_gpus = names_of([group for group in groups if group.gpus != 0])
+    if len(with_gpus) == 1:
+        return with_gpus[0]
+    return names[0] if len(names) == 1 else None
+
+
+def with_training_group(job: Job, name: str | None) -> Job:
+    config = job.resolved.config
+    cluster = config.cluster.model_copy(update={"gpu_group": name})
+    config = config.model_copy(update={"cluster": cluster})
+    return replace(job, resolved=Resolved(config, job.resolved.origins))
+
+
+def cost_table(groups: Sequence[Group], section: str, seconds: int, spot: bool, prices: PriceList) -> str:
+    """A table of groups with $/h, and the maximum cost of the job."""
+    rows = [
+        (
+            group.name,
+            str(group.count),
+            group.type,
+            "?" if group.vcpus is None else str(group.vcpus * group.count),
+            f"{group.gpus * group.count}×{group.gpu_name}" if group.gpus else "-",
+            "?" if group.gbps is None else f"{group.gbps:g}",
+            dollars(group.usd_per_hour(prices), 3),
+        )
+        for group in groups
+    ]
+    total, hours = usd_per_hour(groups, prices), seconds / 3600
+    rows.append(("total", str(sum(group.count for group in groups)), "", "", "", "", dollars(total, 3)))
+    head: tuple[str, ...] = ("group", "hosts", "type", "vCPUs", "GPUs", "Gb/s each", "$/h")
+    if all(group.gbps is None for group in groups):
+        head, *rows = ((*row[:5], row[6]) for row in (head, *rows))  # type: ignore[assignment]
+    most = dollars(total * hours if total is not None else None)
+    note = "; spot usually costs less" if spot else ""
+    limit = f"at most ${most} in {hours:g} h ({section}.max_runtime_s)"
+    return f"{table(head, rows)}\n{limit}; {prices.label}{note}"
+
+
+def dollars(amount: float | None, digits: int = 2) -> str:
+    """An amount without the $ sign; ? if unknown."""
+    return "?" if amount is None else f"{amount:,.{digits}f}"
+
+
+def stamp() -> str:
+    """What makes a job's name its own."""
+    return f"{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def job_name(name: str, end: str) -> str:
+    """A valid name from `my_job.v2` and a time stamp: at most 63 characters, no `_` or `.`."""
+    words = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or "job"
+    return f"{words[: 62 - len(end)].rstrip('-')}-{end}"
+
+
+def pruned(value: Any) -> Any:
+    """A request without None values and empty structures."""
+    if isinstance(value, dict):
+        kept = {key: pruned(item) for key, item in value.items()}
+        return {key: item for key, item in kept.items() if item is not None and item != {}}
+    if isinstance(value, list):
+        return [pruned(item) for item in value]
+    return value
+
+
+def collected(problems: list[str], ask: Callable[[], Any], default: Any) -> Any:
+    """The answer; if there is none, the default, and what is wrong is added to the problems."""
+    try:
+        return ask()
+    except UsageError as error:
+        problems += error.problems
+        return default
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A request that has not been checked yet."""
+
+    job: Job
+    """The job to stage, with the training group set in its configuration."""
+    name: str
+    region: str
+    root_uri: str
+    """`s3://bucket/prefix` or `gs://bucket/prefix` for all objects."""
+    groups: tuple[Group, ...]
+    body: dict[str, Any]
+    keys: dict[str, str]
+    """Path in `body` → configuration key, for error messages."""
+    data: tuple[DataUpload, ...]
+    data_at: dict[str, str]
+    """Recipe parameter → path of its data on the hosts."""
+
+    @property
+    def base_uri(self) -> str:
+        """Everything of this job alone."""
+        return f"{self.root_uri}/{self.name}"
+
+    @property
+    def code_uri(self) -> str:
+        """Of the archive with the staged code; ending with `/`, of its files."""
+        raise NotImplementedError
+
+    @property
+    def archive(self) -> str:
+        """The name of the archive of the code; "" if its files are uploaded one by one."""
+        return self.code_uri.rpartition("/")[2]
+
+    def pack(self, folder: Path, archive: Path) -> None:
+        raise NotImplementedError
+
+
+class Store(Protocol):
+    """Where a service's uploads go."""
+
+    def exists(self, uri: str) -> bool: ...
+    def send(self, file: Path, uri: str) -> None: ...
+    def put(self, content: bytes, uri: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class CloudRequest:
+    """The request, its uploads, and warnings."""
+
+    draft: Draft
+    code_files: int
+    code_bytes: int
+    warnings: tuple[str, ...]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The request in the JSON form of the service's API."""
+        return self.draft.body
+
+    @property
+    def name(self) -> str:
+        return self.draft.name
+
+    def to_json(self) -> str:
+        return json.dumps(self.body, indent=2)
+
+    def title(self) -> str:
+        raise NotImplementedError
+
+    def costs(self) -> str:
+        raise NotImplementedError
+
+    def for_command_line(self) -> dict[str, Any]:
+        """The part of the request that the service's own command line reads from a file."""
+        return self.body
+
+    def copy_command(self, source: Path, target: str) -> list[str]:
+        raise NotImplementedError
+
+    def create_command(self, file: Path) -> list[str]:
+        raise NotImplementedError
+
+    def render(self) -> str:
+        """The request as JSON, then groups and cost, uploads and notes."""
+        uploads = [
+            ("code", str(self.code_files), figures.size(self.code_bytes), self.draft.code_uri),
+            *((one.parameter, str(one.files), figures.size(one.bytes), one.uri) for one in self.draft.data),
+        ]
+        parts = [
+            self.title(),
+            self.to_json(),
+            self.costs(),
+            table(("upload", "files", "size", "to"), uploads),
+            "\n".join(f"note: {line}" for line in self.warnings),
+        ]
+        return "\n\n".join(part for part in parts if part)
+
+    def write(self, path: Path) -> str:
+        """Write the request and the source to upload next to it; returns the commands that submit it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        code = path.with_name(f"{path.stem}-code")
+        if code.exists():
+            raise UsageError(f"--request: {code} exists; remove it or choose another name")
+        path.write_text(json.dumps(self.for_command_line(), indent=2) + "\n", encoding="utf-8")
+        self.stage(code)
+        commands = [self.copy_command(item.source, item.uri) for item in self.draft.data]
+        if self.draft.archive:
+            archive = path.with_name(f"{path.stem}-{self.draft.archive}")
+            archive.unlink(missing_ok=True)
+            self.draft.pack(code, archive)
+            commands.append(self.copy_command(archive, self.draft.code_uri))
+        else:
+            commands.append(self.copy_command(code, self.draft.code_uri))
+        commands.append(self.create_command(path))
+        return "\n".join(shlex.join(command) for command in commands)
+
+    def stage(self, folder: Path) -> None:
+        """Write the source as the hosts will see it, with a new Ray token."""
+        stage(self.draft.job, folder, self.draft.data_at)
+
+    def upload(self, store: Store, tell: Tell | None) -> None:
+        """Upload data and code; `tell` gets the progress, and without it standard error."""
+        tell = tell or (lambda line: print(line, file=sys.stderr, flush=True))
+        for item in self.draft.data:
+            sent = upload_data(store, item)
+            tell(f"{item.parameter}: {figures.size(item.bytes)} {'uploaded' if sent else 'already there'}")
+        with tempfile.TemporaryDirectory(prefix="stoker-") as scratch:
+            folder, uri = Path(scratch) / "code", self.draft.code_uri
+            self.stage(folder)
+            if self.draft.archive:
+                self.draft.pack(folder, Path(scratch) / self.draft.archive)
+                store.send(Path(scratch) / self.draft.archive, uri)
+            else:
+                _send_all(store, folder, uri)
+        tell(f"code: {figures.size(self.code_bytes)} uploaded to {uri}")
+
+
+def upload_data(store: Store, item: DataUpload) -> bool:
+    """Upload data unless an earlier job has; returns whether anything was uploaded.
+
+    A manifest next to the prefix is written last, so an interrupted upload is repeated.
+    """
+    manifest = item.uri.rstrip("/") + ".json"
+    if store.exists(manifest):
+        return False
+    _send_all(store, item.source, item.uri)
+    content = {"source": str(item.source), "files": item.files, "bytes": item.bytes}
+    store.put(json.dumps(content).encode(), manifest)
+    return True
+
+
+def _send_all(store: Store, source: Path, uri: str) -> None:
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        sent = pool.map(lambda file: store.send(file[1], f"{uri}{file[0]}"), files_below(source))
+        list(sent)  # re-raises upload errors
+
+
+class LogEntry(NamedTuple):
+    """What a host has written, as the service's log keeps it."""
+
+    id: str
+    at_s: float
+    host: str
+    text: str
+
+
+class WatchedRun:
+    """A run that a service executes. Once the service has answered, failures get ten minutes to pass."""
+
+    def __init__(
+        self, run_id: str, poll_s: float, submitted: bool, passing: type[UsageError] = UsageError
+    ) -> None:
+        """`submitted`: by this process, so that there is a run, whatever the service answers."""
+        self.id, self.poll_s = run_id, poll_s
+        self.patiently = Patience(poll_s, passing, submitted)
+
+    @property
+    def label(self) -> str:
+        """The name of the job in messages."""
+        return self.id
+
+    def ask(self) -> Any:
+        """The service's description of the job, asked once."""
+        raise NotImplementedError
+
+    def status_in(self, description: Any) -> str:
+        """The status that a description tells, in the words of all places."""
+        raise NotImplementedError
+
+    def entries(self, since_s: float) -> list[LogEntry]:
+        """What hosts have written since a time."""
+        raise NotImplementedError
+
+    def lines(self, entry: LogEntry, description: Any) -> Iterator[str]:
+        yield from (f"[{entry.host}] {line}" for line in entry.text.splitlines() or [""])
+
+    def progress(self, description: Any) -> str:
+        return self.status_in(description)
+
+    def describe(self) -> Any:
+        """The service's description of the job; UsageError if it does not exist or access is denied."""
+        return self.patiently(self.ask)
+
+    def status(self) -> str:
+        """running, succeeded, failed or interrupted, with the service's reason after a colon."""
+        return self.status_in(self.describe())
+
+    def wait(self) -> int:
+        """Block until the end; returns the exit code that corresponds to the status."""
+        while (state := self.status()).startswith("running"):
+            time.sleep(self.poll_s)
+        return EXIT_CODES.get(state.partition(":")[0], 1)
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        """The lines of all hosts by time; with `follow` until the end, with changes of state."""
+        seen: dict[str, float] = {}
+        last_state, ended_at = "", None
+        while True:
+            description = self.describe()
+            if follow and (state := self.progress(description)) != last_state:
+                last_state = state
+                yield f"[{self.label}] {state}"
+            since = max(0.0, max(seen.values(), default=0.0) - LATE_S)
+            seen = {name: at for name, at in seen.items() if at >= since}
+            entries = self.patiently(functools.partial(self.entries, since))
+            fresh = [entry for entry in entries if entry.id not in seen]
+            for entry in sorted(fresh, key=lambda entry: entry.at_s):
+                seen[entry.id] = entry.at_s
+                yield from self.lines(entry, description)
+            if not follow:
+                return
+            if not self.status_in(description).startswith("running"):
+                ended_at = ended_at or time.monotonic()
+                # The last lines arrive late: end at the first poll without new lines after a delay.
+                if not fresh and time.monotonic() - ended_at >= min(DRAIN_S, 3 * self.poll_s):
+                    return
+            time.sleep(self.poll_s)
+
+    def detached(self) -> str:
+        """Message when the user stops watching: the job continues."""
+        return detached(self.label, self.id)
+
+
+def detached(name: str, run_id: str) -> str:
+    again = shlex.quote(run_id)
+    return f"{name} keeps running. Watch it again: stoker logs -f {again}; stop it: stoker stop {again}"
+
+
+def training_problems(
+    config: Config, groups: Sequence[Group], trains: str | None, more: str
+) -> Iterator[str]:
+    """What the groups cannot give; `more` is the key that gets more CPU hosts."""
+    names = names_of(groups)
+    listed = ", ".join(names)
+    if groups and trains is None:
+        if named := config.cluster.gpu_group:
+            yield f"cluster.gpu_group: no such group (got {named!r}); the job has {listed}"
+        else:
+            yield f"cluster.gpu_group: cannot tell which group trains; name one of {listed}"
+    gpus = sum((group.gpus or 0) * group.count for group in groups if group.name == trains)
+    if config.train.workers and config.train.workers > gpus > 0:
+        yield (
+            f"train.workers: more than the {gpus} GPUs of group {trains} (got {config.train.workers});"
+            " one train worker per GPU"
+        )
+    cpu_hosts = sum(group.count for group in groups if group.name != trains)
+    least = config.cluster.min_cpu_hosts
+    if least is not None and least > cpu_hosts:
+        yield (
+            f"cluster.min_cpu_hosts: the job has {figures.count_of(cpu_hosts, 'CPU host')} (got {least});"
+            f" lower it or raise {more}"
+        )
+    for name in config.data.preprocess_on:
+        if len(names) > 1 and name not in names:
+            yield f"data.preprocess_on: no such group (got {name!r}); the job has {listed}"
+
+
+def time_problems(section: str, config: Config, seconds: int) -> Iterator[str]:
+    if 0 < seconds <= config.cluster.join_timeout_s:
+        yield (
+            f"cluster.join_timeout_s: not below {section}.max_runtime_s (got"
+            f" {config.cluster.join_timeout_s:g}); lower it, or the job may end waiting for hosts"
+        )
+
+
+def secret_problems(shown: Mapping[str, Mapping[str, object]], vault: str) -> Iterator[str]:
+    """What everyone who may describe the job can read."""
+    for section, entries in shown.items():
+        for name, value in entries.items():
+            if is_secret(name, str(value)) or redact(str(value)) != str(value):
+                yield (
+                    f"{section}.{name}: looks like a secret, which everyone who may describe the job can"
+                    f" read; let the job read it from {vault} instead"
+                )
+
+
+def price_problems(
+    section: str, prices: Mapping[str, float], known: Sequence[str], kind: str
+) -> Iterator[str]:
+    for key in prices:
+        if key not in known:
+            yield f"{section}.prices.{key}: neither {kind} nor a group of this job{nearest(key, known)}"
+
+
+def data_problems(draft: Draft) -> Iterator[str]:
+    for item in draft.data:
+        if not item.files:
+            yield f"params.{item.parameter}: the folder contains no files (got {str(item.source)!r})"
