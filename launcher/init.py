@@ -19,6 +19,7 @@ KINDS = {
     "text": "text classification: rows of text and label",
     "tabular": "tabular data: numeric columns in Parquet",
     "script": "your own training script with stoker.DataLoader",
+    "lightning": "a LightningModule in a script with stoker.DataLoader",
 }
 EXAMPLES = {
     kind: {"recipe.py": f"recipes/{kind}.py", "job.yaml": f"configs/{kind}.yaml"}

@@ -153,8 +153,6 @@ def losses_of(
     from launcher.advise.peek.losses import losses, nearest_checkpoint
     from stoker.storage.checkpoint_store import open_store, step_of
 
-    if recipe.own_loop:
-        return None, "no losses: the recipe runs its own training loop"
     store = open_store(config.checkpoint.dir or str(run_dir / "checkpoints"))
     name = nearest_checkpoint(store, step)
     if name is None:

@@ -47,9 +47,6 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
-    own_loop: ClassVar[str] = ""
-    """A module whose `build` and `run_epochs` replace those of `stoker.train.loop`."""
-
     pad: ClassVar[dict[str, Any]] = {}
     """Variable-length columns → the padding value up to the longest row of the batch, or
     `stoker.data.Pad(number, multiple=8)`. The batch then also has `<column>_length`. If it depends on
@@ -244,6 +241,11 @@ def load_recipe(path: str, params: dict[str, Any], source: Path) -> Recipe:
     Raises:
         UsageError: no such class, not a Recipe, or invalid parameters, one line each.
     """
+    if path.endswith(":LightningRecipe"):
+        raise UsageError(
+            "recipe: LightningRecipe is gone; train the LightningModule in a script with stoker.DataLoader"
+            " (docs/migrate.md; `stoker init --kind lightning` writes one)"
+        )
     cls = load_object(ALIASES.get(path, path), source, "recipe", offers=Recipe)
     if not (inspect.isclass(cls) and issubclass(cls, Recipe)):
         raise UsageError(f"recipe: {path} is not a Recipe class; derive it from stoker.recipe.Recipe")

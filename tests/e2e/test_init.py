@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
-from commands import submit
+import torch
+from commands import ROOT, submit
 
 
 def test_a_new_project_trains_as_it_is(tmp_path: Path) -> None:
@@ -18,3 +22,26 @@ def test_a_new_project_trains_as_it_is(tmp_path: Path) -> None:
     assert summary["records"]["trained"] == summary["records"]["read"] == 6000
     assert summary["metrics"]["last"]["val/mae"] < 0.5
     assert {path.name for path in (tmp_path / "homes").iterdir()} - {"__pycache__"} == before
+
+
+def test_a_lightning_project_resumes_within_an_epoch(tmp_path: Path) -> None:
+    """Stopped after 40 of the 64 steps, in the second epoch of 32: the weights of a run without a stop."""
+    written = submit("init", "lit", "--kind", "lightning", cwd=tmp_path)
+    assert written.returncode == 0, written.stderr
+    saved = tmp_path / "saved"
+    for steps in ("40", "64"):
+        done = submit("lit/job.yaml", f"checkpoint.dir={saved}", "--", "--steps", steps, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "whole").mkdir()
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "STOKER_"))}
+    environment |= {"PYTHONPATH": str(ROOT / "source_dir"), "STOKER_LOADER": "process"}
+    environment["STOKER_CHECKPOINT_DIR"] = str(tmp_path / "whole")
+    script = [sys.executable, str(tmp_path / "lit/train.py"), "--steps", "64"]
+    alone = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    ours, whole = (
+        torch.load(folder / "last.ckpt", weights_only=True) for folder in (saved, tmp_path / "whole")
+    )
+    assert ours["global_step"] == whole["global_step"] == 64
+    for name, weights in whole["state_dict"].items():
+        assert torch.equal(ours["state_dict"][name], weights), name

@@ -17,15 +17,11 @@ from pages import DOCS, change, examples
 PAGE = "migrate.md"
 SCRIPTS = ("train.py", "tar_shards.py", "lit_train.py")
 SEEDED = {"tar_shards.py": (".shuffle(1000)", ".shuffle(1000, seed=0)")}
-UNSHUFFLED = {
-    "tar_shards.py": (".shuffle(1000)", ".shuffle(0)"),
-    "lit_train.py": ("shuffle=True", "shuffle=False"),
-}
+UNSHUFFLED = {"tar_shards.py": (".shuffle(1000)", ".shuffle(0)")}
 """What the page says to change in a script for the comparison with itself, and with a recipe."""
 RECIPES = {
     "tar_recipe:TarShards": "unshuffled_tar_shards.py",
     "ray_recipe:RayDataset": "ray_train.py",
-    "lit_recipe:LitDigits": "unshuffled_lit_train.py",
     "parquet_recipe:Rows": "by_pyarrow.py",
 }
 """Recipe → the script that it replaces."""
@@ -104,7 +100,7 @@ def scripts(folder: Path) -> Losses:
 
 @pytest.fixture(scope="module")
 def on_cluster(folder: Path) -> Losses:
-    """The recipes, and the script that needs Ray: one process, one cluster, five trainings."""
+    """The recipes, and the script that needs Ray: one process, one cluster, four trainings."""
     return run(folder, "--cluster", "losses.json", "ray_train.py", *RECIPES)
 
 

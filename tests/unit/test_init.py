@@ -52,7 +52,7 @@ def test_a_project_is_checked_planned_and_staged_as_it_is(
         job.stage(Path("results/code"))
         staged = {path.name for path in Path("results/code").rglob("*")}
         assert names - {".gitignore"} <= staged and "results" not in staged
-    if kind != "script":
+    if kind not in ("script", "lightning"):
         config = job.resolved.config
         assert load_recipe(config.recipe, config.params, here / f"my {kind}")
 
@@ -71,22 +71,23 @@ for folder in sys.argv[1:]:
 def test_what_is_written_passes_its_own_tests_lint_and_types(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for kind in KINDS:
-        assert type_command(["init", kind, "--kind", kind], capsys)[0] == 0
+    folders = [f"my-{kind}" for kind in KINDS]
+    for kind, folder in zip(KINDS, folders, strict=True):
+        assert type_command(["init", folder, "--kind", kind], capsys)[0] == 0
     project = str(ROOT / "pyproject.toml")
     typed = ["--config-file", project, "--exclude", "none", "--cache-dir", str(ROOT / ".mypy_cache")]
     commands = [
-        (["-m", "ruff", "check", "--config", project, "--ignore", "S101", *KINDS], here),
-        (["-m", "ruff", "format", "--check", "--config", project, *KINDS], here),
-        *((["-m", "mypy", *typed, str(here / kind)], ROOT) for kind in ("images", "script")),
-        (["-c", TESTS, *(str(here / kind) for kind in KINDS)], here),
+        (["-m", "ruff", "check", "--config", project, "--ignore", "S101", *folders], here),
+        (["-m", "ruff", "format", "--check", "--config", project, *folders], here),
+        *((["-m", "mypy", *typed, str(here / f"my-{kind}")], ROOT) for kind in ("images", "script", "lightning")),
+        (["-c", TESTS, *(str(here / folder) for folder in folders)], here),
     ]
-    for command, folder in commands:
-        kind = here / Path(command[-1]).name
+    for command, cwd in commands:
+        project_folder = here / Path(command[-1]).name
         done = subprocess.run(
             [sys.executable, *command],
-            cwd=folder,
-            env=os.environ | {"MYPYPATH": f"{ROOT / 'source_dir'}{os.pathsep}{kind}"},
+            cwd=cwd,
+            env=os.environ | {"MYPYPATH": f"{ROOT / 'source_dir'}{os.pathsep}{project_folder}"},
             capture_output=True,
             text=True,
             timeout=300,
@@ -164,3 +165,13 @@ def test_two_scripts_of_one_name_are_not_guessed_between(here: Path) -> None:
     with pytest.raises(UsageError, match=r"train\.py could be .* choose the folder with --source-dir"):
         open_job(load("jobs/job.yaml"))
     assert open_job(load("jobs/job.yaml"), Path("jobs")).source_dir == here / "jobs"
+
+
+def test_a_job_of_the_removed_lightning_recipe_is_told_the_way(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = "name: lit\nrecipe: stoker.train.lightning_recipe:LightningRecipe\nparams: {module: 'lit:Lit'}\n"
+    (here / "job.yaml").write_text(job)
+    code, errors, _ = type_command(["job.yaml", "--dry-run"], capsys)
+    assert code == 2
+    assert [line for line in errors if "recipe: " in line and "--kind lightning" in line] == errors

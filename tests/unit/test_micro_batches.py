@@ -127,8 +127,7 @@ class Unpadded(Recipe):
     """Every recipe pads what it says, this one nothing."""
 
 
-class OwnLoop(Classified):
-    own_loop = "x"
+class Padded(Classified):
     pad = {"ids": Pad(0)}  # noqa: RUF012
 
 
@@ -136,9 +135,8 @@ class OwnLoop(Classified):
     ("recipe", "train", "said"),
     [
         ("Unpadded", {}, "the recipe pads no column"),
-        ("OwnLoop", {}, "the loop of OwnLoop is not Stoker's"),
-        ("OwnLoop", {"strategy": "fsdp"}, "fsdp must make the same calls; use train.strategy=ddp"),
-        ("OwnLoop", {"mixup": 0.2}, "train.mixup and train.cutmix mix records"),
+        ("Padded", {"strategy": "fsdp"}, "fsdp must make the same calls; use train.strategy=ddp"),
+        ("Padded", {"mixup": 0.2}, "train.mixup and train.cutmix mix records"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_before_training(

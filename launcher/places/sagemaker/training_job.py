@@ -203,7 +203,7 @@ def metrics_of(job: Job) -> dict[str, str]:
         with contextlib.suppress(Exception):  # the hosts may have packages that this machine lacks
             source = job.source_dir or examples_root()
             recipe = load_recipe(config.recipe, config.params, source)
-            names = [] if recipe.own_loop else metric_names(recipe)
+            names = metric_names(recipe)
     for name in names[: MOST_METRICS - len(METRICS)]:
         if name.endswith("acc1"):
             found[f"val:{name}_pct"] = rf"val/{re.escape(name)} ([0-9.]+) %"

@@ -17,7 +17,6 @@ from stoker.config.schema import Config
 from stoker.errors import Problems, UsageError
 from stoker.events.sinks import Sink
 from stoker.hosts.raynode import count_gpus
-from stoker.place import local_place
 from stoker.recipe import SOURCE_FOLDER, Recipe, load_object, load_recipe
 from stoker.scripts.script_checks import SCRIPT_FOLDER, find_script, refuse_foreign_keys
 from stoker.serve.opening import Data, discover, open_data, open_sources
@@ -97,9 +96,7 @@ def check_recipe(resolved: Resolved) -> None:
     with problems:
         recipe.check(resolved)
     with problems:
-        resuming.refuse_resuming(resolved.config, recipe, local_place())
-    with problems:
-        if type(recipe).model is Recipe.model and not recipe.own_loop:
+        if type(recipe).model is Recipe.model:
             raise UsageError(f"recipe: {type(recipe).__name__} does not say what to train: define model()")
     with problems:
         refuse_impossible(recipe, train)

@@ -183,7 +183,6 @@ def refuse_undividable(config: Config, recipe: Recipe, pads: dict[str, Pad]) -> 
         f"train workers of {train.strategy} must make the same calls; use train.strategy=ddp": train.strategy
         != "ddp",
         "train.mixup and train.cutmix mix records of the whole batch": bool(train.mixup or train.cutmix),
-        f"the loop of {type(recipe).__name__} is not Stoker's": bool(recipe.own_loop),
     }
     if found := [f"data.max_tokens: {text}" for text, holds in reasons.items() if holds]:
         raise UsageError(*found)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from stoker.config.schema import TrainConfig
 from stoker.errors import UsageError
-from stoker.recipe import Recipe
 from stoker.train import optimizers, strategies
 from stoker.train.state import Worker
 
@@ -26,19 +24,11 @@ def build(worker: Worker, records: int | None) -> None:
 
     config = worker.config
     torch.manual_seed(config.seed)
-    if worker.recipe.own_loop:
-        own_loop(worker.recipe).build(worker)
-    else:
-        build_model(worker, records)
+    build_model(worker, records)
     for split in ("train", "val"):
         module = worker.recipe.on_device(split)
         worker.modules[split] = module.to(worker.device) if module is not None else (lambda batch: batch)
     torch.manual_seed(config.seed + worker.rank)
-
-
-def own_loop(recipe: Recipe) -> Any:
-    """Train worker: the module named by a recipe that replaces Stoker's build and training loop."""
-    return importlib.import_module(recipe.own_loop)
 
 
 def build_model(worker: Worker, records: int | None) -> None:

@@ -13,7 +13,7 @@ from stoker.recipe import SOURCE_FOLDER, class_names_of, load_recipe
 from stoker.serve.blocks.client import open_transport
 from stoker.serve.blocks.collator import Collator
 from stoker.storage.checkpoint_store import open_store
-from stoker.train.build import build, own_loop
+from stoker.train.build import build
 from stoker.train.evaluation import Evaluation, carry_extremes, sample_of, tell_once, try_validation
 from stoker.train.export import export_model, keep_example
 from stoker.train.feed import EpochFeed, PrefetchLimit
@@ -74,13 +74,12 @@ def train(settings: dict[str, Any]) -> None:
         resumed = begin(worker, keeper, settings["resume"])
         build(worker, settings["records"])
         worker.log("phase", phase="model built")
-        if resumed is None and settings["sample"] and not worker.recipe.own_loop:
+        if resumed is None and settings["sample"]:
             _, notes = try_validation(worker, sample_of(config, worker.recipe, *settings["sample"]))
             tell_once(worker, notes)
         carried = keeper.restore(resumed) if resumed else None
         first = resumed.meta["next_epoch"] if resumed else 0
-        run = own_loop(worker.recipe).run_epochs if worker.recipe.own_loop else run_epochs
-        asked = run(worker, keeper, first, carried, settings["has_val"])
+        asked = run_epochs(worker, keeper, first, carried, settings["has_val"])
         if worker.rank == 0:
             keeper.write_model(Path(settings["model_dir"]))
             # Skip the export after an early stop: the instance may be reclaimed.

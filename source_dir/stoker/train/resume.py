@@ -15,7 +15,7 @@ from stoker.events.recorder import notable_events
 from stoker.events.summary import Summary
 from stoker.figures import count_of
 from stoker.place import Place
-from stoker.recipe import SOURCE_FOLDER, Recipe, load_recipe
+from stoker.recipe import SOURCE_FOLDER, load_recipe
 from stoker.storage.checkpoint_store import Store, open_store, step_of
 from stoker.train.stopping import check_monitors
 
@@ -56,23 +56,6 @@ def check_path(config: Config) -> None:
         locate(config.checkpoint.resume)
 
 
-def refuse_resuming(config: Config, recipe: Recipe, place: Place) -> None:
-    """Head: refuse to resume a recipe that cannot, before a cluster forms if the folder is known by then.
-
-    Raises:
-        UsageError: it would resume.
-    """
-    if not recipe.own_loop or config.checkpoint.resume == "never":
-        return
-    where, synced = own_place(config, place)
-    if config.checkpoint.resume != "auto" or open_store(where, synced).names():
-        raise UsageError(
-            f"checkpoint.resume: {type(recipe).__name__} cannot resume or continue a run; start a new one"
-            " without --resume and with an empty checkpoint.dir, or train the module in a script with"
-            " stoker.DataLoader (docs/migrate.md)"
-        )
-
-
 def prepare(
     config: Config, place: Place, data: Any, workers: int, summary: Summary, log: Callable[[str], Any]
 ) -> Start:
@@ -91,7 +74,6 @@ def prepare(
     """
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     check_monitors(config, recipe, "val" in data.sources)
-    refuse_resuming(config, recipe, place)
     start = plan(config, place, log)
     if start.start is not None:
         start = replace(start, start=awaiting(start.start, config.train.max_steps))

@@ -141,7 +141,7 @@ def refuse_single_records(config: Config, data: Data, workers: int) -> None:
     from stoker.train.evaluation import fails_alone
 
     train, total, sample = config.train, data.totals["train"], data.samples.get("train")
-    if total is None or sample is None or data.recipe.own_loop:
+    if total is None or sample is None:
         return
     size, batches = train.batch_size, total // (train.batch_size * workers)
     if size > 1:
