@@ -85,7 +85,7 @@ def peek_job(config: Path, overrides: list[str], options: PeekOptions) -> int:
     from launcher.advise.peek.problems import Problem, problems_of
     from launcher.advise.peek.tiles import SIDE, tile_of
     from stoker.recipe import SOURCE_FOLDER, class_names_of, load_recipe
-    from stoker.train.overlays import Painter
+    from stoker.train.sample_images import Painter
 
     target = page_at(options.out)
     opened, data = open_job_data(resolved, options)

@@ -66,7 +66,7 @@ def peek_run(run: str, overrides: list[str], options: PeekOptions) -> int:
     """
     from launcher.advise.peek.page import write_page
     from launcher.advise.peek.tiles import SIDE, tile_of
-    from stoker.train.overlays import Painter
+    from stoker.train.sample_images import Painter
 
     run_dir = getattr(attach(run), "run_dir", None)
     if run_dir is None or not (run_dir / "config.yaml").is_file():

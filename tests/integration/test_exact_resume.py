@@ -17,12 +17,11 @@ from stoker.checkpoints import format as checkpoint
 from stoker.checkpoints.format import Content
 from stoker.config.schema import Config
 from stoker.storage.checkpoint_store import open_store
+from stoker.train import state as snapshot
 from stoker.train import strategies
-from stoker.train import train_state as snapshot
 from stoker.train.build import build
-from stoker.train.state import Worker
+from stoker.train.state import Progress, Worker
 from stoker.train.step import Step
-from stoker.train.train_state import Progress
 
 CASES: dict[str, dict[str, Any]] = {
     "ddp fp32": {"strategy": "ddp"},

@@ -9,8 +9,8 @@ import torch
 from steps import feed, make, run
 
 from stoker.train import strategies
-from stoker.train.finite import check_state
-from stoker.train.train_state import Progress
+from stoker.train.manager import check_state
+from stoker.train.state import Progress
 
 
 def answer(rank: int, worker: Any, progress: Progress) -> str:

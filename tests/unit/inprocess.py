@@ -23,8 +23,7 @@ from stoker.recipe import class_names_of
 from stoker.storage.checkpoint_store import open_store
 from stoker.train import loop
 from stoker.train.build import build
-from stoker.train.manager import CheckpointManager
-from stoker.train.starting import nothing_left
+from stoker.train.manager import CheckpointManager, nothing_left
 from stoker.train.state import Worker
 from stoker.train.step_timer import StepTimes
 

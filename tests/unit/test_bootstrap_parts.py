@@ -357,7 +357,6 @@ def test_a_host_that_is_paid_for_its_gpu_does_not_train_on_its_cpus(
 def test_a_train_worker_whose_pytorch_cannot_use_its_gpu_fails(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stoker.train import rendezvous
 
     class Group:
         """Ray Train's group of one train worker, in this process."""
@@ -368,8 +367,10 @@ def test_a_train_worker_whose_pytorch_cannot_use_its_gpu_fails(
         def __len__(self) -> int:
             return 1
 
+    from stoker.train import trainer
+
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    config = getattr(rendezvous, kind)(backend="nccl")
+    config = getattr(trainer, kind)(backend="nccl")
     with pytest.raises(ScriptError, match=r"cannot use the GPU of .*; choose an image"):
         config.backend_cls().on_start(Group(), config)
 

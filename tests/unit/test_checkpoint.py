@@ -13,12 +13,11 @@ import pytest
 import torch
 
 from stoker.checkpoints import format as checkpoint
-from stoker.checkpoints.format import Content, Retention
-from stoker.checkpoints.writer import Writer
+from stoker.checkpoints.format import Content, Retention, Writer
 from stoker.messages import StepAssignment
 from stoker.storage.checkpoint_store import MANIFEST, Store, open_store, verify
 from stoker.storage.filesystems import takes_whole_files
-from stoker.train import train_state as snapshot
+from stoker.train import state as snapshot
 from stoker.train.feed import EpochFeed, Loaded, PrefetchLimit
 from stoker.train.step_timer import Stamps
 
@@ -188,7 +187,7 @@ def test_a_request_in_any_batch_of_an_accumulated_step_is_kept_until_it_is_answe
 
 @pytest.mark.long
 def test_one_write_is_in_flight_and_the_next_waits_and_says_so_once(monkeypatch: Any) -> None:
-    monkeypatch.setattr("stoker.checkpoints.writer.WORTH_SAYING_S", 0.0)
+    monkeypatch.setattr("stoker.checkpoints.format.WORTH_SAYING_S", 0.0)
     said: list[str] = []
     writer = Writer(said.append)
     running: list[int] = []

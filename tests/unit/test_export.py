@@ -17,8 +17,7 @@ from stoker.config.loading import load
 from stoker.errors import UsageError
 from stoker.image_classification import normalize
 from stoker.recipe import Recipe
-from stoker.train.export import keep_example, wanted, write_forms
-from stoker.train.export_formats import FILES, Example
+from stoker.train.export import FILES, Example, keep_example, wanted, write_forms
 from stoker.train.state import Worker
 
 pytestmark = pytest.mark.long

@@ -34,7 +34,7 @@ from stoker.serve.accounting import EpochAccount
 from stoker.serve.affinity import LOOK_AHEAD, CacheAffinity
 from stoker.serve.passes import Passes
 from stoker.serve.shards import Loaded, blocks_of
-from stoker.storage.cleaning import LEFT_AFTER_S, OWNER, sweep
+from stoker.storage.checkpoint_store import LEFT_AFTER_S, OWNER, sweep
 
 pytestmark = pytest.mark.long
 
@@ -261,7 +261,7 @@ HOLDS_A_FOLDER = """
 import sys, time
 from pathlib import Path
 from stoker.read.host_cache import PREFIX, open_root
-from stoker.storage.cleaning import Cleaner
+from stoker.storage.checkpoint_store import Cleaner
 open_root(Path(sys.argv[1]))
 cleaner = Cleaner(Path(sys.argv[1]), PREFIX)
 (Path(sys.argv[1]) / "kept").write_bytes(b"x")

@@ -57,6 +57,7 @@ def test_a_project_is_checked_planned_and_staged_as_it_is(
         assert load_recipe(config.recipe, config.params, here / f"my {kind}")
 
 
+TYPED = ("images", "script", "lightning")
 TESTS = """
 import sys, pytest
 for folder in sys.argv[1:]:
@@ -79,7 +80,10 @@ def test_what_is_written_passes_its_own_tests_lint_and_types(
     commands = [
         (["-m", "ruff", "check", "--config", project, "--ignore", "S101", *folders], here),
         (["-m", "ruff", "format", "--check", "--config", project, *folders], here),
-        *((["-m", "mypy", *typed, str(here / f"my-{kind}")], ROOT) for kind in ("images", "script", "lightning")),
+        *(
+            (["-m", "mypy", *typed, str(here / f"my-{kind}")], ROOT)
+            for kind in ("images", "script", "lightning")
+        ),
         (["-c", TESTS, *(str(here / folder) for folder in folders)], here),
     ]
     for command, cwd in commands:

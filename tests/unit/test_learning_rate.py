@@ -18,12 +18,10 @@ from test_step import Linear
 from stoker.checkpoints import format as checkpoint
 from stoker.config.schema import Config
 from stoker.storage.checkpoint_store import open_store
-from stoker.train import train_state as snapshot
-from stoker.train.build import build
-from stoker.train.optimizers import learning_rate
-from stoker.train.state import Worker
+from stoker.train import state as snapshot
+from stoker.train.build import build, learning_rate
+from stoker.train.state import Progress, Worker
 from stoker.train.step import Step
-from stoker.train.train_state import Progress
 
 pytestmark = pytest.mark.long
 

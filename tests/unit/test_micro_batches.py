@@ -24,7 +24,7 @@ from stoker.messages import Pad as Padding
 from stoker.recipe import Recipe
 from stoker.serve.opening import open_data
 from stoker.train import loop
-from stoker.train.micro_batches import MicroBatches, grouped
+from stoker.train.step import MicroBatches, grouped
 
 
 @pytest.fixture(scope="module", autouse=True)

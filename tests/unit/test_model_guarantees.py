@@ -204,7 +204,7 @@ def test_steps_that_fp16_skips_are_no_error_until_all_are(tmp_path: Path) -> Non
     assert run.worker.scaler.get_scale() < 2.0**16, "some were skipped"
     assert all_finite(tmp_path)
     run.worker.scaler.update(2.0**-30)
-    from stoker.train.train_state import Progress
+    from stoker.train.state import Progress
 
     with pytest.raises(FloatingPointError, match=r"fp16: the gradient of every step.*train.precision=bf16"):
         run.keeper.take(Progress(9), {})

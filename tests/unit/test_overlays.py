@@ -16,8 +16,7 @@ from torchvision.transforms import v2
 from stoker.config.schema import Config
 from stoker.data import DecodeImage, DecodeMask, Joint
 from stoker.recipe import Recipe
-from stoker.train.overlays import SIDE, Box, Overlay, Painter, color
-from stoker.train.sample_images import show_once, show_predictions
+from stoker.train.sample_images import SIDE, Box, Overlay, Painter, color, show_once, show_predictions
 from stoker.train.state import Worker
 
 H, W = 32, 64

@@ -22,7 +22,7 @@ from stoker.events.report.page import write_report
 from stoker.events.scalars import Scalars
 from stoker.events.tensorboard import Board
 from stoker.train.evaluation import try_validation
-from stoker.train.train_state import rng_state
+from stoker.train.state import rng_state
 
 pytestmark = pytest.mark.usefixtures("no_cluster")
 __all__ = ["no_cluster"]

@@ -11,9 +11,9 @@ from stoker.config.schema import Config, TrainConfig
 from stoker.errors import UsageError
 from stoker.recipe import Recipe
 from stoker.serve.opening import Data
-from stoker.train.optimizers import scaled_lr
+from stoker.train.build import scaled_lr
+from stoker.train.recipe_work import blocks_note, refuse_impossible, steps_per_epoch
 from stoker.train.trainer import count_workers
-from stoker.train.training_checks import blocks_note, refuse_impossible, steps_per_epoch
 
 
 class OwnOptimizer(Recipe):

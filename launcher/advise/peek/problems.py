@@ -17,7 +17,7 @@ from stoker.errors import UsageError
 from stoker.figures import count_of, size
 from stoker.recipe import Recipe
 from stoker.serve.opening import Data
-from stoker.train.training_checks import refuse_single_records, refuse_unfit
+from stoker.train.recipe_work import refuse_single_records, refuse_unfit
 
 LEAST = 8
 """Smallest sample for checks that compare records."""

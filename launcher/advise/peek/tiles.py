@@ -11,7 +11,7 @@ from typing import Any
 from launcher.advise.peek.columns import as_array, times
 from launcher.advise.peek.problems import LABELS
 from stoker.messages import Record
-from stoker.train.overlays import Box, Overlay, Painter
+from stoker.train.sample_images import Box, Overlay, Painter
 
 SIDE, SMALL_SIDE = 192, 96
 MOST_TEXT, MOST_NUMBERS, MOST_POINTS = 400, 12, 160

@@ -79,8 +79,7 @@ def measure_gpu(config: Config, recipe: Recipe, columns: dict[str, Any], seconds
 
     from stoker.train import loop
     from stoker.train.build import build
-    from stoker.train.state import Worker
-    from stoker.train.train_state import Progress
+    from stoker.train.state import Progress, Worker
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda:0" if on_gpu else "cpu")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stoker.hosts import cluster, forks, raynode
 from stoker.hosts.raynode import RayNode
-from stoker.storage.cleaning import Cleaner
+from stoker.storage.checkpoint_store import Cleaner
 
 STORE_MB = 200
 HEAD = "127.0.1.1"

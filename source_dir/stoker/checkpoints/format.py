@@ -18,12 +18,16 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from stoker.errors import UsageError
 from stoker.storage.checkpoint_store import FULL, Store, name_of, step_of, verify, write_manifest
 
 WEIGHTS, EMA, STATE, META = "model.safetensors", "ema.safetensors", "state.pt", "meta.json"
@@ -142,7 +146,7 @@ def problem_of(store: Store, name: str) -> str | None:
     if problem is not None or describe(store, name).meta.get("finite"):
         return problem
     # Written by a version that did not check.
-    from stoker.checkpoints.tensors import non_finite
+    from stoker.checkpoints.format import non_finite
 
     content = load(describe(store, name))
     found = non_finite(content.weights, content.ema, content.state.get("optimizer"))
@@ -305,3 +309,128 @@ class Retention:
                     " and old checkpoints stay: allow the job to delete there (on S3: s3:DeleteObject,"
                     " docs/iam), or remove them yourself (logged once)"
                 )
+
+
+Named = tuple[str, Any]
+
+
+def non_finite(weights: dict[str, Any], ema: dict[str, Any] | None, optimizer: Any) -> str:
+    """Every host: the first non-finite part of a saved checkpoint, or "".
+
+    Args:
+        weights: parameters and buffers by name.
+        ema: averaged weights, or None.
+        optimizer: optimiser state, nested.
+    """
+    for kind, tensors in (("weights", weights), ("averaged weights", ema or {})):
+        for name, tensor in tensors.items():
+            if is_broken_buffer(tensor):
+                return f"{kind} {name}"
+    return next((f"optimiser state {name}" for name, t in flat("", optimizer) if not is_finite(t)), "")
+
+
+def floats(named: Any) -> Iterator[Named]:
+    for name, tensor in named:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if local.is_floating_point() and local.numel():
+            yield name, local.detach()
+
+
+def flat(name: str, tree: Any) -> Iterator[Named]:
+    """Yield the tensors in nested dicts and lists with their paths."""
+    import torch
+
+    if isinstance(tree, torch.Tensor):
+        yield name, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from flat(f"{name} {key}", value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from flat(name, value)
+
+
+def is_finite(tensor: Any) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+def is_broken_buffer(tensor: Any) -> bool:
+    return tensor.is_floating_point() and tensor.numel() > 0 and not float(tensor.max()) < math.inf
+
+
+WRITE_DEADLINE_S = 900.0
+"""How long a write may take before the run fails."""
+WORTH_SAYING_S = 0.5
+_NICENESS = 10
+
+
+class Writer:
+    """Train worker (rank 0): at most one write in flight; its error is raised by the next call."""
+
+    def __init__(self, tell: Callable[[str], Any]) -> None:
+        """Args: tell: receives remarks for the user; called from the training thread."""
+        self.tell = tell
+        self.failure: BaseException | None = None
+        self.thread: threading.Thread | None = None
+        self.what = ""
+        self._told = False
+
+    def submit(self, what: str, write: Callable[[], None]) -> None:
+        """Write in the background, after the previous write, unless that one failed.
+
+        Args:
+            what: name of the checkpoint in messages.
+            write: does the work.
+        """
+        self.what = what
+        args = (write, self.thread)
+        self.thread = threading.Thread(target=self._run, args=args, name="checkpoint", daemon=True)
+        self.thread.start()
+
+    def make_room(self) -> None:
+        """Wait until no write is in flight; warn once if checkpoints come too fast."""
+        self.check()
+        if self.thread is not None and self.thread.is_alive():
+            started = time.monotonic()
+            self.wait()
+            waited = time.monotonic() - started
+            if not self._told and waited > WORTH_SAYING_S:
+                self._told = True
+                self.tell(
+                    f"training waited {waited:.1f} s for the previous checkpoint to be written; raise"
+                    " checkpoint.every_steps to avoid this (logged once)"
+                )
+
+    def check(self) -> None:
+        """Raise the error of the last write."""
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+
+    def wait(self, deadline_s: float = WRITE_DEADLINE_S) -> None:
+        """Wait until no write is in flight.
+
+        Raises:
+            OSError: the write failed, or took longer than the deadline.
+        """
+        if self.thread is not None:
+            self.thread.join(deadline_s)
+            if self.thread.is_alive():
+                raise OSError(f"{self.what}: not written after {deadline_s:.0f} s: the disk is stuck")
+            self.thread = None
+        self.check()
+
+    def _run(self, write: Callable[[], None], before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
+            if self.failure is not None:
+                return
+        with contextlib.suppress(OSError, AttributeError):
+            # On Linux this sets the priority of this thread alone: training comes first.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        try:
+            write()
+        except (OSError, UsageError) as error:
+            self.failure = error
+        except BaseException as error:
+            self.failure = OSError(f"{self.what}: {type(error).__name__}: {error}")

@@ -21,8 +21,8 @@ from stoker.recipe import SOURCE_FOLDER, Recipe, load_object, load_recipe
 from stoker.scripts.script_checks import SCRIPT_FOLDER, find_script, refuse_foreign_keys
 from stoker.serve.opening import Data, discover, open_data, open_sources
 from stoker.train import resume as resuming
+from stoker.train.recipe_work import refuse_impossible, refuse_single_records, refuse_unfit
 from stoker.train.stopping import check_monitors
-from stoker.train.training_checks import refuse_impossible, refuse_single_records, refuse_unfit
 
 Opened = tuple[Config, Data]
 """Head: the configuration with the parameters found in the data, and the opened data."""
@@ -102,7 +102,7 @@ def check_recipe(resolved: Resolved) -> None:
         refuse_impossible(recipe, train)
     with problems:
         if type(recipe).optimizer is Recipe.optimizer and train.optimizer not in ("sgd", "adamw"):
-            from stoker.train.optimizers import check_optimizer
+            from stoker.train.build import check_optimizer
 
             check_optimizer(train.optimizer)
     problems.refuse()

@@ -23,7 +23,7 @@ from stoker.hosts.output import say
 from stoker.hosts.raynode import ClusterError, RayNode
 from stoker.hosts.topology import Topology, label
 from stoker.place import BACKEND_VARIABLE, PACKAGE_VARIABLE, RUN_DIR_VARIABLE, TOKEN_FILE, local_place
-from stoker.storage.cleaning import Cleaner
+from stoker.storage.checkpoint_store import Cleaner
 
 REPORT_EVERY_S, CONNECT_S = 5.0, 5.0
 LOOPBACK = "127.0.0.1"

@@ -19,7 +19,7 @@ from stoker.scripts.process import Child
 from stoker.scripts.script_checks import SCRIPT_FOLDER, find_script
 from stoker.scripts.supervisor import Order, Report
 from stoker.session import CHECKPOINTS_VARIABLE, CPU_HOSTS_VARIABLE, JOB_VARIABLE
-from stoker.train.rendezvous import ATTEMPT_VARIABLE
+from stoker.train.trainer import ATTEMPT_VARIABLE
 
 POLL_S = 0.2
 STOP_S = 60.0

@@ -13,8 +13,7 @@ from stoker.figures import count_of
 from stoker.hosts.topology import NODE_LABEL
 from stoker.place import LAUNCH_DIR_VARIABLE, Place
 from stoker.scripts.script_checks import command_line
-from stoker.train.resume import own_place
-from stoker.train.shared_storage import refuse_unshared
+from stoker.train.resume import own_place, refuse_unshared
 from stoker.train.trainer import count_workers
 
 
@@ -26,7 +25,7 @@ class ScriptWork:
     """
 
     loop = "stoker.scripts.rank:run_script"
-    torch_config = "stoker.train.rendezvous:ScriptConfig"
+    torch_config = "stoker.train.trainer:ScriptConfig"
     steps_per_epoch: int | None = None
 
     def __init__(self, config: Config, place: Place, tracking: Tracking) -> None:

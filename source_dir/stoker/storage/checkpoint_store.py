@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import mmap
 import os
 import re
 import shutil
+import subprocess
 import tempfile
+import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
-
-from stoker.storage import drafts
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-\d{8,}")
@@ -121,14 +123,14 @@ class FolderStore:
 
     def draft(self) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
-        drafts.sweep(self.folder)
-        return drafts.new(self.folder)
+        sweep_drafts(self.folder)
+        return new_draft(self.folder)
 
     def publish(self, draft: Path, name: str) -> None:
         for path in draft.iterdir():
             sync(path)
         draft.chmod(0o755)  # a temporary folder is readable by its owner only
-        before = drafts.new(self.folder)
+        before = new_draft(self.folder)
         # Each writer moves the previous one into its own folder; of two at once, the later one stays.
         while True:
             with contextlib.suppress(FileNotFoundError):
@@ -333,3 +335,111 @@ def disk_text(folder: Path) -> str:
     if free < LEAST_FREE_MB:
         return f"the disk mounted at {mount} ({total:.0f} MB){FULL}"
     return f"the disk mounted at {mount} has {free:.0f} of {total:.0f} MB free"
+
+
+DRAFT = ".draft-"
+UNLOCKED_S = 60.0
+"""A draft still unlocked after this time was left by a killed process."""
+UNKNOWN_S = 3600.0
+"""The same if the file system has no locks; a write takes 900 s at most."""
+_held: dict[Path, int] = {}
+"""Drafts of this process and the descriptors that lock them."""
+_lock = threading.Lock()
+
+
+def new_draft(folder: Path) -> Path:
+    """Train worker: create an empty folder, locked until it is moved away or this process ends."""
+    draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder))
+    descriptor = os.open(draft, os.O_RDONLY)
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    with _lock:
+        _held[draft] = descriptor
+    return draft
+
+
+def sweep_drafts(folder: Path) -> None:
+    """Train worker: remove the drafts in `folder` whose writers are gone."""
+    with _lock:
+        for draft in [path for path in _held if not path.exists()]:
+            os.close(_held.pop(draft))
+    for draft in folder.glob(f"{DRAFT}*"):
+        with contextlib.suppress(OSError):
+            if _abandoned(draft):
+                shutil.rmtree(draft, ignore_errors=True)
+
+
+def _abandoned(draft: Path) -> bool:
+    age_s = time.time() - max(path.stat().st_mtime for path in (draft, *draft.iterdir()))
+    descriptor = os.open(draft, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return age_s > UNKNOWN_S
+    finally:
+        os.close(descriptor)
+    return age_s > UNLOCKED_S
+
+
+OWNER = "owner"
+"""A file in the folder that its cleaner keeps locked."""
+LEFT_AFTER_S = 600.0
+"""A folder of this age that was never locked is left over, too."""
+# When a worker ends, Ray kills its children but not their children. Processes that are ending may still write
+# while the folder is removed.
+_SCRIPT = """
+exec 3<&0 </dev/null
+{ cat <&3 >/dev/null; for i in 1 2 3; do rm -rf -- "$1"; sleep 1; done; } &
+"""
+
+
+class Cleaner:
+    """Every host: removes a folder when this process has ended.
+
+    A shell waits for this process to end, which it sees as a closed pipe, so the folder is removed even after
+    a SIGKILL. What that shell could not remove, the cleaner of the next folder with this prefix does.
+    """
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        sweep(folder.parent, prefix, folder)
+        draft = folder / f"{OWNER}.new"
+        self._lock = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)
+        with contextlib.suppress(OSError):  # a file system without locks, on which nothing is swept
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        draft.rename(folder / OWNER)  # locked from its first moment
+        shell = subprocess.Popen(
+            ["/bin/sh", "-c", _SCRIPT, "stoker-cleaner", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+        )
+        shell.wait(30)
+        self._pipe = shell.stdin
+
+
+def sweep(parent: Path, prefix: str, own: Path | None = None) -> None:
+    """Every host: remove folders that ended processes have left behind, but for `own`."""
+    for folder in parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            about = folder.lstat()
+            ours = about.st_uid == os.getuid() and folder != own
+            if ours and _left_behind(folder, time.time() - about.st_mtime):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _left_behind(folder: Path, age_s: float) -> bool:
+    try:
+        file = os.open(folder / OWNER, os.O_RDWR)
+    except FileNotFoundError:
+        return age_s > LEFT_AFTER_S
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return True

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.util
+import math
+import re
+import sys
+from pathlib import Path
 from typing import Any
 
 from stoker.config.schema import TrainConfig
 from stoker.errors import UsageError
-from stoker.train import optimizers, strategies
+from stoker.recipe import Recipe
+from stoker.train import strategies
 from stoker.train.state import Worker
+from stoker.train.strategies import plain
 
 
 def build(worker: Worker, records: int | None) -> None:
@@ -51,8 +59,8 @@ def build_model(worker: Worker, records: int | None) -> None:
     worker.model = strategies.prepare_model(model, worker.device, train.strategy)
     if strategies.is_sharded(worker.model) and not sharded and worker.ema is not None:
         raise UsageError(f"train.ema_decay: not with {train.strategy}, which shards; use train.strategy=fsdp")
-    worker.optimizer = optimizers.make_optimizer(worker.recipe, worker.model, train, worker.world_size)
-    worker.schedule = optimizers.make_schedule(worker.recipe, worker.optimizer, train, records)
+    worker.optimizer = make_optimizer(worker.recipe, worker.model, train, worker.world_size)
+    worker.schedule = make_schedule(worker.recipe, worker.optimizer, train, records)
     if train.precision == "fp16":
         worker.scaler = torch.amp.GradScaler(worker.device.type)
 
@@ -121,3 +129,158 @@ def check_device(train: TrainConfig, device: Any) -> None:
                 "train.compile: torch.compile needs a C++ compiler on the hosts that train, and found none;"
                 " install g++ or set train.compile=false"
             )
+
+
+WARMUP_LR = 1e-5
+"""Initial learning rate of a warm-up, unless `train.scale_lr` provides one."""
+
+
+def scaled_lr(config: TrainConfig, workers: int) -> float:
+    """Train worker: the learning rate, scaled for batches larger than one worker's `batch_size`.
+
+    A step averages over train workers × accumulate_steps batches. "linear" is the rule of Goyal et al.,
+    "Accurate, Large Minibatch SGD" (arXiv 1706.02677), "sqrt" that of Krizhevsky (arXiv 1404.5997).
+    """
+    batches = float(workers * config.accumulate_steps)
+    factors = {"none": 1.0, "linear": batches, "sqrt": math.sqrt(batches)}
+    return config.lr * factors[config.scale_lr]
+
+
+def make_optimizer(recipe: Recipe, model: Any, config: TrainConfig, workers: int) -> Any:
+    """Train worker: the recipe's optimiser, or the configured one from timm.
+
+    Raises:
+        UsageError: timm does not have it, or cannot assign the model's parameters to layers.
+    """
+    own = recipe.optimizer(plain(model))
+    if own is not None:
+        return own
+    from timm.optim import create_optimizer_v2
+
+    try:
+        optimizer = create_optimizer_v2(
+            plain(model),
+            opt=config.optimizer,
+            lr=scaled_lr(config, workers),
+            weight_decay=config.weight_decay,
+            layer_decay=config.layer_decay,
+            **({"momentum": config.momentum} if config.optimizer in MOMENTUM_OPTIMIZERS else {}),
+        )
+    except (AssertionError, KeyError, ValueError, TypeError) as error:
+        raise UsageError(f"train.optimizer: timm cannot create {config.optimizer!r}: {error}") from None
+    if config.layer_decay is not None and len({g["lr_scale"] for g in optimizer.param_groups}) == 1:
+        raise UsageError(
+            f"train.layer_decay: {type(plain(model)).__name__} does not group its parameters into layers;"
+            " give it timm's method group_matcher, or leave layer_decay out"
+        )
+    return optimizer
+
+
+MOMENTUM_OPTIMIZERS = {"sgd", "nesterov", "momentum", "sgdp", "rmsprop", "lars", "sgdw"}
+
+
+def check_optimizer(name: str) -> None:
+    """Head: refuse an unknown optimiser before any cluster forms.
+
+    Raises:
+        UsageError: with the closest known names.
+    """
+    known = sorted(optimizer_names())
+    if name.lower() not in known:
+        close = difflib.get_close_matches(name.lower(), known, n=3)
+        hint = f"did you mean {', '.join(close)}?" if close else f"known: {', '.join(known[:12])}, …"
+        raise UsageError(f"train.optimizer: timm has no optimiser {name!r}; {hint}")
+
+
+def optimizer_names() -> set[str]:
+    """Head: timm's optimisers, found in its file, because importing timm takes seconds."""
+    found, names = importlib.util.find_spec("timm"), set[str]()
+    if found is not None and found.origin is not None and "timm.optim" not in sys.modules:
+        for file in (Path(found.origin).parent / "optim").glob("_optim_factory.py"):
+            text = file.read_text(encoding="utf-8")
+            names.update(re.findall(r"(?:OptimInfo|register_alias)\(\s*(?:name=)?'(\w+)'", text))
+    if not names:  # another version of timm, or a module of the user's may have registered more
+        from timm.optim import list_optimizers
+
+        names.update(list_optimizers())
+    return names
+
+
+class Schedule:
+    """Train worker: the learning rate as a function of training progress.
+
+    Training ends with `train.epochs` or `train.max_steps`, whichever comes first; progress within an epoch is
+    counted in records. The rate has no state, so a run resumed with another number of train workers, or
+    another batch size, stays on the same curve, which ends with the training.
+    """
+
+    def __init__(self, optimizer: Any, train: TrainConfig, records: int | None) -> None:
+        """Args: as for `make_schedule`; the optimiser is new, with the initial rates."""
+        self.optimizer, self.train, self.records = optimizer, train, records
+        self.rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.scales = [float(group.get("lr_scale", 1.0)) for group in optimizer.param_groups]
+        self.begin(0)
+
+    def begin(self, epoch: int, samples: int = 0, step: int = 0) -> None:
+        """Start or resume an epoch.
+
+        Args:
+            epoch: from 0 on.
+            samples: records of the epoch trained so far, over all ranks.
+            step: optimiser steps since training began.
+        """
+        self.epoch, self.samples = epoch, samples
+        self._set(step)
+
+    def advance(self, samples: int, step: int) -> None:
+        """Set the rate of the next step.
+
+        Args:
+            samples: records of the last step, over all ranks.
+            step: optimiser steps since training began.
+        """
+        self.samples += samples
+        self._set(step)
+
+    def _set(self, step: int) -> None:
+        # An epoch may train fewer than all records: some are bad, or remain.
+        epochs = self.epoch + min(self.samples / self.records, 1.0) if self.records else 0.0
+        for group, rate, scale in zip(self.optimizer.param_groups, self.rates, self.scales, strict=True):
+            group["lr"] = self._rate(rate, epochs, step) * scale
+
+    def _rate(self, rate: float, epochs: float, step: int) -> float:
+        train = self.train
+        if epochs < train.warmup_epochs:
+            first = min(WARMUP_LR, train.lr) if train.scale_lr == "none" else train.lr
+            return first + (rate - first) * epochs / train.warmup_epochs
+        if train.max_steps is not None:
+            epochs = max(epochs, step / train.max_steps * train.epochs)
+        done = min(epochs / train.epochs, 1.0)
+        if train.scheduler == "cosine":
+            return rate * 0.5 * (1 + math.cos(math.pi * done))
+        if train.scheduler == "linear":
+            return rate * (1 - done)
+        if train.scheduler == "step":
+            each: float = 0.1 ** ((epochs - train.warmup_epochs) // max(train.epochs // 3, 1))
+            return rate * each
+        return rate
+
+
+def make_schedule(recipe: Recipe, optimizer: Any, train: TrainConfig, records: int | None) -> Schedule | None:
+    """Train worker: the learning rate schedule; None if the recipe's optimiser keeps its own rate.
+
+    Args:
+        recipe: may define its own optimiser.
+        optimizer: new.
+        train: the schedule and the end of training.
+        records: per epoch; None if unknown, in which case the head refuses a schedule.
+    """
+    own = type(recipe).optimizer is not Recipe.optimizer
+    if own and train.scheduler == "none" and not train.warmup_epochs:
+        return None
+    return Schedule(optimizer, train, records)
+
+
+def learning_rate(optimizer: Any) -> float:
+    """Train worker: the present rate; with layer decay that of the last layers, the largest."""
+    return float(max(group["lr"] for group in optimizer.param_groups))

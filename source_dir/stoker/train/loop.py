@@ -13,17 +13,22 @@ from stoker.recipe import SOURCE_FOLDER, class_names_of, load_recipe
 from stoker.serve.blocks.client import open_transport
 from stoker.serve.blocks.collator import Collator
 from stoker.storage.checkpoint_store import open_store
-from stoker.train.build import build
+from stoker.train.build import build, learning_rate
 from stoker.train.evaluation import Evaluation, carry_extremes, sample_of, tell_once, try_validation
 from stoker.train.export import export_model, keep_example
 from stoker.train.feed import EpochFeed, PrefetchLimit
-from stoker.train.finite import check_scale
-from stoker.train.manager import CheckpointManager
-from stoker.train.optimizers import learning_rate
-from stoker.train.starting import begin, nothing_left
-from stoker.train.state import Worker, check_finite, finite, mean_over_ranks, reached, reconcile, tee_prints
+from stoker.train.manager import CheckpointManager, begin, check_scale, nothing_left
+from stoker.train.state import (
+    Progress,
+    Worker,
+    check_finite,
+    finite,
+    mean_over_ranks,
+    reached,
+    reconcile,
+    tee_prints,
+)
 from stoker.train.step import Step, windows
-from stoker.train.train_state import Progress
 
 WHERE = "stoker_where"
 

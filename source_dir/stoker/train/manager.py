@@ -4,23 +4,49 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import platform
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from stoker.checkpoints import format as checkpoint
-from stoker.checkpoints.format import Checkpoint, Content, Retention
-from stoker.checkpoints.writer import Writer
+from stoker.checkpoints.format import (
+    Checkpoint,
+    Content,
+    Named,
+    Retention,
+    Writer,
+    awaiting,
+    describe,
+    flat,
+    floats,
+    is_broken_buffer,
+    is_finite,
+)
 from stoker.config.redaction import redact
 from stoker.events.summary import finite
-from stoker.storage.checkpoint_store import Store, name_of
-from stoker.train import train_state as snapshot
-from stoker.train.finite import check_scale, check_state
-from stoker.train.state import Worker
+from stoker.storage.checkpoint_store import Store, name_of, open_store, step_of
+from stoker.train import strategies
+from stoker.train.state import (
+    Copier,
+    Progress,
+    Worker,
+    carried_progress,
+    content_of,
+    from_rank_0,
+    gather,
+    id_sum_of,
+    live_state,
+    not_finite,
+    put_back,
+    rank_part,
+    reached,
+    set_rng_state,
+)
 from stoker.train.stopping import EarlyStopping, monitored, monitors
-from stoker.train.train_state import Progress
 
 CALL_TIMEOUT_S = 120.0
 
@@ -46,7 +72,7 @@ class CheckpointManager:
         """Rank 0: the last checkpoint written or resumed from."""
         self.writer = Writer(self._note)
         self.shelf = Retention(store, config.checkpoint.keep, config.checkpoint.save_top_k, tell=self._note)
-        self._copier = snapshot.Copier()
+        self._copier = Copier()
         self._config = redact(config.model_dump(mode="json"))
         self._saved_at = time.monotonic()
         self._asked = False
@@ -93,7 +119,7 @@ class CheckpointManager:
         if progress is None and self.early_stopping:
             self.early_stopping.update(metrics)
             # Figures such as samples/s differ between ranks: rank 0 decides.
-            reason = snapshot.from_rank_0(self.worker, self.early_stopping.reason)
+            reason = from_rank_0(self.worker, self.early_stopping.reason)
             self.early_stopping.reason = reason
         self.add_epoch(epoch, metrics, books)
         if self.pending is not None and self._completes:
@@ -130,15 +156,15 @@ class CheckpointManager:
         check_scale(worker, progress.epoch)
         if worker.rank == 0:
             self.writer.make_room()  # the copies of the previous checkpoint are about to be overwritten
-        parts = snapshot.gather(worker, snapshot.rank_part(worker, progress))
-        live = snapshot.live_state(worker)
+        parts = gather(worker, rank_part(worker, progress))
+        live = live_state(worker)
         self._saved_at, self._asked = time.monotonic(), False
         self.pending, self._completes = pending, True
         worker.kept = name_of(worker.step)
         if worker.rank:
             return
         meta = self._meta(progress, metrics)
-        content = snapshot.content_of(worker, live, parts, meta, self._copier)
+        content = content_of(worker, live, parts, meta, self._copier)
         self._position = self._ask_position(progress, parts)
         paused_s = time.perf_counter() - started
         write = self._write_later(content, self._position, paused_s)
@@ -190,7 +216,7 @@ class CheckpointManager:
         if progress.feed is None:
             # The books of the epoch are closed: the position is the start of the next epoch.
             return worker.coordinator.position.remote(worker.attempt, progress.epoch - 1, 0, 0)
-        ids = snapshot.id_sum_of(parts)
+        ids = id_sum_of(parts)
         return worker.coordinator.position.remote(worker.attempt, progress.epoch, worker.feed_step, ids)
 
     def _write_later(self, content: Content, position: Any, paused_s: float) -> Callable[[], None]:
@@ -234,12 +260,12 @@ class CheckpointManager:
         """
         worker, meta = self.worker, saved.meta
         content = checkpoint.load(saved) if worker.rank == 0 else None
-        ranks = snapshot.put_back(worker, content)
-        progress = snapshot.carried_progress(worker, meta, ranks)
+        ranks = put_back(worker, content)
+        progress = carried_progress(worker, meta, ranks)
         worker.step, worker.samples = meta["step"], meta["samples"] - meta["epoch_samples"]
         self.history, self.resumed, self._last = list(meta["history"]), saved, saved
         self.pending, worker.kept = saved.pending, saved.name
-        self._completes = snapshot.from_rank_0(worker, saved.store.where == self.store.where)
+        self._completes = from_rank_0(worker, saved.store.where == self.store.where)
         if self.early_stopping:
             self.early_stopping.restore(meta["early_stopping"])
         if worker.rank == 0 and saved.store.where == self.store.where:
@@ -248,7 +274,7 @@ class CheckpointManager:
         worker.log("resumed", epoch=meta["next_epoch"], step=worker.step, path=saved.path, validate=validate)
         # Last, because nothing from here to the next step may draw a random number.
         if worker.rank < len(ranks):
-            snapshot.set_rng_state(ranks[worker.rank]["rng"], worker.device)
+            set_rng_state(ranks[worker.rank]["rng"], worker.device)
         return progress
 
     def newest(self) -> Checkpoint | None:
@@ -309,3 +335,162 @@ def write_model(worker: Worker, chosen: Checkpoint, target: Path, by: dict[str, 
     source_of = {key: about[key] for key in ("checkpoint", "epoch", "step")}
     whole = chosen.meta["next_epoch"] > chosen.meta["epoch"]
     worker.log("model", path=str(target), **source_of, whole=whole, **by)
+
+
+SMALLEST_SCALE = 2.0**-20
+"""Of the fp16 gradient scaler, which starts at 2**16 and halves with every overflow. Below this the last
+steps were all skipped, and all further ones will be."""
+
+
+def check_state(worker: Worker, progress: Progress) -> None:
+    """Train worker: raise on all ranks if the state of any rank is not finite. Collective.
+
+    Checks the losses since the epoch began and the present weights, averaged weights and optimiser state,
+    with one reduction on the device and one number read from it.
+
+    Raises:
+        FloatingPointError: names what is not finite.
+    """
+    import torch
+    import torch.distributed as dist
+
+    several = worker.world_size > 1
+    whole = torch.stack([_all_finite(worker, progress).float().to(worker.device)])
+    if several:
+        dist.all_reduce(whole, op=dist.ReduceOp.MIN)
+    if float(whole):
+        return
+    found: list[str] = [""] * worker.world_size
+    own = _first_problem(worker, progress)
+    if several:
+        dist.all_gather_object(found, own)
+    else:
+        found = [own]
+    raise not_finite(next(filter(None, found), "the state of a train worker"), worker, progress.epoch)
+
+
+def check_scale(worker: Worker, epoch: int) -> None:
+    """Train worker: raise if fp16 skips every step, so nothing is learned; single skips are normal.
+
+    Raises:
+        FloatingPointError: the gradient scale is too small.
+    """
+    if worker.scaler is not None and worker.scaler.get_scale() < SMALLEST_SCALE:
+        raise not_finite("fp16: the gradient of every step", worker, epoch, "use train.precision=bf16")
+
+
+def _all_finite(worker: Worker, progress: Progress) -> Any:
+    """A boolean scalar tensor; reads nothing from the device."""
+    import torch
+
+    verdicts = []
+    by_device: dict[Any, list[Any]] = {}
+    for _, tensor in _strict(worker):
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for tensors in by_device.values():
+        largest = torch._foreach_norm(tensors, float("inf"))
+        verdicts.append(torch.stack([value.double() for value in largest]).isfinite().all())
+    # Attention masks are buffers of -inf.
+    verdicts += [tensor.max() < math.inf for _, tensor in _buffers(worker)]
+    if progress.loss_sum is not None:
+        verdicts.append(progress.loss_sum.isfinite())
+    if not verdicts:
+        return torch.ones((), dtype=torch.bool)
+    return torch.stack([verdict.to(worker.device) for verdict in verdicts]).all()
+
+
+def _first_problem(worker: Worker, progress: Progress) -> str:
+    if progress.loss_sum is not None and not math.isfinite(float(progress.loss_sum)):
+        return f"the sum of the epoch's losses is {float(progress.loss_sum)}"
+    named = [name for name, tensor in _strict(worker) if not is_finite(tensor)]
+    named += [name for name, tensor in _buffers(worker) if is_broken_buffer(tensor)]
+    return f"{named[0]} holds NaN or infinity" if named else ""
+
+
+def _strict(worker: Worker) -> Iterator[Named]:
+    """The tensors on this rank that must be finite throughout."""
+    models = [("weight", worker.model), ("averaged weight", worker.ema and worker.ema.module)]
+    for kind, model in models:
+        if model is not None:
+            named = strategies.plain(model).named_parameters()
+            yield from floats((f"{kind} {name}", p) for name, p in named)
+    if worker.optimizer is not None:
+        yield from floats(flat("optimiser state", list(worker.optimizer.state.values())))
+
+
+def _buffers(worker: Worker) -> Iterator[Named]:
+    for model in (worker.model, worker.ema and worker.ema.module):
+        if model is not None:
+            named = strategies.plain(model).named_buffers()
+            yield from floats((f"buffer {name}", b) for name, b in named)
+
+
+def begin(
+    worker: Worker, keeper: CheckpointManager, chosen: tuple[str, bool, str] | None
+) -> Checkpoint | None:
+    """Train worker: agree on the attempt and its start, then start the data. Collective.
+
+    Args:
+        worker: receives its attempt.
+        keeper: the checkpoints of this run.
+        chosen: the checkpoint chosen by the head, which has started the data of the first attempt.
+
+    Returns:
+        The checkpoint to resume from; None for a start from scratch.
+    """
+    import ray
+
+    found: Checkpoint | None = None
+    if worker.rank == 0:
+        worker.attempt = ray.get(worker.coordinator.new_attempt.remote())
+        if worker.attempt:
+            found = keeper.newest()
+            own = chosen is not None and chosen[0] == keeper.store.where
+            start = f"{chosen[0].rstrip('/')}/{chosen[2]}" if chosen is not None and own else ""
+            refuse_earlier(ray.get(worker.coordinator.published.remote()) or start, found)
+        if found is None and chosen is not None:
+            found = describe(open_store(*chosen[:2]), chosen[2])
+        if found is not None:
+            found = awaiting(found, worker.config.train.max_steps)
+        first, position = (found.meta["next_epoch"], found.position) if found else (0, None)
+        call = worker.coordinator.begin.remote(
+            worker.coordinator, worker.attempt, worker.world_size, first, position
+        )
+        ray.get(call)
+    # The other ranks wait for this; by then the data has started.
+    agreed = (worker.attempt, found and found.name, found and found.meta)
+    worker.attempt, name, meta = from_rank_0(worker, agreed)
+    return Checkpoint(keeper.store, name, meta) if worker.rank and name else found
+
+
+def refuse_earlier(published: str, found: Checkpoint | None) -> None:
+    """Train worker (rank 0): fail unless a restart continues from the run's last checkpoint.
+
+    Args:
+        published: the last checkpoint of this run, written or resumed from; "" without one.
+        found: the newest valid one visible on this host.
+
+    Raises:
+        OSError: the last checkpoint is not visible or damaged on this host.
+    """
+    last = published.rpartition("/")[2]
+    if not last or (found is not None and step_of(found.name) >= step_of(last)):
+        return
+    instead = f"it has only {found.name}" if found else "it has no checkpoint"
+    raise OSError(
+        f"{published}, the last checkpoint of this run, is absent or damaged on {platform.node()}, where"
+        f" training restarts ({instead}); an earlier one would silently lose training. With several hosts"
+        " that train, checkpoint.dir must be s3:// or a folder that they share"
+    )
+
+
+def nothing_left(worker: Worker, keeper: CheckpointManager, first_epoch: int) -> str:
+    """Train worker: why a resumed run has nothing left to train, or ""."""
+    config = worker.config.train
+    if keeper.early_stopping and keeper.early_stopping.reason:
+        return keeper.early_stopping.reason
+    if keeper.resumed and reached(worker):
+        return f"train.max_steps ({config.max_steps}) was reached before"
+    if keeper.resumed and first_epoch >= config.epochs:
+        return f"all {config.epochs} epochs (train.epochs) were trained before"
+    return ""

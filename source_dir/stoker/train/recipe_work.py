@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from typing import Any, Protocol
 
-from stoker.config.schema import Config
+from stoker.config.schema import Config, TrainConfig
+from stoker.errors import Problems, UsageError
 from stoker.events.sinks import Tracking
 from stoker.figures import count_of
 from stoker.place import Place
+from stoker.recipe import Recipe, several_labels
 from stoker.serve.opening import Data, cache_note, exact_note, start_coordinator
+from stoker.serve.splitter import least_rows
 from stoker.sizing.scaler import Scaler
 from stoker.train import resume as resuming
-from stoker.train.shared_storage import refuse_unshared
-from stoker.train.training_checks import blocks_note, plan_workers, refuse_single_records, steps_per_epoch
+from stoker.train.resume import refuse_unshared
+from stoker.train.stopping import check_monitors
 
 
 class Work(Protocol):
@@ -61,7 +64,7 @@ class RecipeWork:
     """
 
     loop = "stoker.train.loop:train_worker"
-    torch_config = "stoker.train.rendezvous:RecipeConfig"
+    torch_config = "stoker.train.trainer:RecipeConfig"
 
     def __init__(self, config: Config, data: Data, place: Place, tracking: Tracking) -> None:
         self.config, self.data, self.place = config, data, place
@@ -106,3 +109,188 @@ class RecipeWork:
 
     def leaves_model(self) -> bool:
         return True
+
+
+FEW_RECORDS = 256
+"""One CPU preprocesses fewer in about a second, so their shards do not matter."""
+
+
+def refuse_impossible(recipe: Recipe, train: TrainConfig) -> None:
+    """Head: refuse options that this recipe ignores, before any cluster forms.
+
+    Raises:
+        UsageError: all of them, one line each.
+    """
+    name, problems = type(recipe).__name__, []
+    if type(recipe).training_step is not Recipe.training_step:
+        for key in ("label_smoothing", "mixup", "cutmix"):
+            if getattr(train, key):
+                problems.append(
+                    f"train.{key}: {name} defines training_step, which computes the loss and targets; apply"
+                    " it there, or leave training_step out"
+                )
+    if type(recipe).optimizer is not Recipe.optimizer:
+        for key, value in (("layer_decay", train.layer_decay), ("scale_lr", train.scale_lr != "none")):
+            if value:
+                problems.append(
+                    f"train.{key}: {name} creates its own optimiser; set it there, or leave optimizer() out"
+                )
+    if problems:
+        raise UsageError(*problems)
+
+
+def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
+    """Head: (train workers, whether they use GPUs).
+
+    Raises:
+        UsageError: the batches are larger than the data.
+    """
+    import ray
+
+    from stoker.train.trainer import count_workers
+
+    workers, use_gpu = count_workers(config, ray.cluster_resources())
+    refuse_large_batches(config.train, data.totals["train"], workers)
+    return workers, use_gpu
+
+
+def refuse_unfit(config: Config, recipe: Recipe, totals: dict[str, int | None]) -> None:
+    """Anywhere: refuse settings that do not fit the data, for the fewest train workers that the run may have.
+
+    Raises:
+        UsageError: lists all of them.
+    """
+    problems, workers = Problems(), config.train.workers or 1
+    with problems:
+        refuse_large_batches(config.train, totals["train"], workers)
+    with problems:
+        steps_per_epoch(config, totals["train"], workers)
+    with problems:
+        check_monitors(config, recipe, "val" in totals)
+    with problems:
+        refuse_mixing(config.train, recipe)
+    problems.refuse()
+
+
+def refuse_mixing(train: TrainConfig, recipe: Recipe) -> None:
+    """Head: refuse what mixes or smooths single labels, if a record may have several.
+
+    Raises:
+        UsageError: names the keys.
+    """
+    given = [f"train.{key}" for key in ("label_smoothing", "mixup", "cutmix") if getattr(train, key)]
+    if given and several_labels(recipe):
+        raise UsageError(f"{', '.join(given)}: the images may have several labels; leave it out")
+
+
+def refuse_large_batches(train: TrainConfig, total: int | None, workers: int) -> None:
+    """Head: refuse steps of more records than the training split has.
+
+    Raises:
+        UsageError: the batches of all workers are larger than the data.
+    """
+    if total is not None and train.batch_size * workers * train.accumulate_steps > total:
+        batches = f" × {train.accumulate_steps} accumulate_steps" if train.accumulate_steps > 1 else ""
+        raise UsageError(
+            f"train.batch_size: {train.batch_size} records × {count_of(workers, 'train worker')}{batches}"
+            f" exceed the {total} training records; lower it"
+        )
+
+
+def steps_per_epoch(config: Config, total: int | None, workers: int) -> int | None:
+    """Head: optimiser steps per epoch; None if the number of records is unknown.
+
+    Raises:
+        UsageError: the schedule needs that number.
+    """
+    train = config.train
+    if total is None:
+        if train.scheduler != "none" and train.max_steps is None:
+            key, remedy = f"train.scheduler: {train.scheduler}", "set train.max_steps, or use none"
+        elif train.warmup_epochs:
+            key, remedy = "train.warmup_epochs:", "use 0"
+        else:
+            return None
+        raise UsageError(
+            f"{key} needs the number of records, which this source does"
+            f" not know before reading them; {remedy}"
+        )
+    batches = total // (train.batch_size * workers) + bool(last_batch(config, total, workers))
+    return -(-batches // train.accumulate_steps)
+
+
+def last_batch(config: Config, total: int, workers: int) -> int:
+    """Anywhere: records of each train worker in an epoch's last batch if that is a short one; 0 without."""
+    size, remainder = config.train.batch_size, config.data.remainder
+    left = total % (size * workers)
+    each = -(-left // workers) if remainder == "pad" else left // workers
+    return each if each >= least_rows(remainder, size) else 0
+
+
+def with_batch(config: Config, size: int) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"batch_size": size})})
+
+
+def refuse_single_records(config: Config, data: Data, workers: int) -> None:
+    """Head and laptop: refuse batches of one record if the model cannot train on them, by trying that.
+
+    Batch norm cannot if it sees one pixel of each channel, as in the last stages of a network.
+
+    Raises:
+        UsageError: with the ways out.
+    """
+    from stoker.train.evaluation import fails_alone
+
+    train, total, sample = config.train, data.totals["train"], data.samples.get("train")
+    if total is None or sample is None:
+        return
+    size, batches = train.batch_size, total // (train.batch_size * workers)
+    if size > 1:
+        ends_before = train.max_steps is not None and train.max_steps * train.accumulate_steps <= batches
+        if last_batch(config, total, workers) != 1 or ends_before:
+            return
+    del data.samples["train"]  # tried once
+    if not (reason := fails_alone(config, data.recipe, workers, *sample)):
+        return
+    if size == 1:
+        raise UsageError(f"train.batch_size: {reason}; set 2 or more")
+    fits = [n for n in range(size - 1, 1, -1) if last_batch(with_batch(config, n), total, workers) != 1]
+    other = f" train.batch_size={fits[0]}" if fits else " another train.batch_size"
+    raise UsageError(
+        f"train.batch_size: {total:,} records in batches of {size} × {count_of(workers, 'train worker')}"
+        f" leave a last batch of one record, and {reason}; set data.remainder=2 to leave it out, or{other}"
+    )
+
+
+def blocks_note(config: Config, data: Data, workers: int) -> str:
+    """Head: a remark if training data that takes a while has too few shards to keep every CPU busy.
+
+    Rows are distributed evenly whatever the shards, so no train worker starves while another is fed. But one
+    chain worker reads a shard: with few of them, CPUs are idle and every train worker waits longer.
+
+    Returns:
+        One line; empty if there are enough.
+    """
+    import ray
+
+    from stoker.serve.datasets import DatasetSource
+
+    source = data.sources["train"]
+    if isinstance(source, DatasetSource):
+        return ""
+    cpus = int(ray.cluster_resources().get("CPU", 1))
+    records, wanted = config.data.block_records, max(cpus, workers)
+    shards = len(source.shards(records, None))
+    total = data.totals["train"]
+    if shards >= wanted or (total is not None and total < FEW_RECORDS):
+        return ""
+    smaller = max(total // wanted, 1) if total else 1
+    if smaller < records and len(source.shards(smaller, None)) > shards:
+        remedy = f"set data.block_records={smaller}"
+    else:
+        remedy = "split the data into more files"
+    each = -(-total // shards) if total and shards else records
+    return (
+        f"{count_of(shards, 'shard')} of about {count_of(each, 'training record')} cannot keep"
+        f" {count_of(cpus, 'CPU')} and {count_of(workers, 'train worker')} busy; {remedy}"
+    )

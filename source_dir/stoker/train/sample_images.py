@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import base64
+import colorsys
 import io
 import logging
+import math
 import traceback
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stoker.chain.columns import LENGTH_SUFFIX
+from stoker.chain.joint import Joint
 from stoker.recipe import Batch, Recipe, Split
-from stoker.train.overlays import Painter, agreement, predictions_of, targets_of
-from stoker.train.state import Worker
-from stoker.train.train_state import rng_state, set_rng_state
+from stoker.train.state import Worker, rng_state, set_rng_state
+
+if TYPE_CHECKING:
+    import numpy as np
+    from PIL import Image
+
 
 MOST, MOST_OVERLAID = 16, 8
 SIDE, SMALL_SIDE = 96, 64
@@ -191,3 +199,281 @@ def label_texts(batch: Batch, count: int) -> list[str]:
         mixed = zip(classes.tolist(), shares.tolist(), strict=True)
         texts.append(" + ".join(f"{number} ({100 * share:.0f} %)" for number, share in mixed if share > 0.01))
     return texts
+
+
+SIDE = 128
+IGNORED = 255
+LEAST_SCORE = 0.5
+"""Predicted boxes below it are not drawn, as long as predictions bring scores."""
+
+
+class Box(NamedTuple):
+    """Train worker: corners in pixels, and what is in it."""
+
+    corners: tuple[float, float, float, float]
+    kind: int | None
+    score: float | None
+
+
+class Overlay(NamedTuple):
+    """Train worker: what is drawn over one image: class numbers, height × width, or boxes."""
+
+    mask: np.ndarray[Any, Any] | None
+    boxes: list[Box]
+
+
+def targets_of(
+    recipe: Recipe,
+    split: Split,
+    batch: Batch,
+    result: Any,
+    size: tuple[int, ...],
+    box_format: str = "xyxy",
+) -> list[Overlay]:
+    """Train worker: the truth about a batch's first images; empty: there is nothing to draw.
+
+    It is the `target` of a step that gives one, else what the chain's `Joint` moves with the image.
+
+    Args:
+        recipe: whose chain says which columns are masks and boxes.
+        split: of the batch.
+        batch: after `on_device`.
+        result: of `training_step` or `validation_step`.
+        size: how many images are shown, their height and width.
+        box_format: of the boxes of a step's `target`.
+
+    Raises:
+        ValueError: it does not fit the images.
+    """
+    target = result.get("target") if isinstance(result, dict) else None
+    if found := _mask_overlays("target", _class_numbers(target), size) or _of_dicts(
+        "target", target, size, box_format
+    ):
+        return found
+    # One that belongs to something else, such as a class for each image, hides the columns.
+    for joint in _joints(recipe.preprocess(split)) if target is None else ():
+        for name in joint.masks:
+            if found := _mask_overlays(name, _class_numbers(batch.get(name)), size):
+                return found
+        for name in joint.boxes:
+            if name in batch:
+                return _of_columns(name, batch, joint.format, size)
+    return []
+
+
+def predictions_of(result: Any, size: tuple[int, ...], box_format: str = "xyxy") -> list[Overlay]:
+    """Train worker: what the model says about the images that `targets_of` has found targets for.
+
+    Args:
+        result: of `validation_step`: `preds` are scores of the classes or class numbers for each pixel, or a
+            dict of `boxes`, `scores` and `labels` for each image, as torchmetrics takes them.
+        size: as for `targets_of`.
+        box_format: of the boxes.
+
+    Raises:
+        ValueError: they do not fit the images.
+    """
+    preds = result.get("preds") if isinstance(result, dict) else None
+    return _mask_overlays("preds", _predicted_numbers(preds, size[0]), size) or _of_dicts(
+        "preds", preds, size, box_format
+    )
+
+
+def _class_numbers(values: Any) -> Any:
+    """Class numbers of each pixel, count × height × width; None: that is not what they are."""
+    import torch
+
+    if not torch.is_tensor(values):
+        return None
+    if values.ndim == 4 and values.shape[1] == 1:
+        values = values[:, 0]
+    if values.ndim != 3 or not values.numel():
+        return None
+    # The floats of a binary cross-entropy are class numbers, a depth is none.
+    if values.is_floating_point() and not ((values == 0) | (values == 1) | (values == IGNORED)).all():
+        return None
+    return values.long()
+
+
+def _predicted_numbers(values: Any, count: int) -> Any:
+    import torch
+
+    if not torch.is_tensor(values) or values.ndim not in (3, 4):
+        return None
+    if len(values) < count:
+        raise ValueError(f"preds are of {len(values)} records, the images of {count}")
+    values = values[:count].detach()
+    if values.ndim == 4 and values.shape[1] > 1:
+        return values.argmax(1)
+    values = values[:, 0] if values.ndim == 4 else values
+    if not values.is_floating_point():
+        return values.long()
+    is_share = bool((values >= 0).all() and (values <= 1).all())
+    return (values > (0.5 if is_share else 0.0)).long()
+
+
+def _mask_overlays(name: str, numbers: Any, size: tuple[int, ...]) -> list[Overlay]:
+    if numbers is None:
+        return []
+    if len(numbers) < size[0] or tuple(numbers.shape[1:]) != size[1:]:
+        raise ValueError(f"{name} is {_x(numbers.shape)}, the images {_x(size)}")
+    return [Overlay(mask, []) for mask in numbers[: size[0]].cpu().numpy()]
+
+
+def _of_dicts(name: str, found: Any, size: tuple[int, ...], box_format: str = "xyxy") -> list[Overlay]:
+    """Boxes in a dict per image."""
+    if not (isinstance(found, list | tuple) and found and isinstance(found[0], dict) and "boxes" in found[0]):
+        return []
+    if len(found) < size[0]:
+        raise ValueError(f"{name} has the boxes of {len(found)} records, the images are {size[0]}")
+    return [
+        Overlay(None, _boxes(name, one["boxes"], one.get("labels"), one.get("scores"), box_format, size))
+        for one in found[: size[0]]
+    ]
+
+
+def _of_columns(name: str, batch: Batch, box_format: str, size: tuple[int, ...]) -> list[Overlay]:
+    """Boxes in a column, of which a padded one says how many there are."""
+    boxes: Any = batch[name]
+    labels, lengths = batch.get("labels"), batch.get(name + LENGTH_SUFFIX)
+    if boxes.ndim != 3 or len(boxes) < size[0]:
+        raise ValueError(f"{name} is {_x(boxes.shape)}, the images {_x(size)}")
+    found = []
+    for i in range(size[0]):
+        count = boxes.shape[1] if lengths is None else int(lengths[i])
+        kinds = None if labels is None or labels.ndim != 2 else labels[i, :count]
+        found.append(Overlay(None, _boxes(name, boxes[i, :count], kinds, None, box_format, size)))
+    return found
+
+
+def _boxes(
+    name: str, corners: Any, kinds: Any, scores: Any, box_format: str, size: tuple[int, ...]
+) -> list[Box]:
+    import torch
+    from torchvision.ops import box_convert
+
+    corners = torch.as_tensor(corners).detach().float().cpu()
+    count = len(corners)
+    if not count:
+        return []
+    if corners.ndim != 2 or corners.shape[1] != 4:
+        raise ValueError(f"{name} has boxes of the shape {_x(corners.shape)}, not number × 4")
+    if min(size[1:]) > 8 and corners.abs().max() <= 2:
+        raise ValueError(f"{name} has boxes of at most 2 pixels, as if they were shares of the image")
+    corners = box_convert(corners, box_format.lower(), "xyxy").tolist()
+    kinds = [None] * count if kinds is None else torch.as_tensor(kinds).tolist()
+    scores = [None] * count if scores is None else torch.as_tensor(scores).detach().float().tolist()
+    if not len(kinds) == len(scores) == count:
+        raise ValueError(f"{name} has {count} boxes, {len(kinds)} labels and {len(scores)} scores")
+    return [
+        Box(tuple(box), kind, score)
+        for box, kind, score in zip(corners, kinds, scores, strict=True)
+        if all(map(math.isfinite, box)) and (score is None or score >= LEAST_SCORE)
+    ]
+
+
+def _joints(entries: Sequence[Any]) -> list[Joint]:
+    plain = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+    return [entry for entry in plain if isinstance(entry, Joint)]
+
+
+class Painter:
+    """Train worker and laptop: draws overlays, one colour for each class, and collects their legend.
+
+    Args:
+        names: of the classes; empty: they are called by their numbers.
+        side: longer side of a drawn picture, pixels.
+    """
+
+    def __init__(self, names: Sequence[str], side: int = SIDE) -> None:
+        self.names, self.side = names, side
+        self.drawn: set[int] = set()
+        self.background = not names or names[0].strip("_").lower() in ("background", "bg")
+        """Whether class 0 of a mask is what lies between the others, and left as it is."""
+
+    def draw(self, picture: Image.Image, overlay: Overlay) -> Image.Image:
+        """A picture, `side` pixels long, with masks or boxes over it; few colours, so that it is small."""
+        from PIL import Image, ImageDraw
+
+        picture = picture.convert("RGB")
+        factor = self.side / max(picture.size)
+        size = (max(1, round(picture.width * factor)), max(1, round(picture.height * factor)))
+        picture = picture.resize(size, Image.Resampling.NEAREST if factor > 1 else Image.Resampling.LANCZOS)
+        if overlay.mask is not None:
+            picture = self._tinted(picture, overlay.mask)
+        brush = ImageDraw.Draw(picture)
+        for box in overlay.boxes:
+            self._outline(brush, box, factor)
+        return picture.quantize(256)
+
+    def legend(self) -> list[dict[str, str]]:
+        """Names and colours of the classes that were drawn."""
+        colors = {kind: "#{:02x}{:02x}{:02x}".format(*color(kind)) for kind in sorted(self.drawn)}
+        return [{"name": self._name(kind), "color": text} for kind, text in colors.items()]
+
+    def _tinted(self, picture: Image.Image, mask: Any) -> Image.Image:
+        import numpy as np
+        from PIL import Image
+
+        mask = np.where((mask < 0) | (mask >= IGNORED), IGNORED, mask).astype(np.uint8)
+        mask = np.asarray(Image.fromarray(mask).resize(picture.size, Image.Resampling.NEAREST))
+        pixels = np.array(picture, dtype=np.float32)
+        # The brightness alone shines through, so that a class has its colour on images of any.
+        grey = np.array(picture.convert("L"), dtype=np.float32)[..., None]
+        for kind in np.unique(mask).tolist():
+            if kind == IGNORED or (kind == 0 and self.background):
+                continue
+            here = mask == kind
+            inner = here.copy()
+            inner[1:] &= here[:-1]
+            inner[:-1] &= here[1:]
+            inner[:, 1:] &= here[:, :-1]
+            inner[:, :-1] &= here[:, 1:]
+            for where, share in ((inner, 0.45), (here & ~inner, 1.0)):
+                pixels[where] = share * np.array(color(kind), np.float32) + (1 - share) * grey[where]
+            self.drawn.add(kind)
+        return Image.fromarray(pixels.round().astype(np.uint8))
+
+    def _outline(self, brush: Any, box: Box, factor: float) -> None:
+        from PIL import ImageFont
+
+        left, top, right, bottom = (value * factor for value in box.corners)
+        if right <= left or bottom <= top:
+            return
+        kind = box.kind or 0
+        if box.kind is not None:
+            self.drawn.add(kind)
+        corners = (left, top, max(left, right - 1), max(top, bottom - 1))
+        brush.rectangle(corners, outline=color(kind), width=2)
+        score = "" if box.score is None else f"{100 * box.score:.0f} %"
+        text = " ".join(filter(None, ["" if box.kind is None else self._name(kind)[:12], score]))
+        if text:
+            # Above the box where there is room, and inside the picture.
+            font = ImageFont.load_default(9)
+            _, _, width, height = (math.ceil(v) for v in brush.textbbox((0, 0), text, font=font))
+            x = max(0, min(left, brush.im.size[0] - width - 4))
+            y = top - height - 2 if top > height + 2 else max(0, min(top, brush.im.size[1] - height - 2))
+            brush.rectangle((x, y, x + width + 3, y + height + 1), fill=color(kind))
+            brush.text((x + 2, y), text, font=font, fill=(0, 0, 0))
+
+    def _name(self, kind: int) -> str:
+        return str(self.names[kind]) if 0 <= kind < len(self.names) else f"class {kind}"
+
+
+def color(kind: int) -> tuple[int, int, int]:
+    """Train worker: a bright colour for a class, far from those of the classes beside it."""
+    red, green, blue = colorsys.hsv_to_rgb((0.09 + kind * 0.381966) % 1, 0.85, 1.0)
+    return round(255 * red), round(255 * green), round(255 * blue)
+
+
+def agreement(target: Overlay, predicted: Overlay) -> str:
+    """Train worker: in a few words, how well a prediction fits."""
+    if target.mask is None or predicted.mask is None:
+        return f"{len(predicted.boxes)} box{'' if len(predicted.boxes) == 1 else 'es'}"
+    told = (target.mask >= 0) & (target.mask < IGNORED)
+    right = (target.mask == predicted.mask)[told]
+    return f"{100 * right.mean():.0f} % right" if right.size else ""
+
+
+def _x(shape: Any) -> str:
+    return " × ".join(map(str, shape))

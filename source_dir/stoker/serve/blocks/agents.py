@@ -17,7 +17,7 @@ from stoker.hosts.topology import NODE_LABEL
 from stoker.messages import Server
 from stoker.read.host_cache import PREFIX, CacheSpec, open_root
 from stoker.serve.blocks.server import BlockServer
-from stoker.storage.cleaning import Cleaner
+from stoker.storage.checkpoint_store import Cleaner
 
 SAMPLE_EVERY_S = 3.0
 AGENT_START_S = 60.0
