@@ -12,7 +12,7 @@ import pytest
 import torch
 from inprocess import Batches, Data, batches, no_cluster, start
 from rows import Counting
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from stoker.checkpoints import format as checkpoint
@@ -20,7 +20,7 @@ from stoker.checkpoints.format import Content
 from stoker.entry import driver
 from stoker.events.summary import Summary
 from stoker.serve.signals import Pace, Signal
-from stoker.storage.checkpoint_store import open_store, write_manifest
+from stoker.storage.checkpoint_store import open_store
 from stoker.train import resume as resuming
 
 pytestmark = [pytest.mark.usefixtures("no_cluster"), pytest.mark.long]
@@ -146,55 +146,6 @@ class Masked(Counting):
 
 def test_a_mask_of_minus_infinity_is_a_sound_model(tmp_path: Path) -> None:
     assert start(tmp_path, plain, Masked(), train=TRAIN).error is None
-
-
-def rewrite(folder: Path, part: str, value: float) -> None:
-    """Make a checkpoint as a version that did not look at the numbers has written it."""
-    meta = json.loads((folder / "meta.json").read_text())
-    del meta["finite"]
-    (folder / "meta.json").write_text(json.dumps(meta))
-    if part == "optimizer":
-        state = torch.load(folder / "state.pt", weights_only=True)
-        tensors = [t for s in state["optimizer"]["state"].values() for t in s.values()]
-        next(t for t in tensors if torch.is_tensor(t) and t.ndim).fill_(value)
-        torch.save(state, folder / "state.pt")
-    else:
-        weights = load_file(folder / part)
-        weights["weight"][0, 1] = value
-        save_file(weights, folder / part)
-    (folder / "manifest.json").unlink()
-    write_manifest(folder)
-
-
-@pytest.mark.parametrize(
-    ("part", "value"),
-    [
-        ("model.safetensors", math.nan),
-        ("model.safetensors", math.inf),
-        ("ema.safetensors", math.nan),
-        ("optimizer", math.nan),
-        ("optimizer", -math.inf),
-    ],
-)
-def test_one_that_is_not_finite_is_passed_over_like_a_damaged_one(
-    tmp_path: Path, part: str, value: float
-) -> None:
-    train = {**TRAIN, "ema_decay": 0.9, "momentum": 0.9}
-    start(tmp_path, plain, train={**train, "epochs": 2}, checkpoint={"keep": 3})
-    rewrite(tmp_path / "step-00000008", part, value)
-    said: list[str] = []
-    found = checkpoint.newest_valid(open_store(str(tmp_path)), said.append)
-    assert found is not None
-    assert found.name == "step-00000004"
-    assert len(said) == 1
-    assert "skipping checkpoint step-00000008: its" in said[0]
-    assert "hold NaN or infinity" in said[0]
-    with pytest.raises(resuming.UsageError, match="hold NaN or infinity"):
-        resuming.chosen(open_store(str(tmp_path)), "step-00000008", "x", print)
-    run = start(tmp_path, plain, train=train)
-    assert run.error is None
-    assert names(tmp_path)[0] == 12
-    assert all_finite(tmp_path / "step-00000012")
 
 
 def test_steps_that_fp16_skips_are_no_error_until_all_are(tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_each_record_has_its_loss_by_the_nearest_checkpoint_and_the_worst_comes_
     store = open_store(str(run.folder / "checkpoints"))
     for step, weight in ((3, 1.0), (7, 9.0)):
         weights = {"weight": torch.tensor([[weight, 0.0]]), "bias": torch.zeros(1)}
-        save(store, Content(weights, {}, {"step": step, "finite": True}))
+        save(store, Content(weights, {}, {"step": step}))
     result = run.peek("--step", "4")
     assert "losses with the weights of step-00000003, 0 steps away" in result.output
     keys = sorted(run.trained[4, 0], key=lambda key: -(int(key) % 3))

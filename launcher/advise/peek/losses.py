@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from launcher.advise.peek.rebuild import Part
-from stoker.checkpoints.format import describe, load, problem_of
+from stoker.checkpoints.format import describe, load
 from stoker.config.schema import Config
 from stoker.recipe import Batch, Recipe, classification_loss
-from stoker.storage.checkpoint_store import Store, step_of
+from stoker.storage.checkpoint_store import Store, step_of, verify
 from stoker.train.state import count_records, loss_of
 
 
 def nearest_checkpoint(store: Store, step: int) -> str | None:
     """Laptop: the complete checkpoint nearest to the start of a step; the earlier one of two."""
     names = sorted(store.names(), key=lambda name: (abs(step_of(name) - (step - 1)), step_of(name)))
-    return next((name for name in names if problem_of(store, name) is None), None)
+    return next((name for name in names if verify(store, name) is None), None)
 
 
 def losses(config: Config, recipe: Recipe, store: Store, name: str, parts: list[Part]) -> list[list[float]]:

@@ -37,7 +37,7 @@ BEST = "best.json"
 
 @dataclass(frozen=True)
 class Content:
-    """Train worker: a checkpoint's content, tensors on the CPU."""
+    """A checkpoint's content, tensors on the CPU."""
 
     weights: dict[str, Any]
     state: dict[str, Any]
@@ -49,7 +49,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Every host: a complete checkpoint and its metadata."""
+    """A complete checkpoint and its metadata."""
 
     store: Store
     name: str
@@ -73,11 +73,7 @@ class Checkpoint:
 
 
 def save(store: Store, content: Content) -> Checkpoint:
-    """Train worker (rank 0, the writer's thread): write a checkpoint; it is valid only when complete.
-
-    Raises:
-        OSError: names the checkpoint and its disk; earlier checkpoints are untouched.
-    """
+    """Write a checkpoint; it is valid only when complete."""
     import torch
     from safetensors.torch import save_file
 
@@ -105,15 +101,7 @@ def save(store: Store, content: Content) -> Checkpoint:
 
 
 def add_outcome(saved: Checkpoint, outcome: dict[str, Any]) -> Checkpoint:
-    """Train worker (rank 0, the writer's thread): add the results of validation to a checkpoint.
-
-    Args:
-        saved: the checkpoint; it gets one more file and is otherwise unchanged.
-        outcome: replaces keys of its `meta.json`.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Add the results of validation to a checkpoint."""
     outcome = json.loads(json.dumps(outcome))
     content = {"outcome": outcome, "sha256": _digest(outcome)}
     saved.store.add(saved.name, OUTCOME, json.dumps(content, indent=1))
@@ -121,7 +109,7 @@ def add_outcome(saved: Checkpoint, outcome: dict[str, Any]) -> Checkpoint:
 
 
 def awaiting(saved: Checkpoint, max_steps: int | None) -> Checkpoint:
-    """Every host: adapt a checkpoint to the run that resumes from it.
+    """Adapt a checkpoint to the run that resumes from it.
 
     An epoch cut short by max_steps is pending validation as it is. If training may continue now, that
     validation is dropped, and the epoch is validated at its end.
@@ -136,27 +124,10 @@ def _digest(outcome: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(outcome).encode()).hexdigest()
 
 
-def problem_of(store: Store, name: str) -> str | None:
-    """Every host: why a checkpoint cannot be resumed from; None if it is complete and finite.
-
-    Raises:
-        OSError: S3 cannot be reached; this says nothing about the checkpoint.
-    """
-    problem = verify(store, name)
-    if problem is not None or describe(store, name).meta.get("finite"):
-        return problem
-    # Written by a version that did not check.
-    from stoker.checkpoints.format import non_finite
-
-    content = load(describe(store, name))
-    found = non_finite(content.weights, content.ema, content.state.get("optimizer"))
-    return f"its {found} hold NaN or infinity" if found else None
-
-
 def newest_valid(store: Store, log: Callable[[str], Any] | None = None) -> Checkpoint | None:
-    """Every host: the newest checkpoint that is complete and finite; logs why others are skipped."""
+    """The newest checkpoint that is complete and finite; logs why others are skipped."""
     for name in store.names():
-        problem = problem_of(store, name)
+        problem = verify(store, name)
         if problem is None:
             return describe(store, name)
         if log:
@@ -165,11 +136,7 @@ def newest_valid(store: Store, log: Callable[[str], Any] | None = None) -> Check
 
 
 def describe(store: Store, name: str) -> Checkpoint:
-    """Every host: a checkpoint with its `meta.json` and its outcome, unchecked.
-
-    Raises:
-        OSError: the checkpoint is not visible on this host.
-    """
+    """A checkpoint with its `meta.json` and its outcome, unchecked."""
     try:
         meta = json.loads(store.read(name, META))
     except FileNotFoundError:
@@ -186,14 +153,9 @@ def describe(store: Store, name: str) -> Checkpoint:
 
 
 def read_plain(file: Any, where: str) -> Any:
-    """Train worker: load plain values and tensors written by `torch.save`, on the CPU.
+    """Load plain values and tensors written by `torch.save`, on the CPU.
 
-    Args:
-        file: a path or an open file.
-        where: its name in errors.
-
-    Raises:
-        OSError: it contains anything else, which could run code; nothing was executed.
+    Anything else could run code: it is an OSError, and nothing of it was executed.
     """
     import pickle
 
@@ -210,11 +172,7 @@ def read_plain(file: Any, where: str) -> Any:
 
 
 def load(checkpoint: Checkpoint) -> Content:
-    """Train worker: a checkpoint's content, on the CPU.
-
-    Raises:
-        OSError: its state contains more than plain values and tensors.
-    """
+    """A checkpoint's content, on the CPU."""
     from safetensors.torch import load_file
 
     with checkpoint.store.local(checkpoint.name) as folder:
@@ -229,7 +187,7 @@ def load(checkpoint: Checkpoint) -> Content:
 
 @dataclass
 class Retention:
-    """Train worker (rank 0): the checkpoints of this run, and which of them to keep.
+    """The checkpoints of this run, and which of them to keep.
 
     `newest` checkpoints are kept to resume from, `top_k` for their metric; the best becomes the model.
     """
@@ -247,9 +205,8 @@ class Retention:
     def fill(self, upto: int) -> None:
         """Add the checkpoints of an earlier start of this run.
 
-        Args:
-            upto: the step resumed from. Later checkpoints were found damaged; they do not count and are
-                replaced when their step comes again.
+        Those later than `upto`, the step resumed from, were found damaged: they do not count and are
+        replaced when their step comes again.
         """
         for name in self.store.names():
             if step_of(name) <= upto:
@@ -314,21 +271,6 @@ class Retention:
 Named = tuple[str, Any]
 
 
-def non_finite(weights: dict[str, Any], ema: dict[str, Any] | None, optimizer: Any) -> str:
-    """Every host: the first non-finite part of a saved checkpoint, or "".
-
-    Args:
-        weights: parameters and buffers by name.
-        ema: averaged weights, or None.
-        optimizer: optimiser state, nested.
-    """
-    for kind, tensors in (("weights", weights), ("averaged weights", ema or {})):
-        for name, tensor in tensors.items():
-            if is_broken_buffer(tensor):
-                return f"{kind} {name}"
-    return next((f"optimiser state {name}" for name, t in flat("", optimizer) if not is_finite(t)), "")
-
-
 def floats(named: Any) -> Iterator[Named]:
     for name, tensor in named:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -365,7 +307,7 @@ _NICENESS = 10
 
 
 class Writer:
-    """Train worker (rank 0): at most one write in flight; its error is raised by the next call."""
+    """At most one write in flight; its error is raised by the next call."""
 
     def __init__(self, tell: Callable[[str], Any]) -> None:
         """Args: tell: receives remarks for the user; called from the training thread."""
@@ -376,12 +318,7 @@ class Writer:
         self._told = False
 
     def submit(self, what: str, write: Callable[[], None]) -> None:
-        """Write in the background, after the previous write, unless that one failed.
-
-        Args:
-            what: name of the checkpoint in messages.
-            write: does the work.
-        """
+        """Write in the background, after the previous write, unless that one failed."""
         self.what = what
         args = (write, self.thread)
         self.thread = threading.Thread(target=self._run, args=args, name="checkpoint", daemon=True)
@@ -408,11 +345,7 @@ class Writer:
             raise failure
 
     def wait(self, deadline_s: float = WRITE_DEADLINE_S) -> None:
-        """Wait until no write is in flight.
-
-        Raises:
-            OSError: the write failed, or took longer than the deadline.
-        """
+        """Wait until no write is in flight."""
         if self.thread is not None:
             self.thread.join(deadline_s)
             if self.thread.is_alive():

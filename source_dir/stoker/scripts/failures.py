@@ -24,7 +24,7 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True)
 class Exit:
-    """Train worker → head: how a rank's script ended."""
+    """How a rank's script ended."""
 
     rank: int
     code: int
@@ -44,7 +44,7 @@ class Exit:
 
 
 def reason_of(script: str, end: Exit) -> str:
-    """Head: one line with the reason of a failure."""
+    """One line with the reason of a failure."""
     log = LOG.format(rank=end.rank)
     where = f"(rank {end.rank}); see {log}"
     if end.code < 0:
@@ -57,7 +57,7 @@ def reason_of(script: str, end: Exit) -> str:
 
 
 def signal_name(number: int) -> str:
-    """Anywhere: name of a signal: 9 → SIGKILL."""
+    """Name of a signal: 9 → SIGKILL."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -65,7 +65,7 @@ def signal_name(number: int) -> str:
 
 
 def first_failure(exits: Sequence[Exit]) -> Exit | None:
-    """Head: the root failure among exits in order of arrival.
+    """The root failure among exits in order of arrival.
 
     When a rank dies, the others fail with closed connections, and their exits may arrive first.
     """
@@ -75,7 +75,7 @@ def first_failure(exits: Sequence[Exit]) -> Exit | None:
 
 
 def last_error(output: str, script: str) -> str:
-    """Train worker: last line of the last traceback: `ValueError: no (train.py:12)`; "" if there is none."""
+    """Last line of the last traceback: `ValueError: no (train.py:12)`; "" if there is none."""
     lines = [_RANK.sub("", line) for line in output.splitlines()]
     begins = [at for at, line in enumerate(lines) if line.strip() == TRACEBACK]
     if not begins:

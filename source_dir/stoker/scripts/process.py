@@ -30,13 +30,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Child:
-    """Train worker: the user's script and all processes that it starts.
-
-    Args:
-        command: program and arguments.
-        environment: complete environment.
-        folder: working directory.
-    """
+    """The user's script and all processes that it starts."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str], folder: Path) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="stoker-script-")

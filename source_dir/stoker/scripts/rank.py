@@ -36,15 +36,11 @@ NOT_THE_SCRIPTS = (
 
 
 def run_script(settings: dict[str, Any]) -> None:
-    """Train worker: entered by Ray Train in every process.
+    """Entered by Ray Train in every process.
 
-    Args:
-        settings: config, coordinator (a `Supervisor`), job (id), run_dir, lasting (its copy for other hosts
-            than the head), head (node id), checkpoint_dir, model_dir, folder (working directory, or None for
-            the script's folder), channels (name → path of the data).
-
-    Raises:
-        ScriptError: the script failed on any rank.
+    Settings: config, coordinator (a `Supervisor`), job (id), run_dir, lasting (its copy for other hosts than
+    the head), head (node id), checkpoint_dir, model_dir, folder (working directory, or None for the script's
+    folder), channels (name → path of the data).
     """
     import ray
     import ray.train
@@ -76,19 +72,12 @@ def run_script(settings: dict[str, Any]) -> None:
 
 
 def run_dir_on(node: str, settings: dict[str, Any]) -> str:
-    """Train worker: the run directory, which on another host than the head's would be lost with the host."""
+    """The run directory, which on another host than the head's would be lost with the host."""
     return str(settings["run_dir" if node == settings["head"] else "lasting"])
 
 
 def watch(child: Child, script: str, rank: int, tell: Any) -> Order:
-    """Train worker: relay output and orders until all ranks have ended.
-
-    Args:
-        child: the running script.
-        script: name of the script.
-        rank: rank of this train worker.
-        tell: reports output and exit to the head; returns its order.
-    """
+    """Relay output and orders until all ranks have ended."""
     asked_at: float | None = None
     end: Exit | None = None
     killed = ""
@@ -115,7 +104,7 @@ def watch(child: Child, script: str, rank: int, tell: Any) -> Order:
 
 
 def environment(settings: dict[str, Any]) -> dict[str, str]:
-    """Train worker: the environment of `torchrun`, and variables for the run and its Ray cluster."""
+    """The environment of `torchrun`, and variables for the run and its Ray cluster."""
     import ray
 
     context, config = ray.train.get_context(), settings["config"]
@@ -154,7 +143,7 @@ def environment(settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _same_runtime_environment() -> dict[str, str]:
-    """Train worker: the runtime environment with the job's code, on a cluster that the job did not form.
+    """The runtime environment with the job's code, on a cluster that the job did not form.
 
     The script's tasks need it, too; Ray passes it to a job's driver in this variable.
     """

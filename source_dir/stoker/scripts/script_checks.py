@@ -20,11 +20,7 @@ REMEDY = "pass it to the script as an argument after --"
 
 
 def refuse_foreign_keys(resolved: Resolved) -> None:
-    """Laptop and head: reject keys that a script job would ignore.
-
-    Raises:
-        UsageError: lists all of them, one per line.
-    """
+    """Reject keys that a script job would ignore."""
     config = resolved.config
     if config.script is None:
         return
@@ -48,7 +44,7 @@ def refuse_foreign_keys(resolved: Resolved) -> None:
 
 
 def ignored_keys(resolved: Resolved) -> Iterator[str]:
-    """Laptop and head: keys set to a non-default value that a script would not see.
+    """Keys set to a non-default value that a script would not see.
 
     Defaults are allowed, because the `config.yaml` of a run contains them and can be run again.
     """
@@ -70,11 +66,7 @@ def _at(config: Config, key: str) -> Any:
 
 
 def find_script(config: Config, folder: Path = SOURCE_FOLDER / SCRIPT_FOLDER) -> Path:
-    """Head and train worker: path of the script in the staged copy.
-
-    Raises:
-        UsageError: it does not exist.
-    """
+    """Path of the script in the staged copy."""
     path = folder / str(config.script)
     if not path.is_file():
         raise UsageError(no_such_script(str(config.script), path))
@@ -82,7 +74,7 @@ def find_script(config: Config, folder: Path = SOURCE_FOLDER / SCRIPT_FOLDER) ->
 
 
 def no_such_script(named: str, path: Path) -> str:
-    """Laptop and head: an error message with a suggestion."""
+    """An error message with a suggestion."""
     folder = path.parent
     close = difflib.get_close_matches(path.name, [p.name for p in folder.glob("*.py")], n=1, cutoff=0.5)
     if close:
@@ -91,5 +83,5 @@ def no_such_script(named: str, path: Path) -> str:
 
 
 def command_line(config: Config) -> str:
-    """Anywhere: the script and its arguments as typed, without secrets."""
+    """The script and its arguments as typed, without secrets."""
     return shlex.join([str(config.script), *redact(config.args, "args")])

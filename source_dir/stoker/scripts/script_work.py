@@ -18,11 +18,7 @@ from stoker.train.trainer import count_workers
 
 
 class ScriptWork:
-    """Head: runs a script on every train worker; implements `Work`.
-
-    Raises:
-        UsageError: more workers than GPUs, or a checkpoint folder that a restart may not see.
-    """
+    """Runs a script on every train worker; implements `Work`."""
 
     loop = "stoker.scripts.rank:run_script"
     torch_config = "stoker.train.trainer:ScriptConfig"

@@ -16,7 +16,7 @@ GRACE_S = 3.0
 
 @dataclass(frozen=True)
 class Report:
-    """Train worker → head: changes since the last report."""
+    """Changes since the last report."""
 
     attempt: str
     rank: int
@@ -40,13 +40,7 @@ class Order:
 
 
 class Supervisor:
-    """Head: one per run, uses zero CPUs; every call returns immediately.
-
-    Args:
-        script: name of the script.
-        workers: number of train workers.
-        scales: whether the job may request CPU hosts.
-    """
+    """One per run, uses zero CPUs; every call returns immediately."""
 
     def __init__(self, script: str, workers: int, scales: bool = False) -> None:
         self.script, self.workers = script, workers
@@ -59,7 +53,7 @@ class Supervisor:
         self.failed_at = math.inf
 
     def watch_hosts(self) -> None:
-        """Driver's call, once: start CPU utilisation reports from every host."""
+        """Start CPU utilisation reports from every host."""
         self._agents = Agents(lambda used: self.log("host_cpu", {"hosts": used}), serve=False)
 
     def report(self, report: Report) -> Order:
@@ -106,22 +100,22 @@ class Supervisor:
         return Order(self.stop_reason, False, over)
 
     def log(self, event: str, values: dict[str, Any]) -> None:
-        """Anyone's call: send an event to the sinks."""
+        """Send an event to the sinks."""
         self.events.append({"time": round(time.time(), 3), "event": event, **values})
 
     def request_stop(self, reason: str) -> None:
-        """Driver's call: send SIGTERM to every rank."""
+        """Send SIGTERM to every rank."""
         if not self.stop_reason:
             self.stop_reason = reason
             self.log("stop", {"reason": reason})
 
     def drain(self) -> list[dict[str, Any]]:
-        """Driver's call: the events since the last call."""
+        """The events since the last call."""
         events, self.events = self.events, []
         return events
 
     def figures(self) -> dict[str, Any]:
-        """Driver's call: empty, because a script has its own data loading."""
+        """Empty, because a script has its own data loading."""
         return {}
 
 

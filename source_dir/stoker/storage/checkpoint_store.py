@@ -33,7 +33,7 @@ _CHUNK_BYTES = 16 * 2**20
 
 
 class Store(Protocol):
-    """Every host: checkpoints by name; all methods raise OSError if the storage cannot be reached."""
+    """Checkpoints by name; all methods raise OSError if the storage cannot be reached."""
 
     where: str
     """The folder or URI, as written by the user."""
@@ -84,16 +84,11 @@ class Store(Protocol):
 
 
 def open_store(where: str, synced: bool = False) -> Store:
-    """Every host: the store for a folder or `s3://bucket/prefix`.
+    """The store for a folder or `s3://bucket/prefix`.
 
-    Args:
-        where: a folder, created with the first checkpoint, or a URI.
-        synced: files are copied elsewhere as they appear (SageMaker to S3), so drafts must lie outside
-            the folder, and the manifest must appear after the other files. The same holds, whatever this
-            says, for object storage mounted as a folder: it cannot rename folders.
-
-    Raises:
-        UsageError: a URI of another scheme.
+    `synced`: files are copied elsewhere as they appear (SageMaker to S3), so drafts must lie outside the
+    folder, and the manifest must appear after the other files. The same holds, whatever this says, for
+    object storage mounted as a folder: it cannot rename folders.
     """
     from stoker.storage.filesystems import filesystem_of, takes_whole_files
 
@@ -104,7 +99,7 @@ def open_store(where: str, synced: bool = False) -> Store:
 
 
 class FolderStore:
-    """Every host: a local or shared folder; drafts are renamed into place."""
+    """A local or shared folder; drafts are renamed into place."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -172,7 +167,7 @@ class FolderStore:
 
 
 class CopyStore:
-    """Every host: storage to which checkpoints are copied file by file, the manifest last."""
+    """Storage to which checkpoints are copied file by file, the manifest last."""
 
     def __init__(self, where: str, filesystem: Any, path: str) -> None:
         self.where, self.filesystem, self.path = where, filesystem, path.rstrip("/")
@@ -258,32 +253,28 @@ class CopyStore:
 
 
 def newest_first(names: Any) -> list[str]:
-    """Anywhere: the names of checkpoints among `names`, newest step first."""
+    """The names of checkpoints among `names`, newest step first."""
     return sorted((n for n in names if _NAME.fullmatch(n)), key=step_of, reverse=True)
 
 
 def step_of(name: str) -> int:
-    """Anywhere: `step-00000123` → 123."""
+    """`step-00000123` → 123."""
     return int(name.partition("-")[2])
 
 
 def name_of(step: int) -> str:
-    """Anywhere: 123 → `step-00000123`."""
+    """123 → `step-00000123`."""
     return f"step-{step:08d}"
 
 
 def write_manifest(draft: Path) -> None:
-    """Train worker: write the SHA-256 of every file of a draft, as its last file."""
+    """Write the SHA-256 of every file of a draft, as its last file."""
     sums = {path.name: sha256(path) for path in sorted(draft.iterdir())}
     (draft / MANIFEST).write_text(json.dumps(sums, indent=1))
 
 
 def verify(store: Store, name: str) -> str | None:
-    """Every host: what is wrong with a checkpoint, or None.
-
-    Raises:
-        OSError: S3 cannot be reached; this says nothing about the checkpoint.
-    """
+    """What is wrong with a checkpoint, or None."""
     try:
         sums = json.loads(store.read(name, MANIFEST))
     except (FileNotFoundError, ValueError):
@@ -299,7 +290,7 @@ def verify(store: Store, name: str) -> str | None:
 
 
 def sha256(path: Path) -> str:
-    """Every host: the SHA-256 of a file, in large chunks, since hashing releases the GIL only within one."""
+    """The SHA-256 of a file, in large chunks, since hashing releases the GIL only within one."""
     total = hashlib.sha256()
     # An anonymous mapping is returned to the system. Heap memory of a thread would stay with the process,
     # once per allocator arena, and every checkpoint has a new thread.
@@ -315,7 +306,7 @@ def sha256(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Every host: flush a file or folder to disk."""
+    """Flush a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -324,7 +315,7 @@ def sync(path: Path) -> None:
 
 
 def disk_text(folder: Path) -> str:
-    """Every host: `the disk mounted at /data has 3 of 12 MB free`, or `… (12 MB) is full`."""
+    """`the disk mounted at /data has 3 of 12 MB free`, or `… (12 MB) is full`."""
     while not folder.exists():
         folder = folder.parent
     usage = shutil.disk_usage(folder)
@@ -348,7 +339,7 @@ _lock = threading.Lock()
 
 
 def new_draft(folder: Path) -> Path:
-    """Train worker: create an empty folder, locked until it is moved away or this process ends."""
+    """Create an empty folder, locked until it is moved away or this process ends."""
     draft = Path(tempfile.mkdtemp(prefix=DRAFT, dir=folder))
     descriptor = os.open(draft, os.O_RDONLY)
     with contextlib.suppress(OSError):
@@ -359,7 +350,7 @@ def new_draft(folder: Path) -> Path:
 
 
 def sweep_drafts(folder: Path) -> None:
-    """Train worker: remove the drafts in `folder` whose writers are gone."""
+    """Remove the drafts in `folder` whose writers are gone."""
     with _lock:
         for draft in [path for path in _held if not path.exists()]:
             os.close(_held.pop(draft))
@@ -396,7 +387,7 @@ exec 3<&0 </dev/null
 
 
 class Cleaner:
-    """Every host: removes a folder when this process has ended.
+    """Removes a folder when this process has ended.
 
     A shell waits for this process to end, which it sees as a closed pipe, so the folder is removed even after
     a SIGKILL. What that shell could not remove, the cleaner of the next folder with this prefix does.
@@ -422,7 +413,7 @@ class Cleaner:
 
 
 def sweep(parent: Path, prefix: str, own: Path | None = None) -> None:
-    """Every host: remove folders that ended processes have left behind, but for `own`."""
+    """Remove folders that ended processes have left behind, but for `own`."""
     for folder in parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             about = folder.lstat()

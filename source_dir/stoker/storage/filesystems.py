@@ -31,14 +31,11 @@ _HIDDEN = re.compile(
 
 
 def filesystem_of(uri: str) -> tuple[Any, str]:
-    """Every host: (pyarrow filesystem, path in it) of a local path, `file://`, `s3://` or `gs://` URI.
+    """(pyarrow filesystem, path in it) of a local path, `file://`, `s3://` or `gs://` URI.
 
     S3 requests are tried up to 10 times, within 25 s. pyarrow's default of 3 attempts fails when half of the
     answers are errors. So does its standard strategy with any number of attempts, after about 100 errors: a
     client then has no retries left, and every further error is final.
-
-    Raises:
-        UsageError: another scheme.
     """
     from pyarrow import fs
 
@@ -65,13 +62,9 @@ def filesystem_of(uri: str) -> tuple[Any, str]:
 
 
 def takes_whole_files(folder: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Every host: whether a folder is object storage mounted as a file system.
+    """Whether a folder is object storage mounted as a file system.
 
     Such a mount writes whole files and does not rename folders.
-
-    Args:
-        folder: need not exist.
-        mounts: the kernel's table of mounts.
     """
     if str(folder).startswith(OBJECT_MOUNTS):
         return True
@@ -88,17 +81,7 @@ def takes_whole_files(folder: Path, mounts: Path = Path("/proc/self/mountinfo"))
 
 
 def list_files(uri: str, suffixes: tuple[str, ...] = (), underscored: bool = False) -> list[Any]:
-    """Head: the files below `uri` (Entry or pyarrow's FileInfo, sorted by path), without hidden ones.
-
-    Args:
-        uri: a path or URI.
-        suffixes: of the files; default: any.
-        underscored: include names that begin with an underscore.
-
-    Raises:
-        UsageError: nothing there, no file with one of the suffixes, a folder that cannot be listed, a link
-            that leads nowhere or to a folder above it.
-    """
+    """The files below `uri` (Entry or pyarrow's FileInfo, sorted by path), without hidden ones."""
     from pyarrow import fs
 
     filesystem, path = filesystem_of(uri)
@@ -117,14 +100,14 @@ def list_files(uri: str, suffixes: tuple[str, ...] = (), underscored: bool = Fal
 
 
 def is_file(uri: str) -> bool:
-    """Head: whether there is a file, not a folder or nothing."""
+    """Whether there is a file, not a folder or nothing."""
     from pyarrow import fs
 
     return bool(_info(*filesystem_of(uri), uri).type == fs.FileType.File)
 
 
 def is_hidden(relative: str, underscored: bool = False) -> bool:
-    """Head: whether a file below a data root is none of its records.
+    """Whether a file below a data root is none of its records.
 
     Spark and Delta name their own files with an underscore; cameras name photos so, too: `_DSC0001.JPG`.
     """
@@ -134,7 +117,7 @@ def is_hidden(relative: str, underscored: bool = False) -> bool:
 
 
 class Entry(NamedTuple):
-    """Every host: a local file or folder, in the words of pyarrow's FileInfo."""
+    """A local file or folder, in the words of pyarrow's FileInfo."""
 
     path: str
     base_name: str
@@ -146,17 +129,9 @@ class Entry(NamedTuple):
 def walk(
     root: str, hidden: bool = False, ignore: Callable[[str, list[str]], set[str]] | None = None
 ) -> Iterator[Entry]:
-    """Anywhere: the files and folders below a local folder, through links.
+    """The files and folders below a local folder, through links.
 
     Reading, counting, fingerprints, staging and uploads all go this way, so that they agree.
-
-    Args:
-        root: the folder.
-        hidden: also look into folders whose names begin with a dot.
-        ignore: names to leave out, of a folder and the names in it, as for `shutil.copytree`.
-
-    Raises:
-        UsageError: a folder cannot be listed, or a link leads nowhere or to a folder above it.
     """
     pending: list[tuple[str, tuple[Any, ...]]] = [(root, ())]
     while pending:
@@ -175,11 +150,7 @@ def walk(
 
 
 def _entries(folder: str, ignore: Callable[[str, list[str]], set[str]] | None = None) -> list[Entry]:
-    """The files and folders in a local folder, without sockets and the like.
-
-    Raises:
-        UsageError: it cannot be listed, or holds a link that leads nowhere or a name that is not UTF-8.
-    """
+    """The files and folders in a local folder, without sockets and the like."""
     found = []
     try:
         with os.scandir(folder) as entries:
@@ -226,18 +197,18 @@ def _below(filesystem: Any, folder: str, recursive: bool) -> list[Any]:
 
 
 def filesystem_of_files(files: list[Any]) -> Any:
-    """Every host: the filesystem of files listed by `list_files`; S3 paths have no leading slash."""
+    """The filesystem of files listed by `list_files`; S3 paths have no leading slash."""
     first = files[0].path
     return filesystem_of(first if is_local(first) or "://" in first else f"s3://{first}")[0]
 
 
 def is_local(path: str) -> bool:
-    """Every host: whether a path listed by `list_files` is local."""
+    """Whether a path listed by `list_files` is local."""
     return path.startswith("/")
 
 
 def common_folder(files: list[Any]) -> str:
-    """Head: the deepest folder above all files, with a slash; paths below it are unique."""
+    """The deepest folder above all files, with a slash; paths below it are unique."""
     first: str = files[0].path
     start = first[: first.find("://") + 3] if "://" in first else ""
     folders: list[str] = [f.path.removeprefix(start).rpartition("/")[0] for f in files]
@@ -245,17 +216,12 @@ def common_folder(files: list[Any]) -> str:
 
 
 def child_folders(uri: str, hidden: bool = False) -> list[str]:
-    """Head: names of the folders directly below `uri`, sorted; empty if `uri` is not a folder.
-
-    Args:
-        uri: a path or URI.
-        hidden: include names that begin with a dot or an underscore.
-    """
+    """Names of the folders directly below `uri`, sorted; empty if `uri` is not a folder."""
     return [f.base_name for f in children(uri) if not f.is_file and (hidden or f.base_name[:1] not in "._")]
 
 
 def children(uri: str) -> list[Any]:
-    """Head: what lies directly below `uri`, as in `list_files`, sorted; nothing if it is no folder."""
+    """What lies directly below `uri`, as in `list_files`, sorted; nothing if it is no folder."""
     from pyarrow import fs
 
     filesystem, path = filesystem_of(uri)
@@ -264,7 +230,7 @@ def children(uri: str) -> list[Any]:
 
 
 def join(uri: str, *parts: str) -> str:
-    """Anywhere: `uri/part/…`."""
+    """`uri/part/…`."""
     return "/".join([uri.rstrip("/"), *parts])
 
 
@@ -283,22 +249,18 @@ def _info(filesystem: Any, path: str, uri: str) -> Any:
 
 
 def refuse_absent(uri: str) -> None:
-    """Head: refuse a local path that does not exist, without a look at what is below it.
-
-    Raises:
-        UsageError: names the part that exists.
-    """
+    """Refuse a local path that does not exist, without a look at what is below it."""
     if not is_there(uri):
         raise UsageError(f"{uri}: no such file or folder{deepest_there(uri)}")
 
 
 def is_there(uri: str) -> bool:
-    """Anywhere: whether a local path exists; of a URI, only asking would tell."""
+    """Whether a local path exists; of a URI, only asking would tell."""
     return "://" in uri or _absolute(uri).exists()
 
 
 def deepest_there(uri: str) -> str:
-    """Anywhere: the deepest existing part of an absent local path, to show where it goes wrong."""
+    """The deepest existing part of an absent local path, to show where it goes wrong."""
     if "://" in uri:
         return ""
     path = _absolute(uri)

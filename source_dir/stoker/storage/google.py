@@ -20,16 +20,12 @@ SCHEME = "gs://"
 
 
 def google_filesystem() -> Any:
-    """Every host: Cloud Storage with the credentials of this host: its service account, or the user's."""
+    """Cloud Storage with the credentials of this host: its service account, or the user's."""
     return fs.PyFileSystem(GoogleFiles(os.environ.get(EMULATOR_VARIABLE, "")))
 
 
 class GoogleFiles(fs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no types
-    """Every host: pyarrow's filesystem with folders. Files are opened by pyarrow, so reading costs no Python.
-
-    Args:
-        emulator: address of a stand-in; empty: Google's.
-    """
+    """pyarrow's filesystem with folders. Files are opened by pyarrow, so reading costs no Python."""
 
     def __init__(self, emulator: str = "") -> None:
         options: dict[str, Any] = {}

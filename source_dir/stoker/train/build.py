@@ -19,15 +19,7 @@ from stoker.train.strategies import plain
 
 
 def build(worker: Worker, records: int | None) -> None:
-    """Train worker: fill in the worker, with the same weights on every rank.
-
-    Args:
-        worker: has the configuration and the recipe.
-        records: per epoch, for the schedule; None if unknown.
-
-    Raises:
-        UsageError: this host does not support the configuration.
-    """
+    """Fill in the worker, with the same weights on every rank."""
     import torch
 
     config = worker.config
@@ -40,7 +32,7 @@ def build(worker: Worker, records: int | None) -> None:
 
 
 def build_model(worker: Worker, records: int | None) -> None:
-    """Train worker: model, averaged model, optimiser, schedule and scaler; see `build`."""
+    """Model, averaged model, optimiser, schedule and scaler; see `build`."""
     import torch
 
     train = worker.config.train
@@ -66,15 +58,9 @@ def build_model(worker: Worker, records: int | None) -> None:
 
 
 def make_ema(model: Any, decay: float, sharded: bool, device: Any) -> Any:
-    """Train worker: timm's ModelEmaV3, a copy whose weights are a moving average of the model's.
+    """timm's ModelEmaV3, a copy whose weights are a moving average of the model's.
 
     Its decay grows with the steps up to `decay`, so that a short run does not average in its first weights.
-
-    Args:
-        model: before it is wrapped, sharded or compiled.
-        decay: `train.ema_decay`.
-        sharded: shard the copy like the model.
-        device: for the shards.
     """
     from timm.utils import ModelEmaV3
 
@@ -89,7 +75,7 @@ def make_ema(model: Any, decay: float, sharded: bool, device: Any) -> Any:
 
 
 def compile_forward(model: Any, sharded: bool) -> None:
-    """Train worker: torch.compile in place, which keeps the parameters' names.
+    """torch.compile in place, which keeps the parameters' names.
 
     The calls that gather a shard cannot be compiled and would break the graph around them, so a model to be
     sharded is compiled block by block, inside these calls.
@@ -104,11 +90,7 @@ def compile_forward(model: Any, sharded: bool) -> None:
 
 
 def check_device(train: TrainConfig, device: Any) -> None:
-    """Train worker: check that this host supports the precision and torch.compile.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """Check that this host supports the precision and torch.compile."""
     import torch
 
     wants_bf16 = train.precision == "bf16" and device.type == "cuda"
@@ -136,7 +118,7 @@ WARMUP_LR = 1e-5
 
 
 def scaled_lr(config: TrainConfig, workers: int) -> float:
-    """Train worker: the learning rate, scaled for batches larger than one worker's `batch_size`.
+    """The learning rate, scaled for batches larger than one worker's `batch_size`.
 
     A step averages over train workers × accumulate_steps batches. "linear" is the rule of Goyal et al.,
     "Accurate, Large Minibatch SGD" (arXiv 1706.02677), "sqrt" that of Krizhevsky (arXiv 1404.5997).
@@ -147,11 +129,7 @@ def scaled_lr(config: TrainConfig, workers: int) -> float:
 
 
 def make_optimizer(recipe: Recipe, model: Any, config: TrainConfig, workers: int) -> Any:
-    """Train worker: the recipe's optimiser, or the configured one from timm.
-
-    Raises:
-        UsageError: timm does not have it, or cannot assign the model's parameters to layers.
-    """
+    """The recipe's optimiser, or the configured one from timm."""
     own = recipe.optimizer(plain(model))
     if own is not None:
         return own
@@ -180,11 +158,7 @@ MOMENTUM_OPTIMIZERS = {"sgd", "nesterov", "momentum", "sgdp", "rmsprop", "lars",
 
 
 def check_optimizer(name: str) -> None:
-    """Head: refuse an unknown optimiser before any cluster forms.
-
-    Raises:
-        UsageError: with the closest known names.
-    """
+    """Refuse an unknown optimiser before any cluster forms."""
     known = sorted(optimizer_names())
     if name.lower() not in known:
         close = difflib.get_close_matches(name.lower(), known, n=3)
@@ -193,7 +167,7 @@ def check_optimizer(name: str) -> None:
 
 
 def optimizer_names() -> set[str]:
-    """Head: timm's optimisers, found in its file, because importing timm takes seconds."""
+    """timm's optimisers, found in its file, because importing timm takes seconds."""
     found, names = importlib.util.find_spec("timm"), set[str]()
     if found is not None and found.origin is not None and "timm.optim" not in sys.modules:
         for file in (Path(found.origin).parent / "optim").glob("_optim_factory.py"):
@@ -207,7 +181,7 @@ def optimizer_names() -> set[str]:
 
 
 class Schedule:
-    """Train worker: the learning rate as a function of training progress.
+    """The learning rate as a function of training progress.
 
     Training ends with `train.epochs` or `train.max_steps`, whichever comes first; progress within an epoch is
     counted in records. The rate has no state, so a run resumed with another number of train workers, or
@@ -222,23 +196,12 @@ class Schedule:
         self.begin(0)
 
     def begin(self, epoch: int, samples: int = 0, step: int = 0) -> None:
-        """Start or resume an epoch.
-
-        Args:
-            epoch: from 0 on.
-            samples: records of the epoch trained so far, over all ranks.
-            step: optimiser steps since training began.
-        """
+        """Start or resume an epoch."""
         self.epoch, self.samples = epoch, samples
         self._set(step)
 
     def advance(self, samples: int, step: int) -> None:
-        """Set the rate of the next step.
-
-        Args:
-            samples: records of the last step, over all ranks.
-            step: optimiser steps since training began.
-        """
+        """Set the rate of the next step."""
         self.samples += samples
         self._set(step)
 
@@ -267,14 +230,7 @@ class Schedule:
 
 
 def make_schedule(recipe: Recipe, optimizer: Any, train: TrainConfig, records: int | None) -> Schedule | None:
-    """Train worker: the learning rate schedule; None if the recipe's optimiser keeps its own rate.
-
-    Args:
-        recipe: may define its own optimiser.
-        optimizer: new.
-        train: the schedule and the end of training.
-        records: per epoch; None if unknown, in which case the head refuses a schedule.
-    """
+    """The learning rate schedule; None if the recipe's optimiser keeps its own rate."""
     own = type(recipe).optimizer is not Recipe.optimizer
     if own and train.scheduler == "none" and not train.warmup_epochs:
         return None
@@ -282,5 +238,5 @@ def make_schedule(recipe: Recipe, optimizer: Any, train: TrainConfig, records: i
 
 
 def learning_rate(optimizer: Any) -> float:
-    """Train worker: the present rate; with layer decay that of the last layers, the largest."""
+    """The present rate; with layer decay that of the last layers, the largest."""
     return float(max(group["lr"] for group in optimizer.param_groups))

@@ -35,12 +35,7 @@ from stoker.train.stopping import known
 
 
 class Evaluation:
-    """Train worker: one validation of the averaged weights, or of the model.
-
-    Args:
-        worker: has the model.
-        epoch: the present one, for the report's predictions; None: a trial, which leaves no trace.
-    """
+    """One validation of the averaged weights, or of the model."""
 
     def __init__(self, worker: Worker, epoch: int | None) -> None:
         import torch
@@ -100,11 +95,7 @@ class Evaluation:
         return batch, result
 
     def result(self) -> dict[str, float]:
-        """The metrics by conventional name, over all ranks. Collective.
-
-        Raises:
-            UsageError: some batches have a loss, others have none.
-        """
+        """The metrics by conventional name, over all ranks. Collective."""
         import torch
         import torch.distributed as dist
 
@@ -140,7 +131,7 @@ class Evaluation:
 
 
 def tell_once(worker: Worker, notes: list[str]) -> None:
-    """Train worker: log each note once in this start of the run."""
+    """Log each note once in this start of the run."""
     for note in notes:
         if note not in worker.noted:
             worker.noted.add(note)
@@ -148,13 +139,9 @@ def tell_once(worker: Worker, notes: list[str]) -> None:
 
 
 def carry_extremes(values: dict[str, float], history: list[dict[str, Any]]) -> None:
-    """Train worker: let `min` and `max` of torchmetrics' MinMaxMetric cover all epochs of the run.
+    """Let `min` and `max` of torchmetrics' MinMaxMetric cover all epochs of the run.
 
     Each validation creates its metrics anew, and a resumed run does so in other processes.
-
-    Args:
-        values: metrics of this validation; changed in place.
-        history: finished epochs, with their `metrics`.
     """
     for name in [name.removesuffix("/raw") for name in values if name.endswith("/raw")]:
         for kind, pick in (("min", min), ("max", max)):
@@ -165,7 +152,7 @@ def carry_extremes(values: dict[str, float], history: list[dict[str, Any]]) -> N
 
 
 def sample_of(config: Config, recipe: Recipe, columns: dict[str, Any], report: BlockReport) -> Batch:
-    """Train worker: the first records of a split, as the head made them, as a batch on the CPU."""
+    """The first records of a split, as the head made them, as a batch on the CPU."""
     collate = Collate.of(config.recipe, config.params) if recipe.collates else None
     return as_one_batch(collate, copy.deepcopy(columns), report)  # what Ray delivers is read-only
 
@@ -173,15 +160,7 @@ def sample_of(config: Config, recipe: Recipe, columns: dict[str, Any], report: B
 def fails_alone(
     config: Config, recipe: Recipe, workers: int, columns: dict[str, Any], report: BlockReport
 ) -> str:
-    """Head and laptop: why the model cannot train on one record; empty if it can, or cannot be tried here.
-
-    Args:
-        config: the job.
-        recipe: its recipe.
-        workers: number of train workers.
-        columns: the first training records, as the head made them.
-        report: of them.
-    """
+    """Why the model cannot train on one record; empty if it can, or cannot be tried here."""
     import torch
     from torch.nn import SyncBatchNorm
     from torch.nn.modules.batchnorm import _BatchNorm
@@ -210,17 +189,10 @@ def fails_alone(
 
 
 def try_validation(worker: Worker, batch: Batch) -> tuple[dict[str, float], list[str]]:
-    """Train worker: evaluate a few records, so that no epoch is lost to a validation that fails. Collective.
-
-    Args:
-        worker: before its first step.
-        batch: of the validation split, on the CPU.
+    """Evaluate a few records, so that no epoch is lost to a validation that fails. Collective.
 
     Returns:
         (metrics, notes on what is not shown).
-
-    Raises:
-        Exception: as the validation of an epoch; a metric to monitor is absent.
     """
     import torch
 
@@ -247,11 +219,7 @@ MOST_CELLS = 10_000
 
 
 class Scores:
-    """Train worker: a recipe's metrics in one validation.
-
-    Raises:
-        UsageError: `metrics()`, or a metric, fails; names it.
-    """
+    """A recipe's metrics in one validation."""
 
     def __init__(self, worker: Worker) -> None:
         self.recipe, self.classes = worker.recipe, worker.classes
@@ -297,12 +265,7 @@ class Scores:
         self.values, self.tables, self.notes = found
 
     def compute(self, few: bool = False, group: Any = None) -> None:
-        """Fill `values`, `tables` and `notes`. Collective, on all ranks or none.
-
-        Args:
-            few: these are the first records only; what they are too few for is noted.
-            group: of the ranks that have updated their metrics; None: all have.
-        """
+        """Fill `values`, `tables` and `notes`. Collective, on all ranks or none."""
         for name, metric in self.metrics.items():
             parts: list[Any] = [] if group is None else [*getattr(metric, "modules", list)()]
             if parts := [part for part in parts if hasattr(part, "process_group")]:
@@ -328,14 +291,7 @@ class Scores:
         return UsageError(f"recipe: {type(self.recipe).__name__}.metrics: {name} ({kind}): {_why(error)}")
 
     def _show(self, name: str, value: Any, classes: Sequence[str], curve: bool = False) -> None:
-        """Show a part of a metric.
-
-        Args:
-            name: of the part.
-            value: as computed.
-            classes: names of the classes that it may count.
-            curve: it is one of several arrays, such as a curve's, so that only classes have scalars.
-        """
+        """Show a part of a metric."""
         if (
             isinstance(value, Mapping | list | tuple)
             and len(value) > MOST_SCALARS

@@ -33,7 +33,7 @@ EXAMPLE_RECORDS = 16
 
 
 def wanted(config: Config) -> list[str]:
-    """Anywhere: the formats to write; a registered MLflow model needs torch_export."""
+    """The formats to write; a registered MLflow model needs torch_export."""
     formats = ["safetensors", *config.export]
     if config.tracking.mlflow.uri and config.tracking.mlflow.registered_model:
         formats.append("torch_export")
@@ -41,12 +41,9 @@ def wanted(config: Config) -> list[str]:
 
 
 def keep_example(worker: Worker, split: Split, batch: Batch) -> None:
-    """Train worker: rank 0 keeps a few records of the first batch, from validation if there is one.
+    """Rank 0 keeps a few records of the first batch, from validation if there is one.
 
     Called with every batch; returns immediately except for the first of a split.
-
-    Raises:
-        UsageError: the export cannot work as configured; raised at the first step, not after the last.
     """
     kept: Example | None = worker.example
     if worker.rank or (kept is not None and split in ("train", kept.split)) or not count_records(batch):
@@ -63,11 +60,7 @@ def keep_example(worker: Worker, split: Split, batch: Batch) -> None:
 
 
 def try_predict(recipe: Recipe, example: Example) -> None:
-    """Train worker: call `predict` as an export will, on a new, temporary model.
-
-    Raises:
-        UsageError: it fails, in one line.
-    """
+    """Call `predict` as an export will, on a new, temporary model."""
     import torch
 
     names = recipe.export_inputs()
@@ -83,11 +76,7 @@ def try_predict(recipe: Recipe, example: Example) -> None:
 
 
 def refuse_absent(recipe: Recipe, columns: list[str]) -> None:
-    """Train worker: check a recipe's `export_inputs` against the columns of its batches.
-
-    Raises:
-        UsageError: names the absent columns and what to define.
-    """
+    """Check a recipe's `export_inputs` against the columns of its batches."""
     absent = [name for name in recipe.export_inputs() if name not in columns]
     if absent:
         raise UsageError(
@@ -97,15 +86,10 @@ def refuse_absent(recipe: Recipe, columns: list[str]) -> None:
 
 
 def export_model(worker: Worker, folder: Path, mounted: bool = False) -> None:
-    """Train worker: write the configured formats of the model and report each to the head.
+    """Write the configured formats of the model and report each to the head.
 
     A failure is an event, which the head turns into the run's error; restarting the train workers would
     only fail again.
-
-    Args:
-        worker: rank 0, after `write_model`.
-        folder: contains model.safetensors and model.json.
-        mounted: it is object storage, which takes only whole files.
     """
 
     def tell(result: dict[str, Any]) -> None:
@@ -125,7 +109,7 @@ def export_model(worker: Worker, folder: Path, mounted: bool = False) -> None:
 
 
 def read_example(worker: Worker) -> Example | None:
-    """Train worker: read and preprocess a few records here.
+    """Read and preprocess a few records here.
 
     Used if a resumed run has nothing left to train, so that no batch arrives.
 
@@ -152,7 +136,7 @@ def read_example(worker: Worker) -> Example | None:
 
 
 def example_of(recipe: Recipe, batch: Batch, split: Split) -> Example:
-    """Train worker: the first records of a batch, on the CPU, with the columns an export takes."""
+    """The first records of a batch, on the CPU, with the columns an export takes."""
     import torch
 
     there = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
@@ -170,17 +154,9 @@ def write_forms(
     tell: Callable[[dict[str, Any]], Any],
     elsewhere: str | None = None,
 ) -> None:
-    """Train worker: write, reload and compare each format; model.json records the results.
+    """Write, reload and compare each format; model.json records the results.
 
     A file appears in `folder` only after the comparison; a failure does not affect the other formats.
-
-    Args:
-        recipe: creates the model and defines its inputs and outputs.
-        forms: of `FILES`.
-        example: a few records; without it only the weights can be checked.
-        folder: contains model.safetensors and model.json.
-        tell: receives each result: format, path, max_abs_diff, batch_sizes, bytes, seconds, error.
-        elsewhere: a folder for drafts if they must not lie in `folder`; they are then copied, not renamed.
     """
     draft = Path(elsewhere or folder) / ".draft"
     place = shutil.copyfile if elsewhere else os.replace
@@ -212,14 +188,11 @@ def write_forms(
 
 
 def prepare(recipe: Recipe, forms: list[str], example: Example | None, folder: Path) -> Exports | str:
-    """Train worker: the reference model and its outputs.
+    """The reference model and its outputs.
 
     Returns:
         If only safetensors is requested and the recipe cannot predict: the reason, as text. The weights have
         then been loaded into a new model, which is all that can be checked.
-
-    Raises:
-        UsageError: there was no batch.
     """
     import torch
 
@@ -247,7 +220,7 @@ def prepare(recipe: Recipe, forms: list[str], example: Example | None, folder: P
 
 
 def describe(folder: Path, exports: Exports | None, results: list[dict[str, Any]]) -> None:
-    """Train worker: add inputs, outputs and the results of the comparison to model.json."""
+    """Add inputs, outputs and the results of the comparison to model.json."""
     about = json.loads((folder / "model.json").read_text())
     if exports is not None and exports.answers:
         size = exports.sizes[-1]
@@ -281,7 +254,7 @@ FILES = {
 
 @dataclass(frozen=True)
 class Example:
-    """Train worker: a few records as the feed yields them, on the CPU."""
+    """A few records as the feed yields them, on the CPU."""
 
     batch: Batch
     split: Split = "train"
@@ -297,7 +270,7 @@ class Example:
 
 @dataclass
 class Exports:
-    """Train worker: the model to export and the reference for the checks."""
+    """The model to export and the reference for the checks."""
 
     recipe: Recipe
     folder: Path
@@ -313,11 +286,11 @@ class Exports:
 
 
 class MismatchError(Exception):
-    """Train worker: the outputs of an exported file differ from the model's."""
+    """The outputs of an exported file differ from the model's."""
 
 
 def fresh_model(recipe: Recipe, weights: Path) -> Any:
-    """Train worker: a new model from the recipe, on the CPU, in eval mode, with weights from a file."""
+    """A new model from the recipe, on the CPU, in eval mode, with weights from a file."""
     from safetensors.torch import load_file
 
     model = recipe.model()
@@ -326,14 +299,7 @@ def fresh_model(recipe: Recipe, weights: Path) -> Any:
 
 
 def as_module(recipe: Recipe, model: Any, names: list[str], outputs: list[str]) -> Any:
-    """Train worker: `on_device("val")` and `predict` as one module from columns to tensors.
-
-    Args:
-        recipe: defines both.
-        model: on the CPU.
-        names: the columns, which become the parameters of `forward`.
-        outputs: filled with the names of the outputs at the first call.
-    """
+    """`on_device("val")` and `predict` as one module from columns to tensors."""
     from torch import nn
 
     before = recipe.on_device("val")
@@ -367,13 +333,10 @@ def as_module(recipe: Recipe, model: Any, names: list[str], outputs: list[str]) 
 
 
 def write_one(exports: Exports, form: str, draft: Path) -> float:
-    """Train worker: write one format into `draft`, load it again and compare.
+    """Write one format into `draft`, load it again and compare.
 
     Returns:
         The largest absolute difference from the model, over all batch sizes and outputs.
-
-    Raises:
-        MismatchError: the difference exceeds `TOLERANCE`.
     """
     import torch
 
@@ -384,11 +347,7 @@ def write_one(exports: Exports, form: str, draft: Path) -> float:
 
 
 def compare(exports: Exports, loaded: Callable[..., Any], size: int) -> float:
-    """Train worker: the largest absolute difference in a batch of `size` records.
-
-    Raises:
-        MismatchError: another shape, or a difference above `TOLERANCE`.
-    """
+    """The largest absolute difference in a batch of `size` records."""
     import torch
 
     worst = 0.0
@@ -412,19 +371,19 @@ def compare(exports: Exports, loaded: Callable[..., Any], size: int) -> float:
 
 
 def flat(answer: Any) -> list[Any]:
-    """Train worker: a module's output as a list of tensors or arrays."""
+    """A module's output as a list of tensors or arrays."""
     return list(answer) if isinstance(answer, tuple | list) else [answer]
 
 
 def write_safetensors(exports: Exports, path: Path) -> Callable[..., Any]:
-    """Train worker: the file exists already; load it into a second new model."""
+    """The file exists already; load it into a second new model."""
     recipe = exports.recipe
     module: Any = as_module(recipe, fresh_model(recipe, exports.folder / path.name), exports.names, [])
     return module  # type: ignore[no-any-return]
 
 
 def exported_program(exports: Exports) -> Any:
-    """Train worker: the program of torch.export with a dynamic batch dimension, created once."""
+    """The program of torch.export with a dynamic batch dimension, created once."""
     import torch
 
     if exports.program is None:

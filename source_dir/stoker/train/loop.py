@@ -34,7 +34,7 @@ WHERE = "stoker_where"
 
 
 def train_worker(settings: dict[str, Any]) -> None:
-    """Train worker: called by Ray Train in every process."""
+    """Called by Ray Train in every process."""
     try:
         train(settings)
     except Exception as error:
@@ -44,12 +44,11 @@ def train_worker(settings: dict[str, Any]) -> None:
 
 
 def train(settings: dict[str, Any]) -> None:
-    """Train worker: run all epochs, from the initial weights to the saved model.
+    """Run all epochs, from the initial weights to the saved model.
 
-    Args:
-        settings: config, coordinator, checkpoints (where, synced), resume (where, synced, name) or None,
-            model_dir, mounted (so is model_dir), records (per epoch, or None), has_val, sample (the first
-            validation records: columns and report, or None), classes (their names, or None).
+    Settings: config, coordinator, checkpoints (where, synced), resume (where, synced, name) or None,
+    model_dir, mounted (so is model_dir), records (per epoch, or None), has_val, sample (the first
+    validation records: columns and report, or None), classes (their names, or None).
     """
     import ray
     import ray.train.torch
@@ -100,14 +99,7 @@ def train(settings: dict[str, Any]) -> None:
 def run_epochs(
     worker: Worker, keeper: CheckpointManager, first: int, carried: Progress | None, has_val: bool
 ) -> bool:
-    """Train worker: run the epochs from `first` on, each with its validation and checkpoint.
-
-    Args:
-        worker: model, optimiser and the rest.
-        keeper: the run's checkpoints.
-        first: the first epoch.
-        carried: progress in that epoch before this start.
-        has_val: whether there is a validation split.
+    """Run the epochs from `first` on, each with its validation and checkpoint.
 
     Returns:
         Whether the run was asked to stop.
@@ -146,14 +138,7 @@ def close_epoch(
     progress: Progress | None,
     has_val: bool,
 ) -> tuple[str, bool]:
-    """Train worker: finish an epoch: validate, and add the metrics to the checkpoint.
-
-    Args:
-        worker: model, optimiser and the rest.
-        keeper: took the checkpoint.
-        trained: epoch, metrics and books of the training; whole: whether the epoch is complete.
-        progress: of the epoch, if it is not complete.
-        has_val: whether there is a validation split.
+    """Finish an epoch: validate, and add the metrics to the checkpoint.
 
     Returns:
         (why training should stop or "", whether a stop was requested, so that validation is still pending).
@@ -173,12 +158,7 @@ def close_epoch(
 def train_epoch(
     worker: Worker, keeper: CheckpointManager | None, progress: Progress
 ) -> tuple[dict[str, float], str, list[dict[str, Any]]]:
-    """Train worker: one pass over the training records, or the rest of one.
-
-    Args:
-        worker: model, optimiser and the rest.
-        keeper: takes checkpoints between steps; None measures the loop alone.
-        progress: of this epoch; updated by the pass. Its feed may replace the job's data.
+    """One pass over the training records, or the rest of one.
 
     Returns:
         (metrics by conventional name, why the run should stop within the epoch or "", the epoch's books).
@@ -237,7 +217,7 @@ def train_epoch(
 
 
 def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, Any], str]:
-    """Train worker: evaluate every validation record exactly once.
+    """Evaluate every validation record exactly once.
 
     Returns:
         (metrics over all ranks, books, ""); or empty dicts, and why the run should stop now.
@@ -259,7 +239,7 @@ def validate(worker: Worker, epoch: int) -> tuple[dict[str, float], dict[str, An
 
 
 def open_pass(worker: Worker, split: str, epoch: int) -> EpochFeed:
-    """Train worker: this rank's feed for one pass."""
+    """This rank's feed for one pass."""
     data = worker.config.data
     worker.transport = worker.transport or open_transport(worker.coordinator, data, worker.device)
     return EpochFeed(
@@ -282,7 +262,7 @@ def open_pass(worker: Worker, split: str, epoch: int) -> EpochFeed:
 
 
 def log_step(worker: Worker, progress: Progress, feed: EpochFeed, started: float, **values: Any) -> None:
-    """Train worker: log a step with the figures of the pass since `started`."""
+    """Log a step with the figures of the pass since `started`."""
     worker.log(
         "step",
         epoch=progress.epoch,
@@ -296,7 +276,7 @@ def log_step(worker: Worker, progress: Progress, feed: EpochFeed, started: float
 
 
 def log_pass(worker: Worker, feed: EpochFeed, samples: int, elapsed_s: float, steps: int) -> None:
-    """Train worker: log a finished pass; `samples` and `steps` are those of this start."""
+    """Log a finished pass; `samples` and `steps` are those of this start."""
     worker.log(
         "pass",
         split=feed.split,

@@ -28,7 +28,7 @@ from stoker.checkpoints.format import (
 )
 from stoker.config.redaction import redact
 from stoker.events.summary import finite
-from stoker.storage.checkpoint_store import Store, name_of, open_store, step_of
+from stoker.storage.checkpoint_store import Store, name_of, open_store, step_of, verify
 from stoker.train import strategies
 from stoker.train.state import (
     Copier,
@@ -52,7 +52,7 @@ CALL_TIMEOUT_S = 120.0
 
 
 class CheckpointManager:
-    """Train worker: one per rank; rank 0 writes for all."""
+    """One per rank; rank 0 writes for all."""
 
     def __init__(self, worker: Worker, store: Store) -> None:
         self.worker, self.store = worker, store
@@ -79,11 +79,7 @@ class CheckpointManager:
         self._position: Any = None
 
     def after_step(self, progress: Progress) -> None:
-        """Between two steps: take a checkpoint if one is due. All ranks decide alike.
-
-        Raises:
-            OSError: the last checkpoint could not be written.
-        """
+        """Between two steps: take a checkpoint if one is due. All ranks decide alike."""
         worker = self.worker
         if worker.rank == 0:
             self.writer.check()
@@ -105,12 +101,6 @@ class CheckpointManager:
         progress: Progress | None = None,
     ) -> str:
         """Add an epoch's metrics to its checkpoint, or take a checkpoint with them. Collective.
-
-        Args:
-            epoch: the epoch that was trained and, if there is a split for it, validated.
-            metrics: its metrics.
-            books: its records by split, as reconciled by the coordinator.
-            progress: of an epoch cut short by `train.max_steps`; None: the epoch is complete.
 
         Returns:
             Why training should stop, or "".
@@ -142,14 +132,8 @@ class CheckpointManager:
     ) -> None:
         """Take a checkpoint now; the slow part runs in the background. Collective.
 
-        Args:
-            progress: of the epoch that continues from this checkpoint, or of the next one.
-            metrics: known metrics of the model; if empty, the checkpoint does not compete for best.
-            pending: the epoch to validate next: epoch, metrics and books so far, and whether it was trained
-                to its end. An interrupted validation then costs no training.
-
-        Raises:
-            FloatingPointError: on all ranks: the state is not finite.
+        One without metrics does not compete for best. `pending` is the epoch to validate next, so that an
+        interrupted validation costs no training.
         """
         worker, started = self.worker, time.perf_counter()
         check_state(worker, progress)
@@ -188,7 +172,6 @@ class CheckpointManager:
             "epoch_samples": progress.samples,
             "workers": worker.world_size,
             "global_batch": worker.global_batch,
-            "finite": True,
             **self._outcome(metrics),
             "config": self._config,
             "time": time.time(),
@@ -298,7 +281,7 @@ class CheckpointManager:
             self.writer.wait(CALL_TIMEOUT_S)
 
     def _whole(self, name: str) -> bool:
-        problem = checkpoint.problem_of(self.store, name)
+        problem = verify(self.store, name)
         if problem:
             self._note(f"skipping checkpoint {name}: {problem}")
         return problem is None
@@ -308,14 +291,7 @@ class CheckpointManager:
 
 
 def write_model(worker: Worker, chosen: Checkpoint, target: Path, by: dict[str, Any]) -> None:
-    """Train worker (rank 0): save a checkpoint's weights, averaged ones if present, as the model.
-
-    Args:
-        worker: of the run.
-        chosen: the checkpoint.
-        target: the model's folder.
-        by: the metric, mode and value that chose it; empty: it is the newest.
-    """
+    """Save a checkpoint's weights, averaged ones if present, as the model."""
     target.mkdir(parents=True, exist_ok=True)
     with chosen.store.local(chosen.name) as folder:
         averaged = (folder / checkpoint.EMA).is_file()
@@ -343,13 +319,10 @@ steps were all skipped, and all further ones will be."""
 
 
 def check_state(worker: Worker, progress: Progress) -> None:
-    """Train worker: raise on all ranks if the state of any rank is not finite. Collective.
+    """Raise on all ranks if the state of any rank is not finite. Collective.
 
     Checks the losses since the epoch began and the present weights, averaged weights and optimiser state,
     with one reduction on the device and one number read from it.
-
-    Raises:
-        FloatingPointError: names what is not finite.
     """
     import torch
     import torch.distributed as dist
@@ -370,11 +343,7 @@ def check_state(worker: Worker, progress: Progress) -> None:
 
 
 def check_scale(worker: Worker, epoch: int) -> None:
-    """Train worker: raise if fp16 skips every step, so nothing is learned; single skips are normal.
-
-    Raises:
-        FloatingPointError: the gradient scale is too small.
-    """
+    """Raise if fp16 skips every step, so nothing is learned; single skips are normal."""
     if worker.scaler is not None and worker.scaler.get_scale() < SMALLEST_SCALE:
         raise not_finite("fp16: the gradient of every step", worker, epoch, "use train.precision=bf16")
 
@@ -428,12 +397,7 @@ def _buffers(worker: Worker) -> Iterator[Named]:
 def begin(
     worker: Worker, keeper: CheckpointManager, chosen: tuple[str, bool, str] | None
 ) -> Checkpoint | None:
-    """Train worker: agree on the attempt and its start, then start the data. Collective.
-
-    Args:
-        worker: receives its attempt.
-        keeper: the checkpoints of this run.
-        chosen: the checkpoint chosen by the head, which has started the data of the first attempt.
+    """Agree on the attempt and its start, then start the data. Collective.
 
     Returns:
         The checkpoint to resume from; None for a start from scratch.
@@ -464,15 +428,7 @@ def begin(
 
 
 def refuse_earlier(published: str, found: Checkpoint | None) -> None:
-    """Train worker (rank 0): fail unless a restart continues from the run's last checkpoint.
-
-    Args:
-        published: the last checkpoint of this run, written or resumed from; "" without one.
-        found: the newest valid one visible on this host.
-
-    Raises:
-        OSError: the last checkpoint is not visible or damaged on this host.
-    """
+    """Fail unless a restart continues from the run's last checkpoint."""
     last = published.rpartition("/")[2]
     if not last or (found is not None and step_of(found.name) >= step_of(last)):
         return
@@ -485,7 +441,7 @@ def refuse_earlier(published: str, found: Checkpoint | None) -> None:
 
 
 def nothing_left(worker: Worker, keeper: CheckpointManager, first_epoch: int) -> str:
-    """Train worker: why a resumed run has nothing left to train, or ""."""
+    """Why a resumed run has nothing left to train, or ""."""
     config = worker.config.train
     if keeper.early_stopping and keeper.early_stopping.reason:
         return keeper.early_stopping.reason

@@ -20,7 +20,7 @@ from stoker.train.stopping import check_monitors
 
 
 class Work(Protocol):
-    """Head: the differences between runs of a recipe and of a script."""
+    """The differences between runs of a recipe and of a script."""
 
     config: Config
     workers: int
@@ -57,11 +57,7 @@ class Work(Protocol):
 
 
 class RecipeWork:
-    """Head: train a recipe on its opened data.
-
-    Raises:
-        UsageError: too many workers, too large batches, or no checkpoint to resume from.
-    """
+    """Train a recipe on its opened data."""
 
     loop = "stoker.train.loop:train_worker"
     torch_config = "stoker.train.trainer:RecipeConfig"
@@ -116,11 +112,7 @@ FEW_RECORDS = 256
 
 
 def refuse_impossible(recipe: Recipe, train: TrainConfig) -> None:
-    """Head: refuse options that this recipe ignores, before any cluster forms.
-
-    Raises:
-        UsageError: all of them, one line each.
-    """
+    """Refuse options that this recipe ignores, before any cluster forms."""
     name, problems = type(recipe).__name__, []
     if type(recipe).training_step is not Recipe.training_step:
         for key in ("label_smoothing", "mixup", "cutmix"):
@@ -140,11 +132,7 @@ def refuse_impossible(recipe: Recipe, train: TrainConfig) -> None:
 
 
 def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
-    """Head: (train workers, whether they use GPUs).
-
-    Raises:
-        UsageError: the batches are larger than the data.
-    """
+    """(train workers, whether they use GPUs)."""
     import ray
 
     from stoker.train.trainer import count_workers
@@ -155,11 +143,7 @@ def plan_workers(config: Config, data: Data) -> tuple[int, bool]:
 
 
 def refuse_unfit(config: Config, recipe: Recipe, totals: dict[str, int | None]) -> None:
-    """Anywhere: refuse settings that do not fit the data, for the fewest train workers that the run may have.
-
-    Raises:
-        UsageError: lists all of them.
-    """
+    """Refuse settings that do not fit the data, for the fewest train workers that the run may have."""
     problems, workers = Problems(), config.train.workers or 1
     with problems:
         refuse_large_batches(config.train, totals["train"], workers)
@@ -173,22 +157,14 @@ def refuse_unfit(config: Config, recipe: Recipe, totals: dict[str, int | None]) 
 
 
 def refuse_mixing(train: TrainConfig, recipe: Recipe) -> None:
-    """Head: refuse what mixes or smooths single labels, if a record may have several.
-
-    Raises:
-        UsageError: names the keys.
-    """
+    """Refuse what mixes or smooths single labels, if a record may have several."""
     given = [f"train.{key}" for key in ("label_smoothing", "mixup", "cutmix") if getattr(train, key)]
     if given and several_labels(recipe):
         raise UsageError(f"{', '.join(given)}: the images may have several labels; leave it out")
 
 
 def refuse_large_batches(train: TrainConfig, total: int | None, workers: int) -> None:
-    """Head: refuse steps of more records than the training split has.
-
-    Raises:
-        UsageError: the batches of all workers are larger than the data.
-    """
+    """Refuse steps of more records than the training split has."""
     if total is not None and train.batch_size * workers * train.accumulate_steps > total:
         batches = f" × {train.accumulate_steps} accumulate_steps" if train.accumulate_steps > 1 else ""
         raise UsageError(
@@ -198,11 +174,7 @@ def refuse_large_batches(train: TrainConfig, total: int | None, workers: int) ->
 
 
 def steps_per_epoch(config: Config, total: int | None, workers: int) -> int | None:
-    """Head: optimiser steps per epoch; None if the number of records is unknown.
-
-    Raises:
-        UsageError: the schedule needs that number.
-    """
+    """Optimiser steps per epoch; None if the number of records is unknown."""
     train = config.train
     if total is None:
         if train.scheduler != "none" and train.max_steps is None:
@@ -220,7 +192,7 @@ def steps_per_epoch(config: Config, total: int | None, workers: int) -> int | No
 
 
 def last_batch(config: Config, total: int, workers: int) -> int:
-    """Anywhere: records of each train worker in an epoch's last batch if that is a short one; 0 without."""
+    """Records of each train worker in an epoch's last batch if that is a short one; 0 without."""
     size, remainder = config.train.batch_size, config.data.remainder
     left = total % (size * workers)
     each = -(-left // workers) if remainder == "pad" else left // workers
@@ -232,12 +204,9 @@ def with_batch(config: Config, size: int) -> Config:
 
 
 def refuse_single_records(config: Config, data: Data, workers: int) -> None:
-    """Head and laptop: refuse batches of one record if the model cannot train on them, by trying that.
+    """Refuse batches of one record if the model cannot train on them, by trying that.
 
     Batch norm cannot if it sees one pixel of each channel, as in the last stages of a network.
-
-    Raises:
-        UsageError: with the ways out.
     """
     from stoker.train.evaluation import fails_alone
 
@@ -263,7 +232,7 @@ def refuse_single_records(config: Config, data: Data, workers: int) -> None:
 
 
 def blocks_note(config: Config, data: Data, workers: int) -> str:
-    """Head: a remark if training data that takes a while has too few shards to keep every CPU busy.
+    """A remark if training data that takes a while has too few shards to keep every CPU busy.
 
     Rows are distributed evenly whatever the shards, so no train worker starves while another is fed. But one
     chain worker reads a shard: with few of them, CPUs are idle and every train worker waits longer.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stoker.checkpoints.format import Checkpoint, awaiting, describe, newest_valid, problem_of
+from stoker.checkpoints.format import Checkpoint, awaiting, describe, newest_valid
 from stoker.config.redaction import redact, redacted_at
 from stoker.config.schema import Config
 from stoker.errors import UsageError
@@ -20,7 +20,7 @@ from stoker.figures import count_of
 from stoker.hosts.topology import GROUP_LABEL
 from stoker.place import Place
 from stoker.recipe import SOURCE_FOLDER, load_recipe
-from stoker.storage.checkpoint_store import Store, open_store, step_of
+from stoker.storage.checkpoint_store import Store, open_store, step_of, verify
 from stoker.train.stopping import check_monitors
 
 FIXED = ("recipe", "seed", "train.optimizer", "train.scheduler", "data.shuffle")
@@ -29,7 +29,7 @@ FIXED = ("recipe", "seed", "train.optimizer", "train.scheduler", "data.shuffle")
 
 @dataclass(frozen=True)
 class Start:
-    """Head: where this run writes its checkpoints, and the checkpoint it resumes from."""
+    """Where this run writes its checkpoints, and the checkpoint it resumes from."""
 
     where: str
     synced: bool
@@ -51,11 +51,7 @@ class Start:
 
 
 def check_path(config: Config) -> None:
-    """Head, before any cluster forms: refuse a `checkpoint.resume` path without checkpoints.
-
-    Raises:
-        UsageError: no checkpoint there.
-    """
+    """Refuse a `checkpoint.resume` path without checkpoints."""
     if config.checkpoint.resume not in ("auto", "never"):
         locate(config.checkpoint.resume)
 
@@ -63,19 +59,7 @@ def check_path(config: Config) -> None:
 def prepare(
     config: Config, place: Place, data: Any, workers: int, summary: Summary, log: Callable[[str], Any]
 ) -> Start:
-    """Head: find the start of the run and check it against the checkpoint it resumes from.
-
-    Args:
-        config: the job.
-        place: its folders.
-        data: the opened splits.
-        workers: number of train workers.
-        summary: receives the figures of earlier epochs.
-        log: receives remarks for the user.
-
-    Raises:
-        UsageError: no checkpoint to resume from, or it belongs to another run.
-    """
+    """Find the start of the run and check it against the checkpoint it resumes from."""
     recipe = load_recipe(config.recipe, config.params, SOURCE_FOLDER)
     check_monitors(config, recipe, "val" in data.sources)
     start = plan(config, place, log)
@@ -88,18 +72,10 @@ def prepare(
 
 
 def plan(config: Config, place: Place, log: Callable[[str], Any]) -> Start:
-    """Head: find the checkpoint to resume from, as set by `checkpoint.resume`.
+    """Find the checkpoint to resume from, as set by `checkpoint.resume`.
 
     A run's own checkpoints take precedence over the key, so a job restarted on new hosts with the same
     configuration continues from its latest checkpoint, not from the one it first started with.
-
-    Args:
-        config: the job.
-        place: provides the folder if `checkpoint.dir` is not set.
-        log: receives remarks for the user.
-
-    Raises:
-        UsageError: nothing to resume from, or two runs would mix.
     """
     where, synced = own_place(config, place)
     own, resume = open_store(where, synced), config.checkpoint.resume
@@ -130,11 +106,7 @@ def plan(config: Config, place: Place, log: Callable[[str], Any]) -> Start:
 
 
 def own_place(config: Config, place: Place) -> tuple[str, bool]:
-    """Head: (folder or URI of this run's checkpoints, whether the service copies it elsewhere).
-
-    Raises:
-        UsageError: a relative folder on a cluster whose hosts share no working folder.
-    """
+    """(folder or URI of this run's checkpoints, whether the service copies it elsewhere)."""
     given = config.checkpoint.dir
     if given is None:
         return str(place.checkpoint_dir), place.synced
@@ -145,14 +117,7 @@ def own_place(config: Config, place: Place) -> tuple[str, bool]:
 
 
 def locate(path: str) -> tuple[Store, str]:
-    """Head: resolve a path to resume from: (store, checkpoint name or "" for the newest).
-
-    Args:
-        path: a run directory, a folder of checkpoints or one checkpoint; local or `s3://`.
-
-    Raises:
-        UsageError: no checkpoint there.
-    """
+    """Resolve a path to resume from: (store, checkpoint name or "" for the newest)."""
     parent, _, last = path.rstrip("/").rpartition("/")
     if last.startswith("step-") and last[5:].isdigit():
         store = open_store(parent or ".")
@@ -168,13 +133,9 @@ def locate(path: str) -> tuple[Store, str]:
 
 
 def chosen(store: Store, name: str, path: str, log: Callable[[str], Any]) -> Checkpoint:
-    """Head: the named checkpoint, or the newest valid one.
-
-    Raises:
-        UsageError: the checkpoint is damaged, or none is complete.
-    """
+    """The named checkpoint, or the newest valid one."""
     if name:
-        problem = problem_of(store, name)
+        problem = verify(store, name)
         if problem:
             raise UsageError(f"--resume {path}: {problem}")
         return describe(store, name)
@@ -185,17 +146,7 @@ def chosen(store: Store, name: str, path: str, log: Callable[[str], Any]) -> Che
 
 
 def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callable[[str], Any]) -> None:
-    """Head: refuse changes that a resumed run cannot take; report those that make a difference.
-
-    Args:
-        config: of this start.
-        workers: number of train workers of this start.
-        start: the checkpoint, with the configuration that wrote it.
-        log: receives remarks for the user.
-
-    Raises:
-        UsageError: one line per key that must not differ.
-    """
+    """Refuse changes that a resumed run cannot take; report those that make a difference."""
     before, now = redact(start.meta["config"]), redact(config.model_dump(mode="json"))
     problems = [
         f"{key}: {_at(now, key)!r} here, {_at(before, key)!r} in {start.name}; set it back, or start"
@@ -245,13 +196,7 @@ def check_same_run(config: Config, workers: int, start: Checkpoint, log: Callabl
 
 
 def fill_summary(summary: Summary, start: Checkpoint, run_dir: Path) -> None:
-    """Head: add the figures of earlier epochs, so that the summary covers the whole run.
-
-    Args:
-        summary: the new summary.
-        start: has the metrics and books of each finished epoch.
-        run_dir: may have the events of an earlier start.
-    """
+    """Add the figures of earlier epochs, so that the summary covers the whole run."""
     for entry in start.meta["history"]:
         summary.epochs = entry["epoch"] + 1
         summary.metrics.take(entry["metrics"])
@@ -284,17 +229,7 @@ SEEN_WITHIN_S = 5.0
 
 
 def refuse_unshared(config: Config, where: str, train_group: str | None, use_gpu: bool) -> None:
-    """Head, before training: refuse restarts if one could land on a host without the checkpoints.
-
-    Args:
-        config: `train.max_failures` allows restarts.
-        where: folder or URI of this run's checkpoints.
-        train_group: label of the group whose hosts train; None: any host.
-        use_gpu: whether train workers need GPUs.
-
-    Raises:
-        UsageError: several hosts may train but do not share the folder.
-    """
+    """Refuse restarts if one could land on a host without the checkpoints."""
     if not config.train.max_failures or "://" in where:
         return
     hosts = hosts_that_may_train(train_group, use_gpu)
@@ -309,7 +244,7 @@ def refuse_unshared(config: Config, where: str, train_group: str | None, use_gpu
 
 
 def hosts_that_may_train(train_group: str | None, use_gpu: bool) -> dict[str, str]:
-    """Head: Ray node id → host name, for each host that train workers may start on."""
+    """Ray node id → host name, for each host that train workers may start on."""
     import ray
 
     found = {}
@@ -322,11 +257,7 @@ def hosts_that_may_train(train_group: str | None, use_gpu: bool) -> dict[str, st
 
 
 def hosts_without(folder: str, nodes: list[str]) -> list[str]:
-    """Head: those of `nodes` that do not see a file written into `folder` by the first of them.
-
-    Raises:
-        UsageError: a host does not answer, or the first one cannot write.
-    """
+    """Those of `nodes` that do not see a file written into `folder` by the first of them."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -349,13 +280,13 @@ def hosts_without(folder: str, nodes: list[str]) -> list[str]:
 
 
 def write(path: str) -> None:
-    """Host that trains: create the probe file."""
+    """Create the probe file."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).touch()
 
 
 def sees(path: str) -> bool:
-    """Host that trains: whether the probe file appears here."""
+    """Whether the probe file appears here."""
     deadline = time.monotonic() + SEEN_WITHIN_S
     while not Path(path).exists():
         if time.monotonic() > deadline:
@@ -365,6 +296,6 @@ def sees(path: str) -> bool:
 
 
 def remove(path: str) -> None:
-    """Host that trains: delete the probe file."""
+    """Delete the probe file."""
     with contextlib.suppress(OSError):
         Path(path).unlink()

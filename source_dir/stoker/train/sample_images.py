@@ -28,14 +28,9 @@ MOST_BYTES = 20_000
 
 
 def show_once(worker: Worker, batch: Batch, result: Any = None) -> None:
-    """Train worker: log a `samples` event of the first batch that this process trains on; rank 0 alone.
+    """Log a `samples` event of the first batch that this process trains on; rank 0 alone.
 
     A batch without images is passed over, and whatever goes wrong here is no reason to stop training.
-
-    Args:
-        worker: whose `pictured` is set.
-        batch: after `on_device`, so with every augmentation.
-        result: of `training_step`.
     """
     if worker.rank or "train" in worker.pictured:
         return
@@ -44,15 +39,7 @@ def show_once(worker: Worker, batch: Batch, result: Any = None) -> None:
 
 
 def show_predictions(worker: Worker, epoch: int, batch: Batch, result: Any, metrics: dict[str, Any]) -> None:
-    """Train worker: log masks or boxes as predicted for a batch of validation, in some 20 epochs of a run.
-
-    Args:
-        worker: rank 0 logs; after a failure its `pictured` is set.
-        epoch: the present one.
-        batch: after `on_device`.
-        result: of `validation_step`.
-        metrics: of which one for boxes knows their format.
-    """
+    """Log masks or boxes as predicted for a batch of validation, in some 20 epochs of a run."""
     epochs = worker.config.train.epochs
     due = (epoch + 1) % max(1, epochs // 20) == 0 or epoch + 1 == epochs
     if due and not worker.rank and "val" not in worker.pictured:
@@ -88,14 +75,11 @@ def _show(
 def overlaid(
     recipe: Recipe, split: Split, batch: Batch, images: Any, result: Any, metrics: dict[str, Any]
 ) -> dict[str, Any]:
-    """Train worker: images under their targets, those of validation also under what was predicted.
+    """Images under their targets, those of validation also under what was predicted.
 
     Returns:
         images: up to MOST_OVERLAID as {"png": base64, "predicted": base64, "label": text}; legend: names and
         colours of the classes. Empty where the recipe has neither masks nor boxes.
-
-    Raises:
-        ValueError: masks or boxes do not fit the images.
     """
     images = images[:MOST_OVERLAID].detach().cpu()
     size = (len(images), *images.shape[2:])
@@ -116,7 +100,7 @@ def overlaid(
 
 
 def pictures(batch: Batch) -> list[dict[str, str]]:
-    """Train worker: up to MOST images of a batch as {"png": base64, "label": text}; none: no images in it.
+    """Up to MOST images of a batch as {"png": base64, "label": text}; none: no images in it.
 
     Normalised images (floats) are scaled back one by one, their least value to 0 and their largest to 255:
     how they were normalised is the recipe's affair.
@@ -130,7 +114,7 @@ def pictures(batch: Batch) -> list[dict[str, str]]:
 
 
 def image_tensor(batch: Batch) -> Any:
-    """Train worker: the batch's images, count × channels (1, 3 or 4) × height × width; None: it has none."""
+    """The batch's images, count × channels (1, 3 or 4) × height × width; None: it has none."""
     import torch
 
     for name in sorted(batch, key=lambda name: name != "image"):
@@ -147,7 +131,7 @@ def image_tensor(batch: Batch) -> Any:
 
 
 def png(image: Any) -> str:
-    """Train worker: one image (channels × height × width) as the base64 of a small PNG."""
+    """One image (channels × height × width) as the base64 of a small PNG."""
     shown, content = as_picture(image), ""
     for side in (SIDE, SMALL_SIDE):
         shown.thumbnail((side, side))
@@ -158,7 +142,7 @@ def png(image: Any) -> str:
 
 
 def as_picture(image: Any) -> Any:
-    """Train worker: one image (channels × height × width) as Pillow has it."""
+    """One image (channels × height × width) as Pillow has it."""
     import torch
     from PIL import Image
 
@@ -174,14 +158,14 @@ def as_picture(image: Any) -> Any:
 
 
 def encoded(picture: Any) -> str:
-    """Train worker: the base64 of a picture's PNG."""
+    """The base64 of a picture's PNG."""
     file = io.BytesIO()
     picture.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
 
 
 def label_texts(batch: Batch, count: int) -> list[str]:
-    """Train worker: the labels as text; of mixed ones the classes with their shares."""
+    """The labels as text; of mixed ones the classes with their shares."""
     import torch
 
     labels = next((batch[name] for name in ("label", "target", "class") if name in batch), None)
@@ -208,7 +192,7 @@ LEAST_SCORE = 0.5
 
 
 class Box(NamedTuple):
-    """Train worker: corners in pixels, and what is in it."""
+    """Corners in pixels, and what is in it."""
 
     corners: tuple[float, float, float, float]
     kind: int | None
@@ -216,7 +200,7 @@ class Box(NamedTuple):
 
 
 class Overlay(NamedTuple):
-    """Train worker: what is drawn over one image: class numbers, height × width, or boxes."""
+    """What is drawn over one image: class numbers, height × width, or boxes."""
 
     mask: np.ndarray[Any, Any] | None
     boxes: list[Box]
@@ -230,20 +214,9 @@ def targets_of(
     size: tuple[int, ...],
     box_format: str = "xyxy",
 ) -> list[Overlay]:
-    """Train worker: the truth about a batch's first images; empty: there is nothing to draw.
+    """The truth about a batch's first images; empty: there is nothing to draw.
 
     It is the `target` of a step that gives one, else what the chain's `Joint` moves with the image.
-
-    Args:
-        recipe: whose chain says which columns are masks and boxes.
-        split: of the batch.
-        batch: after `on_device`.
-        result: of `training_step` or `validation_step`.
-        size: how many images are shown, their height and width.
-        box_format: of the boxes of a step's `target`.
-
-    Raises:
-        ValueError: it does not fit the images.
     """
     target = result.get("target") if isinstance(result, dict) else None
     if found := _mask_overlays("target", _class_numbers(target), size) or _of_dicts(
@@ -262,17 +235,7 @@ def targets_of(
 
 
 def predictions_of(result: Any, size: tuple[int, ...], box_format: str = "xyxy") -> list[Overlay]:
-    """Train worker: what the model says about the images that `targets_of` has found targets for.
-
-    Args:
-        result: of `validation_step`: `preds` are scores of the classes or class numbers for each pixel, or a
-            dict of `boxes`, `scores` and `labels` for each image, as torchmetrics takes them.
-        size: as for `targets_of`.
-        box_format: of the boxes.
-
-    Raises:
-        ValueError: they do not fit the images.
-    """
+    """What the model says about the images that `targets_of` has found targets for."""
     preds = result.get("preds") if isinstance(result, dict) else None
     return _mask_overlays("preds", _predicted_numbers(preds, size[0]), size) or _of_dicts(
         "preds", preds, size, box_format
@@ -378,12 +341,7 @@ def _joints(entries: Sequence[Any]) -> list[Joint]:
 
 
 class Painter:
-    """Train worker and laptop: draws overlays, one colour for each class, and collects their legend.
-
-    Args:
-        names: of the classes; empty: they are called by their numbers.
-        side: longer side of a drawn picture, pixels.
-    """
+    """Draws overlays, one colour for each class, and collects their legend."""
 
     def __init__(self, names: Sequence[str], side: int = SIDE) -> None:
         self.names, self.side = names, side
@@ -461,13 +419,13 @@ class Painter:
 
 
 def color(kind: int) -> tuple[int, int, int]:
-    """Train worker: a bright colour for a class, far from those of the classes beside it."""
+    """A bright colour for a class, far from those of the classes beside it."""
     red, green, blue = colorsys.hsv_to_rgb((0.09 + kind * 0.381966) % 1, 0.85, 1.0)
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
 def agreement(target: Overlay, predicted: Overlay) -> str:
-    """Train worker: in a few words, how well a prediction fits."""
+    """In a few words, how well a prediction fits."""
     if target.mask is None or predicted.mask is None:
         return f"{len(predicted.boxes)} box{'' if len(predicted.boxes) == 1 else 'es'}"
     told = (target.mask >= 0) & (target.mask < IGNORED)

@@ -21,7 +21,7 @@ FLUSH_S = 60.0
 
 @dataclass
 class Worker:
-    """Train worker: the state shared by the functions of the loop."""
+    """The state shared by the functions of the loop."""
 
     config: Config
     recipe: Recipe
@@ -80,11 +80,7 @@ class Worker:
             self.logged = self.coordinator.log.remote(event, values, self.logged)
 
     def flush(self) -> None:
-        """Wait until the coordinator has all logged events, so that none is missing from the summary.
-
-        Raises:
-            RayError: it does not take them.
-        """
+        """Wait until the coordinator has all logged events, so that none is missing from the summary."""
         import ray
 
         if self.logged is not None:
@@ -92,7 +88,7 @@ class Worker:
 
 
 def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
-    """Train worker: report this rank's count and ids, get the books; raises if records were lost.
+    """Report this rank's count and ids, get the books; raises if records were lost.
 
     `whole` in the books of training is whether `train.max_steps` leaves nothing of the pass.
     """
@@ -113,11 +109,7 @@ def reconcile(worker: Worker, feed: Feed) -> dict[str, Any]:
 
 
 def loss_of(result: Any) -> Any:
-    """Train worker: the loss in the result of training_step.
-
-    Raises:
-        TypeError: there is none.
-    """
+    """The loss in the result of training_step."""
     import torch
 
     loss = result.get("loss") if isinstance(result, dict) else result
@@ -127,7 +119,7 @@ def loss_of(result: Any) -> Any:
 
 
 def mean_over_ranks(worker: Worker, value: Any) -> float:
-    """Train worker: the mean of a number over all ranks."""
+    """The mean of a number over all ranks."""
     import torch.distributed as dist
 
     if worker.world_size > 1:
@@ -137,11 +129,7 @@ def mean_over_ranks(worker: Worker, value: Any) -> float:
 
 
 def check_finite(value: float, worker: Worker, epoch: int) -> None:
-    """Train worker: stop before a broken model overwrites a good checkpoint.
-
-    Raises:
-        FloatingPointError: the loss is not finite.
-    """
+    """Stop before a broken model overwrites a good checkpoint."""
     import math
 
     if not math.isfinite(value):
@@ -149,38 +137,31 @@ def check_finite(value: float, worker: Worker, epoch: int) -> None:
 
 
 def not_finite(what: str, worker: Worker, epoch: int, remedy: str = "") -> FloatingPointError:
-    """Train worker: the error that ends a run with non-finite values.
-
-    Args:
-        what: the problem, such as `the loss is nan`.
-        worker: has the step and the last checkpoint.
-        epoch: the present one.
-        remedy: what to do; empty: the default advice.
-    """
+    """The error that ends a run with non-finite values."""
     kept = f"the checkpoint {worker.kept} is kept" if worker.kept else "no checkpoint was taken before"
     remedy = remedy or "lower train.lr or look at the records of the steps before"
     return FloatingPointError(f"{what} by step {worker.step} (epoch {epoch + 1}); {remedy}; {kept}")
 
 
 def reached(worker: Worker) -> bool:
-    """Train worker: whether `train.max_steps` is reached."""
+    """Whether `train.max_steps` is reached."""
     limit = worker.config.train.max_steps
     return limit is not None and worker.step >= limit
 
 
 def count_records(batch: Batch) -> int:
-    """Train worker: the number of records in a batch."""
+    """The number of records in a batch."""
     return len(next(iter(batch.values()))) if batch else 0
 
 
 def to_device(batch: Batch, device: Any) -> Batch:
-    """Train worker: the batch with its tensors on the device."""
+    """The batch with its tensors on the device."""
     moved: Batch = on_tensors(batch, lambda value: value.to(device))
     return moved
 
 
 def at_least_float32(values: Any) -> Any:
-    """Train worker: predictions for metrics, with 16-bit floats converted to float32."""
+    """Predictions for metrics, with 16-bit floats converted to float32."""
     import torch
 
     low = torch.is_tensor(values) and values.dtype in (torch.bfloat16, torch.float16)
@@ -188,7 +169,7 @@ def at_least_float32(values: Any) -> Any:
 
 
 def finite(value: Any) -> float | None:
-    """Train worker: a number for the log; None without one, or if fp16 overflowed in this step."""
+    """A number for the log; None without one, or if fp16 overflowed in this step."""
     import math
 
     number = None if value is None else float(value)
@@ -196,7 +177,7 @@ def finite(value: Any) -> float | None:
 
 
 def tee_prints(worker: Worker) -> None:
-    """Train worker: also show on the head's screen what the user's code prints on rank 0."""
+    """Also show on the head's screen what the user's code prints on rank 0."""
     write: Callable[[str], int] = sys.stdout.write
     pending: list[str] = []
 
@@ -214,7 +195,7 @@ def tee_prints(worker: Worker) -> None:
 
 @dataclass
 class Progress:
-    """Train worker: progress of this rank in an epoch, earlier starts included."""
+    """Progress of this rank in an epoch, earlier starts included."""
 
     epoch: int
     steps: int = 0
@@ -235,7 +216,7 @@ class Progress:
 
 
 class Copier:
-    """Train worker (rank 0): copies tensors to CPU buffers and reuses these buffers.
+    """Copies tensors to CPU buffers and reuses these buffers.
 
     Fresh memory costs page faults. Pinned memory, which a GPU copies into at full speed, costs far more
     to allocate than to fill.
@@ -284,7 +265,7 @@ class Copier:
 
 
 def rng_state(device: Any) -> dict[str, Any]:
-    """Train worker: the state of all random generators of this process, as tensors and plain values."""
+    """The state of all random generators of this process, as tensors and plain values."""
     import random
 
     import numpy as np
@@ -302,7 +283,7 @@ def rng_state(device: Any) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: Any) -> None:
-    """Train worker: the reverse of `rng_state`."""
+    """The reverse of `rng_state`."""
     import random
 
     import numpy as np
@@ -318,7 +299,7 @@ def set_rng_state(state: dict[str, Any], device: Any) -> None:
 
 
 def gather(worker: Worker, mine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train worker: gather every rank's part on rank 0, in rank order; empty elsewhere. Collective."""
+    """Gather every rank's part on rank 0, in rank order; empty elsewhere. Collective."""
     import torch.distributed as dist
 
     if worker.world_size == 1:
@@ -329,7 +310,7 @@ def gather(worker: Worker, mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def rank_part(worker: Worker, progress: Progress) -> dict[str, Any]:
-    """Train worker: state of this rank alone: random states, sums and ids of the epoch so far."""
+    """State of this rank alone: random states, sums and ids of the epoch so far."""
     feed = progress.feed
     return {
         "rng": rng_state(worker.device),
@@ -341,17 +322,17 @@ def rank_part(worker: Worker, progress: Progress) -> dict[str, Any]:
 
 
 def id_sum_of(parts: list[dict[str, Any]]) -> int:
-    """Train worker (rank 0): the id sum over all ranks, as in the coordinator's books."""
+    """The id sum over all ranks, as in the coordinator's books."""
     return sum(int(part["id_sum"]) for part in parts) % ID_MODULUS
 
 
 def from_rank_0(worker: Worker, value: Any) -> Any:
-    """Train worker: broadcast rank 0's value. Collective."""
+    """Broadcast rank 0's value. Collective."""
     return from_rank(worker, value, 0)
 
 
 def from_rank(worker: Worker, value: Any, rank: int) -> Any:
-    """Train worker: broadcast a rank's value. Collective."""
+    """Broadcast a rank's value. Collective."""
     import torch.distributed as dist
 
     box = [value]
@@ -361,7 +342,7 @@ def from_rank(worker: Worker, value: Any, rank: int) -> Any:
 
 
 def live_state(worker: Worker) -> dict[str, Any]:
-    """Train worker: live weights, optimiser, scaler and EMA; complete on rank 0 only. Collective."""
+    """Live weights, optimiser, scaler and EMA; complete on rank 0 only. Collective."""
     weights, optimizer = strategies.full_state(worker.model, worker.optimizer, copy=False)
     averaged = None
     if worker.ema is not None:
@@ -377,15 +358,7 @@ def live_state(worker: Worker) -> dict[str, Any]:
 def content_of(
     worker: Worker, live: dict[str, Any], parts: list[dict[str, Any]], meta: dict[str, Any], copier: Copier
 ) -> Content:
-    """Train worker (rank 0): a checkpoint's content, independent of further steps.
-
-    Args:
-        worker: provides the state of the loop.
-        live: from `live_state`.
-        parts: of all ranks, from `gather`.
-        meta: description of the checkpoint.
-        copier: its copies are overwritten by the next call.
-    """
+    """A checkpoint's content, independent of further steps."""
     copies = copier.copy(live)
     state = {
         "optimizer": copies["optimizer"],
@@ -396,11 +369,7 @@ def content_of(
 
 
 def put_back(worker: Worker, content: Content | None) -> list[dict[str, Any]]:
-    """Train worker: load a checkpoint into model, optimiser and the rest. Collective.
-
-    Args:
-        worker: the worker to restore.
-        content: on rank 0; None elsewhere.
+    """Load a checkpoint into model, optimiser and the rest. Collective.
 
     Returns:
         The parts saved by each rank.
@@ -422,7 +391,7 @@ def put_back(worker: Worker, content: Content | None) -> list[dict[str, Any]]:
 
 
 def carried_progress(worker: Worker, meta: dict[str, Any], ranks: list[dict[str, Any]]) -> Progress | None:
-    """Train worker: this rank's progress in the epoch that the checkpoint interrupted, if any.
+    """This rank's progress in the epoch that the checkpoint interrupted, if any.
 
     With the same number of ranks, every rank continues with its own sums; otherwise the mean over records
     is kept. Steps are counted in global batches of the present size.
@@ -433,12 +402,11 @@ def carried_progress(worker: Worker, meta: dict[str, Any], ranks: list[dict[str,
     if not steps:
         return None
     samples = int(meta["epoch_samples"])
-    if before == worker.world_size and all("loss_rows" in part for part in ranks):
+    if before == worker.world_size:
         own = ranks[worker.rank]
         loss_sum, rows, keys = own["loss_sum"], own["loss_rows"], list(own["keys"])
     else:
-        # Older checkpoints hold a sum over steps and no number of records.
-        counted = sum(part.get("loss_rows", steps) for part in ranks)
+        counted = sum(part["loss_rows"] for part in ranks)
         mean = sum(part["loss_sum"] for part in ranks) / max(counted, 1)
         rows = max(1, samples // worker.world_size)
         loss_sum, keys = mean * rows, []

@@ -26,7 +26,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def windows(feed: Iterable[Batch], size: int) -> Iterator[Iterator[Batch]]:
-    """Train worker: the batches of each optimiser step, as they come; the last may be fewer."""
+    """The batches of each optimiser step, as they come; the last may be fewer."""
     batches = (batch for batch in feed)
     try:
         for first in batches:
@@ -37,7 +37,7 @@ def windows(feed: Iterable[Batch], size: int) -> Iterator[Iterator[Batch]]:
 
 
 def autocast(worker: Worker) -> Any:
-    """Train worker: the arithmetic of `train.precision`, for a forward and its loss."""
+    """The arithmetic of `train.precision`, for a forward and its loss."""
     import torch
 
     name = DTYPES.get(worker.config.train.precision)
@@ -48,7 +48,7 @@ def autocast(worker: Worker) -> Any:
 
 @contextlib.contextmanager
 def naming_text(batch: Batch) -> Iterator[None]:
-    """Train worker: add the columns of text in a batch to an error of a step that may have met one."""
+    """Add the columns of text in a batch to an error of a step that may have met one."""
     try:
         yield
     except (AttributeError, TypeError, ValueError) as error:
@@ -62,14 +62,14 @@ def naming_text(batch: Batch) -> Iterator[None]:
 
 
 def single_record_fault(error: ValueError) -> str:
-    """Anywhere: what it means that batch norm got too little to normalise; empty for another error."""
+    """What it means that batch norm got too little to normalise; empty for another error."""
     text = str(error)
     norm = "expected more than 1 value per channel" in text.lower()
     return f"the model's batch norm needs more than one value per channel to train ({text})" if norm else ""
 
 
 class Step:
-    """Train worker: the mechanics of a step; one object serves all steps of a run.
+    """The mechanics of a step; one object serves all steps of a run.
 
     The gradient is that of the mean loss over all records of the window, on all train workers: a short
     last batch, or a short last window of an epoch, counts by its records.
@@ -211,11 +211,7 @@ class Step:
 
 
 def make_mix(worker: Worker) -> Any:
-    """Train worker: torchvision's MixUp and CutMix on prepared batches; None without both.
-
-    Raises:
-        UsageError: nobody says how many classes there are.
-    """
+    """Torchvision's MixUp and CutMix on prepared batches; None without both."""
     train = worker.config.train
     if not train.mixup and not train.cutmix:
         return None
@@ -246,11 +242,7 @@ def _labels(inputs: tuple[Any, Any]) -> Any:
 
 
 class MicroBatches:
-    """Train worker: divides batches as they come from the feed.
-
-    Raises:
-        UsageError: the model's layers talk to other ranks, whose batches may have fewer parts.
-    """
+    """Divides batches as they come from the feed."""
 
     def __init__(self, worker: Worker) -> None:
         self.recipe, self.limit = worker.recipe, worker.config.data.max_tokens
@@ -270,10 +262,6 @@ class MicroBatches:
 
         Rows of similar length are together, the longest ones first; their order is that of the batch. Each
         part is padded as the feed pads: to its own longest row.
-
-        Raises:
-            DataError: a single row is too long.
-            UsageError: the recipe's `loss_weight` of a batch is not the sum of its parts'.
         """
         rows = count_records(batch)
         if self.limit is None or not rows:
@@ -316,12 +304,7 @@ class MicroBatches:
 
 
 def grouped(lengths: list[int], limit: int) -> list[list[int]]:
-    """Train worker: rows in as few groups as have rows × longest within a limit, the longest rows first.
-
-    Args:
-        lengths: of the rows, none beyond the limit.
-        limit: of each group.
-    """
+    """Rows in as few groups as have rows × longest within a limit, the longest rows first."""
     falling = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     groups: list[list[int]] = []
     while falling:

@@ -23,7 +23,7 @@ ALWAYS = ("train/loss", "lr", "perf/samples_per_s", "perf/input_wait_pct")
 
 @dataclass
 class EarlyStopping:
-    """Train worker: checks one metric after each epoch."""
+    """Checks one metric after each epoch."""
 
     monitor: str
     mode: str
@@ -49,11 +49,7 @@ class EarlyStopping:
         return cls(config.monitor, mode, config.min_delta, config.patience, config.stopping_threshold)
 
     def update(self, metrics: dict[str, float]) -> None:
-        """Add an epoch's metrics, and set `reason` if training should stop.
-
-        Raises:
-            UsageError: the monitored metric is absent.
-        """
+        """Add an epoch's metrics, and set `reason` if training should stop."""
         value = metrics[known(self.monitor, metrics, "train.early_stopping.monitor")]
         threshold, there = self.stopping_threshold, math.isfinite(value)
         if there and (self.seen is None or self._better(value, self.seen)):
@@ -90,14 +86,14 @@ class EarlyStopping:
 
 
 def mode_of(metric: str, mode: str) -> str:
-    """Anywhere: min or max; auto depends on the metric's name."""
+    """Min or max; auto depends on the metric's name."""
     if mode != "auto":
         return mode
     return "min" if less_is_better(metric) else "max"
 
 
 def monitors(config: Config) -> tuple[EarlyStoppingConfig, CheckpointConfig]:
-    """Anywhere: what early stopping and the best checkpoint watch: one metric unless both name one."""
+    """What early stopping and the best checkpoint watch: one metric unless both name one."""
     early, best = config.train.early_stopping, config.checkpoint
     if early.monitor is not None and best.monitor == "auto":
         best = best.model_copy(update={"monitor": early.monitor})
@@ -108,18 +104,15 @@ def monitors(config: Config) -> tuple[EarlyStoppingConfig, CheckpointConfig]:
 
 
 def modes(config: Config) -> dict[str, str]:
-    """Anywhere: min or max by metric, as far as the configuration says."""
+    """Min or max by metric, as far as the configuration says."""
     return {str(part.monitor): part.mode for part in monitors(config) if part.mode != "auto"}
 
 
 def monitored(config: Config, metrics: dict[str, float]) -> dict[str, Any] | None:
-    """Train worker: the metric, mode and value by which a checkpoint competes, and the loss, for ties.
+    """The metric, mode and value by which a checkpoint competes, and the loss, for ties.
 
     Returns:
         None if the value is not finite, because it does not compare.
-
-    Raises:
-        UsageError: `checkpoint.monitor` names no metric of this run.
     """
     best = monitors(config)[1]
     name = best.monitor
@@ -133,22 +126,14 @@ def monitored(config: Config, metrics: dict[str, float]) -> dict[str, Any] | Non
 
 
 def known(name: str, metrics: dict[str, float], key: str) -> str:
-    """Train worker: the name, if it is one of this epoch's metrics.
-
-    Raises:
-        UsageError: it is not; suggests the closest.
-    """
+    """The name, if it is one of this epoch's metrics."""
     if name in metrics:
         return name
     raise UsageError(_unknown(name, list(metrics), key))
 
 
 def check_monitors(config: Config, recipe: Recipe, has_val: bool) -> None:
-    """Head: refuse, before training, to monitor a metric that the run will not have, or both ways.
-
-    Raises:
-        UsageError: one line per such key.
-    """
+    """Refuse, before training, to monitor a metric that the run will not have, or both ways."""
     early, best = config.train.early_stopping, config.checkpoint
     if {early.mode, best.mode} == {"min", "max"} and best.monitor in ("auto", early.monitor):
         raise UsageError(

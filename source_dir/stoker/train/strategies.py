@@ -25,14 +25,9 @@ FRESH = "fresh"
 
 
 def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
-    """Train worker: the model on its device, distributed if there are several train workers.
+    """The model on its device, distributed if there are several train workers.
 
     All ranks start from rank 0's weights and buffers.
-
-    Args:
-        model: as the recipe creates it, on the CPU.
-        device: of this train worker.
-        strategy: `train.strategy`.
     """
     import torch
     import torch.distributed as dist
@@ -53,17 +48,13 @@ def prepare_model(model: Any, device: Any, strategy: str = "ddp") -> Any:
 
 
 def strategy_of(name: str) -> Callable[[Any, Any], Any]:
-    """Head and train worker: the function (model, device) → model that distributes it.
-
-    Raises:
-        UsageError: there is no such function.
-    """
+    """The function (model, device) → model that distributes it."""
     known = {"ddp": replicate, "fsdp": shard}
     return known.get(name) or load_object(name, SOURCE_FOLDER, "train.strategy")
 
 
 def replicate(model: Any, device: Any) -> Any:
-    """Train worker: the whole model in each train worker; backward averages gradients."""
+    """The whole model in each train worker; backward averages gradients."""
     from torch.nn.parallel import DistributedDataParallel
 
     devices = [device] if device.type == "cuda" else None
@@ -75,7 +66,7 @@ def replicate(model: Any, device: Any) -> Any:
 
 
 def shard(model: Any, device: Any) -> Any:
-    """Train worker: shard the model's parameters over all ranks, in place.
+    """Shard the model's parameters over all ranks, in place.
 
     Only one block at a time is moved to the device whole, so the model may exceed the device's memory.
     """
@@ -93,7 +84,7 @@ def shard(model: Any, device: Any) -> Any:
 
 
 def blocks(model: Any) -> list[Any]:
-    """Train worker: the modules whose parameters are gathered together, inner ones first.
+    """The modules whose parameters are gathered together, inner ones first.
 
     These are modules that a container repeats (transformer blocks, residual blocks, stages of them) and
     large single layers outside. timm's models need no list of their own for this.
@@ -132,19 +123,19 @@ def _shared_parameters(model: Any) -> set[int]:
 
 
 def plain(model: Any) -> Any:
-    """Train worker: the model without its DDP wrapper; a sharded model has none."""
+    """The model without its DDP wrapper; a sharded model has none."""
     return model.module if is_ddp(model) else model
 
 
 def is_ddp(model: Any) -> bool:
-    """Train worker: whether the model averages gradients over ranks in backward."""
+    """Whether the model averages gradients over ranks in backward."""
     from torch.nn.parallel import DistributedDataParallel
 
     return isinstance(model, DistributedDataParallel)
 
 
 def average_gradients(parameters: list[Any]) -> None:
-    """Train worker: average gradients that were accumulated without DDP's backward."""
+    """Average gradients that were accumulated without DDP's backward."""
     import torch
     import torch.distributed as dist
 
@@ -158,23 +149,17 @@ def average_gradients(parameters: list[Any]) -> None:
 
 
 def is_sharded(model: Any) -> bool:
-    """Train worker: whether every forward is a collective call."""
+    """Whether every forward is a collective call."""
     from torch.distributed.fsdp import FSDPModule
 
     return isinstance(model, FSDPModule)
 
 
 def full_state(model: Any, optimizer: Any, copy: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Train worker: complete weights and optimiser state by parameter name, whatever the strategy.
+    """Complete weights and optimiser state by parameter name, whatever the strategy.
 
     Collective: all ranks must call it. It synchronises their buffers first. The tensors are copies on the
     CPU, so further steps do not change them.
-
-    Args:
-        model: from `prepare_model`.
-        optimizer: its optimiser, or None for the weights alone.
-        copy: False returns live tensors on their device where a rank has them whole, for a caller that
-            copies them immediately.
 
     Returns:
         (weights, optimiser state) on rank 0; two empty dicts elsewhere.
@@ -200,15 +185,9 @@ def full_state(model: Any, optimizer: Any, copy: bool = True) -> tuple[dict[str,
 
 
 def load_full_state(model: Any, optimizer: Any, weights: dict[str, Any], state: Any) -> None:
-    """Train worker: load the result of `full_state`, possibly under another strategy or world size.
+    """Load the result of `full_state`, possibly under another strategy or world size.
 
     Collective: all ranks must call it; only rank 0's arguments count.
-
-    Args:
-        model: from `prepare_model`.
-        optimizer: its optimiser, or None for the weights alone.
-        weights: on rank 0, the first part of `full_state`.
-        state: on rank 0, the second part.
     """
     import torch
     import torch.distributed as dist
@@ -252,7 +231,7 @@ def _copied(value: Any) -> Any:
 
 
 def share_buffers(model: Any) -> None:
-    """Train worker: synchronise buffers over ranks, before they are used or saved. Collective.
+    """Synchronise buffers over ranks, before they are used or saved. Collective.
 
     Each rank's batch normalisation has seen different batches: running means and variances are averaged
     over ranks (as in timm); all other buffers become rank 0's.
@@ -270,7 +249,7 @@ def share_buffers(model: Any) -> None:
 
 
 def first_record(batch: Batch) -> Batch:
-    """Train worker: a batch of one record; a rank without records gets one from another. Collective.
+    """A batch of one record; a rank without records gets one from another. Collective.
 
     Under fsdp every forward is a collective call, so a rank whose share of a step is empty needs a record
     to run it on.

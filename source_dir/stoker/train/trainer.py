@@ -27,15 +27,7 @@ claimed CPU would be lost to the chain; hosts reserve CPUs for train workers by 
 
 
 def count_workers(config: Config, resources: Mapping[str, float]) -> tuple[int, bool]:
-    """Head: (train workers, whether they use GPUs): one per GPU, or `train.workers` without GPUs.
-
-    Args:
-        config: the job.
-        resources: of the cluster, as `ray.cluster_resources()`.
-
-    Raises:
-        UsageError: more workers than GPUs, or without GPUs more than CPUs (two always start).
-    """
+    """(train workers, whether they use GPUs): one per GPU, or `train.workers` without GPUs."""
     gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
     wanted = config.train.workers or 0
     if gpus and wanted > gpus:
@@ -55,23 +47,12 @@ def make_trainer(
     use_gpu: bool,
     claims: dict[str, float],
 ) -> Any:
-    """Head: create the job's TorchTrainer.
-
-    Args:
-        config: the job.
-        settings: passed to the loop in every train worker.
-        storage: folder for Ray Train's own files.
-        loop: the function that every train worker runs.
-        torch_config: a TorchConfig class, which sets up the workers' process group.
-        workers: total number of train workers.
-        use_gpu: one GPU per train worker.
-        claims: custom resources that each train worker takes; only hosts that train have them.
-    """
+    """Create the job's TorchTrainer."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
     from ray.train.torch import TorchTrainer
 
     class Losses(UserCallback):  # type: ignore[misc]
-        """Ray Train's controller: reports a lost train worker if training restarts after it."""
+        """Reports a lost train worker if training restarts after it."""
 
         left = config.train.max_failures
 
@@ -111,7 +92,7 @@ def make_trainer(
 
 
 def cause_of(error: BaseException) -> str:
-    """Head: the cause of a failed fit() on one line: which train worker raised what, and where."""
+    """The cause of a failed fit() on one line: which train worker raised what, and where."""
     from ray.train import ControllerError, WorkerGroupError
 
     if isinstance(error, WorkerGroupError) and error.worker_failures:
@@ -122,7 +103,7 @@ def cause_of(error: BaseException) -> str:
 
 
 def first_cause(failures: Mapping[int, BaseException]) -> str:
-    """Head: the cause of the failure of the lowest of these ranks on one line."""
+    """The cause of the failure of the lowest of these ranks on one line."""
     rank, failure = min(failures.items())
     text = unwrap(failure)
     for kind in ("DataError", "UsageError", "ScriptError", "OSError", "FloatingPointError"):
@@ -132,7 +113,7 @@ def first_cause(failures: Mapping[int, BaseException]) -> str:
 
 
 def unwrap(error: BaseException) -> str:
-    """Head: the innermost error wrapped by Ray, as `Type: message (file:line)`."""
+    """The innermost error wrapped by Ray, as `Type: message (file:line)`."""
     from ray.exceptions import ActorDiedError
 
     inner: BaseException = error
@@ -152,7 +133,7 @@ def unwrap(error: BaseException) -> str:
 
 
 def died(text: str) -> str:
-    """Head: what Ray says of a dead actor in a paragraph, on one short line."""
+    """What Ray says of a dead actor in a paragraph, on one short line."""
     pid, address = (re.search(rf"\b{name}: (\S+)", text) for name in ("pid", "ip"))
     which = f" (process {pid[1]} on {address[1]})" if pid and address else ""
     if "node has died" in text or "node was terminated" in text:
@@ -171,7 +152,7 @@ _stores: list[Any] = []
 
 
 class Rendezvous(Backend):  # type: ignore[misc]
-    """Ray Train's controller: for a script, whose ranks open the process group themselves, if they do."""
+    """For a script, whose ranks open the process group themselves, if they do."""
 
     share_cuda_visible_devices = True
     """All ranks of a host see all its GPUs, as under torchrun; LOCAL_RANK selects one."""
@@ -184,7 +165,7 @@ class Rendezvous(Backend):  # type: ignore[misc]
 
 
 class ScriptConfig(TorchConfig):  # type: ignore[misc]
-    """Head: replaces TorchConfig, because train workers of a script do not use PyTorch."""
+    """Replaces TorchConfig, because train workers of a script do not use PyTorch."""
 
     @property
     def backend_cls(self) -> type[Rendezvous]:
@@ -196,7 +177,7 @@ class ScriptConfig(TorchConfig):  # type: ignore[misc]
 
 
 class ProcessGroup(TorchConfig().backend_cls):  # type: ignore[misc]
-    """Ray Train's controller: for a recipe, whose train workers are the ranks; a single one has no store."""
+    """For a recipe, whose train workers are the ranks; a single one has no store."""
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         worker_group.execute(refuse_unusable_gpu, backend_config.backend)
@@ -205,7 +186,7 @@ class ProcessGroup(TorchConfig().backend_cls):  # type: ignore[misc]
 
 
 class RecipeConfig(TorchConfig):  # type: ignore[misc]
-    """Head: TorchConfig with `ProcessGroup`."""
+    """TorchConfig with `ProcessGroup`."""
 
     @property
     def backend_cls(self) -> type[ProcessGroup]:
@@ -213,11 +194,7 @@ class RecipeConfig(TorchConfig):  # type: ignore[misc]
 
 
 def refuse_unusable_gpu(backend: str) -> None:
-    """Train worker: refuse to train on the CPUs of a host whose GPU was counted on.
-
-    Raises:
-        ScriptError: PyTorch cannot use the GPU.
-    """
+    """Refuse to train on the CPUs of a host whose GPU was counted on."""
     import torch
 
     if backend == "nccl" and not torch.cuda.is_available():
@@ -248,7 +225,7 @@ def free_address() -> dict[str, str]:
 
 
 def set_variables(variables: dict[str, str]) -> None:
-    """Train worker: set variables; keep gloo, and NCCL on one machine, to the cluster's interface."""
+    """Set variables; keep gloo, and NCCL on one machine, to the cluster's interface."""
     import psutil
     from ray.util import get_node_ip_address
 
@@ -264,7 +241,7 @@ def set_variables(variables: dict[str, str]) -> None:
 
 
 def enter_group(config: TorchConfig, agreed: dict[str, str]) -> None:
-    """Train worker: open the process group; `agreed` is of `open_store`, or empty for a single one."""
+    """Open the process group; `agreed` is of `open_store`, or empty for a single one."""
     from ray.train import get_context
     from ray.train.torch import get_device
 
