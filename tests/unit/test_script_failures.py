@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stoker.scripts.failures import Exit, first_failure, last_error, reason_of
+from stoker.scripts.supervisor import Exit, first_failure, last_error, reason_of
 
 LOST = "RuntimeError: [pair.cc:561] Connection closed by peer [127.0.0.1]:49373 (train.py:6)"
 

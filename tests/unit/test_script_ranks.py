@@ -19,9 +19,8 @@ import pytest
 from stoker.hosts.raynode import runs
 from stoker.scripts import rank as worker
 from stoker.scripts import supervisor as supervising
-from stoker.scripts.failures import Exit
-from stoker.scripts.process import Child
-from stoker.scripts.supervisor import Order, Report, Supervisor
+from stoker.scripts.rank import Child
+from stoker.scripts.supervisor import Exit, Order, Report, Supervisor
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -243,7 +242,7 @@ def test_the_script_ends_with_the_process_that_watches_it(tmp_path: Path) -> Non
     (tmp_path / "train.py").write_text("import os, time\nprint(os.getpid())\ntime.sleep(600)\n")
     text = (
         "import os, sys, time; from pathlib import Path\n"
-        "from stoker.scripts.process import Child\n"
+        "from stoker.scripts.rank import Child\n"
         f"c = Child([sys.executable, '-u', 'train.py'], os.environ, Path({str(tmp_path)!r}))\n"
         "while not (said := c.output()): time.sleep(0.02)\n"
         "print(said, flush=True); os.kill(os.getpid(), 9)\n"
