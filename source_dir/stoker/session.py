@@ -20,6 +20,8 @@ EVENTS_VARIABLE = "STOKER_EVENTS"
 CHECKPOINTS_VARIABLE = "STOKER_CHECKPOINT_DIR"
 CPU_HOSTS_VARIABLE = "STOKER_CPU_HOSTS"
 """`cluster.cpu_hosts` as JSON, for the script's loaders."""
+ATTEMPT_VARIABLE = "STOKER_ATTEMPT"
+"""Identical in all train workers of a group start; changes with the next start."""
 JOB_VARIABLE = "STOKER_JOB"
 """An id shared by all ranks of a run."""
 

@@ -23,8 +23,13 @@ from stoker.place import RUN_DIR_VARIABLE
 from stoker.recipe import SOURCE_FOLDER
 from stoker.scripts.script_checks import SCRIPT_FOLDER, find_script
 from stoker.scripts.supervisor import UNCAUGHT, Exit, Order, Report, last_error
-from stoker.session import CHECKPOINTS_VARIABLE, CPU_HOSTS_VARIABLE, EVENTS_VARIABLE, JOB_VARIABLE
-from stoker.train.trainer import ATTEMPT_VARIABLE
+from stoker.session import (
+    ATTEMPT_VARIABLE,
+    CHECKPOINTS_VARIABLE,
+    CPU_HOSTS_VARIABLE,
+    EVENTS_VARIABLE,
+    JOB_VARIABLE,
+)
 
 POLL_S = 0.2
 STOP_S = 60.0

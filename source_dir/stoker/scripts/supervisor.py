@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stoker.serve.blocks.agents import Agents
-
 GRACE_S = 3.0
 """Time between the first failure and stopping the other ranks, which may report the cause themselves."""
 
@@ -56,6 +54,8 @@ class Supervisor:
 
     def watch_hosts(self) -> None:
         """Start CPU utilisation reports from every host."""
+        from stoker.serve.blocks.agents import Agents  # not in train workers: it loads PyTorch
+
         self._agents = Agents(lambda used: self.log("host_cpu", {"hosts": used}), serve=False)
 
     def report(self, report: Report) -> Order:

@@ -19,6 +19,7 @@ from stoker.config.schema import Config
 from stoker.errors import DataError, ScriptError, UsageError, where_raised
 from stoker.hosts.forks import TRAINS_VARIABLE
 from stoker.hosts.raynode import free_port
+from stoker.session import ATTEMPT_VARIABLE
 from stoker.train.loop import WHERE
 
 WORKER_MEMORY = 2**20
@@ -143,8 +144,6 @@ def died(text: str) -> str:
     return f"died{which}: out of memory, killed or crashed"
 
 
-ATTEMPT_VARIABLE = "STOKER_ATTEMPT"
-"""Identical in all train workers of a group start; changes with the next start."""
 LOOPBACK = "127.0.0.1"
 
 _stores: list[Any] = []
