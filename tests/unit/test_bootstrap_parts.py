@@ -216,6 +216,7 @@ def test_a_missing_or_short_token_is_refused(tmp_path: Path) -> None:
     assert "short'" not in str(refused.value)
 
 
+@pytest.mark.long
 def test_ray_takes_this_jobs_token_and_no_other_whatever_the_environment_says() -> None:
     code = (
         "from stoker.hosts.cluster import set_environment; set_environment('a' * 64);"
@@ -266,6 +267,7 @@ def test_the_failure_file_is_short_and_the_first_cause_stays(base: Path) -> None
     assert text.startswith("the cause") and len(text) == 1024
 
 
+@pytest.mark.long
 def test_an_error_nobody_foresaw_fails_the_host_and_is_its_cause(base: Path) -> None:
     config = base / "input" / "config"
     (config / "resourceconfig.json").write_text('{"current_host": "algo-1", "hosts": ["algo-1"]}')
@@ -389,6 +391,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.long
 def test_ray_that_misses_its_own_deadline_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,6 +429,7 @@ def test_ray_gets_a_folder_in_a_private_one_wherever_temporary_files_are(
             shutil.rmtree(folder)
 
 
+@pytest.mark.long
 def test_ray_that_always_misses_it_or_fails_otherwise_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -443,6 +447,7 @@ def test_ray_that_always_misses_it_or_fails_otherwise_is_not(
 FORMING = {"cpu": ["algo-2", "algo-3"], "gpu": ["algo-1"]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("least", "dies", "arrives", "expected"),
     [

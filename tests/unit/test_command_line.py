@@ -135,6 +135,7 @@ WRONG = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", WRONG)
 def test_a_dry_run_checks_what_a_run_checks_and_leaves_nothing(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -185,6 +186,7 @@ REQUESTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", REQUESTS)
 def test_what_request_wrote_into_the_project_does_not_travel_with_the_next_job(
     place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

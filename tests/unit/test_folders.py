@@ -205,6 +205,7 @@ MORE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", PLANNED)
 def test_what_is_uploaded_is_what_is_read_here_links_included(
     place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -232,6 +233,7 @@ def test_what_is_uploaded_is_what_is_read_here_links_included(
         (tmp_path / "far" / name).unlink()
 
 
+@pytest.mark.long
 def test_commands_that_would_leave_out_linked_folders_are_not_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,6 +247,7 @@ def test_commands_that_would_leave_out_linked_folders_are_not_written(
     )
 
 
+@pytest.mark.long
 def test_links_in_the_source_are_followed_or_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -320,6 +323,7 @@ PLACES = (
 name = st.builds("{}/{}{}".format, st.sampled_from(PLACES), st.sampled_from(STEMS), st.sampled_from(SUFFIXES))
 
 
+@pytest.mark.long
 @given(st.dictionaries(name, st.sampled_from(sorted(CONTENTS)), max_size=12))
 def test_every_file_of_a_random_folder_is_read_or_refused_or_named(files: dict[str, str]) -> None:
     with tempfile.TemporaryDirectory() as folder:

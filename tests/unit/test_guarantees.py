@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,13 @@ def test_every_named_test_exists(page: Path) -> None:
     named = NAMED.findall(page.read_text())
     assert len(named) > 20
     for file, name in named:
-        tree = ast.parse((ROOT / file).read_text())
-        found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        assert name in found, f"{file} has no {name}"
+        assert name in functions_of(file), f"{file} has no {name}"
+
+
+@cache
+def functions_of(file: str) -> set[str]:
+    tree = ast.parse((ROOT / file).read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
 def test_every_promise_names_a_test() -> None:

@@ -178,6 +178,7 @@ def in_turns(workers: int, size: int | None, drop: bool) -> list[Any]:
     return [batch for each in rounds for batch in each if batch is not None]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("workers", "after"), list(itertools.product((1, 3), range(0, 12, 2))))
 def test_an_iterable_pass_goes_on_where_it_stood(workers: int, after: int) -> None:
     arguments = {"batch_size": 2, "num_workers": workers}

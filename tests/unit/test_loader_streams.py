@@ -197,6 +197,7 @@ def test_interrupted_anywhere_a_loader_gives_what_it_would_have_given(
     assert found[:3] == whole
 
 
+@pytest.mark.long
 def test_a_dataset_that_counts_its_epochs_counts_those_that_were_given_up_too() -> None:
     made = DataLoader(Counts(), batch_size=4, num_workers=2, persistent_workers=True)
     next(iter(made))

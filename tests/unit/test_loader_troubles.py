@@ -175,6 +175,7 @@ class NoLength(Records):
         raise NotImplementedError
 
 
+@pytest.mark.long
 def test_a_dataset_needs_no_length_where_a_sampler_is_given() -> None:
     loader = DataLoader(NoLength(), sampler=range(6), batch_size=3, on_error="quarantine")
     assert [batch[1].tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5]]

@@ -49,6 +49,7 @@ def test_images_without_a_split_are_copied_into_one(tmp_path: Path, monkeypatch:
         read_any("my_flowers", "train")
 
 
+@pytest.mark.long
 def test_the_exported_model_is_used_at_its_own_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -82,6 +82,7 @@ def test_pictures_that_no_batch_holds_are_refused_with_the_stage_to_add(
     assert "pad =" not in str(refused.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", ["decode", "image"])
 def test_peek_names_what_becomes_of_pictures_of_16_bits(first: str, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"

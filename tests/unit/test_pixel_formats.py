@@ -215,6 +215,7 @@ def profile_of(size: int) -> bytes:
     return saved(image, icc_profile=profile + bytes(size))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("made", [text_of, profile_of])
 def test_a_png_with_megabytes_of_text_or_profile_is_decoded_and_a_bomb_is_not(
     made: Any, monkeypatch: pytest.MonkeyPatch

@@ -32,6 +32,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", names())
 def test_one_job_file_is_planned_for_each(
     place: str, tmp_path: Path, digits: Path, capsys: pytest.CaptureFixture[str]

@@ -279,6 +279,7 @@ def test_nothing_more_is_begun_while_enough_is_ready() -> None:
     assert head.planner.issue() != []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("order", ["any", "exact"])
 def test_after_a_lost_train_worker_only_what_training_had_consumed_is_made_again(order: str) -> None:
     head = Head([3] * 12, order, hosts=1, budget=200)

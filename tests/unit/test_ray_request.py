@@ -45,6 +45,7 @@ def test_written_source_is_a_zip_with_files_at_the_root(tmp_path: Path) -> None:
     assert "STOKER_BACKEND" in text and request.run_dir in text and "job.zip" in text
 
 
+@pytest.mark.long
 def test_same_source_is_the_same_package() -> None:
     job = open_job(load(None, ["name=probe", "output_dir=/mnt/shared/runs"]))
     first, second = (ray_backend.plan(job, address=ADDRESS, offline=True).package() for _ in range(2))

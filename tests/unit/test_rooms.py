@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,9 +54,11 @@ def imports_of(path: Path, known: set[str]) -> set[str]:
     return found & known
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     known = modules()
-    return {name: imports_of(path, set(known)) - {name} for name, path in known.items()}
+    names = set(known)
+    return {name: imports_of(path, names) - {name} for name, path in known.items()}
 
 
 def circles(depends: dict[str, set[str]]) -> list[list[str]]:

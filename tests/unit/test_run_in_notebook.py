@@ -103,6 +103,7 @@ def test_on_a_volume_files_that_grow_stay_on_the_drivers_disk(
     assert place.synced, "checkpoints are written file by file, not renamed into place"
 
 
+@pytest.mark.long
 def test_outside_databricks_and_where_the_job_says_otherwise_mlflow_is_as_configured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -114,6 +115,7 @@ def test_outside_databricks_and_where_the_job_says_otherwise_mlflow_is_as_config
         assert "DATABRICKS_TOKEN" not in request.environment and not request.notes
 
 
+@pytest.mark.long
 def test_a_process_without_an_experiment_is_told_how_to_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(databricks.RUNTIME_VARIABLE, "17.3")
     for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):

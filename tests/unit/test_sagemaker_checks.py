@@ -466,6 +466,7 @@ def test_prices_name_only_types_that_exist() -> None:
         assert (entry.gpus > 0) == prices.has_gpu(entry.type)
 
 
+@pytest.mark.long
 def test_dry_run_loads_no_training_library(tmp_path: Path) -> None:
     overrides = [f"{key}={value}" for key, value in BASE.items()]
     code = (

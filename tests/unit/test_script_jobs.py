@@ -132,6 +132,7 @@ def test_a_missing_script_is_refused_with_the_name_that_was_meant(project: Path)
         run(Path("trian.py"), [], Options(dry_run=True))
 
 
+@pytest.mark.long
 def test_wrong_usage_is_one_line_and_exit_code_2(project: Path) -> None:
     command = [sys.executable, str(ROOT / "launcher/submit.py"), "trian.py", "--", "--lr", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -139,6 +140,7 @@ def test_wrong_usage_is_one_line_and_exit_code_2(project: Path) -> None:
     assert not (project / "runs").exists()
 
 
+@pytest.mark.long
 def test_a_dry_run_shows_script_and_arguments(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(Path("train.py"), ["train.workers=2"], Options(dry_run=True), ["--lr", "0.1"]) == 0
     shown = capsys.readouterr().out
@@ -153,6 +155,7 @@ def test_a_script_that_is_not_python_is_refused_before_hosts_are_paid_for(projec
         open_job(job_of("train.py"))
 
 
+@pytest.mark.long
 def test_the_scripts_folder_is_staged_apart_from_the_containers_entry(project: Path, tmp_path: Path) -> None:
     (project / "requirements.txt").write_text("einops\n")
     (project / "out" / "old-run").mkdir(parents=True)

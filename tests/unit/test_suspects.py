@@ -49,6 +49,7 @@ def test_work_that_never_fails_is_never_asked_about() -> None:
     assert not suspects.tasks and not suspects.of("train")
 
 
+@pytest.mark.long
 @given(st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1), st.sets(st.sampled_from("abcdefgh")))
 def test_exactly_the_deadly_records_are_quarantined(keys: list[str], deadly: set[str]) -> None:
     suspects = Suspects()

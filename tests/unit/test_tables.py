@@ -224,6 +224,7 @@ def check_whatever_stands_beside_a_column(
     assert labels == dict.fromkeys(numbers, {0, 1, 2} if value is None else {value})
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(made=tables(), data=st.data(), group=st.sampled_from([2, 7]), statistics=st.booleans())
 def test_a_column_is_its_own_whatever_stands_beside_it(
@@ -238,6 +239,7 @@ def test_a_column_is_its_own_whatever_stands_beside_it(
     check_whatever_stands_beside_a_column(made, data, partial(read_parquet, str(folder), "train"))
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(made=tables(), data=st.data())
 def test_a_delta_column_is_its_own_whatever_stands_beside_it(

@@ -204,6 +204,7 @@ COLLECTIONS: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+@pytest.mark.long
 @given(st.one_of(*[st.tuples(st.just(name), values) for name, values in SCALARS.items()]))
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 def test_a_scalar_written_as_text_is_read_back(case: tuple[str, Any]) -> None:
@@ -212,6 +213,7 @@ def test_a_scalar_written_as_text_is_read_back(case: tuple[str, Any]) -> None:
     assert getattr(read(f"{name}={written}"), name) == value
 
 
+@pytest.mark.long
 @given(st.one_of(*[st.tuples(st.just(name), values) for name, values in COLLECTIONS.items()]))
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 def test_a_list_or_mapping_written_as_json_or_yaml_is_read_back(case: tuple[str, Any]) -> None:
@@ -220,6 +222,7 @@ def test_a_list_or_mapping_written_as_json_or_yaml_is_read_back(case: tuple[str,
         assert getattr(read(f"{name}={written}"), name) == value, written
 
 
+@pytest.mark.long
 @given(TEXTS)
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 def test_text_stays_itself_on_the_way_through_a_staged_job(tmp_path_factory: Any, text: str) -> None:

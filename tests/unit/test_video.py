@@ -78,6 +78,7 @@ def numbers(clips: Any) -> list[list[int]]:
     return [[int(frame[:8].mean().round()) // 4 for frame in clip] for clip in clips]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("suffix", ["mkv", "mp4", "avi", "mov"])
 def test_a_clip_holds_the_very_frames_that_were_written(tmp_path: Path, suffix: str) -> None:
     frames = pictures(40)
@@ -94,6 +95,7 @@ def test_a_clip_holds_the_very_frames_that_were_written(tmp_path: Path, suffix: 
     assert min(firsts) < 4 and max(firsts) > 28
 
 
+@pytest.mark.long
 def test_every_start_is_possible_and_no_other(tmp_path: Path) -> None:
     content = written(tmp_path, pictures(10))
     columns, _ = run([content] * 60, DecodeVideo(8))
@@ -150,6 +152,7 @@ def test_unevenly_spaced_frames_are_taken_by_the_time_at_which_they_are_shown(tm
             assert abs(moments[number] - wanted) == min(abs(moment - wanted) for moment in moments)
 
 
+@pytest.mark.long
 def test_a_recording_that_begins_between_key_frames_begins_with_its_first_whole_picture(
     tmp_path: Path,
 ) -> None:
