@@ -108,6 +108,7 @@ TABLES = FILES[:6]
 HARMLESS = FILES[6:11]
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(names=st.sets(st.sampled_from(FILES), min_size=1))
 def test_each_file_of_a_folder_of_tables_is_read_refused_or_named(

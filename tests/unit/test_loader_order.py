@@ -223,6 +223,7 @@ def numbers(found: Any) -> list[float]:
     return [found] if isinstance(found, float) else [n for each in found for n in numbers(each)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dataset", [Draws(), DrawsTogether(), DrawsInTurn()], ids=lambda d: type(d).__name__)
 @pytest.mark.parametrize("size", [5, None])
 def test_what_records_and_collate_draw_depends_on_seed_and_epoch_alone(
@@ -242,6 +243,7 @@ def test_what_records_and_collate_draw_depends_on_seed_and_epoch_alone(
     assert len(set(both)) == len(both) >= 200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("together", [3, 100])
 @pytest.mark.parametrize("after", [0, 4, 5, 11])
 def test_batches_made_several_at_a_time_come_one_by_one_in_order(

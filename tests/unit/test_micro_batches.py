@@ -43,6 +43,7 @@ def trained(recipe: Recipe, limit: int | None, **train: Any) -> tuple[dict[str, 
     return run(worker, step, feed(2)), worker.model.shapes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", [Classified(), NextWord()], ids=["per record", "per word"])
 @pytest.mark.parametrize("limit", [40, 200])
 @pytest.mark.parametrize("accumulated", [1, 2])

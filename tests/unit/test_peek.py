@@ -136,6 +136,7 @@ def test_problems_of_values(tmp_path: Path) -> None:
     assert result.exit_code == 0, "a run would begin"
 
 
+@pytest.mark.long
 def test_a_random_flip_of_the_image_without_its_mask_is_an_error_and_refused_by_runs(tmp_path: Path) -> None:
     result, _ = peek(tmp_path, chain="alone")
     line = (

@@ -189,6 +189,7 @@ def test_steps_that_the_attempt_before_logs_after_its_loss_are_its_own(tmp_path:
     assert run.rebuilt(4) == run.of_step(4) and len(run.of_step(4)) == 1
 
 
+@pytest.mark.long
 def test_each_record_has_its_loss_by_the_nearest_checkpoint_and_the_worst_comes_first(
     tmp_path: Path,
 ) -> None:

@@ -101,6 +101,7 @@ def through(shards: list[list[bool]], cuts: list[float], exact: bool, seed: int)
     return seen, run
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(EPOCH, st.lists(st.floats(0, 0.99), max_size=4), st.booleans(), st.integers(0, 99))
 def test_each_record_comes_once_whatever_the_interruptions(

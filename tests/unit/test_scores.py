@@ -65,6 +65,7 @@ def last(made: Run) -> dict[str, float]:
     return {k: v for k, v in made.metrics[-1].items() if k.startswith("val/") and k != "val/loss"}
 
 
+@pytest.mark.long
 def test_a_vector_has_a_scalar_for_each_class(tmp_path: Path) -> None:
     found = last(run(tmp_path, "accuracy"))
     assert found == pytest.approx({f"val/accuracy/{name}": value for name, value in by_class().items()})
